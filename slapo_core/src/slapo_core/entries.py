@@ -1,0 +1,124 @@
+"""One name that a plugin provides, and the class or function behind it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import keyword
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .dialect import Dialect
+from .errors import PluginError
+from .plugins import PluginRecord, reason
+from .primitive import Primitive
+
+HOOKS = {"primitive": "slapo_primitives", "dialect": "slapo_dialects", "model": "slapo_models"}
+"""Kind of name to the hook that registers it."""
+
+_BASES: dict[str, type] = {"primitive": Primitive, "dialect": Dialect}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name a plugin provides.
+
+    Args:
+        kind: ``"primitive"``, ``"dialect"`` or ``"model"``.
+        name: What users write.
+        target: The class or function, or ``"module:name"`` of it.
+        record: The plugin; None for what ``register_primitive`` added in this process.
+    """
+
+    kind: str
+    name: str
+    target: Any
+    record: PluginRecord | None = None
+
+    @property
+    def provider(self) -> str:
+        """Distribution and version, or the module whose class was registered in this process."""
+        return self.record.provider if self.record else str(self.target.__module__)
+
+    def load(self) -> Any:
+        """The class or function itself, imported if need be.
+
+        Raises:
+            PluginError: it cannot be imported, or is not what it should be.
+        """
+        try:
+            target = _import(self.target) if isinstance(self.target, str) else self.target
+        except (Exception, SystemExit) as error:
+            raise self._error(reason(error)) from error
+        if problem := self._problem(target):
+            raise self._error(problem)
+        return target
+
+    def check_name(self, reserved: Iterable[str]) -> None:
+        """Refuse a name users cannot write, and a primitive that would hide an attribute of ``Schedule``."""
+        if not isinstance(self.name, str) or not self.name:
+            raise self._error("its name is not a word")
+        if self.kind == "primitive":
+            if not self.name.isidentifier() or keyword.iskeyword(self.name) or self.name.startswith("_"):
+                raise self._error("its name cannot be called as sch.<name>(...)")
+            if self.name in reserved:
+                raise self._error("Schedule has an attribute of this name")
+
+    def _problem(self, target: Any) -> str | None:
+        base = _BASES.get(self.kind)
+        if base is None:
+            return None if callable(target) else f"{target!r} is not a function"
+        if not (isinstance(target, type) and issubclass(target, base)):
+            return f"{target!r} is not a subclass of {base.__name__}"
+        if inspect.isabstract(target):
+            return f"{target.__name__} does not define {', '.join(sorted(target.__abstractmethods__))}"
+        if class_name(target) != self.name:
+            return f"{target.__name__} says its name is {class_name(target)!r}"
+        return None
+
+    def _error(self, problem: str) -> PluginError:
+        return PluginError(f"{self.kind} {self.name!r} of {self.provider} cannot be used: {problem}", owner=self.provider)
+
+
+def entries_from(kind: str, provided: object, record: PluginRecord) -> list[Entry]:
+    """Read what a registration hook returned.
+
+    Raises:
+        PluginError: it is not a mapping of names to classes or ``"module:Class"``.
+    """
+    if not isinstance(provided, Mapping):
+        raise PluginError(f"{HOOKS[kind]}() returned {provided!r}, not a mapping of names", owner=str(record))
+    entries = [Entry(kind, name, target, record) for name, target in provided.items()]
+    for entry in entries:
+        if not isinstance(entry.target, str):
+            entry.load()
+        elif not _is_import_path(entry.target):
+            raise PluginError(f"{kind} {entry.name!r} is {entry.target!r}, not 'module:Class'", owner=str(record))
+    return entries
+
+
+def class_name(target: type) -> str:
+    """The name a primitive or dialect class gives itself, by attribute or by the classic static method."""
+    name = getattr(target, "name", "")
+    return str(name() if callable(name) else name)
+
+
+def conflict(entries: list[Entry]) -> PluginError:
+    """The error for a name that several plugins provide."""
+    owners = " and ".join(sorted(entry.provider for entry in entries))
+    what = f"{entries[0].kind} {entries[0].name!r}"
+    return PluginError(f"{what} is provided by {owners}; uninstall one or disable it with SLAPO_DISABLE_PLUGINS", owner=owners)
+
+
+def _is_import_path(target: str) -> bool:
+    module, _, attributes = target.partition(":")
+    return all(part.isidentifier() for part in [*module.split("."), *attributes.split(".")])
+
+
+def _import(target: str) -> Any:
+    module, _, attributes = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        found = getattr(found, attribute)
+    return found

@@ -1,0 +1,16 @@
+"""What core itself contributes, through the same door as any plugin."""
+
+from __future__ import annotations
+
+from .hookspecs import hookimpl
+
+
+@hookimpl
+def slapo_primitives() -> dict[str, str]:
+    return {
+        "annotate": "slapo_core.primitives.annotate:AnnotatePrimitive",
+        "replace": "slapo_core.primitives.replace:ReplacePrimitive",
+        "replace_all": "slapo_core.primitives.replace_all:ReplaceAllPrimitive",
+        "trace": "slapo_core.primitives.trace:TracePrimitive",
+        "trace_until": "slapo_core.primitives.trace_until:TraceUntilPrimitive",
+    }
