@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -144,9 +143,9 @@ def set_random_seed(
     outer = {"dp": dp_rank, "pp": pp_rank}
     own = _mix(seed, **outer, tp=tp_rank if always_enable_tp_seed else None)
     random.seed(own)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(own % 2**32)
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy_random is not None:
+        numpy_random.seed(own % 2**32)
     torch.manual_seed(own)
     _TRACKER.reset()
     _TRACKER.add(MODEL_PARALLEL_RNG, _mix(seed, **outer, tp=tp_rank or 0, fork=1))
