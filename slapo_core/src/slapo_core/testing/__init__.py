@@ -1,0 +1,9 @@
+"""The testing kit, for us and for plugin authors: worker processes, numerical comparison, isolated plugins."""
+
+from __future__ import annotations
+
+from .equivalence import assert_equivalent
+from .isolation import isolated_plugins
+from .pool import MAX_WORKERS, DistributedError, run_distributed, shutdown_workers
+
+__all__ = ["MAX_WORKERS", "DistributedError", "assert_equivalent", "isolated_plugins", "run_distributed", "shutdown_workers"]

@@ -1,0 +1,237 @@
+"""Compare what two models compute: outputs, and the gradient of every parameter under its original name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..parameters import facts, shard_spec
+from ..random import rng_state, set_rng_state
+
+Leaves = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two numbers may be apart: ``atol + rtol * |expected|``."""
+
+    atol: float
+    rtol: float
+
+
+@dataclass
+class _Run:
+    outputs: Leaves
+    loss: torch.Tensor | None
+    input_grads: Leaves
+    param_grads: dict[str, torch.Tensor | None]
+
+
+def assert_equivalent(
+    before: nn.Module,
+    after: nn.Module,
+    *inputs: Any,
+    atol: float = 1e-5,
+    rtol: float = 1e-5,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> None:
+    """Run both models on the same inputs and random state and compare all they compute.
+
+    Compared in this order: the outputs' structure, shapes and dtypes, their values, the loss, the gradients of inputs that
+    require one, the gradient of every parameter under its name in ``before``. Gradients of sharded parameters are
+    gathered over their group, which makes the call collective. NaN is never equal. Neither model's ``.grad`` is changed.
+
+    Args:
+        before: The unmodified model, in the same mode (training or not) as ``after``.
+        after: The scheduled model.
+        *inputs: Positional inputs; each run gets its own copies of the tensors.
+        atol: Largest absolute difference.
+        rtol: Largest difference relative to ``before``.
+        loss: ``loss(outputs)``; by default a sum of all floating outputs with fixed weights that differ from element to
+            element, as the plain sum of a softmax or a layer norm has no gradient. Without anything to differentiate only
+            outputs are compared.
+        **kwargs: Keyword inputs.
+
+    Raises:
+        AssertionError: names the first tensor that differs, with the largest absolute and relative error.
+    """
+    tolerance = Tolerance(atol, rtol)
+    if before.training != after.training:
+        modes = [f"{label} is in {'train' if model.training else 'eval'} mode" for label, model in (("before", before), ("after", after))]
+        raise AssertionError("; ".join(modes))
+    state = rng_state()
+    expected = _run(before, inputs, kwargs, loss)
+    set_rng_state(state)
+    actual = _run(after, inputs, kwargs, loss)
+    _compare_leaves("output", expected.outputs, actual.outputs, tolerance)
+    _compare("loss", expected.loss, actual.loss, tolerance)
+    _compare_leaves("gradient of input", expected.input_grads, actual.input_grads, tolerance)
+    _compare_gradients(expected.param_grads, actual.param_grads, tolerance)
+
+
+def _run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], torch.Tensor] | None) -> _Run:
+    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    copies: Leaves = []
+    args, keywords = _copied(inputs, "", copies), _copied(kwargs, "", copies)
+    try:
+        for parameter in kept:
+            parameter.grad = None
+        outputs = model(*args, **keywords)
+        leaves = list(_leaves(outputs, "", set()))
+        copied = [(path, leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf) for path, leaf in leaves]
+        total = loss(outputs) if loss else _weighted_sum(leaf for _, leaf in leaves)
+        if total is not None and total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
+        input_grads = [(path, tensor.grad) for path, tensor in copies if tensor.requires_grad]
+        return _Run(copied, None if total is None else total.detach(), input_grads, _named_gradients(model))
+    finally:
+        for parameter, grad in kept.items():
+            parameter.grad = grad
+
+
+def _copied(value: Any, path: str, copies: Leaves) -> Any:
+    """The inputs again, with tensors that are leaves of a graph of their own; they are listed in ``copies``."""
+    if isinstance(value, torch.Tensor):
+        copy = value.detach().clone().requires_grad_(value.requires_grad)
+        copies.append((path, copy))
+        return copy
+    if type(value) is dict:
+        return {key: _copied(item, f"{path}[{key!r}]", copies) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, f"{path}[{index}]", copies) for index, item in enumerate(value))
+    return value
+
+
+def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """What an output is made of. A container is a leaf as well, by its type, so that structures are compared too."""
+    if isinstance(value, torch.Tensor) or value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        yield path, value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    yield path, type(value)
+    for step, item in _items(value):
+        yield from _leaves(item, path + step, seen)
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from ((f".{entry.name}", getattr(value, entry.name)) for entry in fields(value))
+    elif not isinstance(value, (type, nn.Module)):
+        yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items() if not callable(item))
+
+
+def _weighted_sum(leaves: Iterator[Any]) -> torch.Tensor | None:
+    total = None
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            real = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).double()
+            weights = torch.cos(torch.arange(real.numel(), dtype=torch.float64, device=real.device)).view(real.shape)
+            term = (real * weights).sum()
+            total = term if total is None else total + term
+    return total
+
+
+def _named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Full gradients by original name; a tied parameter stands under each of its names."""
+    found: dict[str, torch.Tensor | None] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for original in facts(parameter).names or (name,):
+            if original not in found:
+                found[original] = _full_gradient(parameter)
+    return found
+
+
+def _full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    spec = shard_spec(parameter)
+    if spec is None or spec.num_shards == 1:
+        return parameter.grad
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    shards = [torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in range(spec.num_shards)]
+    dist.all_gather(shards, grad.contiguous(), group=spec.group)
+    return spec.assemble(shards)
+
+
+def _compare_leaves(what: str, expected: Leaves, actual: Leaves, tolerance: Tolerance) -> None:
+    """Structure, shapes and dtypes of all before any value."""
+    before, after = [path for path, _ in expected], [path for path, _ in actual]
+    if before != after:
+        missing, extra = sorted(set(before) - set(after)), sorted(set(after) - set(before))
+        raise AssertionError(f"{what}: the structure differs; missing {missing}, not expected {extra}")
+    for check in (_compare_kind, _compare_values):
+        for (path, one), (_, other) in zip(expected, actual):
+            check(what + path, one, other, tolerance)
+
+
+def _compare_gradients(expected: dict[str, Any], actual: dict[str, Any], tolerance: Tolerance) -> None:
+    missing = [name for name in expected if name not in actual]
+    if missing:
+        raise AssertionError(f"gradient of {missing[0]!r}: no parameter of after has this original name ({len(missing)} missing)")
+    for name, gradient in expected.items():
+        _compare(f"gradient of {name!r}", gradient, actual[name], tolerance)
+
+
+def _compare(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> None:
+    _compare_kind(what, expected, actual, tolerance)
+    _compare_values(what, expected, actual, tolerance)
+
+
+def _compare_kind(what: str, expected: Any, actual: Any, _: Tolerance) -> None:
+    if _kind(expected) != _kind(actual):
+        raise AssertionError(f"{what}: expected {_kind(expected)}, found {_kind(actual)}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)} on {value.device.type}"
+    if isinstance(value, type):
+        return f"a {value.__qualname__}"
+    return "nothing" if value is None else f"a {type(value).__qualname__}"
+
+
+def _compare_values(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> None:
+    if isinstance(expected, float):
+        expected, actual = torch.tensor(expected), torch.tensor(actual)
+    if isinstance(expected, torch.Tensor):
+        _compare_tensors(what, expected, actual, tolerance)
+    elif expected != actual:
+        raise AssertionError(f"{what}: expected {expected!r}, found {actual!r}")
+
+
+def _compare_tensors(what: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> None:
+    for label, tensor in (("before", expected), ("after", actual)):
+        if count := int(torch.isnan(tensor).sum()):
+            raise AssertionError(f"{what}: {label} has {count} NaN in {tensor.numel()} elements")
+    close = torch.isclose(actual, expected, rtol=tolerance.rtol, atol=tolerance.atol)
+    if bool(close.all()):
+        return
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    error = torch.where(expected == actual, 0, (actual.to(wide) - expected.to(wide)).abs())
+    relative = error / expected.to(wide).abs()
+    relative = torch.where(error == 0, 0, relative)
+    wrong = int((~close).sum())
+    raise AssertionError(
+        f"{what}: {wrong} of {close.numel()} elements differ; largest absolute error {_number(error)} at "
+        f"{_index(error)}, largest relative error {_number(relative)} (allowed {tolerance.atol:g} + {tolerance.rtol:g} x expected)"
+    )
+
+
+def _number(error: torch.Tensor) -> str:
+    value = float(error.max())
+    return "infinity" if math.isinf(value) else f"{value:.3g}"
+
+
+def _index(error: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(index) for index in torch.unravel_index(error.argmax(), error.shape))

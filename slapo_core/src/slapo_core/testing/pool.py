@@ -1,0 +1,233 @@
+"""A pool of gloo worker processes: started when first needed, reused by every test, gone when the session ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import SlapoError
+from .transport import FunctionRef, Job, Report
+
+MAX_WORKERS = 4
+"""Importing torch costs seconds and a few hundred MiB in each worker."""
+
+_GRACE = 1.0
+"""Seconds the other ranks get, after one has failed, to fail as well or to finish; what is stuck then is killed."""
+
+_START = "import sys; from slapo_core.testing.worker import main; main(*map(int, sys.argv[1:]))"
+
+
+class DistributedError(SlapoError):
+    """A rank failed, died, or was still running at the time limit.
+
+    Attributes:
+        rank: The first rank that failed.
+        traceback: Its traceback, or its stacks when it died or was stuck.
+    """
+
+    def __init__(self, message: str, *, rank: int, traceback: str) -> None:
+        self.rank = rank
+        self.traceback = traceback
+        super().__init__(f"{message}\n\n{traceback}" if traceback else message)
+
+
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Run ``fn(rank, *args)`` on ``world_size`` processes that form the default gloo process group.
+
+    Every call starts from a fresh process group, the environment, folder and ``sys.path`` of the caller, seed 0,
+    one thread and torch's default settings; modules stay imported.
+
+    Args:
+        fn: A function at module level, of any module or script that is a file.
+        world_size: Number of ranks, at most ``MAX_WORKERS``.
+        *args: Picklable values, the same for every rank.
+        timeout: Seconds until the ranks that still run are killed.
+
+    Returns:
+        What each rank returned, by rank; tensors in it are detached.
+
+    Raises:
+        DistributedError: a rank raised, died or ran out of time. No rank is left running.
+        TypeError: ``fn`` is not at module level.
+        ValueError: too many ranks.
+    """
+    if not 1 <= world_size <= MAX_WORKERS:
+        raise ValueError(f"run_distributed: world_size is {world_size}; the pool has 1 to {MAX_WORKERS} workers")
+    payload = pickle.dumps(args)
+    with _pool.lock:
+        return _pool.run(FunctionRef.of(fn), payload, world_size, timeout)
+
+
+def shutdown_workers() -> None:
+    """End all workers; the next ``run_distributed`` starts new ones. Runs by itself when the process exits."""
+    with _pool.lock:
+        _pool.close()
+
+
+class _Worker:
+    """One worker process and the test process's ends of its pipes."""
+
+    def __init__(self) -> None:
+        self.dump: IO[str] = tempfile.TemporaryFile("w+")
+        self.jobs, remote = Pipe()
+        fds = (remote.fileno(), self.dump.fileno())
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _START, *map(str, fds)], stdin=subprocess.PIPE, pass_fds=fds, env=environ
+        )
+        remote.close()
+
+    def stacks(self) -> str:
+        """What faulthandler has written since the last call."""
+        self.dump.seek(0)
+        text = self.dump.read()
+        self.dump.seek(0)
+        self.dump.truncate()
+        return text.strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.jobs.close()
+        self.dump.close()
+
+
+@dataclass
+class _Rank:
+    """How far one rank of the running job is."""
+
+    worker: _Worker
+    result: Any = None
+    error: tuple[str, str] | None = None
+    when: float = 0.0
+    done: bool = False
+    idle: bool = False
+
+    def take(self, report: Report) -> None:
+        if report.kind == "idle":
+            self.idle = True
+            return
+        self.done, self.when = True, report.when
+        body = pickle.loads(report.body)  # noqa: S301
+        if report.kind == "error":
+            self.error = body
+        else:
+            self.result = body
+
+    def died(self) -> None:
+        """The socket closed: say what ended the process. Sorts before the errors this gives the other ranks."""
+        try:
+            code = self.worker.process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self.worker.process.kill()
+            code = self.worker.process.wait()
+        if not self.done:  # what it reported before it died is what the caller asked for
+            what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            self.done, self.error = True, (f"its process {what}", self.worker.stacks())
+
+
+@dataclass
+class _Pool:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    workers: list[_Worker] = field(default_factory=list)
+    folder: str = ""
+    number: int = 0
+
+    def run(self, fn: FunctionRef, payload: bytes, world_size: int, timeout: float) -> list[Any]:
+        self._start(world_size)
+        ranks = [_Rank(worker) for worker in self.workers[:world_size]]
+        try:
+            self._send(ranks, fn, payload, timeout)
+            self._wait(ranks, time.monotonic() + timeout)
+            _raise_first(ranks, timeout)
+            return [rank.result for rank in ranks]
+        finally:
+            for rank in ranks:
+                if not rank.idle:  # stuck, dead, or the wait was interrupted
+                    self.workers.remove(rank.worker)
+                    rank.worker.end()
+
+    def _start(self, count: int) -> None:
+        if not self.folder:
+            self.folder = tempfile.mkdtemp(prefix="slapo-workers-")
+        for worker in [worker for worker in self.workers if worker.process.poll() is not None]:
+            self.workers.remove(worker)
+            worker.end()
+        self.workers += [_Worker() for _ in range(count - len(self.workers))]
+
+    def _send(self, ranks: Sequence[_Rank], fn: FunctionRef, payload: bytes, timeout: float) -> None:
+        self.number += 1
+        store = str(Path(self.folder, str(self.number)))
+        common = (timeout, store, dict(os.environ), list(sys.path), os.getcwd())
+        for index, rank in enumerate(ranks):
+            job = Job(self.number, fn, payload, index, len(ranks), *common)
+            rank.worker.jobs.send_bytes(pickle.dumps(job))
+
+    def _wait(self, ranks: Sequence[_Rank], limit: float) -> None:
+        """Take reports until every rank is idle or dead, the limit, or some time after the first failure."""
+        while waiting := [rank for rank in ranks if not rank.idle and rank.worker.process.returncode is None]:
+            ready = wait([rank.worker.jobs for rank in waiting], max(0.0, limit - time.monotonic()))
+            if not ready:
+                return
+            for rank in waiting:
+                if rank.worker.jobs in ready:
+                    _receive(rank)
+            if any(rank.error for rank in waiting):
+                limit = min(limit, time.monotonic() + _GRACE)
+
+    def close(self) -> None:
+        while self.workers:
+            self.workers.pop().end()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = ""
+
+
+def _receive(rank: _Rank) -> None:
+    connection: Connection[Any, Any] = rank.worker.jobs
+    try:
+        rank.take(pickle.loads(connection.recv_bytes()))  # noqa: S301
+    except (EOFError, ConnectionResetError):
+        rank.died()
+
+
+def _raise_first(ranks: Sequence[_Rank], timeout: float) -> None:
+    failed = [(rank.when, index, rank.error) for index, rank in enumerate(ranks) if rank.error]
+    if failed:
+        _, index, (headline, trace) = min(failed)
+        raise DistributedError(f"rank {index} of {len(ranks)}: {headline}", rank=index, traceback=trace)
+    stuck = [index for index, rank in enumerate(ranks) if not rank.done]
+    if stuck:
+        names = ", ".join(map(str, stuck))
+        stacks = "\n\n".join(f"rank {index}:\n{_stacks_now(ranks[index].worker)}" for index in stuck)
+        raise DistributedError(f"rank {names} of {len(ranks)} still running after {timeout:g} s", rank=stuck[0], traceback=stacks)
+
+
+def _stacks_now(worker: _Worker) -> str:
+    worker.process.send_signal(signal.SIGUSR1)
+    for _ in range(20):
+        time.sleep(0.05)
+        if text := worker.stacks():
+            return text
+    return "(no stack: the process does not react)"
+
+
+_pool = _Pool()
+atexit.register(shutdown_workers)

@@ -1,0 +1,108 @@
+"""The process behind one rank: takes jobs from a socket, gives each a fresh process group, and cleans up behind it."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import random as slapo_random
+from .transport import Job, Report, detached
+
+
+def main(job_fd: int, dump_fd: int) -> None:
+    """Serve jobs until the other end of standard input closes; the test process holds it as long as it lives.
+
+    Args:
+        job_fd: Socket that jobs come from and reports go to.
+        dump_fd: File for the stacks of a crash, or of a rank that is stuck (signal USR1).
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then lets go of us
+    faulthandler.enable(dump_fd)
+    faulthandler.register(signal.SIGUSR1, dump_fd, all_threads=True)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    jobs = Connection(job_fd)
+    gc.freeze()  # what torch made at import is never garbage: collecting after each job stays cheap
+    while True:
+        try:
+            job = pickle.loads(jobs.recv_bytes())  # noqa: S301
+        except EOFError:
+            os._exit(0)
+        _serve(jobs, job)
+
+
+def _exit_with_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def _serve(jobs: Connection, job: Job) -> None:
+    try:
+        _prepare(job)
+        report = Report(job.number, "result", time.monotonic(), pickle.dumps(_call(job)))
+    except BaseException as err:  # whatever it is, the test process has to hear of it
+        report = Report(job.number, "error", time.monotonic(), pickle.dumps((_headline(err), _format(err))))
+    jobs.send_bytes(pickle.dumps(report))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    jobs.send_bytes(pickle.dumps(Report(job.number, "idle")))
+
+
+def _prepare(job: Job) -> None:
+    """The same start for every job, whatever ran in this process before."""
+    os.environ.clear()
+    os.environ.update(job.environ, RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.chdir(job.folder)
+    sys.path[:] = job.path
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    slapo_random.get_cuda_rng_tracker().reset()
+    slapo_random._SEED_SET = False
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _call(job: Job) -> Any:
+    fn = job.fn.load()
+    arguments = job.arguments()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(job.store, job.world_size),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout + 60),  # the pool's own limit comes first and says more
+    )
+    return detached(fn(job.rank, *arguments))
+
+
+def _headline(err: BaseException) -> str:
+    return "".join(traceback.format_exception_only(err)).strip()
+
+
+def _format(err: BaseException) -> str:
+    """The traceback below this file."""
+    trace = err.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(err), err, trace or err.__traceback__))
