@@ -1,0 +1,42 @@
+# Needs python3 (3.10 or newer) and make. Every target sets up .venv first; that does nothing when nothing changed.
+PYTHON ?= python3
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+BIN := .venv/bin
+STAMP := .venv/installed
+PROJECTS := pyproject.toml slapo_core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+
+.PHONY: setup demo test test-all lint format bench clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements-dev.txt constraints.txt $(PROJECTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -r requirements-dev.txt
+	touch $@
+
+demo: setup
+	$(BIN)/slapo train --tp 2 --pp 2 --steps 30 --reference --report demo
+
+test: setup
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: setup
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The output is a whole page: `make -s bench > benchmarks/README.md`
+bench: setup
+	@$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv build dist demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
