@@ -64,8 +64,8 @@ def assert_equivalent(
     """
     tolerance = Tolerance(atol, rtol)
     if before.training != after.training:
-        modes = [f"{label} is in {'train' if model.training else 'eval'} mode" for label, model in (("before", before), ("after", after))]
-        raise AssertionError("; ".join(modes))
+        modes = ["train" if model.training else "eval" for model in (before, after)]
+        raise AssertionError(f"before is in {modes[0]} mode; after is in {modes[1]} mode")
     state = rng_state()
     expected = _run(before, inputs, kwargs, loss)
     set_rng_state(state)
@@ -171,14 +171,16 @@ def _compare_leaves(what: str, expected: Leaves, actual: Leaves, tolerance: Tole
         missing, extra = sorted(set(before) - set(after)), sorted(set(after) - set(before))
         raise AssertionError(f"{what}: the structure differs; missing {missing}, not expected {extra}")
     for check in (_compare_kind, _compare_values):
-        for (path, one), (_, other) in zip(expected, actual):
+        for (path, one), (_, other) in zip(expected, actual, strict=True):
             check(what + path, one, other, tolerance)
 
 
 def _compare_gradients(expected: dict[str, Any], actual: dict[str, Any], tolerance: Tolerance) -> None:
     missing = [name for name in expected if name not in actual]
     if missing:
-        raise AssertionError(f"gradient of {missing[0]!r}: no parameter of after has this original name ({len(missing)} missing)")
+        raise AssertionError(
+            f"gradient of {missing[0]!r}: after has no parameter of this original name, {len(missing)} are missing"
+        )
     for name, gradient in expected.items():
         _compare(f"gradient of {name!r}", gradient, actual[name], tolerance)
 
@@ -224,7 +226,7 @@ def _compare_tensors(what: str, expected: torch.Tensor, actual: torch.Tensor, to
     wrong = int((~close).sum())
     raise AssertionError(
         f"{what}: {wrong} of {close.numel()} elements differ; largest absolute error {_number(error)} at "
-        f"{_index(error)}, largest relative error {_number(relative)} (allowed {tolerance.atol:g} + {tolerance.rtol:g} x expected)"
+        f"{_index(error)}, largest relative error {_number(relative)}; allowed {tolerance.atol:g} + {tolerance.rtol:g} x expected"
     )
 
 

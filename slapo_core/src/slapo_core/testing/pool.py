@@ -82,7 +82,7 @@ class _Worker:
     """One worker process and the test process's ends of its pipes."""
 
     def __init__(self) -> None:
-        self.dump: IO[str] = tempfile.TemporaryFile("w+")
+        self.dump: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as the worker
         self.jobs, remote = Pipe()
         fds = (remote.fileno(), self.dump.fileno())
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -125,7 +125,7 @@ class _Rank:
             self.idle = True
             return
         self.done, self.when = True, report.when
-        body = pickle.loads(report.body)  # noqa: S301
+        body = pickle.loads(report.body)
         if report.kind == "error":
             self.error = body
         else:
@@ -203,7 +203,7 @@ class _Pool:
 def _receive(rank: _Rank) -> None:
     connection: Connection[Any, Any] = rank.worker.jobs
     try:
-        rank.take(pickle.loads(connection.recv_bytes()))  # noqa: S301
+        rank.take(pickle.loads(connection.recv_bytes()))
     except (EOFError, ConnectionResetError):
         rank.died()
 
@@ -217,7 +217,9 @@ def _raise_first(ranks: Sequence[_Rank], timeout: float) -> None:
     if stuck:
         names = ", ".join(map(str, stuck))
         stacks = "\n\n".join(f"rank {index}:\n{_stacks_now(ranks[index].worker)}" for index in stuck)
-        raise DistributedError(f"rank {names} of {len(ranks)} still running after {timeout:g} s", rank=stuck[0], traceback=stacks)
+        raise DistributedError(
+            f"rank {names} of {len(ranks)} still running after {timeout:g} s", rank=stuck[0], traceback=stacks
+        )
 
 
 def _stacks_now(worker: _Worker) -> str:

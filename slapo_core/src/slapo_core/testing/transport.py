@@ -38,7 +38,9 @@ class FunctionRef:
         qualname = getattr(fn, "__qualname__", "<locals>")
         module = sys.modules.get(getattr(fn, "__module__", None) or "")
         if "<" in qualname or module is None:
-            raise TypeError(f"run_distributed: {fn!r} is not a function at module level; move it there and give its values as arguments")
+            raise TypeError(
+                f"run_distributed: {fn!r} is not a function at module level; move it there and give its values as arguments"
+            )
         try:
             file = os.path.abspath(inspect.getsourcefile(module) or "")
         except TypeError as err:
@@ -117,7 +119,7 @@ class Job:
 
     def arguments(self) -> tuple[Any, ...]:
         """The positional arguments behind the rank."""
-        return pickle.loads(self.payload)  # type: ignore[no-any-return]  # noqa: S301
+        return pickle.loads(self.payload)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
