@@ -1,0 +1,127 @@
+"""From a schedule to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .dialect import Dialect
+from .engine import Engine, PlainEngine
+from .errors import BuildError
+from .parameters import facts, shard_spec
+from .program import Program, Stage
+from .registry import Registry, default_registry
+from .schedule import Schedule
+from .weights import Initialiser, materialize
+
+
+def build(
+    sch: Schedule,
+    target: str | None = None,
+    *,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    microbatches: int = 1,
+    precision: str = "fp32",
+    clip: float = 0.0,
+    param_init_fn: Initialiser | None = None,
+    seed: int | None = None,
+    **config: Any,
+) -> Engine:
+    """Hand the scheduled model to an engine. Ends what ``undo`` can take back.
+
+    Args:
+        sch: Any handle of the schedule.
+        target: Name of an installed dialect, e.g. ``"torch"``; None gives the plain module.
+        optimizer: A factory ``parameters -> torch.optim.Optimizer``.
+        loss_fn: ``loss_fn(outputs, labels)``, the mean over a micro-batch; None takes the loss from the model's output.
+        microbatches: Equal parts a batch is cut into along dimension 0.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        clip: Largest gradient norm over all ranks; 0 is off.
+        param_init_fn: Initialiser for weights on the meta device; see ``slapo_core.weights.materialize``.
+        seed: Its seed.
+        **config: For the plugins and the dialect.
+
+    Returns:
+        An engine; it unpacks as ``module, optimizer``.
+
+    Raises:
+        UnknownNameError: no such target.
+        BuildError: the schedule and the engine do not go together; nothing was built.
+    """
+    root = sch._root
+    dialect = root.registry.dialect(target) if target is not None else None
+    common: dict[str, Any] = {
+        "optimizer": optimizer,
+        "loss_fn": loss_fn,
+        "microbatches": microbatches,
+        "precision": precision,
+        "clip": clip,
+    }
+    if dialect is None and (unused := [key for key, value in common.items() if value not in (None, 1, "fp32", 0.0)]):
+        raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
+    root.registry.hook.slapo_before_build(schedule=sch, target=target, config=config)
+    if dialect is None and config:
+        raise BuildError(f"target=None has no use for {', '.join(config)}")
+    program = build_program(sch)
+    if dialect is not None:
+        dialect.check(program, **common, **config)
+    device = program.mesh.device_type if program.mesh is not None else "cpu"
+    materialize(program.module, _held(program), param_init_fn=param_init_fn, seed=seed, device=device)
+    engine: Engine = PlainEngine(program.module) if dialect is None else dialect.build(program, **common, **config)
+    root.journal.seal()
+    root.program = program
+    root.registry.hook.slapo_after_build(engine=engine)
+    return engine
+
+
+def build_program(sch: Schedule) -> Program:
+    """The schedule's program, in stages where a plugin cut it; what ``build`` gives to the dialect.
+
+    ``program(**batch)`` runs it in one process.
+    """
+    root = sch._root
+    program: Program | None = root.registry.hook.slapo_partition(schedule=sch.get_top_schedule())
+    if program is not None:
+        return program
+    module = root.module
+    return Program(
+        module=module,
+        stages=(Stage(0, module),),
+        mesh=root.mesh,
+        shard_specs={name: spec for name, p in module.named_parameters() if (spec := shard_spec(p)) is not None},
+        original_names={name: facts(p).names for name, p in module.named_parameters()},
+    )
+
+
+def init_target_engine(sch: Schedule, target: str | None, **kwargs: Any) -> Engine:
+    """The established name of ``build``: ``model, optimizer = init_target_engine(sch, "torch", optimizer=...)``."""
+    return build(sch, target, **kwargs)
+
+
+def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False, plugins: Registry | None = None) -> type | None:
+    """A dialect's class of a classic kind.
+
+    Args:
+        cls_type: One of ``"pipeline_stage"``, ``"pipeline_engine"``, ``"runtime_engine"``, ``"log_parser"``.
+        target: Name of the dialect.
+        allow_none: Give None instead of an error where the dialect has no such class.
+        plugins: Registry to look in; default: all installed plugins.
+
+    Raises:
+        UnknownNameError: no such dialect, or, without ``allow_none``, no such class.
+    """
+    dialect: type[Dialect] = (plugins or default_registry()).dialect(target)
+    if allow_none and cls_type not in dialect.classes:
+        return None
+    return dialect.get(cls_type)
+
+
+def _held(program: Program) -> list[torch.nn.Module] | None:
+    """The modules whose weights this rank holds; None for all."""
+    if program.axis_size("pp") == 1:
+        return None
+    rank, size = program.axis_rank("pp"), program.axis_size("pp")
+    return [stage.module for stage in program.stages if stage.index % size == rank]

@@ -1,0 +1,69 @@
+"""The interface of an engine: what ``build`` returns and users train with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Engine(ABC):
+    """A model ready to train on this rank.
+
+    Attributes:
+        module: What this rank runs: the scheduled model, or its stage of it.
+        optimizer: The optimizer of this rank's parameters, or None.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+
+    @abstractmethod
+    def train_batch(self, **batch: Any) -> torch.Tensor:
+        """Forward, backward and one optimizer step on this data-parallel rank's batch.
+
+        Args:
+            **batch: The model's keyword arguments; tensors have the batch in dimension 0. All ranks of one pipeline and
+                of one tensor-parallel group get the same batch.
+
+        Returns:
+            The mean loss over micro-batches and data-parallel ranks: a detached 0-dim tensor, equal on every rank.
+        """
+
+    @abstractmethod
+    def eval_batch(self, **batch: Any) -> torch.Tensor:
+        """The loss of a batch in evaluation mode, without gradients; the same on every rank."""
+
+    @abstractmethod
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write model and optimizer under original parameter names; collective."""
+
+    @abstractmethod
+    def load(self, path: str | PathLike[str]) -> None:
+        """Read what ``save`` wrote; collective."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpack as ``model, optimizer = engine``."""
+        return iter((self.module, self.optimizer))
+
+
+class PlainEngine(Engine):
+    """``target=None``: the scheduled module as it is; the user trains it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.optimizer = None
+
+    def train_batch(self, **batch: Any) -> torch.Tensor:
+        raise TypeError("target=None gives a plain module with no optimizer; build for target='torch' to train batches")
+
+    eval_batch = train_batch
+
+    def save(self, path: str | PathLike[str]) -> None:
+        raise TypeError("target=None gives a plain module; save its state_dict(), or build for target='torch'")
+
+    load = save

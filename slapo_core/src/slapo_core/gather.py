@@ -1,0 +1,80 @@
+"""Full tensors from the pieces the ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .errors import ScheduleError
+from .parameters import facts, shard_spec
+from .program import Program
+
+State = dict[str, torch.Tensor | None]
+
+
+def full_state(module: nn.Module, program: Program | None, kind: str) -> State:
+    """Full parameters or gradients under original names, equal on every rank; see ``Schedule.full_state``.
+
+    A tied parameter whose copies sit in several stages is taken from the first.
+    """
+    if kind not in ("param", "grad"):
+        raise ScheduleError(f"kind is {kind!r}; give 'param' or 'grad'", primitive="full_state")
+    read: Callable[[nn.Parameter], torch.Tensor | None] = (lambda p: p.detach()) if kind == "param" else (lambda p: p.grad)
+    owners = _owners(program)
+    state: State = {}
+    for name, parameter in module.named_parameters():
+        if program is not None and owners:
+            full = _from_stage(parameter, read, program, owners.get(name, 0))
+        else:
+            full = _over_group(parameter, read)
+        for original in facts(parameter).names or (name,):
+            state[original] = full
+    return state
+
+
+def _owners(program: Program | None) -> dict[str, int]:
+    """Current parameter name to the first stage that has it; empty where every rank has all."""
+    if program is None or program.axis_size("pp") == 1:
+        return {}
+    owners: dict[str, int] = {}
+    for stage in program.stages:
+        for name, _ in stage.module.named_parameters(remove_duplicate=False):
+            owners.setdefault(name, stage.index)
+    return owners
+
+
+def _from_stage(
+    parameter: nn.Parameter, read: Callable[[nn.Parameter], torch.Tensor | None], program: Program, stage: int
+) -> torch.Tensor | None:
+    assert program.mesh is not None
+    pipeline = program.mesh["pp"]
+    mine = pipeline.get_local_rank() == stage
+    full = _over_group(parameter, read) if mine else None
+    source = dist.get_global_rank(pipeline.get_group(), stage)
+    device = torch.device(program.mesh.device_type)
+    present = torch.tensor(full is not None, dtype=torch.uint8, device=device)
+    dist.broadcast(present, source, group=pipeline.get_group())
+    if not present.item():
+        return None
+    spec = shard_spec(parameter)
+    shape = spec.full_shape if spec else tuple(parameter.shape)
+    buffer = full.contiguous() if full is not None else torch.empty(shape, dtype=parameter.dtype, device=device)
+    dist.broadcast(buffer, source, group=pipeline.get_group())
+    return buffer
+
+
+def _over_group(parameter: nn.Parameter, read: Callable[[nn.Parameter], torch.Tensor | None]) -> torch.Tensor | None:
+    local, spec = read(parameter), shard_spec(parameter)
+    if spec is None or spec.num_shards == 1 or spec.group is None:
+        return local.clone() if local is not None else None
+    present = torch.tensor(local is not None, dtype=torch.uint8, device=parameter.device)
+    dist.all_reduce(present, group=spec.group)
+    if not present.item():
+        return None
+    mine = local.contiguous() if local is not None else torch.zeros_like(parameter)
+    shards = [torch.empty_like(mine) for _ in range(spec.num_shards)]
+    dist.all_gather(shards, mine, group=spec.group)
+    return spec.assemble(shards)

@@ -1,0 +1,81 @@
+"""The record of a schedule: every step, with its arguments and who provided it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ScheduleError
+from .serialize import to_source
+from .transaction import Transaction
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a primitive.
+
+    Args:
+        path: Dotted path of the module; ``""`` is the top module.
+        name: The primitive.
+        args: Positional arguments as the user gave them.
+        kwargs: Keyword arguments as the user gave them.
+        provider: Distribution and version that provided the primitive.
+        children: Steps this one took itself; replaying it takes them again.
+    """
+
+    path: str
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    provider: str = ""
+    children: tuple[Step, ...] = ()
+
+    def __str__(self) -> str:
+        words = [to_source(value) for value in self.args]
+        words += [f"{key}={to_source(value)}" for key, value in self.kwargs.items()]
+        target = f"sch[{self.path!r}]" if self.path else "sch"
+        return f"{target}.{self.name}({', '.join(words)})"
+
+
+class Journal:
+    """The steps of a schedule in order. Printing it gives the Python that takes them."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Step, Transaction]] = []
+        self._sealed = 0
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps, oldest first."""
+        return tuple(step for step, _ in self._entries)
+
+    def record(self, step: Step, transaction: Transaction) -> None:
+        """Append a step with what undoes it."""
+        self._entries.append((step, transaction))
+
+    def undo(self) -> Step:
+        """Take the last step back and return it.
+
+        Raises:
+            ScheduleError: there is no step, or the schedule has been built since.
+        """
+        if len(self._entries) <= self._sealed:
+            raise ScheduleError("nothing to undo" if not self._sealed else "no step to undo since the schedule was built")
+        step, transaction = self._entries.pop()
+        transaction.rollback()
+        return step
+
+    def seal(self) -> None:
+        """Forget how to undo the steps so far, which frees the parameters they replaced."""
+        self._entries = [(step, Transaction()) for step, _ in self._entries]
+        self._sealed = len(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __str__(self) -> str:
+        return "\n".join(str(step) for step in self.steps)

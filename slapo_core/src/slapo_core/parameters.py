@@ -1,0 +1,123 @@
+"""What is known about a parameter. The facts sit on the parameter itself and follow it when it is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_FACTS = "_slapo_facts"
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How a local tensor is cut from a full one.
+
+    Args:
+        dim: Tensor dimension that is split, non-negative.
+        full_shape: Shape of the unsharded tensor.
+        rank: This rank in the group.
+        num_shards: Size of the group.
+        blocks: Sizes along ``dim`` of the fused blocks (q, k and v, say) that are each split for themselves; they add
+            up to ``full_shape[dim]``. An unfused tensor is one block.
+        group: The process group the shards live on; None when there is one shard.
+        axis: Name of the mesh axis of that group.
+    """
+
+    dim: int
+    full_shape: tuple[int, ...]
+    rank: int
+    num_shards: int
+    blocks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+    axis: str = "tp"
+
+    def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
+        """The ``(start, stop)`` ranges along ``dim`` of the full tensor that ``rank`` (default: this one) holds, in order."""
+        rank = self.rank if rank is None else rank
+        ranges, offset = [], 0
+        for size in self.blocks:
+            part = size // self.num_shards
+            ranges.append((offset + rank * part, offset + (rank + 1) * part))
+            offset += size
+        return ranges
+
+    def local(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """Cut the shard of ``rank`` out of ``full``: a new contiguous tensor, never a view that keeps ``full`` alive."""
+        parts = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank)]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+    def assemble(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Put the shards of all ranks, in rank order, together to the full tensor."""
+        full = shards[0].new_empty(self.full_shape)
+        for rank, shard in enumerate(shards):
+            offset = 0
+            for start, stop in self.ranges(rank):
+                full.narrow(self.dim, start, stop - start).copy_(shard.narrow(self.dim, offset, stop - start))
+                offset += stop - start
+        return full
+
+
+@dataclass
+class ParamFacts:
+    """Facts of one parameter or buffer.
+
+    Args:
+        names: Its names in the unmodified model; several when it is tied; empty when the schedule brought it.
+        spec: How it is sharded, None when it is whole.
+        tags: Free marks of primitives and users.
+    """
+
+    names: tuple[str, ...] = ()
+    spec: ShardSpec | None = None
+    tags: set[str] = field(default_factory=set)
+
+
+def facts(tensor: torch.Tensor) -> ParamFacts:
+    """The facts of a parameter or buffer; made when first asked for."""
+    found: ParamFacts | None = tensor.__dict__.get(_FACTS)
+    if found is None:
+        found = ParamFacts()
+        setattr(tensor, _FACTS, found)
+    return found
+
+
+def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
+    """How the tensor is sharded, or None."""
+    found: ParamFacts | None = tensor.__dict__.get(_FACTS)
+    return found.spec if found else None
+
+
+def holders(root: nn.Module, tensor: torch.Tensor) -> Iterator[tuple[nn.Module, str]]:
+    """Every (module, attribute name) under ``root`` that holds this very parameter or buffer: more than one when tied."""
+    for module in root.modules():
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
+                if value is tensor:
+                    yield module, name
+
+
+def successor(old: torch.Tensor, data: torch.Tensor, **changes: Any) -> torch.Tensor:
+    """A tensor with new ``data`` that takes the place of ``old``: same kind, ``requires_grad``, attributes, hooks, facts.
+
+    Args:
+        old: A parameter or buffer.
+        data: The new values; any shape.
+        **changes: Facts that change, e.g. ``spec=``.
+    """
+    new = nn.Parameter(data, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else data
+    for name, value in old.__dict__.items():
+        if name != _FACTS:
+            setattr(new, name, value)
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, table, None):
+            setattr(new, table, getattr(old, table).copy())
+    known = facts(old)
+    setattr(new, _FACTS, ParamFacts(known.names, known.spec, set(known.tags)))
+    for name, value in changes.items():
+        setattr(facts(new), name, value)
+    return new

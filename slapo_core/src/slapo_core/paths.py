@@ -1,0 +1,48 @@
+"""Dotted module paths: look-up, joining, globs."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def join(prefix: str, name: str) -> str:
+    """``join("a", "b.c") == "a.b.c"``; either may be empty."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def find(root: nn.Module, path: str) -> nn.Module | None:
+    """The module at ``path``, or None."""
+    module: nn.Module | None = root
+    for name in path.split(".") if path else ():
+        module = module._modules.get(name) if module is not None else None
+    return module
+
+
+def split(path: str) -> tuple[str, str]:
+    """``split("a.b.c") == ("a.b", "c")``."""
+    parent, _, name = path.rpartition(".")
+    return parent, name
+
+
+def select(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose path matches a glob: ``*``, ``?`` and ``[..]`` within one name, ``**`` over any number of names."""
+    yield from _select(root, "", tuple(pattern.split(".")))
+
+
+def _select(module: nn.Module, path: str, parts: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+    if not parts:
+        yield path, module
+        return
+    head, rest = parts[0], parts[1:]
+    if head == "**":
+        yield from _select(module, path, rest)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if head == "**":
+            yield from _select(child, join(path, name), parts)
+        elif fnmatch.fnmatchcase(name, head):
+            yield from _select(child, join(path, name), rest)

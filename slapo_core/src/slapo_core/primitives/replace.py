@@ -1,0 +1,137 @@
+"""``replace``: another module in the place of a module, or of a matched subgraph of a traced one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import fx, nn
+
+from .. import graph_edit
+from ..errors import ScheduleError
+from ..parameters import facts
+from ..primitive import Primitive
+
+if TYPE_CHECKING:
+    from ..schedule import Schedule
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+class ReplacePrimitive(Primitive):
+    """Put a module in the place of this one, or of a subgraph that ``find`` matched in this traced module.
+
+    Rewrite:
+        sch["act"].replace(new):          parent(act=old)   -->  parent(act=new)
+        sch.replace(new, match):          y = a(b(x))       -->  y = new(x)
+
+    A replaced module's hooks, training mode and ``requires_grad`` carry over, each parameter of ``new`` with the name and
+    shape of an old one takes its original name, and a module that several places share is replaced at all of them.
+
+    Args:
+        new: The module; for a subgraph also a function of the subgraph's inputs.
+        subgraph: One match, or a list of matches, of ``sch.find``. Several matches share ``new``, which must then hold no
+            parameters and no buffers.
+        name: Name of the new submodule in the traced module; default: made from its class.
+
+    Raises:
+        ScheduleError: not a module; the subgraph is gone, has a value used outside it, or does not fit.
+    """
+
+    name = "replace"
+    scope = "module"
+
+    @staticmethod
+    def check(schedule: Schedule, new: Any, subgraph: Any = None, *, name: str | None = None) -> None:
+        """Refuse what cannot stand in this place."""
+        if subgraph is None:
+            check_module(schedule, new, "replace")
+            return
+        if not (isinstance(new, nn.Module) or callable(new)):
+            raise ScheduleError(f"{new!r} is neither a module nor a function", path=schedule.path, primitive="replace")
+        matches = as_matches(schedule, subgraph)
+        if len(matches) > 1 and isinstance(new, nn.Module) and any(True for _ in [*new.parameters(), *new.buffers()]):
+            raise ScheduleError(
+                f"{len(matches)} subgraphs would share the weights of one {type(new).__name__}; replace each with its own module",
+                path=schedule.path,
+                primitive="replace",
+            )
+        for match in matches:
+            graph_edit.check_replace(schedule, match, new)
+
+    @staticmethod
+    def apply(schedule: Schedule, new: Any, subgraph: Any = None, *, name: str | None = None) -> None:
+        """Swap."""
+        if subgraph is None:
+            swap(schedule, new)
+            return
+        for match in as_matches(schedule, subgraph):
+            graph_edit.replace_subgraph(schedule, match, new, name=name)
+
+
+def check_module(schedule: Schedule, new: Any, primitive: str) -> None:
+    """Refuse what is no module, is the module itself, or is already somewhere else in the model."""
+    if not isinstance(new, nn.Module):
+        raise ScheduleError(f"{new!r} is no module; give an nn.Module", path=schedule.path, primitive=primitive)
+    if any(module is schedule.root_module for module in new.modules()) and schedule.path:
+        raise ScheduleError("the new module contains the whole model", path=schedule.path, primitive=primitive)
+
+
+def swap(schedule: Schedule, new: nn.Module) -> None:
+    """Put ``new`` in the schedule's place and carry over what belongs to the place."""
+    old = schedule.mod
+    if new is old:
+        return
+    schedule.touch(new)
+    if all(module is not old for module in new.modules()):
+        for table in _HOOKS:
+            _carry_hooks(getattr(old, table), getattr(new, table))
+        _carry_parameters(schedule, old, new)
+    if new.training != old.training:
+        for module in new.modules():
+            schedule.on_undo(partial(setattr, module, "training", module.training))
+        new.train(old.training)
+    schedule.replace_module(new)
+
+
+def as_matches(schedule: Schedule, subgraph: Any) -> list[Any]:
+    """One match or several, as a list of matches."""
+    if isinstance(subgraph, tuple) and len(subgraph) == 2 and isinstance(subgraph[1], fx.Node):
+        return [[subgraph]]
+    if not isinstance(subgraph, list) or not subgraph:
+        raise ScheduleError("the subgraph is empty; give what sch.find() returned", path=schedule.path, primitive="replace")
+    return [subgraph] if isinstance(subgraph[0], tuple) else subgraph
+
+
+def _carry_hooks(old: dict[int, Callable[..., Any]], new: dict[int, Callable[..., Any]]) -> None:
+    for key, hook in old.items():
+        new[key] = hook
+
+
+def _carry_parameters(schedule: Schedule, old: nn.Module, new: nn.Module) -> None:
+    former = dict(old.named_parameters(remove_duplicate=False))
+    for name, parameter in new.named_parameters(remove_duplicate=False):
+        was = former.get(name)
+        if was is None or was is parameter:
+            continue
+        known = facts(parameter)
+        before = (known.names, parameter.requires_grad)
+
+        def restore(known: Any = known, parameter: nn.Parameter = parameter, before: Any = before) -> None:
+            known.names = before[0]
+            parameter.requires_grad_(before[1])
+
+        schedule.on_undo(restore)
+        if not known.names and was.shape == parameter.shape:
+            known.names = facts(was).names
+        if parameter.is_floating_point():
+            parameter.requires_grad_(was.requires_grad)

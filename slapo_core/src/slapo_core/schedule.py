@@ -1,0 +1,438 @@
+"""The schedule: a cursor into the live module tree.
+
+The module tree is the single source of truth. A ``Schedule`` is a shared ``Root`` and a dotted path, so nothing has to be
+kept in step after a rewrite, and a handle taken before one still works, or says that its module is gone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import matching, paths
+from .errors import ScheduleError, UnknownNameError
+from .holders import Holders
+from .journal import Journal, Step
+from .parameters import ParamFacts, facts
+from .registry import Registry, default_registry
+from .steps import take_step
+from .transaction import Transaction
+
+if TYPE_CHECKING:
+    from .program import Program
+
+
+class UnknownPrimitiveError(UnknownNameError, AttributeError):
+    """``sch.<name>`` where no such primitive or attribute exists; an ``AttributeError``, so that ``hasattr`` works."""
+
+
+@dataclass
+class ScheduleMetadata:
+    """What the schedule knows about one module.
+
+    Args:
+        tie_weights: Top module only: each parameter held at several places.
+        param_tags: Attributes that ``annotate`` put on parameters of this module.
+        primitives: Primitive name to the state it keeps for this module; a key means "was applied here".
+    """
+
+    tie_weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    param_tags: set[str] = field(default_factory=set)
+    primitives: dict[str, Any] = field(default_factory=dict)
+
+
+class Root:
+    """What all handles of one schedule share."""
+
+    def __init__(self, module: nn.Module, name: str, registry: Registry) -> None:
+        self.module = module
+        self.name = name
+        self.registry = registry
+        self.group: dist.ProcessGroup | None = None
+        self.mesh: DeviceMesh | None = None
+        self.example_inputs: Any = None
+        self.journal = Journal()
+        self.holders = Holders()
+        self.metadata: WeakKeyDictionary[nn.Module, ScheduleMetadata] = WeakKeyDictionary()
+        self.transaction: Transaction | None = None
+        self.children: list[Step] = []  # steps taken inside the step under way
+        self.program: Program | None = None  # since the last build
+
+    def metadata_of(self, module: nn.Module) -> ScheduleMetadata:
+        """The metadata of one module, made when first asked for."""
+        found = self.metadata.get(module)
+        if found is None:
+            found = self.metadata[module] = ScheduleMetadata()
+        return found
+
+
+class Schedule:
+    """One module of a model, and the words to say how it is to run: ``sch["h.0.mlp"].checkpoint()``.
+
+    Every installed primitive is a method; ``dir(sch)`` lists them. A call returns the schedule, so that calls chain, or
+    the primitive's own value.
+    """
+
+    __slots__ = ("_path", "_root")
+
+    def __init__(self, root: Root, path: str = "") -> None:
+        self._root = root
+        self._path = path
+
+    # ---- where it points
+
+    @property
+    def mod(self) -> nn.Module:
+        """The module, looked up now.
+
+        Raises:
+            ScheduleError: an earlier step removed it.
+        """
+        found = paths.find(self._root.module, self._path)
+        if found is None:
+            raise ScheduleError(
+                f"the module {self._path!r} is gone; a step since this handle was taken removed it", path=self._path
+            )
+        return found
+
+    @property
+    def name(self) -> str:
+        """Last part of the path; the top schedule has the name given to ``create_schedule``."""
+        return paths.split(self._path)[1] if self._path else self._root.name
+
+    @property
+    def path(self) -> str:
+        """Dotted path from the top module; ``""`` is the top module itself."""
+        return self._path
+
+    @property
+    def parent(self) -> Schedule | None:
+        """The schedule of the module that holds this one; None at the top."""
+        return Schedule(self._root, paths.split(self._path)[0]) if self._path else None
+
+    @property
+    def child(self) -> Mapping[str, Schedule]:
+        """The schedules of the direct children, by name."""
+        return {name: self._at(name) for name, module in self.mod._modules.items() if module is not None}
+
+    @property
+    def root_module(self) -> nn.Module:
+        """The top module."""
+        return self._root.module
+
+    def get_top_schedule(self) -> Schedule:
+        """The schedule of the top module."""
+        return Schedule(self._root)
+
+    # ---- where it runs
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The device mesh, axes out of ``pp``, ``dp``, ``tp``."""
+        return self._root.mesh
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel process group: the one given, the mesh's ``tp`` axis, or the world; None in one process."""
+        root = self._root
+        if root.group is not None:
+            return root.group
+        if root.mesh is not None:
+            return root.mesh["tp"].get_group() if "tp" in (root.mesh.mesh_dim_names or ()) else None
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in ``group``; 0 without one."""
+        return dist.get_rank(self.group) if self.group is not None else 0
+
+    @property
+    def world_size(self) -> int:
+        """Size of ``group``; 1 without one."""
+        return dist.get_world_size(self.group) if self.group is not None else 1
+
+    # ---- what is known
+
+    @property
+    def metadata(self) -> ScheduleMetadata:
+        """What the schedule knows about this module; a module put in by ``replace`` starts afresh."""
+        return self._root.metadata_of(self.mod)
+
+    @property
+    def journal(self) -> Journal:
+        """Every step taken so far, of the whole model; ``print(sch.journal)`` shows it as Python."""
+        return self._root.journal
+
+    @property
+    def example_inputs(self) -> Any:
+        """One batch of the top module's inputs: a dict of keyword or a tuple of positional arguments, or None."""
+        return self._root.example_inputs
+
+    @property
+    def original_names(self) -> dict[str, tuple[str, ...]]:
+        """Current name of every parameter below, from the top, to its names in the unmodified model.
+
+        Several names for a tied parameter; none for one that a step brought in.
+        """
+        named = self.mod.named_parameters(prefix=self._path)
+        return {name: facts(parameter).names for name, parameter in named}
+
+    # ---- moving around
+
+    def __getitem__(self, path: str) -> Schedule:
+        """The schedule of the module at ``path`` below this one.
+
+        Raises:
+            UnknownNameError: no such module.
+        """
+        handle = self._at(path)
+        if paths.find(self._root.module, handle._path) is None:
+            known = [name for name, _ in self.mod.named_modules() if name]
+            raise UnknownNameError.of(f"module below {self._path!r}", path, _nearby(path, known))
+        return handle
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, str) and paths.find(self.mod, path) is not None
+
+    def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, Schedule]]:
+        """Every schedule from this one down, itself first, with its path below this one (``prefix`` in front)."""
+        for name, _ in list(self.mod.named_modules()):
+            yield paths.join(prefix, name), self._at(name)
+
+    def select(self, pattern: str) -> list[Schedule]:
+        """The schedules whose path below this one matches a glob; ``*`` stays within one name, ``**`` crosses dots.
+
+        Raises:
+            ScheduleError: nothing matches.
+        """
+        found = dict(paths.select(self.mod, pattern))
+        if not found:
+            raise ScheduleError(f"no module below {self._path!r} matches {pattern!r}", path=self._path, primitive="select")
+        return [self._at(name) for name in found]
+
+    def _at(self, path: str) -> Schedule:
+        return Schedule(self._root, paths.join(self._path, path))
+
+    # ---- taking steps
+
+    def apply(self, primitive: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Apply a primitive to this module: ``sch.apply("shard", "weight", axis=0)`` is ``sch.shard("weight", axis=0)``.
+
+        Args:
+            primitive: Name of an installed primitive.
+            *args: For the primitive.
+            **kwargs: For the primitive.
+
+        Returns:
+            This schedule, or the primitive's own value.
+
+        Raises:
+            UnknownNameError: no such primitive.
+            ScheduleError: the step is illegal. Whatever is raised, the model is as it was before the call.
+        """
+        return take_step(self, self._root, primitive, args, kwargs)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            cls = self._root.registry.primitive(name)
+        except UnknownNameError as err:
+            raise UnknownPrimitiveError(str(err)) from err
+        call = partial(self.apply, name)
+        call.__doc__ = cls.__doc__
+        return call
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._root.registry.primitive_names()})
+
+    def undo(self) -> Step:
+        """Take the last step back, wherever in the model it was, and return it. ``build`` ends what can be undone."""
+        self._root.holders.drop()
+        return self._root.journal.undo()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the steps: ``*.json`` as data, ``*.py`` as code to edit; see ``load_schedule``.
+
+        Raises:
+            ScheduleError: a step has an argument that cannot be written down; names it. No file is written.
+        """
+        from .replay import save_schedule  # replay imports this module
+
+        save_schedule(self, path)
+
+    # ---- for primitives
+
+    def replace_module(self, new: nn.Module) -> None:
+        """Put ``new`` in this module's place, at every place of the tree that holds the module."""
+        root, old = self._root, self.mod
+        if not self._path:
+            self.on_undo(partial(setattr, root, "module", old))
+            root.module = new
+            root.holders.drop()
+            return
+        for holder, _ in root.holders.of(root.module, old):
+            self.touch(holder)
+        root.holders.put(root.module, old, new)
+
+    def set_parameter(self, name: str, tensor: torch.Tensor) -> None:
+        """Put ``tensor`` in the place of a parameter or buffer of this module, at every place a tie holds it.
+
+        Args:
+            name: Its name in this module, e.g. ``"weight"``.
+            tensor: Usually made by ``slapo_core.parameters.successor``, which carries the facts over.
+        """
+        root, mod = self._root, self.mod
+        parameter = mod._parameters.get(name)
+        old = parameter if parameter is not None else mod._buffers[name]
+        assert old is not None
+        for holder, _ in root.holders.of(root.module, old):
+            self.touch(holder)
+        root.holders.put(root.module, old, tensor)
+
+    def touch(self, module: nn.Module) -> None:
+        """Say that a module outside this one will be changed, so that a failure or ``undo`` restores it."""
+        assert self._root.transaction is not None, "only a primitive's apply may change the model"
+        self._root.transaction.touch(module)
+
+    def on_undo(self, inverse: Callable[[], None]) -> None:
+        """Add an action that takes back what the snapshot of modules cannot see; run newest first."""
+        assert self._root.transaction is not None, "only a primitive's apply may change the model"
+        self._root.transaction.on_undo(inverse)
+
+    # ---- finding in traced modules
+
+    def find_node(self, regex_or_pattern_fn: str | Callable[..., bool]) -> list[tuple[str, Any]]:
+        """Nodes of the traced modules from here down: see ``slapo_core.matching.find_node``."""
+        return matching.find_node(self.mod, regex_or_pattern_fn, prefix=self._path)
+
+    def find_subgraph(self, pattern_fn: Any) -> list[Any]:
+        """Subgraphs of the traced modules from here down: see ``slapo_core.matching.find_subgraph``."""
+        return matching.find_subgraph(self.mod, pattern_fn, prefix=self._path)
+
+    def find(self, regex_or_pattern_fn: Any) -> list[Any]:
+        """``find_node`` for a regular expression, ``find_subgraph`` for a function or ``Pattern``."""
+        if isinstance(regex_or_pattern_fn, str):
+            return self.find_node(regex_or_pattern_fn)
+        return self.find_subgraph(regex_or_pattern_fn)
+
+    # ---- weights
+
+    def full_state(self, kind: str = "param") -> dict[str, torch.Tensor | None]:
+        """Full tensors under the unmodified model's names, on every rank; collective.
+
+        Args:
+            kind: ``"param"`` or ``"grad"``; a parameter without gradient gives None.
+
+        Returns:
+            Original name to detached tensor; a tied parameter stands under each of its names.
+        """
+        from .gather import full_state  # torch.distributed work that plain scheduling does not need
+
+        return full_state(self._root.module, self._root.program, kind)
+
+    # ---- Python's own
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and (self._root, self._path) == (other._root, other._path)
+
+    def __hash__(self) -> int:
+        return hash((id(self._root), self._path))
+
+    def __repr__(self) -> str:
+        module = paths.find(self._root.module, self._path)
+        return f"Schedule({self._path!r}: {type(module).__name__ if module is not None else 'gone'})"
+
+
+def create_schedule(
+    root: nn.Module,
+    name: str = "",
+    path: str = "",
+    parent: Schedule | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    example_inputs: Any = None,
+    plugins: Registry | None = None,
+) -> Schedule:
+    """Start a schedule for a model. The model is changed in place by the steps, not by this call.
+
+    One schedule at a time per model: a later call for the same model names its parameters anew.
+
+    Args:
+        root: The unmodified model.
+        name: Name of the top schedule.
+        path: With ``parent``: where ``root`` is below it.
+        parent: The schedule ``root`` belongs to; the result is then a handle of that schedule.
+        group: Tensor-parallel process group; default: the mesh's ``tp`` axis, or the world.
+        mesh: Device mesh with named axes out of ``pp``, ``dp``, ``tp``.
+        example_inputs: One batch: a dict of keyword or a tuple of positional arguments; tracing needs it.
+        plugins: Registry to look primitives up in; default: all installed plugins.
+
+    Raises:
+        ScheduleError: ``root`` is no module, or not the one at ``path`` below ``parent``; the mesh has other axes.
+    """
+    if not isinstance(root, nn.Module):
+        raise ScheduleError(f"cannot schedule a {type(root).__name__}; give an nn.Module", primitive="create_schedule")
+    if parent is not None:
+        handle = parent[path or name]
+        if handle.mod is not root:
+            raise ScheduleError(f"the module at {path or name!r} is another one", path=parent.path, primitive="create_schedule")
+        return handle
+    axes = mesh.mesh_dim_names if mesh is not None else ()
+    if mesh is not None and (not axes or list(axes) != [axis for axis in ("pp", "dp", "tp") if axis in axes]):
+        raise ScheduleError(
+            f"the mesh has axes {axes}; name them out of 'pp', 'dp', 'tp', in this order", primitive="create_schedule"
+        )
+    shared = Root(root, name, plugins if plugins is not None else default_registry())
+    shared.group, shared.mesh, shared.example_inputs = group, mesh, example_inputs
+    ties = _name_parameters(root)
+    shared.metadata_of(root).tie_weights = {tensor: tensor for tensor in ties if isinstance(tensor, nn.Parameter)}
+    return Schedule(shared)
+
+
+def is_module_list(module: nn.Module, name: str = "", parent: Schedule | None = None) -> bool:
+    """Whether the module is a list of modules, also after tracing made a plain container of it.
+
+    Args:
+        module: The module.
+        name: Not needed; kept for callers of the established signature.
+        parent: Not needed either.
+    """
+    names = list(module._modules)
+    return isinstance(module, nn.ModuleList) or (type(module) is nn.Module and bool(names) and all(map(str.isdigit, names)))
+
+
+def _name_parameters(root: nn.Module) -> list[torch.Tensor]:
+    """Write each parameter's and buffer's names into its facts; returns the tied ones. Linear in the model."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    names.setdefault(id(tensor), []).append(paths.join(path, name))
+                    tensors[id(tensor)] = tensor
+    for key, tensor in tensors.items():
+        known: ParamFacts = facts(tensor)
+        known.names = tuple(names[key])
+    return [tensor for key, tensor in tensors.items() if len(names[key]) > 1]
+
+
+def _nearby(path: str, known: list[str]) -> list[str]:
+    """At most a dozen known paths, the ones that share the longest beginning with ``path``."""
+    head = path.rpartition(".")[0]
+    while True:
+        below = [name for name in known if name.rpartition(".")[0] == head]
+        if below or not head:
+            return below[:12]
+        head = head.rpartition(".")[0]

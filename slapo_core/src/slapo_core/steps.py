@@ -1,0 +1,109 @@
+"""The one path every primitive call goes through.
+
+look up -> slapo_before_apply -> contracts, check -> snapshot -> apply -> journal -> slapo_after_apply;
+on any error the snapshot is restored and the error re-raised.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from .errors import ScheduleError
+from .journal import Step
+from .primitive import Primitive
+from .transaction import Transaction
+
+if TYPE_CHECKING:
+    from .schedule import Root, Schedule, ScheduleMetadata
+
+
+def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a primitive, transactionally. Steps taken inside a step become its children."""
+    cls = root.registry.primitive(name)
+    module = schedule.mod
+    root.registry.hook.slapo_before_apply(schedule=schedule, name=name, args=args, kwargs=kwargs)
+    _check_arguments(cls, schedule, name, args, kwargs)
+    _check_contracts(cls, schedule, name)
+    cls.check(schedule, *args, **kwargs)
+
+    transaction = Transaction()
+    transaction.on_undo(root.holders.drop)
+    metadata = root.metadata_of(module)
+    _remember_metadata(transaction, metadata)
+    if cls.scope == "module":
+        transaction.touch(module)
+    else:
+        transaction.touch_tree(module)
+    outer, siblings = root.transaction, root.children
+    root.transaction, root.children = transaction, []
+    try:
+        metadata.primitives.setdefault(name, cls.init_metadata())
+        value = cls.apply(schedule, *args, **kwargs)
+        if cls.scope != "module":
+            root.holders.drop()
+        step = Step(schedule.path, name, args, kwargs, root.registry.provider("primitive", name), tuple(root.children))
+        root.registry.hook.slapo_after_apply(schedule=schedule, step=step)
+    except BaseException:
+        transaction.rollback()
+        raise
+    finally:
+        root.transaction, root.children = outer, siblings
+    if outer is None:
+        root.journal.record(step, transaction)
+    else:
+        outer.absorb(transaction)
+        siblings.append(step)
+    return schedule if value is None else value
+
+
+@lru_cache(maxsize=1024)
+def _signature(cls: type[Primitive]) -> inspect.Signature:
+    return inspect.signature(cls.apply)
+
+
+def _check_arguments(
+    cls: type[Primitive], schedule: Schedule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    try:
+        _signature(cls).bind(schedule, *args, **kwargs)
+    except TypeError as err:
+        known = ", ".join(map(str, list(_signature(cls).parameters.values())[1:]))
+        raise ScheduleError(f"{err}; it takes ({known})", path=schedule.path, primitive=name) from err
+
+
+def _check_contracts(cls: type[Primitive], schedule: Schedule, name: str) -> None:
+    if cls.requires:
+        done = schedule.metadata.primitives
+        missing = [other for other in cls.requires if other not in done]
+        if missing:
+            raise ScheduleError(f"needs {missing[0]!r} on this module first", path=schedule.path, primitive=name)
+    for other in cls.conflicts:
+        at = _applied(schedule, other)
+        if at is not None:
+            where = "this module" if at == schedule.path else repr(at)
+            raise ScheduleError(f"cannot follow {other!r} on {where}; undo one of them", path=schedule.path, primitive=name)
+
+
+def _applied(schedule: Schedule, name: str) -> str | None:
+    """Path of a module at, above or below the schedule's that ``name`` was applied to."""
+    above = schedule.parent
+    while above is not None:
+        if name in above.metadata.primitives:
+            return above.path
+        above = above.parent
+    return next((handle.path for _, handle in schedule.named_schedules() if name in handle.metadata.primitives), None)
+
+
+def _remember_metadata(transaction: Transaction, metadata: ScheduleMetadata) -> None:
+    primitives = {name: copy.copy(value) for name, value in metadata.primitives.items()}
+    tags = set(metadata.param_tags)
+
+    def restore() -> None:
+        metadata.primitives.clear()
+        metadata.primitives.update(primitives)
+        metadata.param_tags = tags
+
+    transaction.on_undo(restore)

@@ -1,0 +1,57 @@
+"""Wrap a module's forward without changing its class, its parameter names or its hooks.
+
+Wrappers run inside ``nn.Module.__call__``: forward hooks stay outside of them, so a checkpointed module does not
+repeat the collectives its hooks do.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+Wrapper = Callable[..., Any]
+"""``wrapper(call, *args, **kwargs)``: ``call`` is the forward inside; a picklable function or object."""
+
+_WRAPPERS = "_slapo_wrappers"
+_INNER = "_slapo_inner_forward"
+
+
+def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
+    """Put ``wrapper`` around the module's forward, outside the wrappers it already has."""
+    state = module.__dict__
+    if _WRAPPERS not in state:
+        if "forward" in state:  # somebody's own instance-level forward stays the innermost
+            state[_INNER] = state["forward"]
+        state["forward"] = types.MethodType(_wrapped_forward, module)
+    state[_WRAPPERS] = (*state.get(_WRAPPERS, ()), wrapper)
+
+
+def forward_wrappers(module: nn.Module) -> tuple[Wrapper, ...]:
+    """The wrappers around the module's forward, innermost first."""
+    wrappers: tuple[Wrapper, ...] = module.__dict__.get(_WRAPPERS, ())
+    return wrappers
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether what happens when the module is called is more than its class's forward: wrappers or hooks.
+
+    Tracing keeps such a module whole, as tracing into it would lose them.
+    """
+    return bool(
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    call = self.__dict__.get(_INNER) or types.MethodType(type(self).forward, self)
+    for wrapper in self.__dict__[_WRAPPERS]:
+        call = partial(wrapper, call)
+    return call(*args, **kwargs)
