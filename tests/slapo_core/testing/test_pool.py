@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from slapo_core.random import is_random_seed_set, set_random_seed
 from slapo_core.testing import MAX_WORKERS, DistributedError, run_distributed, shutdown_workers
 
@@ -55,7 +54,7 @@ def dies(rank: int, how: str) -> None:
     if rank == 1 and how == "exit":
         os._exit(7)
     if rank == 1:
-        import ctypes  # noqa: PLC0415
+        import ctypes
 
         ctypes.string_at(0)
     dist.barrier()
@@ -135,7 +134,8 @@ def test_the_first_rank_that_fails_is_named() -> None:
     with pytest.raises(DistributedError, match="rank 1 of 2: ValueError: no good on 1") as caught:
         run_distributed(fails, 2, 1)
     assert caught.value.rank == 1
-    assert "test_pool.py" in caught.value.traceback and "worker.py" not in caught.value.traceback
+    assert "test_pool.py" in caught.value.traceback
+    assert "worker.py" not in caught.value.traceback
 
 
 def test_the_other_ranks_are_interrupted() -> None:

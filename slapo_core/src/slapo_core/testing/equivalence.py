@@ -226,7 +226,7 @@ def _compare_tensors(what: str, expected: torch.Tensor, actual: torch.Tensor, to
     wrong = int((~close).sum())
     raise AssertionError(
         f"{what}: {wrong} of {close.numel()} elements differ; largest absolute error {_number(error)} at "
-        f"{_index(error)}, largest relative error {_number(relative)}; allowed {tolerance.atol:g} + {tolerance.rtol:g} x expected"
+        f"{_index(error)}, largest relative error {_number(relative)}; allowed {tolerance.atol:g} + {tolerance.rtol:g} x before"
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import SlapoError
-from .transport import FunctionRef, Job, Report
+from .transport import FunctionRef, Job, Report, unpickled
 
 MAX_WORKERS = 4
 """Importing torch costs seconds and a few hundred MiB in each worker."""
@@ -125,7 +125,7 @@ class _Rank:
             self.idle = True
             return
         self.done, self.when = True, report.when
-        body = pickle.loads(report.body)
+        body = unpickled(report.body)
         if report.kind == "error":
             self.error = body
         else:
@@ -203,7 +203,7 @@ class _Pool:
 def _receive(rank: _Rank) -> None:
     connection: Connection[Any, Any] = rank.worker.jobs
     try:
-        rank.take(pickle.loads(connection.recv_bytes()))
+        rank.take(unpickled(connection.recv_bytes()))
     except (EOFError, ConnectionResetError):
         rank.died()
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .. import random as slapo_random
-from .transport import Job, Report, detached
+from .transport import Job, Report, detached, unpickled
 
 
 def main(job_fd: int, dump_fd: int) -> None:
@@ -38,7 +38,7 @@ def main(job_fd: int, dump_fd: int) -> None:
     gc.freeze()  # what torch made at import is never garbage: collecting after each job stays cheap
     while True:
         try:
-            job = pickle.loads(jobs.recv_bytes())
+            job = unpickled(jobs.recv_bytes())
         except EOFError:
             os._exit(0)
         _serve(jobs, job)
