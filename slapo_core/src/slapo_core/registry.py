@@ -13,7 +13,7 @@ import pluggy
 from .dialect import Dialect
 from .entries import HOOKS, Entry, class_name, conflict, entries_from
 from .errors import PluginError, UnknownNameError
-from .plugins import PluginRecord, Plugins
+from .plugins import PluginRecord, Plugins, reason
 from .primitive import Primitive
 
 PrimitiveClass = TypeVar("PrimitiveClass", bound=type[Primitive])
@@ -63,6 +63,16 @@ class Registry:
             found = self._loaded[kind, name] = self._entry(kind, name).load()
         return found
 
+    def importable(self, kind: str) -> dict[str, Any]:
+        """All of a kind that can be imported, by name; one that cannot is noted among its plugin's problems."""
+        found = {}
+        for entry in self.entries(kind):
+            try:
+                found[entry.name] = self.get(kind, entry.name)
+            except PluginError as error:
+                self._note([entry], error)
+        return found
+
     def provider(self, kind: str, name: str) -> str:
         """Distribution and version that provide a name, e.g. ``"slapo-core 0.1.0"``."""
         return self._entry(kind, name).provider
@@ -76,14 +86,8 @@ class Registry:
         return [entry.name for entry in self.entries("primitive")]
 
     def primitives(self) -> dict[str, type[Primitive]]:
-        """All primitives that can be imported; one that cannot is noted among its plugin's problems."""
-        found = {}
-        for entry in self.entries("primitive"):
-            try:
-                found[entry.name] = self.primitive(entry.name)
-            except PluginError as error:
-                self._note([entry], error)
-        return found
+        """All primitives that can be imported, by name."""
+        return self.importable("primitive")
 
     def dialect(self, name: str) -> type[Dialect]:
         """The dialect of a target."""
@@ -107,6 +111,23 @@ class Registry:
                 raise conflict([other, entry])
         self._entries[entry.kind, entry.name] = [entry]
         self._loaded[entry.kind, entry.name] = primitive
+
+    def hooks_of(self, record: PluginRecord) -> list[str]:
+        """The names of the hooks a plugin implements, sorted."""
+        callers = self._plugins.manager.get_hookcallers(record.plugin) if record.loaded else None
+        return sorted(caller.name for caller in callers or ())
+
+    def call_each(self, hook: str, **arguments: object) -> None:
+        """Call an event hook one plugin at a time; what one raises is noted among its problems and the others go on."""
+        for impl in reversed(getattr(self.hook, hook).get_hookimpls()):
+            try:
+                impl.function(*(arguments[name] for name in impl.argnames))
+            except (Exception, SystemExit) as error:
+                record = next(record for record in self.records if record.plugin is impl.plugin)
+                problem = PluginError(f"{hook} of {record} failed: {reason(error)}", owner=str(record))
+                if self._plugins.strict:
+                    raise problem from error
+                record.problems.append(str(problem))
 
     def _collect(self) -> None:
         """Call the registration hooks one plugin at a time, so that one that raises takes nothing else with it."""

@@ -1,0 +1,1 @@
+"""The ``slapo`` command line."""
