@@ -1,0 +1,10 @@
+"""What slapo-memory registers."""
+
+from __future__ import annotations
+
+from slapo_core.hookspecs import hookimpl
+
+
+@hookimpl
+def slapo_primitives() -> dict[str, str]:
+    return {"checkpoint": "slapo_memory.checkpoint:CheckpointPrimitive"}
