@@ -55,8 +55,12 @@ class Entry:
             raise self._error(problem)
         return target
 
-    def check_name(self, reserved: Iterable[str]) -> None:
-        """Refuse a name users cannot write, and a primitive that would hide an attribute of ``Schedule``."""
+    def check(self, reserved: Iterable[str]) -> None:
+        """Refuse what can be seen to be wrong without importing anything.
+
+        Args:
+            reserved: Attributes of ``Schedule``, which a primitive would hide.
+        """
         if not isinstance(self.name, str) or not self.name:
             raise self._error("its name is not a word")
         if self.kind == "primitive":
@@ -64,6 +68,10 @@ class Entry:
                 raise self._error("its name cannot be called as sch.<name>(...)")
             if self.name in reserved:
                 raise self._error("Schedule has an attribute of this name")
+        if not isinstance(self.target, str):
+            self.load()
+        elif not _is_import_path(self.target):
+            raise self._error(f"{self.target!r} is not of the form 'module:Class'")
 
     def _problem(self, target: Any) -> str | None:
         base = _BASES.get(self.kind)
@@ -85,17 +93,11 @@ def entries_from(kind: str, provided: object, record: PluginRecord) -> list[Entr
     """Read what a registration hook returned.
 
     Raises:
-        PluginError: it is not a mapping of names to classes or ``"module:Class"``.
+        PluginError: it is not a mapping.
     """
     if not isinstance(provided, Mapping):
         raise PluginError(f"{HOOKS[kind]}() returned {provided!r}, not a mapping of names", owner=str(record))
-    entries = [Entry(kind, name, target, record) for name, target in provided.items()]
-    for entry in entries:
-        if not isinstance(entry.target, str):
-            entry.load()
-        elif not _is_import_path(entry.target):
-            raise PluginError(f"{kind} {entry.name!r} is {entry.target!r}, not 'module:Class'", owner=str(record))
-    return entries
+    return [Entry(kind, name, target, record) for name, target in provided.items()]
 
 
 def class_name(target: type) -> str:

@@ -127,7 +127,11 @@ def slapo_add_hookspecs(manager: pluggy.PluginManager) -> None:
     """Bring hook specs of your own with ``manager.add_hookspecs``; called before any plugin's hooks are validated.
 
     Example:
+        >>> class QuantHooks:
+        ...     @hookspec
+        ...     def slapo_quant_ranges(self):
+        ...         "Value ranges by parameter name."
         >>> @hookimpl
         ... def slapo_add_hookspecs(manager):
-        ...     manager.add_hookspecs("slapo_sharding.hookspecs")
+        ...     manager.add_hookspecs(QuantHooks)
     """

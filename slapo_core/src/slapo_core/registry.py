@@ -104,8 +104,7 @@ class Registry:
     def add_primitive(self, primitive: type[Primitive]) -> None:
         """Register a class in this process; defining it once more, as notebooks do, replaces it."""
         entry = Entry("primitive", class_name(primitive), primitive)
-        entry.check_name(self._reserved)
-        entry.load()
+        entry.check(self._reserved)
         for other in self._entries.get((entry.kind, entry.name), ()):
             if other.record or _import_path(other.target) != _import_path(primitive):
                 raise conflict([other, entry])
@@ -139,7 +138,7 @@ class Registry:
             with self._plugins.guard(record):
                 entries = [entry for kind, call in calls[id(record.plugin)] for entry in entries_from(kind, call(), record)]
                 for entry in entries:
-                    entry.check_name(self._reserved)
+                    entry.check(self._reserved)
                 for entry in entries:
                     self._entries.setdefault((entry.kind, entry.name), []).append(entry)
 
