@@ -68,17 +68,14 @@ def _copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any
 
 def _is_plain_object(value: Any) -> bool:
     """An object whose state is its ``__dict__``."""
-    return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, _BY_REFERENCE)
-        and not callable(value)
-        and type(value).__reduce__ is object.__reduce__
-        and type(value).__new__ is object.__new__
-    )
+    cls: Any = type(value)
+    special = cls.__reduce__ is not object.__reduce__ or cls.__new__ is not object.__new__
+    return hasattr(value, "__dict__") and not special and not callable(value) and not isinstance(value, _BY_REFERENCE)
 
 
 def _copied_object(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
-    new = memo[id(value)] = copy.copy(value) if isinstance(value, (dict, list)) else object.__new__(type(value))
+    new: Any = copy.copy(value) if isinstance(value, (dict, list)) else object.__new__(type(value))
+    memo[id(value)] = new
     if isinstance(value, dict):
         for key, item in value.items():
             dict.__setitem__(new, key, _copied(item, leaf, memo))
