@@ -26,7 +26,7 @@ def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
     if _WRAPPERS not in state:
         if "forward" in state:  # somebody's own instance-level forward stays the innermost
             state[_INNER] = state["forward"]
-        state["forward"] = types.MethodType(_wrapped_forward, module)
+        state["forward"] = partial(_wrapped_forward, module)  # unlike a method of a module, this can be pickled
     state[_WRAPPERS] = (*state.get(_WRAPPERS, ()), wrapper)
 
 
