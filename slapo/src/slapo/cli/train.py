@@ -1,0 +1,81 @@
+"""``slapo train``: train a language model on real text with tensor, pipeline and data parallelism."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from slapo.training.failures import InterruptedRunError, RankError
+from slapo.training.settings import Settings
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the ``slapo`` command line."""
+    app.command("train")(train)
+
+
+def train(
+    ctx: typer.Context,
+    model: Annotated[
+        str, typer.Option(help="Transformers model type with a causal language model, e.g. gpt2, llama, qwen2.", metavar="TYPE")
+    ] = "gpt2",
+    layers: Annotated[int, typer.Option(help="Number of layers.")] = 4,
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 64,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
+    seq: Annotated[int, typer.Option(help="Bytes in a sequence.")] = 64,
+    dropout: Annotated[float, typer.Option(help="Dropout probability, everywhere in the model.")] = 0.0,
+    batch: Annotated[int, typer.Option(help="Sequences in an optimizer step, over all ranks.")] = 8,
+    microbatches: Annotated[int, typer.Option(help="Parts each rank's share of the batch is cut into.")] = 4,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    target: Annotated[str, typer.Option(help="Engine to train with; `slapo dialects` lists them.")] = "torch",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="File to read as bytes; may be given several times. [default: the Python standard library's source]",
+            metavar="FILE",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="Python file with `def schedule(sch)`, or a saved .json. [default: made from the model's structure]",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = "",
+    checkpoint_layers: Annotated[
+        bool, typer.Option("--checkpoint-layers", help="Recompute each layer in the backward pass.")
+    ] = False,
+    schedule_kind: Annotated[
+        Literal["gpipe", "1f1b"], typer.Option(help="Order of the micro-batches in the pipeline.")
+    ] = "1f1b",
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Precision of the computation.")] = "fp32",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 30,
+    seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 3e-3,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs when there is one for every rank.")
+    ] = "auto",
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Train the unmodified model in one process as well, and compare.")
+    ] = False,
+    report: Annotated[
+        str, typer.Option(help="Write report.html and schedule.json into this folder.", metavar="DIR", show_default=False)
+    ] = "",
+) -> None:
+    """Train a causal language model on bytes, with random initial weights, on the processes of this machine.
+
+    Started by torchrun, it joins that world instead of starting processes of its own.
+    """
+    settings = Settings(**{**ctx.params, "data": tuple(data or ())})
+    settings.check()
+    from slapo.training.run import run  # noqa: PLC0415 - seconds that --help and a wrong flag need not wait
+
+    try:
+        run(settings)
+    except (RankError, InterruptedRunError) as err:
+        typer.echo(f"{err.traceback}slapo: {err}", err=True)
+        raise typer.Exit(err.exit_code) from None

@@ -1,0 +1,1 @@
+"""The page a run leaves behind: one self-contained ``report.html``."""

@@ -1,0 +1,132 @@
+"""The page as a whole: ``report.html``, which needs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from slapo.training.record import RunRecord
+
+from .axis import linear_axis, log_axis, step_axis
+from .charts import Limit, Line, line_chart
+from .modules import module_tree
+from .script import SCRIPT
+from .style import STYLE
+from .tables import loss_table, rank_table, settings_table, stage_table, version_table
+from .timeline import timeline
+
+SMALLEST = 1e-9
+"""Differences below this are drawn here: a logarithmic axis has no zero."""
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def write_report(record: RunRecord, folder: Path) -> Path:
+    """Write ``report.html`` into ``folder``, which is made if need be; its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "report.html"
+    path.write_text(page(record), encoding="utf-8")
+    return path
+
+
+def page(record: RunRecord) -> str:
+    """The page of one run. Everything that comes from a model, a file or a plugin is escaped."""
+    settings = record.settings
+    title = f"{settings.model}: pp {settings.pp} x dp {settings.dp} x tp {settings.tp}"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>{escape(title)} - slapo train</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<header>
+<p class="product">slapo train</p>
+<h1>{escape(title)}</h1>
+{_verdict(record)}
+{_cards(record)}
+</header>
+<main>
+<section><h2>Loss</h2><div class="charts">{_charts(record)}</div>
+<details class="more"><summary>All values</summary>{loss_table(record)}</details></section>
+<section><h2>Pipeline</h2>{timeline(record.timeline)}</section>
+<section><h2>Ranks</h2>{rank_table(record)}{stage_table(record)}</section>
+<section><h2>Modules and schedule</h2>{module_tree(record)}</section>
+<section class="two">
+<div><h2>Settings</h2>{settings_table(record)}</div>
+<div><h2>Versions</h2>{version_table(record)}</div>
+</section>
+</main>
+<script type="application/json" id="run">{_json(record.as_dict())}</script>
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _verdict(record: RunRecord) -> str:
+    if not record.reference:
+        return '<p class="verdict">Not compared with the unmodified model; <code>--reference</code> does.</p>'
+    value, step = record.largest
+    largest = f"largest difference of the loss {value:.1e}, at step {step} of {len(record.losses)}"
+    if record.settings.dropout:
+        return f'<p class="verdict">Not judged: with dropout the two runs draw different masks; {largest}.</p>'
+    limit = f"{record.settings.tolerance:.0e}".replace("e-0", "e-")
+    if record.agrees:
+        return f'<p class="verdict good"><b>Same as the unmodified model</b>, within {limit}: {largest}.</p>'
+    return f'<p class="verdict bad"><b>Not the same as the unmodified model</b>: {largest}, above {limit}.</p>'
+
+
+def _cards(record: RunRecord) -> str:
+    per_step = 1e3 * record.seconds / max(len(record.losses), 1)
+    cards = {
+        "first loss": f"{record.losses[0]:.3f}" if record.losses else "-",
+        "last loss": f"{record.losses[-1]:.3f}" if record.losses else "-",
+        "parameters": f"{record.modules[0].params:,}",
+        "ranks": str(len(record.ranks)),
+        "stages": str(len(record.stage_paths)),
+        "ms per step": f"{per_step:.0f}",
+    }
+    return f'<dl class="cards">{"".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cards.items())}</dl>'
+
+
+def _charts(record: RunRecord) -> str:
+    if not record.losses:
+        return '<p class="empty">No step was taken.</p>'
+    steps = step_axis(len(record.losses))
+    lines = [Line("scheduled", "own", record.losses)]
+    if not record.reference:
+        return line_chart("Loss", lines, steps, linear_axis(record.losses), y_label="nats per byte")
+    lines.insert(0, Line("reference", "other", record.reference))
+    both = linear_axis([*record.losses, *record.reference])
+    limit = Limit("tolerance", record.settings.tolerance)
+    gaps = log_axis([*record.differences, limit.value], SMALLEST)
+    return line_chart("Loss of both runs", lines, steps, both, y_label="nats per byte") + line_chart(
+        "Distance of the two losses",
+        [Line("difference", "gap", record.differences)],
+        steps,
+        gaps,
+        y_label="absolute difference, log scale",
+        limit=limit,
+    )
+
+
+def _json(data: Any) -> str:
+    """JSON that cannot end the script element it stands in; a number that is not finite becomes null."""
+    text = json.dumps(_finite(data), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,55 @@
+"""The pipeline's timeline: a row per rank, a bar per forward or backward of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from .axis import linear_axis
+
+KINDS = {"F": "forward", "B": "backward"}
+
+
+def timeline(events: Sequence[Mapping[str, Any]]) -> str:
+    """The timeline of one step as an HTML ``figure``, times in milliseconds from the first event."""
+    if not events:
+        return '<p class="empty">The engine recorded no timeline for this run.</p>'
+    origin, end = min(event["start"] for event in events), max(event["end"] for event in events)
+    span = max(end - origin, 1e-9)
+    ranks = sorted({event["rank"] for event in events})
+    rows = "".join(_row(rank, [event for event in events if event["rank"] == rank], origin, span) for rank in ranks)
+    legend = "".join(f'<span class="key bar-{kind}">{name}</span>' for kind, name in KINDS.items())
+    return f"""
+<figure class="timeline">
+<figcaption><h3>Last step</h3><span class="legend">{legend}<span class="key bar-idle">idle</span></span></figcaption>
+{rows}
+<div class="row axis" aria-hidden="true"><span></span><div class="track">{_ticks(span)}</div><span></span></div>
+<div class="x-label">milliseconds; the number in a bar is its micro-batch</div>
+</figure>"""
+
+
+def _row(rank: int, events: Sequence[Mapping[str, Any]], origin: float, span: float) -> str:
+    bars = "".join(_bar(event, origin, span) for event in sorted(events, key=lambda event: event["start"]))
+    busy = 100 * sum(event["end"] - event["start"] for event in events) / span
+    stages = ", ".join(sorted({str(event["stage"]) for event in events}))
+    return (
+        f'<div class="row"><span class="who">rank {rank} <small>stage {escape(stages)}</small></span>'
+        f'<div class="track">{bars}</div><span class="busy">{busy:.0f}% busy</span></div>'
+    )
+
+
+def _bar(event: Mapping[str, Any], origin: float, span: float) -> str:
+    left, width = 100 * (event["start"] - origin) / span, 100 * (event["end"] - event["start"]) / span
+    kind, microbatch = str(event["kind"]), escape(str(event["microbatch"]))
+    name = KINDS.get(kind, kind)
+    start, length = 1e3 * (event["start"] - origin), 1e3 * (event["end"] - event["start"])
+    title = f"{name} of micro-batch {microbatch}, stage {event['stage']}: {length:.2f} ms from {start:.2f} ms"
+    style = kind if kind in KINDS else "other"
+    return f'<i class="bar bar-{style}" style="left:{left:.3f}%;width:{width:.3f}%" title="{escape(title)}">{microbatch}</i>'
+
+
+def _ticks(span: float) -> str:
+    axis = linear_axis([0.0, 1e3 * span])
+    inside = [tick for tick in axis.ticks if 0 <= tick <= 1e3 * span]
+    return "".join(f'<span class="tick x" style="left:{tick / (10 * span):.2f}%">{tick:g}</span>' for tick in inside)

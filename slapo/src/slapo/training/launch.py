@@ -1,0 +1,119 @@
+"""Start one process per rank on this machine, and end them all when one of them fails or the user presses Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from slapo_core.errors import SlapoError
+
+from .failures import InterruptedRunError, RankError
+from .loopback import ADDRESS, BACKEND, use_loopback
+from .settings import Settings
+
+SHUTDOWN_SECONDS = 5
+"""How long a rank may take to end after a signal before it is killed."""
+
+BYSTANDER_SECONDS = 2.0
+"""How long a rank that lost its connection waits before it ends, so that the rank that broke it is seen first."""
+
+Work = Callable[[Settings], None]
+"""What every rank does: a module-level function."""
+
+
+def launch(work: Work, settings: Settings) -> None:
+    """Run ``work(settings)`` on ``settings.world_size`` ranks with torch's elastic launcher, and wait for them.
+
+    Raises:
+        RankError: a rank failed.
+        InterruptedRunError: Ctrl-C, or another signal that ends a process.
+    """
+    use_loopback()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # we say ourselves what went wrong
+    with tempfile.TemporaryDirectory(prefix="slapo-") as folder:
+        try:
+            elastic_launch(_config(settings), _run_rank)(work, settings, folder)
+        except ChildFailedError as err:
+            raise _root_cause(Path(folder), err.failures) from None
+        except SignalException as err:
+            raise InterruptedRunError(err.sigval) from None
+
+
+def _config(settings: Settings) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=settings.world_size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=BACKEND,
+        local_addr=ADDRESS,
+        max_restarts=0,
+        start_method=_start_method(),
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+
+
+def _start_method() -> str:
+    """A fork server imports torch and transformers once for all ranks; forking them is only safe on Linux."""
+    if sys.platform != "linux":
+        return "spawn"
+    multiprocessing.set_forkserver_preload(["slapo.training.worker"])
+    return "forkserver"
+
+
+def _run_rank(work: Work, settings: Settings, folder: str) -> None:
+    """Run the work in a process of its own and leave the error, if any, in ``folder``."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the terminal sends Ctrl-C to every rank: end without a traceback
+    try:
+        work(settings)
+    except Exception as err:
+        rank = os.environ["RANK"]
+        record = {
+            "time": time.time_ns(),
+            "rank": int(rank),
+            "bystander": _lost_connection(err),
+            "message": str(err) if isinstance(err, SlapoError) else f"{type(err).__name__}: {err}",
+            "traceback": "" if isinstance(err, SlapoError) else traceback.format_exc(),
+        }
+        Path(folder, f"rank{rank}.json").write_text(json.dumps(record))
+        if record["bystander"]:
+            time.sleep(BYSTANDER_SECONDS)
+        raise
+
+
+def _lost_connection(err: Exception) -> bool:
+    """Whether the error only says that another rank has gone."""
+    return isinstance(err, dist.DistError) or (isinstance(err, RuntimeError) and "gloo/transport" in str(err))
+
+
+def _root_cause(folder: Path, failures: dict[int, ProcessFailure]) -> RankError:
+    """The error of the rank that failed first, of its own accord."""
+    records: list[dict[str, Any]] = [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
+    own = [record for record in records if not record["bystander"]]
+    silent = [failure for failure in failures.values() if failure.local_rank not in {record["rank"] for record in records}]
+    if silent and not own:
+        return RankError(f"rank {silent[0].local_rank} was ended by {_ending(silent[0])}; all ranks have ended")
+    first = min(own or records, key=lambda record: record["time"])
+    return RankError(f"rank {first['rank']}: {first['message']}", first["traceback"])
+
+
+def _ending(failure: ProcessFailure) -> str:
+    return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"

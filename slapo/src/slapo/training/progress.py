@@ -1,0 +1,76 @@
+"""What rank 0 tells the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console  # noqa: TID253
+from rich.markup import escape  # noqa: TID253
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: TID253
+from rich.table import Table  # noqa: TID253
+
+from .record import RunRecord
+from .settings import Settings
+
+ROWS = 50
+"""Longest table of losses; longer runs show every so many steps."""
+
+
+def announce(console: Console, settings: Settings, source: str) -> None:
+    """Say what is about to be trained."""
+    layout = f"pp {settings.pp} x dp {settings.dp} x tp {settings.tp}"
+    ranks = f"{settings.world_size} {'rank' if settings.world_size == 1 else 'ranks'}"
+    model = f"{settings.model}: {settings.layers} layers, hidden {settings.hidden}, {settings.heads} heads"
+    batch = f"batch {settings.batch} x {settings.seq} bytes, {settings.microbatches} micro-batches"
+    console.print(f"[bold]{escape(model)}[/]; {batch}; {ranks} ({layout}) on {settings.device}", highlight=False)
+    console.print(f"data: {escape(source)}", highlight=False)
+
+
+def follow(console: Console, title: str, losses: Iterable[float], num_steps: int) -> Iterator[float]:
+    """Pass the losses on, and show them: a live bar on a terminal, else about ten lines."""
+    if not console.is_terminal:
+        yield from _lines(console, title, losses, num_steps)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(title, total=num_steps, loss="")
+        for loss in losses:
+            progress.update(task, advance=1, loss=f"loss {loss:.4f}")
+            yield loss
+
+
+def _lines(console: Console, title: str, losses: Iterable[float], num_steps: int) -> Iterator[float]:
+    every = max(1, num_steps // 10)
+    for step, loss in enumerate(losses, 1):
+        if step == 1 or step % every == 0 or step == num_steps:
+            console.print(f"{title}: step {step}/{num_steps}, loss {loss:.4f}", highlight=False)
+        yield loss
+
+
+def compare(console: Console, record: RunRecord) -> None:
+    """Print both losses of each step and their difference."""
+    table = Table("step", "scheduled", "reference", "difference", title="loss")
+    for column in table.columns:
+        column.justify = "right"
+    every = -(-len(record.losses) // ROWS)
+    for step, (own, other) in enumerate(zip(record.losses, record.reference, strict=True), 1):
+        if step % every == 0 or step in (1, record.largest[1]):
+            table.add_row(str(step), f"{own:.6f}", f"{other:.6f}", f"{abs(own - other):.1e}")
+    console.print(table)
+    console.print(verdict(record), highlight=False)
+
+
+def verdict(record: RunRecord) -> str:
+    """One sentence: do the losses agree?"""
+    value, step = record.largest
+    largest = f"largest difference {value:.1e}, at step {step}"
+    if record.settings.dropout:
+        return f"{largest}; not judged, as with dropout the two runs draw different masks"
+    word = "the same within" if record.agrees else "NOT the same: above"
+    return f"{largest}: {word} {record.settings.tolerance:.0e}"

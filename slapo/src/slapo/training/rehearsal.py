@@ -1,0 +1,45 @@
+"""Find mistakes before any process is started: schedule and partition the model without weights on a pretended world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slapo_core.build import build_program
+from slapo_core.registry import default_registry
+from slapo_core.weights import init_empty_weights
+
+from .data import read_corpus
+from .models import build_model
+from .schedules import schedule_model
+from .settings import Settings, engine_options
+
+AXES = ("pp", "dp", "tp")
+
+
+def rehearse(settings: Settings) -> None:
+    """Do all that a rank does before it has weights.
+
+    Raises:
+        SlapoError: whatever a rank would fail with: data, model, schedule, target.
+    """
+    dialect = default_registry().dialect(settings.target)
+    read_corpus(settings)
+    with init_empty_weights():
+        model = build_model(settings)
+    with _pretended_mesh(settings) as mesh:
+        program = build_program(schedule_model(model, settings, mesh))
+        dialect.check(program, **engine_options(settings))
+
+
+@contextmanager
+def _pretended_mesh(settings: Settings) -> Iterator[DeviceMesh]:
+    """The run's mesh as rank 0 would see it; its collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=settings.world_size)
+    try:
+        yield init_device_mesh("cpu", (settings.pp, settings.dp, settings.tp), mesh_dim_names=AXES)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,117 @@
+"""What a training run was asked to do. Imports nothing heavy: the command line reads it before torch is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_core.errors import SlapoError
+
+VOCABULARY = 256
+"""Number of tokens: the data is read as bytes."""
+
+TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
+"""Precision to the largest loss difference to the reference that counts as the same computation."""
+
+
+class SettingsError(SlapoError):
+    """A flag of ``slapo train`` whose value cannot work; nothing was started."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags of ``slapo train``.
+
+    Args:
+        model: Transformers model type, e.g. ``"gpt2"``.
+        batch: Sequences in one optimizer step, over all data-parallel ranks.
+        microbatches: Equal parts each data-parallel rank cuts its share of the batch into.
+        data: Files to read; empty means the Python standard library's source.
+        schedule: A Python file with ``def schedule(sch)`` or a saved ``.json``; empty means the default schedule.
+        device: ``"cpu"`` or ``"cuda"``.
+        report: Folder for ``report.html`` and ``schedule.json``; empty writes none.
+    """
+
+    model: str = "gpt2"
+    layers: int = 4
+    hidden: int = 64
+    heads: int = 4
+    seq: int = 64
+    dropout: float = 0.0
+    batch: int = 8
+    microbatches: int = 4
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    target: str = "torch"
+    data: tuple[str, ...] = ()
+    schedule: str = ""
+    checkpoint_layers: bool = False
+    schedule_kind: str = "1f1b"
+    precision: str = "fp32"
+    steps: int = 30
+    seed: int = 0
+    lr: float = 3e-3
+    device: str = "cpu"
+    reference: bool = False
+    report: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, row-major over (``pp``, ``dp``, ``tp``)."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def tolerance(self) -> float:
+        """Largest loss difference to the reference that passes."""
+        return TOLERANCES[self.precision]
+
+    def check(self) -> None:
+        """Raise ``SettingsError`` for numbers that do not fit together."""
+        for name in ("layers", "hidden", "heads", "seq", "batch", "microbatches", "tp", "pp", "dp", "steps"):
+            _positive(name, getattr(self, name))
+        if self.seq < 2:
+            raise SettingsError(f"--seq {self.seq}: nothing to predict in a sequence of one byte; use 2 or more")
+        if not 0 <= self.dropout < 1:
+            raise SettingsError(f"--dropout {self.dropout}: not a probability; use a value from 0 to below 1")
+        if self.hidden % self.heads:
+            raise SettingsError(
+                f"--heads {self.heads}: --hidden {self.hidden} is not divisible by it; use {_divisors(self.hidden)}"
+            )
+        parts = self.dp * self.microbatches
+        if self.batch % parts:
+            raise SettingsError(
+                f"--batch {self.batch}: not divisible by {self.dp} data-parallel ranks x {self.microbatches} micro-batches; "
+                f"use a multiple of {parts}"
+            )
+        if not self.schedule:
+            self._check_default_schedule()
+
+    def _check_default_schedule(self) -> None:
+        if self.heads % self.tp:
+            raise SettingsError(
+                f"--tp {self.tp}: {self.heads} heads are not divisible by {self.tp} ranks; use {_divisors(self.heads)}"
+            )
+        if self.layers < self.pp:
+            raise SettingsError(
+                f"--pp {self.pp}: the model has {self.layers} layers, fewer than {self.pp} stages; "
+                f"use --pp {self.layers} or fewer, or --layers {self.pp} or more"
+            )
+
+
+def engine_options(settings: Settings) -> dict[str, Any]:
+    """What ``build`` is told beside the optimizer: the options every target has, and those of target ``torch``."""
+    options: dict[str, Any] = {"microbatches": settings.microbatches, "precision": settings.precision}
+    if settings.target == "torch":
+        options |= {"pipeline_schedule": settings.schedule_kind, "record_timeline": bool(settings.report)}
+    return options
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise SettingsError(f"--{name} {value}: not a positive number; use 1 or more")
+
+
+def _divisors(number: int) -> str:
+    found: list[Any] = [n for n in range(1, number + 1) if number % n == 0]
+    return ", ".join(map(str, found[:-1])) + f" or {found[-1]}" if len(found) > 1 else "1"

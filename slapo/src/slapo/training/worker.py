@@ -1,0 +1,134 @@
+"""What one rank of ``slapo train`` does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console  # noqa: TID253
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from slapo.report.page import write_report
+from slapo_core.build import build
+from slapo_core.engine import Engine
+from slapo_core.errors import VerifyError
+from slapo_core.random import set_random_seed
+from slapo_core.schedule import Schedule
+from slapo_core.weights import init_empty_weights
+
+from .data import Corpus, read_corpus
+from .models import build_model
+from .progress import announce, compare, follow, verdict
+from .record import ModuleRecord, RankRecord, RunRecord, module_records, step_records
+from .reference import make_optimizer, reference_losses
+from .rehearsal import AXES
+from .schedules import schedule_model
+from .settings import Settings, engine_options
+
+
+def work(settings: Settings) -> None:
+    """Train as one rank of a world that the environment describes; rank 0 then compares and reports.
+
+    Raises:
+        VerifyError: the losses are not the reference's.
+    """
+    console = Console(quiet=os.environ["RANK"] != "0")
+    corpus = read_corpus(settings)
+    with _joined(settings):
+        announce(console, settings, corpus.source)
+        record = train(settings, corpus, console)
+    if record is not None:
+        conclude(record, corpus, console)
+
+
+def train(settings: Settings, corpus: Corpus, console: Console) -> RunRecord | None:
+    """Schedule, build and train on all ranks of the default process group; the record of the run on rank 0, else None."""
+    mesh = init_device_mesh(settings.device, (settings.pp, settings.dp, settings.tp), mesh_dim_names=AXES)
+    set_random_seed(settings.seed, dp_rank=_rank(mesh, "dp"), pp_rank=_rank(mesh, "pp"), tp_rank=_rank(mesh, "tp"))
+    with init_empty_weights():
+        model = build_model(settings)
+    modules = module_records(model)
+    sch = schedule_model(model, settings, mesh)
+    engine = build(sch, settings.target, optimizer=make_optimizer(settings), seed=settings.seed, **engine_options(settings))
+    start = time.perf_counter()
+    losses = list(follow(console, "training", _losses(engine, settings, corpus, _rank(mesh, "dp")), settings.steps))
+    seconds = time.perf_counter() - start
+    record = _record(sch, engine, mesh, modules, settings)
+    if record is not None:
+        record.source, record.losses, record.seconds = corpus.source, losses, seconds
+        _save_schedule(sch, settings)
+    return record
+
+
+def conclude(record: RunRecord, corpus: Corpus, console: Console) -> None:
+    """Train the reference, print both losses, write the report; the last things of a run, on rank 0 alone."""
+    settings = record.settings
+    if settings.reference:
+        record.reference = list(follow(console, "reference", reference_losses(settings, corpus), settings.steps))
+        compare(console, record)
+    if settings.report:
+        console.print(f"report: {write_report(record, Path(settings.report))}", highlight=False)
+    if settings.reference and not settings.dropout and not record.agrees:
+        raise VerifyError(verdict(record))
+
+
+@contextmanager
+def _joined(settings: Settings) -> Iterator[None]:
+    """The default process group, from the environment the launcher made."""
+    if settings.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
+    yield
+    dist.destroy_process_group()  # after an error the other ranks may hang in a collective: leave without them
+
+
+def _losses(engine: Engine, settings: Settings, corpus: Corpus, dp_rank: int) -> Iterator[float]:
+    rows = settings.batch // settings.dp
+    for batch in corpus.batches(settings):
+        share = {name: tensor[dp_rank * rows : (dp_rank + 1) * rows].to(settings.device) for name, tensor in batch.items()}
+        yield engine.train_batch(**share).item()
+
+
+def _rank(mesh: DeviceMesh, axis: str) -> int:
+    return mesh[axis].get_local_rank()
+
+
+def _record(
+    sch: Schedule, engine: Engine, mesh: DeviceMesh, modules: list[ModuleRecord], settings: Settings
+) -> RunRecord | None:
+    """Gather what each rank holds; collective. The record on rank 0, else None."""
+    assert sch._root.program is not None, "build leaves its program here"
+    stages = sch._root.program.stages
+    own = RankRecord(
+        rank=dist.get_rank(),
+        pp=_rank(mesh, "pp"),
+        dp=_rank(mesh, "dp"),
+        tp=_rank(mesh, "tp"),
+        stages=tuple(stage.index for stage in stages if stage.index % settings.pp == _rank(mesh, "pp")),
+        params=sum(p.numel() for p in engine.module.parameters()),
+    )
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (own, getattr(engine, "timeline", [])))
+    if dist.get_rank() != 0:
+        return None
+    return RunRecord(
+        settings=settings,
+        modules=modules,
+        steps=step_records(sch.journal.steps),
+        stage_paths=[stage.paths for stage in stages],
+        ranks=[rank for rank, _ in gathered],
+        timeline=[event for _, events in gathered for event in events],
+    )
+
+
+def _save_schedule(sch: Schedule, settings: Settings) -> None:
+    if settings.report:
+        folder = Path(settings.report)
+        folder.mkdir(parents=True, exist_ok=True)
+        sch.save(folder / "schedule.json")
