@@ -1,0 +1,1 @@
+"""The dialect ``torch``: plain, data-parallel and pipelined training on torch.distributed."""

@@ -1,0 +1,72 @@
+"""From a batch to micro-batches."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from slapo_core.errors import BuildError
+
+IGNORE_INDEX = -100
+"""Label value that losses leave out."""
+
+Batch = dict[str, Any]
+
+
+def split(batch: Mapping[str, Any], parts: int) -> list[Batch]:
+    """Cut every tensor of a batch into equal parts along dimension 0; other values go to each part.
+
+    Raises:
+        BuildError: the tensors differ in size along dimension 0, or it is not divisible.
+    """
+    leaves, structure = tree_flatten(dict(batch))
+    sizes = {leaf.shape[0] for leaf in leaves if _has_rows(leaf)}
+    if len(sizes) > 1:
+        rows = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in batch.items() if _has_rows(leaf))
+        raise BuildError(f"tensors of one batch have different sizes along dimension 0: {rows}; put the batch in dimension 0 of each")
+    for size in sizes:
+        if size % parts:
+            raise BuildError(f"a batch of {size} rows cannot be cut into {parts} equal micro-batches; use a multiple of {parts}")
+    chunks = [leaf.detach().chunk(parts) if _has_rows(leaf) else (leaf,) * parts for leaf in leaves]
+    return [tree_unflatten([chunk[index] for chunk in chunks], structure) for index in range(parts)]
+
+
+def signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides how a stage is traced: names, shapes, dtypes and values that are no tensors."""
+    leaves, structure = tree_flatten(dict(sorted(batch.items())))
+    return str(structure), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+
+
+def fingerprint(value: Any) -> int:
+    """A number that is equal in every process for equal values."""
+    return zlib.crc32(repr(value).encode())
+
+
+def counted_labels(parts: list[Batch]) -> tuple[int, int]:
+    """How many labels of a micro-batch enter its mean: all of them, and without each row's first (next-token losses).
+
+    Raises:
+        BuildError: the micro-batches differ, so that the mean of their means is not the mean of the batch.
+    """
+    counts = [_count(part.get("labels")) for part in parts]
+    if len(set(counts)) > 1:
+        raise BuildError(
+            f"the micro-batches have different numbers of labels that are not {IGNORE_INDEX}: "
+            f"{', '.join(str(whole) for whole, _ in counts)}; pad so that they are equal, or use microbatches=1"
+        )
+    return counts[0]
+
+
+def _count(labels: Any) -> tuple[int, int]:
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() == 0:
+        return 0, 0
+    used = labels != IGNORE_INDEX
+    return int(used.sum()), int(used[..., 1:].sum())
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0

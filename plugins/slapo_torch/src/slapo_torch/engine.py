@@ -1,0 +1,217 @@
+"""The engine of the dialect ``torch``: one rank's part of training a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.agreement import agree, all_reduce
+from slapo_core.engine import Engine
+from slapo_core.errors import BuildError
+from slapo_core.program import Program
+
+from .batches import Batch, counted_labels, fingerprint, signature, split
+from .checkpoint import load_checkpoint, save_checkpoint
+from .gradients import reduce_gradients
+from .holdings import Holdings
+from .modes import Modes
+from .options import Options
+from .stage_call import StageCall
+from .step import StepResult, run_whole
+
+Runner = Callable[[list[Batch], list[Any]], StepResult]
+
+
+class TorchEngine(Engine):
+    """Trains or evaluates one stage, or the whole model, on this rank.
+
+    Every method is collective over the mesh. An error on one rank is raised on all of them, and the engine can go on with
+    the next batch.
+
+    Attributes:
+        module: This rank's stage, or the model.
+        optimizer: Of this rank's trainable parameters; None when there are none, or no factory was given.
+        timeline: With ``record_timeline``: the forwards (``"F"``) and backwards (``"B"``) of this rank in its last step, as
+            dicts of ``rank``, ``stage``, ``kind``, ``microbatch``, ``start`` and ``end`` (seconds since the epoch).
+        grad_norm: Norm of all gradients of the last step before clipping; None without ``clip``.
+    """
+
+    def __init__(self, program: Program, options: Options) -> None:
+        self._program = program
+        self._options = options
+        self._mesh = program.mesh
+        self._modes = Modes(program.module)
+        self._plans: dict[Any, Any] = {}
+        self._device = _device(program)
+        self.timeline: list[dict[str, Any]] = []
+        self.grad_norm: float | None = None
+        self._stage = program.stages[program.axis_rank("pp")]
+        self.module: nn.Module = self._stage.module
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._holdings = Holdings(program)
+        try:
+            self._holdings.check_same_start()
+            self._together(self._make_optimizer)
+            self._holdings.release_others()
+        except Exception:
+            self.close()
+            raise
+
+    # ---- what users call
+
+    def train_batch(self, **batch: Any) -> torch.Tensor:
+        """Forward, backward and one optimizer step; see ``Engine.train_batch``.
+
+        Raises:
+            BuildError: no optimizer factory was given; the batch cannot be cut into equal micro-batches; the micro-batches or
+                ranks have different numbers of labels; another rank failed.
+        """
+        if self._options.optimizer is None:
+            raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
+        self.module.zero_grad(set_to_none=True)
+        loss = self._step(batch, training=True)
+        self._reduce()
+        self.grad_norm = self._clip()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return loss
+
+    def eval_batch(self, **batch: Any) -> torch.Tensor:
+        """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
+        return self._step(batch, training=False)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the model under original names, the optimizer and the random states to the directory ``path``."""
+        save_checkpoint(path, self._program, self.module, self.optimizer)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Go on exactly from what ``save`` wrote.
+
+        Raises:
+            BuildError: no complete checkpoint, or one of another layout.
+        """
+        load_checkpoint(path, self._program, self.module, self.optimizer)
+
+    def close(self) -> None:
+        """Give back the process groups this engine made and forget its plans."""
+        self._plans.clear()
+        self._holdings.close()
+
+    # ---- one step
+
+    def _step(self, batch: Mapping[str, Any], training: bool) -> torch.Tensor:
+        self._modes.set(training)
+        runner, parts, labels = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
+        result = runner(parts, labels)
+        loss = self._settle(result)
+        if self._options.record_timeline:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self.timeline = [{"rank": rank, **action} for action in result.actions]
+        return loss
+
+    def _prepare(self, batch: Batch, training: bool) -> tuple[Runner, list[Batch], list[Any]]:
+        """Cut the batch and find what runs it; touches no other rank."""
+        parts = split(batch, self._options.microbatches)
+        self._facts = [fingerprint([signature(part) for part in parts[:1]]), *counted_labels(parts)]
+        labels: list[Any] = [None] * len(parts)
+        if self._options.loss_fn is not None:
+            if "labels" not in batch:
+                raise BuildError("loss_fn needs labels, but the batch has none; pass labels=")
+            labels = [part.pop("labels") for part in parts]
+        return self._runner(parts[0], training), parts, labels
+
+    def _runner(self, part: Batch, training: bool) -> Runner:
+        if len(self._program.stages) == 1:
+            call = StageCall(self._stage, None, self._options, self._device.type)
+            return lambda parts, labels: run_whole(call, parts, labels, training)
+        from .pipeline import StagePlan  # importing torch.distributed.pipelining costs a second
+
+        key = (training, signature(part))
+        if key not in self._plans:
+            assert self._program.replan is not None
+            with torch.set_grad_enabled(training), StageCall(self._stage, None, self._options, self._device.type).precision():
+                program = self._program.replan(training, part)
+            self._plans[key] = StagePlan(program, self._options, training)
+        plan: StagePlan = self._plans[key]
+        self._facts.append(fingerprint([stage.inputs for stage in plan.program.stages]))
+        return plan.run
+
+    def _facts_of(self) -> list[int]:
+        return self._facts
+
+    def _together(self, work: Callable[[], Any], facts: Callable[[], list[int]] | None = None) -> Any:
+        """Do what one rank can do alone; go on only if all could, and if what they got is of one kind.
+
+        One small reduction where all is well; messages travel only when not.
+        """
+        error, value = None, None
+        try:
+            value = work()
+        except Exception as err:
+            error = err
+        mine = facts() if facts is not None and error is None else []
+        mine = [*mine, *[0] * (4 - len(mine))]
+        largest = torch.tensor([error is not None, *mine, *(-fact for fact in mine)], dtype=torch.int64, device=self._device)
+        failed, *bounds = all_reduce(largest, self._mesh, dist.ReduceOp.MAX).tolist()
+        if failed:
+            agree(error, self._mesh)
+        high, low = bounds[:4], [-bound for bound in bounds[4:]]
+        if high != low:
+            raise BuildError(_difference(high, low))
+        return value
+
+    def _settle(self, result: StepResult) -> torch.Tensor:
+        """The mean loss over micro-batches and replicas, on every rank; or the error of any rank, on every rank."""
+        own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
+        if self._program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
+            own = torch.zeros((), dtype=torch.float64)
+        failed = torch.tensor(float(result.failure is not None), dtype=torch.float64)
+        total, failures = all_reduce(torch.stack([own.cpu(), failed]).to(self._device), self._mesh)
+        if failures.item():
+            self.module.zero_grad(set_to_none=True)
+            agree(result.failure, self._mesh)
+        return (total / self._program.axis_size("dp")).float()
+
+    def _reduce(self) -> None:
+        self._holdings.reduce_ties()
+        replicas = self._program.axis_size("dp")
+        if replicas > 1:
+            assert self._mesh is not None
+            reduce_gradients(self._holdings.trainable, self._mesh["dp"].get_group(), 1 / replicas)
+
+    def _clip(self) -> float | None:
+        return self._holdings.clip(self._options.clip) if self._options.clip else None
+
+    def _make_optimizer(self) -> None:
+        trainable = self._holdings.trainable
+        if self._options.optimizer is not None and trainable:
+            made = self._options.optimizer(trainable)
+            if not isinstance(made, torch.optim.Optimizer):
+                raise BuildError(f"optimizer= gave a {type(made).__name__}; it must return a torch.optim.Optimizer")
+            self.optimizer = made
+
+
+def _device(program: Program) -> torch.device:
+    kind = program.mesh.device_type if program.mesh is not None else _parameter_device(program.module)
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _parameter_device(module: nn.Module) -> str:
+    first = next(module.parameters(), None)
+    return first.device.type if first is not None else "cpu"
+
+
+def _difference(high: list[int], low: list[int]) -> str:
+    if high[1:3] != low[1:3]:
+        return (
+            f"the ranks have different numbers of labels that are not -100 in a micro-batch, from {low[1]} to {high[1]}; "
+            "pad so that they are equal"
+        )
+    if high[0] != low[0]:
+        return "the ranks were given batches of different names, shapes or types; give each rank a batch of the same shape"
+    return "the ranks planned different stage boundaries; the model's code must not depend on the rank"

@@ -1,0 +1,144 @@
+"""What this rank holds: its parameters, and who else has the same ones."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.agreement import agree
+from slapo_core.errors import BuildError
+from slapo_core.parameters import shard_spec, successor
+from slapo_core.program import Program, TieGroup
+
+from .gradients import by_stages, reduce_gradients
+
+TIMEOUT = timedelta(minutes=30)
+"""How long ranks wait for each other when they sum gradients of tied parameters."""
+
+
+class Holdings:
+    """This rank's parameters, the groups of stages that share some of them, and the norm over all of it.
+
+    Attributes:
+        trainable: This rank's parameters that get a gradient, each once.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._stage = program.stages[program.axis_rank("pp")].module
+        self.trainable = [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
+        named = dict(program.module.named_parameters(remove_duplicate=False))
+        rank = program.axis_rank("pp")
+        staged = len(program.stages) > 1
+        self._mine = [(tie, named[tie.names[0]]) for tie in program.ties if staged and rank in tie.stages]
+        shared = by_stages([(tie.stages, parameter) for tie, parameter in self._mine if parameter.requires_grad])
+        self._made: list[dist.ProcessGroup] = []
+        self._shared = [(self._group(stages), bucket) for stages, bucket in shared.items()]
+
+    def _group(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
+        """A group of just these stages' ranks, at this rank's place in the other axes."""
+        assert self._program.mesh is not None
+        pipeline = self._program.mesh["pp"].get_group()
+        if len(stages) == dist.get_world_size(pipeline):
+            return pipeline
+        ranks = [dist.get_global_rank(pipeline, stage) for stage in stages]
+        made = dist.new_group(ranks, timeout=TIMEOUT, use_local_synchronization=True)
+        self._made.append(made)
+        return made
+
+    def reduce_ties(self) -> None:
+        """Sum the gradients of tied parameters over the stages that share them."""
+        for group, bucket in self._shared:
+            reduce_gradients(bucket, group)
+
+    def close(self) -> None:
+        """Give back the process groups."""
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._made.clear()
+        self._shared.clear()
+
+    def check_same_start(self) -> None:
+        """Refuse to train when replicas, or the stages of a tie, start from different numbers. Collective.
+
+        Raises:
+            BuildError: on every rank; names a parameter.
+        """
+        mesh = self._program.mesh
+        error = None
+        if mesh is not None and self._program.axis_size("dp") > 1:
+            named = dict(self._stage.named_parameters())
+            wrong = _different(list(named.values()), mesh["dp"].get_group())
+            if wrong:
+                error = BuildError(f"the replicas start from different values of {list(named)[wrong[0]]!r}; seed all ranks alike")
+        for tie, parameter in self._mine:
+            error = self._check_tie(tie, parameter) or error
+        agree(error, mesh)
+
+    def _check_tie(self, tie: TieGroup, parameter: nn.Parameter) -> BuildError | None:
+        assert self._program.mesh is not None
+        pipeline = self._program.mesh["pp"].get_group()
+        groups = [group for group, bucket in self._shared if any(parameter is shared for shared in bucket)]
+        if not groups or not _different([parameter], groups[0]):
+            return None
+        del pipeline
+        return BuildError(f"stages {tie.stages} start from different values of the tied {tie.names[0]!r}; seed all ranks alike")
+
+    def release_others(self) -> None:
+        """Free the parameters that only other stages use: their places get meta tensors of the same facts."""
+        if len(self._program.stages) == 1:
+            return
+        mine = {id(parameter) for parameter in self._stage.parameters()}
+        trees = [self._program.module, *(stage.module for stage in self._program.stages)]
+        empty: dict[int, torch.Tensor] = {}
+        for tree in trees:
+            for module in tree.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) not in mine and not parameter.is_meta:
+                        empty.setdefault(id(parameter), successor(parameter, parameter.detach().to("meta")))
+                        module._parameters[name] = empty[id(parameter)]  # type: ignore[assignment]
+
+    def clip(self, largest: float) -> float:
+        """Scale all gradients so that their norm over the whole model is at most ``largest``. Collective.
+
+        Shards count on each tensor-parallel rank, whole parameters once, tied ones in their first stage.
+
+        Returns:
+            The norm before.
+        """
+        gradients = [parameter.grad for parameter in self.trainable if parameter.grad is not None]
+        norm = self._norm()
+        scale = torch.clamp(largest / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.device, gradient.dtype))
+        return float(norm)
+
+    def _norm(self) -> torch.Tensor:
+        program, mesh = self._program, self._program.mesh
+        rank = program.axis_rank("pp")
+        elsewhere = {id(parameter) for tie, parameter in self._mine if tie.stages[0] != rank}
+        device = next((p.device for p in self.trainable), torch.device(mesh.device_type if mesh is not None else "cpu"))
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for parameter in self.trainable:
+            spec = shard_spec(parameter)
+            sharded = spec is not None and spec.num_shards > 1
+            if parameter.grad is not None and id(parameter) not in elsewhere and (sharded or program.axis_rank("tp") == 0):
+                total += parameter.grad.detach().double().square().sum()
+        for axis in ("tp", "pp"):
+            if program.axis_size(axis) > 1:
+                assert mesh is not None
+                dist.all_reduce(total, group=mesh[axis].get_group())
+        return total.sqrt().float()
+
+
+def _different(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[int]:
+    """Indices of the parameters whose values differ between the ranks of a group. Collective."""
+    sums = [(p.detach().double().sum(), p.detach().double().square().sum()) for p in parameters]
+    own = torch.stack([value for pair in sums for value in pair])
+    largest = torch.cat([own, -own])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    high, low = largest.chunk(2)
+    return [index for index in range(len(parameters)) if not torch.equal(high[2 * index : 2 * index + 2], -low[2 * index : 2 * index + 2])]

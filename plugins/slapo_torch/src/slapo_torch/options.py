@@ -1,0 +1,76 @@
+"""What an engine of this dialect can be told, and what of it makes no sense."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from slapo_core.errors import BuildError, UnknownNameError
+
+SCHEDULES = ("1f1b", "gpipe")
+"""Pipeline schedules."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``build`` for target ``"torch"``.
+
+    Args:
+        optimizer: A factory ``parameters -> torch.optim.Optimizer``; None builds an engine that only evaluates.
+        loss_fn: ``loss_fn(outputs, labels)``, a mean over one micro-batch; None takes the loss from the model's output.
+        microbatches: Equal parts a batch is cut into along dimension 0.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast.
+        clip: Largest gradient norm over all ranks; 0 is off.
+        pipeline_schedule: One of ``SCHEDULES``.
+        record_timeline: Keep when each forward and backward of the last step ran, in ``engine.timeline``.
+    """
+
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    microbatches: int = 1
+    precision: str = "fp32"
+    clip: float = 0.0
+    pipeline_schedule: str = "1f1b"
+    record_timeline: bool = False
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Options:
+        """Read a configuration.
+
+        Raises:
+            BuildError: an unknown key, or a value that cannot work.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in config:
+            if key not in known:
+                raise BuildError(str(UnknownNameError.of("option of target 'torch'", key, known)))
+        options = cls(**config)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise BuildError(f"microbatches is {self.microbatches!r}; give a whole number from 1 on")
+        if not isinstance(self.clip, (int, float)) or not self.clip >= 0:
+            raise BuildError(f"clip is {self.clip!r}; give the largest gradient norm, or 0 for no clipping")
+        if self.pipeline_schedule not in SCHEDULES:
+            raise BuildError(str(UnknownNameError.of("pipeline_schedule", str(self.pipeline_schedule), SCHEDULES)))
+        if self.optimizer is not None and not callable(self.optimizer):
+            kind = type(self.optimizer).__name__
+            raise BuildError(f"optimizer is a {kind} object; give a factory, e.g. lambda parameters: {kind}(parameters, lr=1e-3)")
+        if self.loss_fn is not None and not _takes_two(self.loss_fn):
+            raise BuildError("loss_fn does not take (outputs, labels)")
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that has no signature
+        return callable(function)
+    return True

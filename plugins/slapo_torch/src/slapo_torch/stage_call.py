@@ -1,0 +1,83 @@
+"""One call of a stage: precision, what is sent on, and the loss at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import BuildError
+from slapo_core.program import Boundary, Stage
+
+from .options import Options
+
+
+class StageCall(nn.Module):
+    """A stage as a pipeline runtime calls it: received tensors in, a tuple of tensors or the loss out.
+
+    Args:
+        stage: The stage.
+        outputs: What the next stage receives; None for the last stage, which gives its share of the batch's mean loss.
+        options: Of the engine.
+        device_type: Of the mesh.
+    """
+
+    def __init__(self, stage: Stage, outputs: tuple[Boundary, ...] | None, options: Options, device_type: str) -> None:
+        super().__init__()
+        self.module = stage.module
+        self.inputs = stage.inputs
+        self.outputs = outputs
+        self._index = stage.index
+        self._options = options
+        self._device_type = device_type
+
+    def forward(self, *received: torch.Tensor, batch: Mapping[str, Any], labels: Any = None) -> Any:
+        """Run one micro-batch.
+
+        Args:
+            *received: The stage's ``inputs``.
+            batch: The model's arguments this stage reads.
+            labels: For ``loss_fn``, in the last stage.
+        """
+        with self.precision():
+            result = self.module(*received, **batch)
+            if self.outputs is None:
+                return loss_of(result, self._options.loss_fn, labels) / self._options.microbatches
+        return self._sendable(result)
+
+    def precision(self) -> torch.autocast:
+        """The autocast context of this engine's precision."""
+        return torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._options.precision == "bf16")
+
+    def _sendable(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        assert self.outputs is not None
+        for tensor, boundary in zip(result, self.outputs, strict=True):
+            real = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and torch.is_grad_enabled())
+            planned = (boundary.shape, boundary.dtype, boundary.requires_grad)
+            if real != planned:  # a gradient nobody sends back would be lost without a word
+                what = "(shape, dtype, requires_grad)"
+                raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
+        return tuple(tensor.contiguous() for tensor in result)
+
+
+def loss_of(output: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None, labels: Any) -> torch.Tensor:
+    """The loss of a model's output: ``loss_fn(output, labels)``, or what the model itself computed.
+
+    Raises:
+        BuildError: there is none, or it is not one number.
+    """
+    loss = loss_fn(output, labels) if loss_fn is not None else _own_loss(output)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else loss
+        raise BuildError(f"the loss is not one number but {shape!r}; give the model labels, or build with loss_fn=")
+    return loss.reshape(())
+
+
+def _own_loss(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if isinstance(output, (tuple, list)):
+        return output[0] if output else None
+    return getattr(output, "loss", output)
