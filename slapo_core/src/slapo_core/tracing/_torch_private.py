@@ -1,0 +1,67 @@
+"""Every private name of torch that tracing uses, in one place. A test checks each: it fails when torch moves one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunction, _EnableTorchFunction
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
+
+__all__ = ["FakeTensor", "FakeTensorMode", "as_parameter", "fake_like", "intercept", "recorded", "unrecorded", "version"]
+
+unrecorded: Callable[[], Any] = DisableTorchFunction
+"""Context in which no torch function mode sees what is called."""
+recorded: Callable[[], Any] = _EnableTorchFunction
+"""Context, inside ``unrecorded``, in which the modes see calls again."""
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A fake of ``tensor`` without its autograd history, on ``device`` where given: about a sixth of the cost of ``from_tensor``."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, empty, device or tensor.device).requires_grad_(tensor.requires_grad)
+
+
+def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Let ``fake`` pass for ``real``: an ``nn.Parameter`` where that is one, with its attributes."""
+    fake.__dict__.update(real.__dict__)
+    if isinstance(real, nn.Parameter):
+        fake._is_param = True  # type: ignore[attr-defined]
+    return fake
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def intercept(module_call: Callable[..., Any], apply: Callable[..., Any]) -> Iterator[None]:
+    """Send every call of a module to ``module_call(call, module, ...)`` and of an autograd function to ``apply(call, cls, ...)``.
+
+    Reentrant checkpoints are no operation of the model's: their function runs as if it were called.
+    """
+    plain_call, plain_apply = nn.Module.__call__, Function.__dict__["apply"]
+
+    def patched_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return module_call(plain_call, module, *args, **kwargs)
+
+    def patched_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if issubclass(cls, CheckpointFunction):
+            return args[0](*args[2:])
+        return apply(plain_apply.__get__(None, cls), cls, *args, **kwargs)
+
+    nn.Module.__call__ = patched_call  # type: ignore[method-assign]
+    Function.apply = classmethod(patched_apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = plain_call  # type: ignore[method-assign]
+        Function.apply = plain_apply

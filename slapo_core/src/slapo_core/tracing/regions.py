@@ -1,0 +1,71 @@
+"""Gradient mode and autocast in a graph.
+
+While tracing, every node gets ``meta["regions"]``: what differs from the state the forward was called in. ``write_regions``
+turns that into nodes ``enter(state)`` / ``leave(token)`` around each run of nodes of one state. Who builds a graph out of
+copied nodes (with their ``meta``) leaves these nodes out and calls ``write_regions`` on the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+State = tuple[Any, ...]
+"""``("grad", enabled)`` and ``(device type, enabled, dtype)`` entries; empty in the caller's own state."""
+
+_DEVICES = ("cpu", "cuda")
+
+
+def current(baseline: State = ()) -> State:
+    """The state now, without the entries that ``baseline`` has too."""
+    entries: list[Any] = [("grad", torch.is_grad_enabled())]
+    for device in _DEVICES:
+        entries.append((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+    return tuple(entry for entry in entries if entry not in baseline)
+
+
+def enter(state: State) -> State:
+    """Set the state; returns what ``leave`` needs to go back."""
+    before = current()
+    _set(state)
+    return before
+
+
+def leave(before: State) -> None:
+    """Go back to the state before ``enter``."""
+    _set(before)
+
+
+def _set(state: State) -> None:
+    for kind, *values in state:
+        if kind == "grad":
+            torch.set_grad_enabled(values[0])
+        else:
+            torch.set_autocast_enabled(kind, values[0])
+            torch.set_autocast_dtype(kind, values[1])
+            if not values[0]:
+                torch.clear_autocast_cache()
+
+
+def is_region_node(node: fx.Node) -> bool:
+    """Whether the node only switches the state."""
+    return node.op == "call_function" and node.target in (enter, leave)
+
+
+def write_regions(graph: fx.Graph) -> None:
+    """Put ``enter`` and ``leave`` nodes where the nodes' states change; existing ones are replaced."""
+    for node in [node for node in graph.nodes if is_region_node(node)][::-1]:
+        graph.erase_node(node)
+    state: State = ()
+    token: fx.Node | None = None
+    for node in list(graph.nodes):
+        wanted = node.meta.get("regions", ()) if node.op in ("call_function", "call_method", "call_module") else ()
+        if wanted == state or (node.op in ("placeholder", "get_attr") and node.next is not node):
+            continue
+        with graph.inserting_before(node):
+            if token is not None:
+                graph.call_function(leave, (token,))
+            token = graph.call_function(enter, (wanted,)) if wanted else None
+        state = wanted

@@ -1,0 +1,123 @@
+"""Run a model's forward without leaving a trace in the model: on fake tensors, or on real ones and copies of its buffers."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _torch_private as private
+from .structures import walk
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks")
+
+
+class Sandbox:
+    """Stand-ins for the tensors of a model.
+
+    Args:
+        root: The model; its weights may be on the meta device when ``fake``.
+        inputs: What its forward gets, to know the device the stand-ins claim to be on.
+        fake: Fake tensors; otherwise real parameters and cloned buffers.
+    """
+
+    def __init__(self, root: nn.Module, inputs: Any, *, fake: bool) -> None:
+        self.root, self.fake = root, fake
+        self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+        self.originals: dict[int, torch.Tensor] = {}
+        """Stand-in (by id) to the model's own tensor."""
+        self.before = None if fake else {id(value) for value in gc.get_objects() if isinstance(value, torch.Tensor)}
+        self._standins: dict[int, torch.Tensor] = {}
+        devices = [value.device for _, value in walk(inputs) if isinstance(value, torch.Tensor) and not value.is_meta]
+        self.device = devices[0] if devices else torch.device("cpu")
+
+    def standin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a parameter or buffer of the model, of an input, or the tensor itself when it is none of those."""
+        return self._standins.get(id(tensor), tensor)
+
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor like this one, without history."""
+        return private.fake_like(self.mode, tensor, self.device if tensor.is_meta else None)
+
+    def enter_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A stand-in for an input: a change in place does not reach the caller's tensor."""
+        if self.fake:
+            return self.fake_of(tensor)
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor was made since the sandbox was opened."""
+        return self.before is not None and id(tensor) not in self.before
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Stand-ins are in the model, gradients on, and afterwards model and random numbers are as before."""
+        modules = list(self.root.modules())
+        restore = [*_snapshot(modules), _random_state()]
+        devices = [] if self.fake or self.device.type != "cuda" else [self.device]
+        try:
+            with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+                self._swap(modules)
+                if self.fake:
+                    with self.mode:
+                        yield
+                else:
+                    yield
+        finally:
+            for undo in restore:
+                undo()
+
+    def _swap(self, modules: list[nn.Module]) -> None:
+        for module in modules:
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        known = self._standins.get(id(tensor))
+                        table[name] = self._stand_in(tensor) if known is None else known
+        for module in modules:
+            if isinstance(module, nn.RNNBase):
+                module.__dict__["_flat_weights"] = [self.standin(weight) for weight in module._flat_weights]
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.fake:
+            new = private.as_parameter(self.fake_of(tensor), tensor)
+        else:
+            new = tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+        self._standins[id(tensor)] = new
+        self.originals[id(new)] = tensor
+        return new
+
+
+def _snapshot(modules: list[nn.Module]) -> list[Callable[[], None]]:
+    undo: list[Callable[[], None]] = []
+    for module in modules:
+        state = module.__dict__
+        kept = [(value, value.copy()) for value in state.values() if type(value) in (list, dict, set)]
+        kept += [(state[name], state[name].copy()) for name in _TABLES if type(state[name]) not in (dict, set)]
+        undo.append(lambda state=state, before=dict(state), kept=kept: _restore(state, before, kept))  # type: ignore[misc]
+    return undo
+
+
+def _restore(state: dict[str, Any], before: dict[str, Any], kept: list[tuple[Any, Any]]) -> None:
+    for container, content in [*kept, (state, before)]:
+        container.clear()
+        container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def _random_state() -> Callable[[], None]:
+    """Puts Python's and NumPy's random numbers back; torch's own are forked."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
+
+    def undo() -> None:
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+    return undo

@@ -1,0 +1,146 @@
+"""Python values around tensors: compare what two calls were given, and build an object anew at every call."""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from . import _torch_private as private
+
+ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_BY_REFERENCE = (
+    *(type, enum.Enum, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
+    *(torch.Generator, range, type(Ellipsis)),
+)
+
+
+def by_reference(value: Any) -> bool:
+    """Whether a graph may hold this very object: nothing a forward changes."""
+    return isinstance(value, (*ATOMS, *_BY_REFERENCE)) or type(value).__module__ == "numpy"
+
+
+def contents(value: Any) -> dict[Any, Any] | None:
+    """What a list, tuple, dict or object consists of, by index, key or attribute; None for a value without parts."""
+    if isinstance(value, torch.Tensor) or by_reference(value):
+        return None
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return dict(vars(value)) if hasattr(value, "__dict__") else None
+
+
+def walk(value: Any, path: tuple[Any, ...] = (), seen: set[int] | None = None) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every value inside ``value``, itself first, with the path to it: attribute names of objects, else keys."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    yield path, value
+    parts = contents(value)
+    if parts:
+        seen.add(id(value))
+        for key, part in parts.items():
+            yield from walk(part, (*path, key), seen)
+
+
+def step(value: Any, key: Any) -> Any:
+    """The part of ``value`` that ``contents`` calls ``key``."""
+    return value[key] if isinstance(value, (dict, list, tuple)) else getattr(value, key)
+
+
+def has_tensor(value: Any) -> bool:
+    """Whether a tensor is anywhere inside."""
+    return any(isinstance(part, torch.Tensor) for _, part in walk(value))
+
+
+def fingerprint(value: Any) -> Any:
+    """Equal for values a traced graph cannot tell apart: shapes and dtypes of tensors, everything else by value."""
+    return _fingerprint(value, {})
+
+
+def _fingerprint(value: Any, seen: dict[int, int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor, tuple(value.shape), value.dtype
+    if isinstance(value, ATOMS):
+        return type(value), value
+    parts = contents(value)
+    if parts is None:
+        return type(value), value.tobytes() if hasattr(value, "tobytes") else value
+    if id(value) in seen:
+        return "seen", seen[id(value)]
+    seen[id(value)] = len(seen)
+    return type(value), tuple((key, _fingerprint(part, seen)) for key, part in parts.items())
+
+
+def describe(print_: Any) -> str:
+    """A fingerprint in words, for messages."""
+    if print_[0] is torch.Tensor:
+        return f"a tensor {list(print_[1])} {str(print_[2]).removeprefix('torch.')}"
+    return repr(print_[1]) if print_[0] in ATOMS else f"a {print_[0].__name__}"
+
+
+def difference(traced: Any, given: Any, path: str) -> str:
+    """Where two fingerprints differ first, e.g. ``mask is a tensor [2, 4] int64, traced as None``."""
+    nested = traced[0] is given[0] and traced[0] not in (torch.Tensor, *ATOMS) and isinstance(traced[1], tuple)
+    if nested and isinstance(given[1], tuple) and len(traced[1]) == len(given[1]):
+        for (key, old), (new_key, new) in zip(traced[1], given[1]):
+            if key == new_key and old != new:
+                return difference(old, new, f"{path}[{key!r}]")
+    return f"{path} is {describe(given)}, traced as {describe(traced)}"
+
+
+class Slot:
+    """Stands for a value that is known when the graph runs."""
+
+
+class Template:
+    """An object with slots in it, to be built anew at every call.
+
+    Args:
+        value: The object, its tensors replaced by slots.
+        slots: The slots in it, in the order in which ``rebuild`` gets their values.
+        shared: Objects inside that are not to be copied.
+    """
+
+    def __init__(self, value: Any, slots: list[Slot], shared: list[Any]) -> None:
+        self.value, self.slots, self.shared = value, slots, shared
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__name__}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Template:
+        return self
+
+
+def rebuild(template: Template, values: list[Any]) -> Any:
+    """A new object after ``template``, with ``values`` in its slots."""
+    memo = {id(slot): value for slot, value in zip(template.slots, values)}
+    memo.update((id(value), value) for value in template.shared)
+    return copy.deepcopy(template.value, memo)
+
+
+def replace_tensors(value: Any, change: Callable[[torch.Tensor], Any], memo: dict[int, Any]) -> Any:
+    """A deep copy of ``value`` with every tensor changed; what is in ``memo`` (by id) is taken from there."""
+    with private.recorded(), _TensorCopies(change):
+        return copy.deepcopy(value, memo)
+
+
+class _TensorCopies(TorchFunctionMode):
+    """Takes over the deep copies of tensors."""
+
+    def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self.change(args[0])
+        with private.unrecorded():
+            return func(*args, **(kwargs or {}))

@@ -1,0 +1,223 @@
+"""The module that runs a traced graph."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import linecache
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..errors import TraceError
+from .structures import difference, fingerprint, has_tensor
+
+_serial = itertools.count()
+
+
+def bind_arguments(parameters: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Argument name to value, defaults included; those of ``**kwargs`` under their own names."""
+    bound = parameters.bind(*args, **kwargs)
+    bound.apply_defaults()
+    values: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        values.update(value) if parameters.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else values.update({name: value})
+    return values
+
+
+@dataclass
+class Guard:
+    """What a forward was traced for.
+
+    Args:
+        parameters: Its signature.
+        traced: Fingerprint of every argument.
+        placeholders: Arguments that hold tensors: the graph's inputs. The others are part of the graph.
+        training: The module's mode.
+    """
+
+    parameters: inspect.Signature
+    traced: dict[str, Any]
+    placeholders: tuple[str, ...]
+    training: bool
+    refuse: bool = field(default=False, compare=False)
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Guard:
+        """The guard of a call."""
+        signature = inspect.signature(module.forward)
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+        parameters = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+        values = bind_arguments(parameters, args, kwargs)
+        placeholders = tuple(name for name, value in values.items() if has_tensor(value))
+        return cls(parameters, {name: fingerprint(value) for name, value in values.items()}, placeholders, module.training)
+
+    def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The values of the graph's inputs; ``TraceError`` when the call is not the one that was traced."""
+        if module.training != self.training:
+            modes = {True: "train", False: "eval"}
+            raise TraceError(
+                f"the module is in {modes[module.training]} mode but was traced in {modes[self.training]} mode; trace it again in this mode"
+            )
+        values = bind_arguments(self.parameters, args, kwargs)
+        given = {name: fingerprint(value) for name, value in values.items()}
+        if given != self.traced:
+            none = fingerprint(None)
+            for name in [*self.traced, *given]:
+                old, new = self.traced.get(name, none), given.get(name, none)
+                if old != new:
+                    raise TraceError(f"{difference(old, new, name)}; trace the module again with inputs like these")
+        return {name: values[name] for name in self.placeholders}
+
+
+class TracedModule(fx.GraphModule):
+    """A graph that runs in place of a module's forward.
+
+    Parameters, buffers and submodules are those of the original, under their names; the modules between the traced one and the
+    ones the graph calls are shallow copies, so that edits do not reach the original. An edit of the graph marks the code stale; the next call compiles it.
+
+    Args:
+        root: The module that was traced, or any module that holds what the graph's targets name.
+        graph: Its graph.
+        guard: Checked at every call, where there is one; else the call's arguments go to the graph's placeholders.
+        constants: Tensors the forward used that the model does not hold, by the names in the graph.
+        inner: Modules that take the place of those at these paths.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        graph: fx.Graph,
+        guard: Guard | None = None,
+        constants: Mapping[str, torch.Tensor] | None = None,
+        inner: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        super().__init__({}, fx.Graph(), f"Traced{type(root).__name__}")
+        self._adopt(root)
+        self.guard = guard
+        for name, tensor in (constants or {}).items():
+            self.register_buffer(name, tensor, persistent=False)
+        targets = {node.target for node in graph.nodes if node.op in ("call_module", "get_attr")}
+        copies: dict[int, nn.Module] = {id(root): self}
+        for target in [*targets, *(inner or {})]:
+            self._own_parents(str(target), copies)
+        for path, module in (inner or {}).items():
+            parent, _, name = path.rpartition(".")
+            self.get_submodule(parent)._modules[name] = module
+        self.graph = graph
+
+    def _adopt(self, root: nn.Module) -> None:
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = root.__dict__[name].copy()
+        for name, value in root.__dict__.items():
+            if not name.startswith("_") and name not in self.__dict__ and name not in ("graph", "code", "forward"):
+                self.__dict__[name] = value
+        self.training = root.training
+
+    def _own_parents(self, target: str, copies: dict[int, nn.Module]) -> None:
+        module: nn.Module = self
+        for name in target.split(".")[:-1]:
+            child = module._modules[name]
+            assert child is not None
+            if id(child) not in copies:
+                copied = _shallow_copy(child)
+                copies[id(child)] = copies[id(copied)] = copied
+            module._modules[name] = copies[id(child)]
+            module = copies[id(child)]
+
+    def recompile(self) -> Any:
+        """Mark the code stale."""
+        self.__dict__["_run"] = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph."""
+        if self.__dict__.get("_run") is None:
+            self.__dict__["_run"], self.__dict__["_code"] = compile_graph(self.graph, type(self).__name__)
+        if self.guard is not None:
+            args, kwargs = (), self.guard.check(self, args, kwargs)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            return self.__dict__["_run"](self, *args, **kwargs)
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    copied = object.__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        copied.__dict__[name] = module.__dict__[name].copy()
+    return copied
+
+
+def compile_graph(graph: fx.Graph, name: str) -> tuple[Any, str]:
+    """A function ``run(self, *inputs)`` and its source.
+
+    fx's own code generator spells every function and constant as text; here those that have no plain spelling are globals.
+    """
+    writer = _Writer()
+    last = {node: user for user in graph.nodes for node in user.all_input_nodes}
+    dying: dict[fx.Node, list[str]] = {}
+    for node, user in last.items():
+        dying.setdefault(user, []).append(node.name)
+    inputs, body = ["self"], ["    pass"]
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            default = f"={writer.text(node.args[0])}" if node.args else ""
+            inputs.append(f"{node.target.removeprefix('*')}{default}")
+            if node.name != inputs[-1]:
+                body.append(f"    {node.name} = {node.target.removeprefix('*')}")
+        elif node.op == "output":
+            body.append(f"    return {writer.text(node.args[0])}")
+        else:
+            frees = "".join(f"; {other} = None" for other in dying.get(node, ()))
+            body.append(f"    {node.name} = {writer.call(node)}" + ("" if node.users else f"; {node.name} = None") + frees)
+    source = "\n".join([f"def run({', '.join(inputs)}):", *body]) + "\n"
+    file = f"<{name}.{next(_serial)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), writer.names)
+    return writer.names["run"], source
+
+
+class _Writer:
+    """Python text of a graph's values; what has none becomes a global."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+        self.known: dict[int, str] = {}
+
+    def text(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return value.name
+        if isinstance(value, (tuple, list)) and type(value).__module__ in ("builtins", "torch.fx.immutable_collections"):
+            inner = ", ".join(map(self.text, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{self.text(key)}: {self.text(part)}" for key, part in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"_slice({', '.join(map(self.text, (value.start, value.stop, value.step)))})".replace("_slice", self.known_as(slice))
+        if type(value) in (type(None), bool, int, str):
+            return repr(value)
+        return self.known_as(value)
+
+    def known_as(self, value: Any) -> str:
+        """The global that holds ``value``."""
+        if id(value) not in self.known:
+            label = getattr(value, "__name__", type(value).__name__)
+            self.known[id(value)] = name = f"_{len(self.known)}_{label}" if str(label).isidentifier() else f"_{len(self.known)}"
+            self.names[name] = value
+        return self.known[id(value)]
+
+    def call(self, node: fx.Node) -> str:
+        """The expression of a node."""
+        arguments = [*map(self.text, node.args)]
+        named = [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
+        if node.op == "call_method":
+            return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *named])})"
+        if node.op == "call_function":
+            return f"{self.known_as(node.target)}({', '.join([*arguments, *named])})"
+        *parents, name = str(node.target).split(".")
+        holder = "self" + "".join(f"._modules[{parent!r}]" for parent in parents)
+        if node.op == "call_module":
+            return f"{holder}._modules[{name!r}]({', '.join([*arguments, *named])})"
+        return f"getattr({holder}, {name!r})"
