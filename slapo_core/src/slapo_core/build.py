@@ -16,6 +16,8 @@ from .registry import Registry, default_registry
 from .schedule import Schedule
 from .weights import Initialiser, materialize
 
+_DEFAULTS: dict[str, Any] = {"optimizer": None, "loss_fn": None, "microbatches": 1, "precision": "fp32", "clip": 0.0}
+
 
 def build(
     sch: Schedule,
@@ -60,7 +62,7 @@ def build(
         "precision": precision,
         "clip": clip,
     }
-    if dialect is None and (unused := [key for key, value in common.items() if value not in (None, 1, "fp32", 0.0)]):
+    if dialect is None and (unused := [key for key, value in common.items() if value != _DEFAULTS[key]]):
         raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
     root.registry.hook.slapo_before_build(schedule=sch, target=target, config=config)
     if dialect is None and config:

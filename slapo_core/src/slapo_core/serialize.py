@@ -234,6 +234,8 @@ def _describe(value: Any) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, nn.Module):
         return f"the module {kind}"
+    if _is_importable(value):
+        return f"the {type(value).__name__} {getattr(value, '__qualname__', value)!r}"
     return f"{value!r} of type {kind}" if len(repr(value)) < 80 else f"a {kind}"
 
 

@@ -98,7 +98,7 @@ def _applied(schedule: Schedule, name: str) -> str | None:
 
 
 def _remember_metadata(transaction: Transaction, metadata: ScheduleMetadata) -> None:
-    primitives = {name: copy.copy(value) for name, value in metadata.primitives.items()}
+    primitives = {name: copy.copy(value) for name, value in metadata.primitives.items()} if metadata.primitives else {}
     tags = set(metadata.param_tags)
 
     def restore() -> None:

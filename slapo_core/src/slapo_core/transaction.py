@@ -5,7 +5,6 @@ A transaction keeps references, never copies of values. What it cannot see, a pr
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +43,7 @@ class Transaction:
                 if tensor is not None:
                     self._touch_tensor(tensor)
         cls, attributes = type(module), dict(module.__dict__)
-        containers = [(value, copy.copy(value)) for value in attributes.values() if type(value) in _CONTAINERS]
+        containers = [(value, value.copy() if value else ()) for value in attributes.values() if type(value) in _CONTAINERS]
         self.on_undo(lambda: _restore_module(module, cls, attributes, containers))
 
     def touch_tree(self, root: nn.Module) -> None:
@@ -64,9 +63,9 @@ class Transaction:
             return
         self._seen.add(id(tensor))
         attributes = dict(tensor.__dict__)
-        facts = {key: copy.copy(value) for key, value in attributes.items() if isinstance(value, ParamFacts)}
-        for value in facts.values():
-            value.tags = set(value.tags)
+        facts = [
+            (value, value.names, value.spec, set(value.tags)) for value in attributes.values() if isinstance(value, ParamFacts)
+        ]
         alias, version, grad, requires_grad = tensor.detach(), tensor._version, tensor.grad, tensor.requires_grad
 
         def restore() -> None:
@@ -77,7 +76,9 @@ class Transaction:
             tensor.requires_grad_(requires_grad)
             tensor.grad = grad
             tensor.__dict__.clear()
-            tensor.__dict__.update(attributes, **facts)
+            tensor.__dict__.update(attributes)
+            for live, names, spec, tags in facts:
+                live.names, live.spec, live.tags = names, spec, tags
 
         self.on_undo(restore)
 

@@ -1,24 +1,24 @@
 """Weights that do not exist yet: meta parameters, and how every layout gets the same numbers for them.
 
-The model's own initialiser runs once on meta tensors of full shape, which costs nothing, while every operation it does is
-recorded. Each parameter this rank needs is then made alone: full tensor, its own seed from its original name, its
-operations replayed, its shard cut out. No rank holds more than its own weights and one full tensor.
+The whole model is put on the meta device for a moment. Then one module after the other gets full tensors, a seed from its
+own original path, and the model's initialiser for it and for what contains it; this rank's shards are cut out and the full
+tensors dropped. No rank holds more than its own weights and the full ones of one module.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import BuildError
 from .parameters import facts, shard_spec, successor
+from .paths import find, join
 
 _DEFAULT_SEED = 2013  # as set_random_seed's
 Initialiser = Callable[[nn.Module], Any]
@@ -81,14 +81,26 @@ def materialize(
     if not wanted:
         return
     initialise = param_init_fn or getattr(root, "_init_weights", None) or _reset
-    recording = _record(root, initialise)
-    new = {key: _make(tensor, recording, _seed(seed, tensor), device) for key, tensor in wanted.items()}
+    new: dict[int, torch.Tensor] = {}
+    with _on_meta(root) as places:
+        for group in _groups(places, wanted):
+            full = _initialised(root, group, initialise, seed)
+            new |= {key: _localised(wanted[key], tensor, device) for key, tensor in full.items() if key in wanted}
     for tree in trees:
         for module in tree.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is not None and id(tensor) in new:
                         table[name] = new[id(tensor)]  # type: ignore[assignment]
+
+
+class _Place(NamedTuple):
+    """One entry of a module's table of parameters or buffers."""
+
+    path: str
+    table: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
 
 
 def _meta_tensors(trees: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
@@ -102,102 +114,98 @@ def _reset(module: nn.Module) -> None:
         reset()
 
 
-def _seed(seed: int | None, tensor: torch.Tensor) -> int:
-    name = facts(tensor).names[0] if facts(tensor).names else ""
-    digest = hashlib.sha256(f"{_DEFAULT_SEED if seed is None else seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:7], "little")
-
-
-class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The operations an initialiser did, grouped by the tensors they connect."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
-        self.group: dict[int, int] = {}  # id of a tensor -> id of a tensor of its group: a union-find forest
-        self.stand_ins: dict[int, torch.Tensor] = {}  # id of a model's tensor -> the full meta tensor that stood in for it
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
-        for tensor in tensors[1:]:
-            self.group[self.leader(tensors[0])] = self.leader(tensor)
-        if tensors:
-            self.calls.append((func, args, kwargs or {}, result))
-        return result
-
-    def leader(self, tensor: torch.Tensor) -> int:
-        """The tensor's group."""
-        key = id(tensor)
-        while self.group.setdefault(key, key) != key:
-            key = self.group[key]
-        return key
-
-
-def _record(root: nn.Module, initialise: Initialiser) -> _Recording:
-    """Run the initialiser on full-shaped meta stand-ins of all parameters and buffers, and put the real ones back."""
-    recording = _Recording()
-    places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
-        (table, name, tensor)
-        for module in root.modules()
+@contextmanager
+def _on_meta(root: nn.Module) -> Iterator[list[_Place]]:
+    """Put stand-ins of full shape on the meta device in every place, and the tensors back at the end."""
+    places = [
+        _Place(path, table, name, tensor)
+        for path, module in root.named_modules()
         for table in (module._parameters, module._buffers)
         for name, tensor in table.items()
         if tensor is not None
     ]
-    for _, _, tensor in places:
-        if id(tensor) not in recording.stand_ins:
-            spec = shard_spec(tensor)
-            empty = torch.empty(spec.full_shape if spec else tensor.shape, dtype=tensor.dtype, device="meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            recording.stand_ins[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    stand_ins = {id(place.tensor): _full(place.tensor, "meta") for place in places}
     try:
-        for table, name, tensor in places:
-            table[name] = recording.stand_ins[id(tensor)]
-        with torch.no_grad(), recording:
-            root.apply(initialise)
+        for place in places:
+            place.table[place.name] = stand_ins[id(place.tensor)]
+        yield places
     finally:
-        for table, name, tensor in places:
-            table[name] = tensor
-    return recording
+        for place in places:
+            place.table[place.name] = place.tensor
 
 
-def _make(tensor: torch.Tensor, recording: _Recording, seed: int, device: torch.device | str) -> torch.Tensor:
-    stand_in = recording.stand_ins.get(id(tensor))
-    name = " = ".join(facts(tensor).names) or "a parameter that a step brought in"
-    calls = _calls_on(recording, stand_in) if stand_in is not None else []
-    if not calls:
-        raise BuildError(f"nothing initialises {name}, which is on the meta device; pass param_init_fn= or real weights")
-    assert stand_in is not None
-    full = torch.zeros(stand_in.shape, dtype=stand_in.dtype)
-    if full.is_floating_point():
-        full.fill_(float("nan"))
-    real: dict[int, torch.Tensor] = {id(stand_in): full}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for func, args, kwargs, result in calls:
-            _replay(func, args, kwargs, result, real)
-    if full.isnan().any():
-        raise BuildError(f"the initialiser leaves a part of {name} without values; pass param_init_fn=")
+def _full(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A tensor of the unsharded shape, filled with what no initialiser writes, so that gaps show."""
     spec = shard_spec(tensor)
-    return successor(tensor, (spec.local(full) if spec else full).to(device))
+    full = torch.empty(spec.full_shape if spec else tensor.shape, dtype=tensor.dtype, device=device)
+    full.fill_(_gap(full.dtype))
+    return nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
 
 
-def _calls_on(recording: _Recording, stand_in: torch.Tensor) -> list[Any]:
-    group = recording.leader(stand_in)
-
-    def concerns(leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and leaf.is_meta and recording.leader(leaf) == group
-
-    return [call for call in recording.calls if any(map(concerns, tree_leaves(call[1:])))]
+def _gap(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).min
 
 
-def _replay(func: Any, args: Any, kwargs: Any, result: Any, real: dict[int, torch.Tensor]) -> None:
-    def swap(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-            return real.setdefault(id(leaf), torch.empty(leaf.shape, dtype=leaf.dtype))
-        return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+def _groups(places: list[_Place], wanted: dict[int, torch.Tensor]) -> Iterator[list[_Place]]:
+    """The places that are made together: those of one module, or of several that share a tensor."""
+    holders: dict[int, list[str]] = defaultdict(list)
+    owned: dict[str, list[_Place]] = defaultdict(list)
+    for place in places:
+        holders[id(place.tensor)].append(place.path)
+        owned[place.path].append(place)
+    done: set[str] = set()
+    for place in places:
+        if id(place.tensor) not in wanted or place.path in done:
+            continue
+        paths: dict[str, None] = {}
+        todo = [place.path]
+        while todo:
+            paths |= dict.fromkeys(todo)
+            todo = [path for member in todo for held in owned[member] for path in holders[id(held.tensor)] if path not in paths]
+        done |= paths.keys()
+        yield [held for path in paths for held in owned[path]]
 
-    value = func(*tree_map(swap, args), **tree_map(swap, kwargs))
-    for meta, made in zip(tree_leaves(result), tree_leaves(value), strict=True):
-        if isinstance(meta, torch.Tensor):
-            real[id(meta)] = made
+
+def _initialised(root: nn.Module, places: list[_Place], initialise: Initialiser, seed: int | None) -> dict[int, torch.Tensor]:
+    """Full tensors for the places of a group of modules, by the id of the tensor each is for.
+
+    The initialiser runs on the modules and on all that contain them, inner ones first, as ``nn.Module.apply`` does: a
+    parent may initialise a child's tensor, as GPT-2 does.
+    """
+    full = {id(place.tensor): _full(place.tensor, "cpu") for place in places}
+    stand_ins = [place.table[place.name] for place in places]
+    chain = {path[:end] for path in {place.path for place in places} for end in _ends(path)}
+    try:
+        for place in places:
+            place.table[place.name] = full[id(place.tensor)]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed(seed, places[0]))
+            for path in sorted(chain, key=lambda path: (path == "", -path.count("."), path)):
+                initialise(cast(nn.Module, find(root, path)))
+    finally:
+        for place, stand_in in zip(places, stand_ins, strict=True):
+            place.table[place.name] = stand_in
+    return full
+
+
+def _ends(path: str) -> list[int]:
+    """Where the dotted path, and those of all modules that contain it, end."""
+    return [0, *(index for index, letter in enumerate(path) if letter == "."), len(path)]
+
+
+def _seed(seed: int | None, place: _Place) -> int:
+    names = facts(place.tensor).names or (join(place.path, place.name),)
+    digest = hashlib.sha256(f"{_DEFAULT_SEED if seed is None else seed}:{names[0]}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def _localised(tensor: torch.Tensor, full: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """This rank's part of an initialised tensor, with all that is known of the meta one it replaces."""
+    gap = _gap(full.dtype)
+    if bool((full.isnan() if gap != gap else full == gap).any()) and full.dtype is not torch.bool:
+        name = " = ".join(facts(tensor).names) or "a parameter that a step brought in"
+        raise BuildError(f"the initialiser leaves {name}, or a part of it, without values; pass param_init_fn= or real weights")
+    spec = shard_spec(tensor)
+    return successor(tensor, (spec.local(full.detach()) if spec else full.detach()).to(device))

@@ -1,0 +1,163 @@
+"""From a schedule to an engine: look-up, refusals before anything happens, events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core import (
+    BuildError,
+    Dialect,
+    Engine,
+    Program,
+    ScheduleError,
+    UnknownNameError,
+    build,
+    build_program,
+    create_schedule,
+    get_dialect_cls,
+    hookimpl,
+    init_target_engine,
+    make,
+)
+from slapo_core.testing import isolated_plugins
+
+
+class Recorded(Engine):
+    def __init__(self, program: Program, config: dict[str, Any]) -> None:
+        self.module, self.optimizer, self.config = program.module, None, config
+
+    def train_batch(self, **batch: Any) -> torch.Tensor: ...
+    def eval_batch(self, **batch: Any) -> torch.Tensor: ...
+    def save(self, path: Any) -> None: ...
+    def load(self, path: Any) -> None: ...
+
+
+class Toy(Dialect):
+    """Records what it is given."""
+
+    name = "toy"
+    capabilities = frozenset({"precision:fp32"})
+    classes = {"runtime_engine": Recorded}
+
+    @classmethod
+    def build(cls, program: Program, **config: Any) -> Engine:
+        return Recorded(program, config)
+
+
+class Plugin:
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    @hookimpl
+    def slapo_dialects(self) -> dict[str, type]:
+        return {"toy": Toy}
+
+    @hookimpl
+    def slapo_before_build(self, target: str | None, config: dict[str, Any]) -> None:
+        self.events.append(target)
+        if config.pop("refuse", False):
+            raise BuildError("refused by a plugin")
+
+    @hookimpl
+    def slapo_after_build(self, engine: Engine) -> None:
+        self.events.append(type(engine).__name__)
+
+
+@pytest.fixture
+def plugin() -> Any:
+    plugin = Plugin()
+    with isolated_plugins(plugin):
+        yield plugin
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+
+@pytest.mark.usefixtures("plugin")
+def test_no_target_gives_the_plain_module() -> None:
+    top = model()
+    module, optimizer = build(create_schedule(top))
+    assert (module, optimizer) == (top, None)
+    with pytest.raises(TypeError, match="target=None gives a plain module with no optimizer"):
+        build(create_schedule(top)).train_batch()
+
+
+@pytest.mark.usefixtures("plugin")
+def test_arguments_without_use_are_errors() -> None:
+    with pytest.raises(BuildError, match="has no use for optimizer, clip"):
+        build(create_schedule(model()), optimizer=torch.optim.SGD, clip=1.0)
+    with pytest.raises(BuildError, match="has no use for zero"):
+        build(create_schedule(model()), zero=1)
+
+
+def test_a_dialect_gets_the_program_and_the_configuration(plugin: Plugin) -> None:
+    top = model()
+    engine = init_target_engine(create_schedule(top), "toy", clip=1.0, colour="red")
+    assert isinstance(engine, Recorded)
+    assert engine.module is top
+    assert engine.config == {
+        "optimizer": None,
+        "loss_fn": None,
+        "microbatches": 1,
+        "precision": "fp32",
+        "clip": 1.0,
+        "colour": "red",
+    }
+    assert plugin.events == ["toy", "Recorded"]
+
+
+@pytest.mark.usefixtures("plugin")
+def test_an_unknown_target_is_an_error() -> None:
+    with pytest.raises(UnknownNameError, match=r"no dialect 'tpy'; did you mean 'toy'\?"):
+        build(create_schedule(model()), "tpy")
+
+
+@pytest.mark.usefixtures("plugin")
+def test_what_a_dialect_cannot_do_is_refused() -> None:
+    with pytest.raises(BuildError, match="target 'toy' cannot do precision:fp16; it can do precision:fp32"):
+        build(create_schedule(model()), "toy", precision="fp16")
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_plugin_may_refuse_and_the_schedule_goes_on() -> None:
+    sch = create_schedule(model())
+    sch["1"].replace(make(nn.ReLU))
+    with pytest.raises(BuildError, match="refused by a plugin"):
+        build(sch, "toy", refuse=True)
+    sch.undo()
+    assert isinstance(sch["1"].mod, nn.GELU)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_build_ends_what_can_be_undone_and_frees_it() -> None:
+    sch = create_schedule(model())
+    sch["1"].replace(make(nn.ReLU))
+    build(sch)
+    with pytest.raises(ScheduleError, match="no step to undo since the schedule was built"):
+        sch.undo()
+    sch["1"].replace(make(nn.SiLU))
+    sch.undo()
+    assert isinstance(sch["1"].mod, nn.ReLU)
+    assert len(sch.journal) == 1
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_program_of_one_stage_runs_the_model() -> None:
+    top = model()
+    program = build_program(create_schedule(top))
+    x = torch.randn(2, 4)
+    assert torch.equal(program(input=x), top(x))
+    assert program.original_names == {"0.weight": ("0.weight",), "0.bias": ("0.bias",)}
+
+
+@pytest.mark.usefixtures("plugin")
+def test_classes_of_a_dialect() -> None:
+    assert get_dialect_cls("runtime_engine", "toy") is Recorded
+    assert get_dialect_cls("log_parser", "toy", allow_none=True) is None
+    with pytest.raises(UnknownNameError, match="no toy dialect class 'log_parser'; available: runtime_engine"):
+        get_dialect_cls("log_parser", "toy")

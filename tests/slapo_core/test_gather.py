@@ -1,0 +1,55 @@
+"""Full tensors under original names, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core import ScheduleError, create_schedule
+from slapo_core.parameters import ShardSpec, successor
+from slapo_core.testing import run_distributed
+
+
+def gather(rank: int, blocks: tuple[int, ...]) -> tuple[Any, Any, list[bool]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    full = model[0].weight.detach().clone()
+    sch = create_schedule(model)
+    spec = ShardSpec(0, (8, 4), rank, 2, blocks, dist.group.WORLD)
+    model[0].weight = successor(model[0].weight, spec.local(full), spec=spec)
+    model[0].weight.grad = model[0].weight.detach() * 2 if rank == 1 else None
+    params, grads = sch.full_state("param"), sch.full_state("grad")
+    return torch.equal(params["0.weight"], full), grads["0.weight"] / 2 - full, [grads[name] is None for name in grads]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("blocks", [(8,), (4, 4)])
+def test_shards_are_put_together_on_every_rank(blocks: tuple[int, ...]) -> None:
+    """A gradient that only one rank has counts as zero on the others, and nobody hangs."""
+    (same0, diff0, none0), (same1, diff1, none1) = run_distributed(gather, 2, blocks)
+    assert same0
+    assert same1
+    assert none0 == none1 == [False, True, True, True]
+    torch.testing.assert_close(diff0, diff1)
+    here = ShardSpec(0, (8, 4), 1, 2, blocks).local(diff0)
+    torch.testing.assert_close(here, torch.zeros(4, 4))
+
+
+def test_a_tied_parameter_stands_under_each_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    sch = create_schedule(model)
+    assert set(sch.full_state()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    model(torch.ones(1, 4)).sum().backward()
+    grads = sch.full_state("grad")
+    assert torch.equal(grads["0.weight"], grads["1.weight"])
+    assert grads["0.weight"] is not model[0].weight.grad
+
+
+def test_another_kind_is_an_error() -> None:
+    with pytest.raises(ScheduleError, match="kind is 'gradient'; give 'param' or 'grad'"):
+        create_schedule(nn.Linear(2, 2)).full_state("gradient")

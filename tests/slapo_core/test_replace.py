@@ -1,0 +1,167 @@
+"""``replace``, ``replace_all``, ``annotate``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core import ScheduleError, create_schedule, make
+from slapo_core.parameters import facts
+
+
+class Twins(nn.Module):
+    """One activation at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.GELU()
+        self.first = nn.Sequential(nn.Linear(4, 4), self.act)
+        self.second = nn.Sequential(nn.Linear(4, 4), self.act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_shared_module_is_replaced_at_every_place_and_put_back() -> None:
+    model = Twins()
+    sch = create_schedule(model)
+    old, new = model.act, nn.ReLU()
+    sch["second.1"].replace(new)
+    assert model.act is new
+    assert model.first[1] is new
+    assert model.second[1] is new
+    sch.undo()
+    assert model.act is old
+    assert model.first[1] is old
+
+
+def test_hooks_training_mode_frozen_parameters_and_names_carry_over() -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    calls: list[str] = []
+    model[0].register_forward_hook(lambda *_: calls.append("hook"))
+    model[0].weight.requires_grad_(False)
+    sch = create_schedule(model)
+    new = nn.Linear(4, 4)
+    sch["0"].replace(new)
+    model(torch.ones(1, 4))
+    assert calls == ["hook"]
+    assert not new.training
+    assert not new.weight.requires_grad
+    assert new.bias.requires_grad
+    assert facts(new.weight).names == ("0.weight",)
+    sch.undo()
+    assert new.training
+    assert new.weight.requires_grad
+    assert not new._forward_hooks
+
+
+def test_a_wrapper_does_not_run_the_hooks_of_what_it_wraps_twice() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    calls: list[str] = []
+    model[0].register_forward_hook(lambda *_: calls.append("hook"))
+    create_schedule(model)["0"].replace(nn.Sequential(model[0]))
+    model(torch.ones(1, 4))
+    assert calls == ["hook"]
+
+
+def test_a_parameter_of_another_shape_is_not_the_originals() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    sch = create_schedule(model)
+    sch["0"].replace(nn.Linear(4, 6))
+    assert sch.original_names == {"0.weight": (), "0.bias": ()}
+
+
+def test_the_top_module_can_be_replaced() -> None:
+    old, new = nn.Linear(4, 4), nn.Identity()
+    sch = create_schedule(old)
+    sch.replace(new)
+    assert sch.mod is new
+    sch.undo()
+    assert sch.mod is old
+
+
+def test_replacing_by_something_else_is_an_error() -> None:
+    model = Twins()
+    sch = create_schedule(model)
+    with pytest.raises(ScheduleError, match=r"replace\('act'\): 3 is no module"):
+        sch["act"].replace(3)
+    with pytest.raises(ScheduleError, match="contains the whole model"):
+        sch["act"].replace(nn.Sequential(model))
+    with pytest.raises(ScheduleError, match="the subgraph is empty"):
+        sch.replace(nn.ReLU(), [])
+
+
+def relu_for(old: nn.Module) -> nn.Module:
+    return nn.ReLU()
+
+
+def test_replace_all_by_class_makes_one_module_per_old_one() -> None:
+    model = nn.Sequential(nn.GELU(), nn.Sequential(nn.GELU(), nn.Linear(2, 2)))
+    sch = create_schedule(model)
+    sch.replace_all(nn.GELU, relu_for)
+    assert isinstance(model[0], nn.ReLU)
+    assert isinstance(model[1][0], nn.ReLU)
+    assert model[0] is not model[1][0]
+    sch.undo()
+    assert isinstance(model[0], nn.GELU)
+    assert isinstance(model[1][0], nn.GELU)
+
+
+def test_replace_all_keeps_a_shared_module_shared() -> None:
+    model = Twins()
+    create_schedule(model).replace_all(nn.GELU, relu_for)
+    assert isinstance(model.act, nn.ReLU)
+    assert model.act is model.first[1] is model.second[1]
+
+
+def test_replace_all_by_glob_leaves_what_is_inside_a_replaced_one() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.GELU())))
+    made: list[nn.Module] = []
+
+    def keep(old: nn.Module) -> nn.Module:
+        made.append(old)
+        return nn.Identity()
+
+    create_schedule(model).replace_all("**.0", keep)
+    assert len(made) == 1
+    assert isinstance(model[0], nn.Identity)
+
+
+def test_replace_all_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(ScheduleError, match="nothing below matches 'h.*'"):
+        create_schedule(nn.Sequential(nn.GELU())).replace_all("h.*", relu_for)
+
+
+def test_replace_all_is_undone_when_a_module_cannot_be_made() -> None:
+    model = nn.Sequential(nn.GELU(), nn.GELU(), nn.GELU())
+    made = iter([nn.ReLU(), nn.ReLU(), "no module"])
+    with pytest.raises(ScheduleError, match=r"replace_all\('2'\): 'no module' is no module"):
+        create_schedule(model).replace_all(nn.GELU, lambda old: next(made))
+    assert all(isinstance(module, nn.GELU) for module in model)
+
+
+def test_an_annotation_stays_with_the_parameter() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    sch = create_schedule(model)
+    sch["0"].annotate("weight", "no_decay", True)
+    assert model[0].weight.no_decay is True
+    assert sch["0"].metadata.param_tags == {"no_decay"}
+    sch.undo()
+    assert not hasattr(model[0].weight, "no_decay")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "message"),
+    [
+        ("wait", "k", "no parameter or buffer 'wait'; it has: weight, bias"),
+        ("weight", "grad", "'grad' is no free attribute name"),
+    ],
+)
+def test_a_wrong_annotation_is_an_error(name: str, key: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        create_schedule(nn.Sequential(nn.Linear(4, 4)))["0"].annotate(name, key, 1)
+
+
+def test_make_builds_as_written() -> None:
+    assert make(nn.Linear, 4, 8, bias=False).weight.shape == (8, 4)

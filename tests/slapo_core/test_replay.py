@@ -1,0 +1,200 @@
+"""Saved schedules: data that cannot run anything, code that says where it is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from slapo_core import ScheduleError, create_schedule, load_schedule, make
+from slapo_core.serialize import decode, encode, to_source
+
+
+def fresh() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+
+class Plain(nn.Module):
+    """Needs no arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+
+@pytest.fixture
+def scheduled() -> Any:
+    sch = create_schedule(fresh())
+    sch["1"].replace(make(nn.Softplus, beta=2.0))
+    sch["0"].annotate("weight", "groups", (1, "a", None, {"k": [1.5, torch.float16]}))
+    sch.replace_all(nn.Linear, nn.Flatten)
+    return sch
+
+
+@pytest.mark.parametrize("suffix", [".json", ".py"])
+def test_a_saved_schedule_replays_to_the_same_steps(tmp_path: Path, scheduled: Any, suffix: str) -> None:
+    scheduled.undo()
+    file = tmp_path / f"schedule{suffix}"
+    scheduled.save(file)
+    model = fresh()
+    again = load_schedule(model, file)
+    assert str(again.journal) == str(scheduled.journal)
+    assert model[1].beta == 2.0
+    assert model[0].weight.groups == (1, "a", None, {"k": [1.5, torch.float16]})
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_journal_prints_as_python(scheduled: Any) -> None:
+    assert str(scheduled.journal).splitlines() == [
+        "sch['1'].replace(slapo_core.make(torch.nn.modules.activation.Softplus, beta=2.0))",
+        "sch['0'].annotate('weight', 'groups', (1, 'a', None, {'k': [1.5, torch.float16]}))",
+        "sch.replace_all(torch.nn.modules.linear.Linear, torch.nn.modules.flatten.Flatten)",
+    ]
+
+
+def test_what_cannot_be_written_is_named_and_no_file_appears(tmp_path: Path) -> None:
+    sch = create_schedule(fresh())
+    sch["0"].annotate("weight", "f", lambda: None)
+    for name in ("s.json", "s.py"):
+        with pytest.raises(ScheduleError, match=r"step 1, .*cannot write down .*<lambda>.*; define it at the top level"):
+            sch.save(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", [nn.Linear(4, 8), nn.GELU("tanh"), nn.Sequential(nn.Linear(2, 2))])
+def test_a_module_whose_class_alone_would_lose_something_needs_make(module: nn.Module) -> None:
+    with pytest.raises(ScheduleError, match=r"build it with slapo.make\(cls, ...\)"):
+        encode(module)
+
+
+@pytest.mark.parametrize("module", [Plain(), nn.GELU()])
+def test_a_module_that_needs_no_arguments_is_its_class(module: nn.Module) -> None:
+    assert encode(module)["$make"]["args"] == []
+
+
+def test_a_changed_attribute_is_not_lost() -> None:
+    module = Plain()
+    module.scale = 3.0
+    with pytest.raises(ScheduleError, match="build it with"):
+        encode(module)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "os:system",
+        "builtins:eval",
+        "torch:load",
+        "torch.nn.functional:importlib",
+        "torch.nn.modules.module:torch.load",
+        "torch.nn.modules.module:Module.__init__",
+        "torch.nn.modules.module:Module.__subclasses__",
+        "subprocess:run",
+        "slapo_core.replay:load_schedule",
+        "torch.nnx:f",
+        "torch.nn.utils.prune:torch.hub.load",
+        "",
+        ":",
+        "torch.nn",
+    ],
+)
+def test_data_names_nothing_that_is_not_trusted(path: str) -> None:
+    with pytest.raises(ScheduleError, match="trust|import path|no class or function"):
+        decode({"$import": path})
+
+
+def test_only_modules_are_made() -> None:
+    with pytest.raises(ScheduleError, match="only modules can be made"):
+        decode({"$make": {"class": {"$import": "torch.nn.functional:gelu"}, "args": [], "kwargs": {}}})
+
+
+def test_trust_is_by_module() -> None:
+    with pytest.raises(ScheduleError, match=r"pass trust=\['fractions'\]"):
+        decode({"$import": "fractions:Fraction"})
+    assert decode({"$import": "fractions:Fraction"}, trust=["fractions"]).__name__ == "Fraction"
+
+
+def test_a_trusted_module_lends_no_trust_to_what_it_imports() -> None:
+    with pytest.raises(ScheduleError, match="no class or function of 'fractions'"):
+        decode({"$import": "fractions:Decimal"}, trust=["fractions"])
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.sampled_from([torch.bfloat16, torch.device("cpu")]),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
+        | st.sets(st.integers())
+    ),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_values_survive_the_file(value: Any) -> None:
+    assert decode(json.loads(json.dumps(encode(value)))) == value
+
+
+@given(values)
+def test_source_evaluates_to_the_value(value: Any) -> None:
+    assert eval(to_source(value), {"torch": torch, "inf": math.inf}) == value  # noqa: S307 - our own output
+
+
+def write(tmp_path: Path, name: str, text: str) -> Path:
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("s.py", "def schedule(sch)\n    pass\n", r"s.py:1: expected ':'"),
+        (
+            "s.py",
+            "def schedule(sch):\n    sch['0'].annotate('weight', 'a', 1)\n    sch['9']\n",
+            r"s.py:3: no module below '' '9'",
+        ),
+        ("s.py", "def schedule(sch):\n    x = 1\n    return 1 / 0\n", r"s.py:3: ZeroDivisionError: division by zero"),
+        ("s.py", "x = 1\n", r"s.py: defines no function 'schedule\(sch\)'"),
+        ("s.json", '{\n"a": \n', r"s.json:\d+: not JSON"),
+        ("s.json", '{"steps": []}', "not a saved schedule of format 1"),
+        ("s.json", '{"slapo_schedule": 1, "steps": [3]}', "step 1: not a step: 3"),
+        (
+            "s.json",
+            '{"slapo_schedule": 1, "steps": [{"path": "0", "name": "annotate", "args": ["weight", "a", 1], "kwargs": {}},'
+            '{"path": "0", "name": "annotat", "args": [], "kwargs": {}}]}',
+            "step 2: no primitive 'annotat'; did you mean 'annotate'",
+        ),
+        (
+            "s.json",
+            '{"slapo_schedule": 1, "steps": [{"path": "0", "name": "annotate", "args": ["weight", "a", {"$import": "os:system"}], "kwargs": {}}]}',
+            "step 1: 'os:system' is not from a trusted module",
+        ),
+    ],
+)
+def test_a_mistake_in_a_file_is_located_and_nothing_changed(tmp_path: Path, name: str, text: str, message: str) -> None:
+    model = fresh()
+    with pytest.raises(ScheduleError, match=message):
+        load_schedule(model, write(tmp_path, name, text))
+    assert not hasattr(model[0].weight, "a")
+
+
+def test_files_that_are_not_there_or_of_no_known_kind(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="cannot read the schedule"):
+        load_schedule(fresh(), tmp_path / "none.json")
+    with pytest.raises(ScheduleError, match=r"cannot tell the format of 's.yaml'; end it in .json or .py"):
+        create_schedule(fresh()).save(tmp_path / "s.yaml")
