@@ -1,0 +1,92 @@
+"""Whether every declared shard has the sync it needs; checked when a schedule is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from slapo_core.errors import BuildError
+from slapo_core.parameters import shard_spec
+from slapo_core.schedule import Schedule
+
+from .rules import AppliedCut, applied_cut
+from .syncing import REDUCING, Sync
+
+_OFF = "check=False turns this check off"
+
+
+def check_syncs(schedule: Schedule) -> None:
+    """Go through all modules of the model.
+
+    Raises:
+        BuildError: names the first module whose sync is missing, doubled or impossible, or that holds a shard unawares.
+    """
+    modules = dict(schedule.root_module.named_modules())
+    for path, module in modules.items():
+        applied = applied_cut(module)
+        if applied is None:
+            _check_unawares(path, module)
+        elif applied.spec.num_shards > 1:
+            own = list(_syncs(module))
+            above = [sync for name in _above(path) for sync in _syncs(modules[name])]
+            _check_output(path, applied, own, above)
+            _check_input(path, applied, own, above)
+
+
+def _check_unawares(path: str, module: nn.Module) -> None:
+    for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        spec = shard_spec(tensor)
+        if spec is not None and spec.num_shards > 1:
+            raise BuildError(f"{path!r} holds {name!r} that is sharded elsewhere; shard it here in the same way")
+
+
+def _check_output(path: str, applied: AppliedCut, own: list[Sync], above: list[Sync]) -> None:
+    reducing = [sync for sync in own if sync.mode == "fwd_post" and sync.op in REDUCING]
+    after = [sync for sync in own if sync.mode == "fwd_post"]
+    if applied.cut.output == "sharded":
+        if reducing:
+            raise BuildError(f"{path!r}: its output is sharded, {reducing[0].op} would add different parts; gather it; {_OFF}")
+        if applied.gathered and not any(sync.op in ("all_gather", "function") for sync in after):
+            raise BuildError(f"{path!r}: sharded with gathered=True; needs sync('fwd_post', 'all_gather', axis=-1); {_OFF}")
+        return
+    if len(reducing) > 1:
+        raise BuildError(f"{path!r}: its output is reduced {len(reducing)} times; sync it once; {_OFF}")
+    if any(sync.op == "function" for sync in after) or reducing:
+        return
+    if applied.late_bias or not any(sync.mode == "fwd_post" and sync.op in (*REDUCING, "function") for sync in above):
+        raise BuildError(f"{path!r}: its output is partial; needs sync('fwd_post', 'all_reduce'); {_OFF}")
+
+
+def _check_input(path: str, applied: AppliedCut, own: list[Sync], above: list[Sync]) -> None:
+    if applied.cut.input != "replicated":
+        return
+    reducing = [sync for sync in (*own, *above) if _reduces_gradient(sync)]
+    if len(reducing) > 1:
+        raise BuildError(f"{path!r}: the gradient of its input is reduced {len(reducing)} times; sync it once; {_OFF}")
+    if not reducing and not any(sync.op == "function" and sync.mode != "fwd_post" for sync in (*own, *above)):
+        raise BuildError(f"{path!r}: the gradient of its input is partial; needs sync('bwd_post', 'all_reduce'); {_OFF}")
+
+
+def _reduces_gradient(sync: Sync) -> bool:
+    if sync.mode == "bwd_post":
+        return sync.op == "all_reduce"
+    return sync.mode == "fwd_pre" and sync.op == "all_gather" and sync.backward == "reduce_scatter"
+
+
+def _syncs(module: nn.Module) -> Iterator[Sync]:
+    tables: tuple[dict[int, Callable[..., object]], ...] = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_hooks,
+    )
+    for table in tables:
+        for hook in table.values():
+            if isinstance(hook, Sync):
+                yield hook
+
+
+def _above(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path

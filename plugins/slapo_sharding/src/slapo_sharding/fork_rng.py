@@ -1,0 +1,57 @@
+"""``fork_rng``: random numbers of a sharded region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from slapo_core.primitive import Primitive
+from slapo_core.random import get_cuda_rng_tracker, is_random_seed_set
+from slapo_core.schedule import Schedule
+from slapo_core.wrapping import wrap_forward
+
+
+class ForkRngPrimitive(Primitive):
+    """Run a module with random numbers that differ between the ranks of the tensor-parallel group.
+
+    Dropout inside a sharded region wants a mask of its own on each rank; outside, all ranks must agree. The numbers come
+    from the state that ``set_random_seed(..., tp_rank=...)`` adds to the tracker, and the default one is left untouched. The
+    forward runs inside a checkpoint's recompute as it did the first time.
+
+    Args:
+        outside: The reverse, for a module of replicated values inside a forked one (the dropout after an attention's output
+            projection, say): its numbers come from the state outside the fork, equal on all ranks.
+    """
+
+    name = "fork_rng"
+    scope = "module"
+
+    @staticmethod
+    def apply(schedule: Schedule, *, outside: bool = False) -> None:
+        """Wrap the forward."""
+        wrap_forward(schedule.mod, run_outside if outside else run_forked)
+
+
+def run_forked(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call inside the tracker's fork.
+
+    Raises:
+        KeyError: in training, when ``set_random_seed`` has not been called.
+    """
+    if not is_random_seed_set() and not _is_training(call):
+        return call(*args, **kwargs)
+    with get_cuda_rng_tracker().fork():
+        return call(*args, **kwargs)
+
+
+def run_outside(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call outside of the innermost fork."""
+    with get_cuda_rng_tracker().outside():
+        return call(*args, **kwargs)
+
+
+def _is_training(call: Any) -> bool:
+    while isinstance(call, partial):  # wrappers inside this one
+        call = call.args[0]
+    return bool(getattr(getattr(call, "__self__", None), "training", True))

@@ -1,0 +1,97 @@
+"""Rules for Linear, Embedding and Transformers' Conv1D."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .rules import Cut, ShardingRule, add_rule, applied_cut
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A Linear, or a subclass that computes the same."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """An Embedding, or a subclass that computes the same."""
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Transformers' Conv1D, a linear layer that keeps ``weight[in, out]``; told by its name, as nothing here imports it."""
+    cls = type(module)
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+
+
+def linear_without_bias(module: Any, input: torch.Tensor) -> torch.Tensor:
+    """Forward of a row-parallel Linear: a partial sum."""
+    return F.linear(input, module.weight)
+
+
+def conv1d_without_bias(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Forward of a row-parallel Conv1D: a partial sum."""
+    return torch.matmul(x, module.weight)
+
+
+def vocabulary_lookup(module: Any, input: torch.Tensor) -> torch.Tensor:
+    """Forward of a vocabulary-parallel Embedding: rows this rank owns, zeros for the others'.
+
+    An index outside of the whole vocabulary is left outside, so it fails on every rank as it does in the unmodified module.
+    """
+    applied = applied_cut(module)
+    assert applied is not None
+    spec = applied.spec
+    ((start, stop),) = spec.ranges()
+    owned = (input >= start) & (input < stop)
+    elsewhere = ~owned & (input >= 0) & (input < spec.full_shape[0])
+    padding = module.padding_idx
+    local_padding = padding - start if padding is not None and start <= padding < stop else None
+    rows = F.embedding((input - start).masked_fill(elsewhere, 0), module.weight, local_padding)
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def _refuse_embedding(module: nn.Module, cut: Cut) -> str | None:
+    if module.sparse:
+        return "sparse gradients cannot be sharded; use sparse=False"
+    if module.max_norm is not None:
+        return f"max_norm={module.max_norm} rescales whole rows in place; use max_norm=None"
+    if module.scale_grad_by_freq and cut.dims["weight"] == 0:
+        return "scale_grad_by_freq counts indices of other ranks; use scale_grad_by_freq=False or axis 1"
+    return None
+
+
+add_rule(
+    ShardingRule(
+        "Linear",
+        is_linear,
+        (
+            Cut({"weight": 0, "bias": 0}, "replicated", "sharded", ("out_features",)),
+            Cut({"weight": 1}, "sharded", "partial", ("in_features",), linear_without_bias, late_bias=True),
+        ),
+    )
+)
+add_rule(
+    ShardingRule(
+        "Embedding",
+        is_embedding,
+        (
+            Cut({"weight": 0}, "indices", "partial", ("num_embeddings",), vocabulary_lookup, fusable=False),
+            Cut({"weight": 1}, "indices", "sharded", ("embedding_dim",)),
+        ),
+        _refuse_embedding,
+    )
+)
+add_rule(
+    ShardingRule(
+        "Transformers Conv1D",
+        is_conv1d,
+        (
+            Cut({"weight": 1, "bias": 0}, "replicated", "sharded", ("nf",)),
+            Cut({"weight": 0}, "sharded", "partial", ("nx",), conv1d_without_bias, late_bias=True),
+        ),
+    )
+)

@@ -1,0 +1,92 @@
+"""Tensor-parallel plans: which module is split how, as ``{path or glob: style}``.
+
+The styles are those Transformers publishes in ``base_model_tp_plan``:
+
+    colwise                        output sharded; its input is replicated
+    rowwise                        input sharded; output replicated
+    colwise_gather_output          output gathered: both sides replicated
+    rowwise_split_input            input cut first: both sides replicated
+    embedding_rowwise              vocabulary split over the ranks
+    replicated_with_grad_allreduce parameters are whole, but used on sharded values, so their gradients are summed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from .layers import is_conv1d
+from .rules import find_cut
+
+STYLES = (
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+)
+
+Plan = Mapping[str, str]
+
+
+def tensor_parallel_plan(model: nn.Module) -> dict[str, str]:
+    """The plan of a model: what Transformers publishes for it, or what its structure says; empty when neither says anything.
+
+    Vocabulary embedding and head are not part of it; see ``vocabulary``.
+    """
+    return published_plan(model) or gpt2_plan(model)
+
+
+def published_plan(model: Any) -> dict[str, str]:
+    """The plan that comes with a Transformers model, keys counted from the model's top."""
+    plan = getattr(model, "_tp_plan", None)
+    if not isinstance(plan, Mapping):
+        return {}
+    outside = {path for path, module in model.named_modules() if module in _vocabulary_modules(model)}
+    return {key: style for key, style in plan.items() if key not in outside}
+
+
+def gpt2_plan(model: nn.Module) -> dict[str, str]:
+    """A plan for models built like GPT-2, told by their Conv1D layers ``c_attn``/``c_proj`` and ``c_fc``/``c_proj``."""
+    plan: dict[str, str] = {}
+    for path, module in model.named_modules():
+        children = {name for name, child in module.named_children() if is_conv1d(child)}
+        into = children & {"c_attn", "q_attn", "c_fc"}
+        if into and "c_proj" in children:
+            prefix = f"{path}." if path else ""
+            plan.update({f"{prefix}{name}": "colwise" for name in sorted(into)})
+            plan[f"{prefix}c_proj"] = "rowwise"
+    return plan
+
+
+def vocabulary(model: nn.Module, num_shards: int) -> list[tuple[str, str]]:
+    """Paths and styles of the embedding and the head, where the vocabulary can be split: their rule allows it and it divides.
+
+    A tied pair is split together or not at all.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    found = [module for module in _vocabulary_modules(model) if module in paths]
+    fits = {module: _splits(module, num_shards) for module in found}
+    tied = len({id(module._parameters.get("weight")) for module in found}) < len(found)
+    if tied and not all(fits.values()):
+        return []
+    styles = {True: "embedding_rowwise", False: "colwise_gather_output"}
+    return [(paths[module], styles[isinstance(module, nn.Embedding)]) for module in found if fits[module]]
+
+
+def _splits(module: nn.Module, num_shards: int) -> bool:
+    try:
+        find_cut(module, "weight", 0)
+    except LookupError:
+        return False
+    return module.get_parameter("weight").shape[0] % num_shards == 0
+
+
+def _vocabulary_modules(model: Any) -> list[nn.Module]:
+    """The embedding and the head, as far as the model names them."""
+    getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
+    modules = (getter() for getter in getters if getter is not None)
+    return [module for module in modules if isinstance(module, nn.Module)]

@@ -1,0 +1,57 @@
+"""``shard``: split parameters of a module over the tensor-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slapo_core.primitive import Primitive
+from slapo_core.schedule import Schedule
+
+from .sharding import Blocks, Sharder, carry_out
+
+
+class ShardPrimitive(Primitive):
+    """Split parameters along ``axis``, so that each rank of the tensor-parallel group keeps one piece.
+
+    Rewrite, over n ranks:
+        Linear(weight[out, in], bias[out])  -- axis 0 -->  Linear(weight[out / n, in], bias[out / n]): output sharded
+        Linear(weight[out, in], bias[out])  -- axis 1 -->  Linear(weight[out, in / n], bias[out]): output partial
+        Embedding(weight[rows, width])      -- axis 0 -->  Embedding(weight[rows / n, width]): output partial
+        Embedding(weight[rows, width])      -- axis 1 -->  Embedding(weight[rows, width / n]): output sharded
+        Conv1D(weight[in, out])                            as Linear, with the axes swapped
+
+    A sharded output stays so for the next layer or wants ``sync("fwd_post", "all_gather", axis=-1)``, and the module
+    ``sync("bwd_post", "all_reduce")``; a partial output wants ``sync("fwd_post", "all_reduce")``, which then also adds the
+    bias, once. ``build`` checks that these are there. The bias follows a weight that is split along the output, sizes such as
+    ``out_features`` turn local, and so do the counts of heads of an attention module around a projection. A tied
+    parameter is split once, for all who hold it; naming the other holder in the same way afterwards changes nothing.
+
+    Args:
+        name: Parameter of this module, or several, e.g. ``"weight"`` or ``["weight", "bias"]``.
+        axis: Dimension to split; of the one with most dimensions, when several are named.
+        blocks: Parts of a fused projection (q, k and v), each split for itself: how many equal ones, or their sizes. Default:
+            one block; for ``c_attn`` of GPT-2 and other attention that keeps ``split_size``, blocks of that size.
+        gathered: The output is gathered at once (``sync("fwd_post", "all_gather", axis=-1)``), so heads and fused blocks may
+            be split anyhow, and the attention module goes on counting all heads.
+
+    Raises:
+        ScheduleError: no such parameter, axis out of range, no rule for the module, already sharded, not divisible by the
+            group size, heads that would be split, or a fused projection whose blocks are not known.
+    """
+
+    name = "shard"
+    scope = "module"
+
+    @staticmethod
+    def check(
+        schedule: Schedule, name: str | Sequence[str], axis: int, blocks: Blocks = None, *, gathered: bool = False
+    ) -> None:
+        """Plan the step."""
+        Sharder(schedule, name, axis, blocks, gathered).plan()
+
+    @staticmethod
+    def apply(
+        schedule: Schedule, name: str | Sequence[str], axis: int, blocks: Blocks = None, *, gathered: bool = False
+    ) -> None:
+        """Plan the step and carry it out."""
+        carry_out(schedule, Sharder(schedule, name, axis, blocks, gathered).plan())

@@ -1,0 +1,254 @@
+"""Work out a shard step before anything changes, then carry it out."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from slapo_core.errors import ScheduleError
+from slapo_core.parameters import ShardSpec, facts, shard_spec, successor
+from slapo_core.schedule import Schedule
+from slapo_core.wrapping import forward_wrappers
+
+from . import attention, layers  # noqa: F401  (layers registers its rules)
+from .rules import AppliedCut, Cut, applied_cut, find_cut, record_cut
+
+Blocks = int | Sequence[int] | None
+
+
+@dataclass
+class ShardStep:
+    """What one call of ``shard`` will do.
+
+    Args:
+        cuts: Every module that is cut: the one asked for, and those tied to it.
+        pieces: ``(module, name, tensor, spec)`` of each tensor that is cut now; a tied one stands once.
+        record: What is noted on the module asked for.
+        owner: The attention module that will count local heads.
+    """
+
+    record: AppliedCut
+    cuts: dict[nn.Module, Cut] = field(default_factory=dict)
+    pieces: list[tuple[nn.Module, str, torch.Tensor, ShardSpec]] = field(default_factory=list)
+    owner: nn.Module | None = None
+
+
+class Sharder:
+    """Plans one call of ``shard``; changes nothing."""
+
+    def __init__(self, schedule: Schedule, name: str | Sequence[str], axis: int, blocks: Blocks, gathered: bool) -> None:
+        self.schedule = schedule
+        self.module = schedule.mod
+        self.names = (name,) if isinstance(name, str) else tuple(name)
+        self.axis = axis
+        self.blocks = blocks
+        self.gathered = gathered
+        self.size = max(schedule.world_size, 1)
+
+    def plan(self) -> ShardStep:
+        """The step, or a ``ScheduleError`` that says why not."""
+        if self.schedule.rank < 0:
+            raise self._error("this process is not in the schedule's group; create the schedule with a group it is in")
+        first, dim = self._first()
+        cut = self._cut(self.module, first, dim)
+        if extra := [name for name in self.names if name not in cut.dims]:
+            raise self._error(f"{extra[0]!r} stays whole when {first!r} is split along {dim}; shard {first!r} alone")
+        applied = applied_cut(self.module)
+        if applied is not None:
+            return ShardStep(self._follow(applied, cut, first))
+        sizes = self._sizes(cut, first, dim)
+        spec = self._spec(self.module, first, self._held(first), dim, sizes)
+        late = self.size > 1 and _has_late_bias(self.module, cut)
+        step = ShardStep(AppliedCut(cut, spec, late, frozenset(self.names), self.gathered))
+        self._spread(step, cut, sizes)
+        step.owner = self._owner(cut, sizes)
+        return step
+
+    def _first(self) -> tuple[str, int]:
+        """The parameter the axis is meant for, the one with most dimensions, and the axis counted from 0."""
+        if not self.names:
+            raise self._error("no parameter is named; give one, e.g. 'weight'")
+        for name in self.names:
+            if _tensor(self.module, name) is None:
+                known = [*self.module._parameters, *self.module._buffers]
+                raise self._error(f"no parameter {name!r}; available: {', '.join(known) or 'none'}")
+        first = max(self.names, key=lambda name: self._held(name).dim())
+        rank = self._held(first).dim()
+        if not isinstance(self.axis, int) or not -rank <= self.axis < rank:
+            raise self._error(f"axis {self.axis!r} is out of range for {first!r} with {rank} dimensions")
+        return first, self.axis % rank
+
+    def _cut(self, module: nn.Module, name: str, dim: int) -> Cut:
+        try:
+            return find_cut(module, name, dim)
+        except LookupError as err:
+            raise self._error(f"{self._label(module, name)} {err.args[0]}") from err
+
+    def _follow(self, applied: AppliedCut, cut: Cut, first: str) -> AppliedCut:
+        """Naming what an earlier step cut along changes only the record, if it is the same cut."""
+        spec = shard_spec(self._held(first))
+        again = sorted(applied.asked.intersection(self.names))
+        if again or applied.cut is not cut or spec is None:
+            was = f"along {spec.dim}" if spec else f"together with {', '.join(map(repr, applied.cut.dims))}"
+            raise self._error(f"{(again or [first])[0]!r} is already sharded, {was}; shard a parameter once")
+        if self.blocks is not None and self._given_blocks(first, spec.full_shape[spec.dim]) != spec.blocks:
+            raise self._error(f"{first!r} is tied to a parameter sharded with blocks {spec.blocks}; give the same")
+        return dataclasses.replace(applied, asked=applied.asked | set(self.names), gathered=applied.gathered or self.gathered)
+
+    def _sizes(self, cut: Cut, first: str, dim: int) -> tuple[int, ...]:
+        width = self._held(first).shape[dim]
+        if self.blocks is not None:
+            sizes = self._given_blocks(first, width)
+            if len(sizes) > 1 and not cut.fusable:
+                raise self._error(f"{first!r} cannot be split along {dim} in blocks; leave out blocks")
+            return sizes
+        fusable = cut.output == "sharded" and cut.fusable and not self.gathered and self.size > 1
+        found = attention.fused_blocks(self._parent(), self.schedule.name, width) if fusable else (width,)
+        if found is None:
+            raise self._error(
+                f"{self.schedule.name!r} is a fused projection, which a plain split may mix up; "
+                f"give blocks=[sizes along dim {dim}], or blocks=1 where a plain split is right"
+            )
+        return found
+
+    def _given_blocks(self, first: str, width: int) -> tuple[int, ...]:
+        if isinstance(self.blocks, int):
+            if self.blocks < 1 or width % self.blocks:
+                raise self._error(f"{first!r} has size {width}, which is not {self.blocks} equal blocks; give their sizes")
+            return (width // self.blocks,) * self.blocks
+        assert self.blocks is not None
+        sizes = tuple(self.blocks)
+        if not all(isinstance(size, int) and size > 0 for size in sizes) or sum(sizes) != width:
+            raise self._error(f"blocks {sizes} do not add up to the size {width} of {first!r}")
+        return sizes
+
+    def _spread(self, step: ShardStep, cut: Cut, sizes: tuple[int, ...]) -> None:
+        """Follow ties from module to module; every tensor is cut once, every module that holds one is recorded."""
+        waiting, seen = [(self.module, cut)], set()
+        while waiting:
+            module, cut = waiting.pop()
+            if module in step.cuts:
+                if step.cuts[module] is not cut:
+                    raise self._error(f"parameters of one {type(module).__name__} are tied along different dimensions")
+                continue
+            self._check_forward(module, cut)
+            step.cuts[module] = cut
+            for name, dim in cut.dims.items():
+                tensor = _tensor(module, name)
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                spec = self._spec(module, name, tensor, dim, sizes)
+                if shard_spec(tensor) is None:
+                    step.pieces.append((module, name, tensor, spec))
+                waiting += [(holder, self._cut(holder, other, dim)) for holder, other in self._others(tensor, module, name)]
+
+    def _others(self, tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+        root = self.schedule._root  # its index spares a walk over the whole model
+        for holder, other in root.holders.of(root.module, tensor):
+            if holder is not module or other != name:
+                yield holder, other
+
+    def _spec(self, module: nn.Module, name: str, tensor: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> ShardSpec:
+        """The spec of one tensor; one that a step has cut before must have the very same."""
+        label, known = self._label(module, name), shard_spec(tensor)
+        shape = known.full_shape if known is not None else tuple(tensor.shape)
+        if sum(sizes) != shape[dim]:
+            raise self._error(f"dim {dim} of {label} has size {shape[dim]}, the blocks add up to {sum(sizes)}")
+        if bad := [size for size in sizes if size % self.size]:
+            what = f"dim {dim} of {label} has size {shape[dim]}"
+            what += f" with a block of {bad[0]}" if len(sizes) > 1 else ""
+            raise self._error(f"{what}, not divisible by {self.size} ranks; pad it or use another axis")
+        group = self.schedule.group if self.size > 1 else None
+        spec = ShardSpec(dim, shape, self.schedule.rank, self.size, sizes, group)
+        if known is not None and known != spec:
+            raise self._error(f"{label} is already sharded along {known.dim} with blocks {known.blocks}; shard it the same way")
+        return spec
+
+    def _owner(self, cut: Cut, sizes: tuple[int, ...]) -> nn.Module | None:
+        owner = self._parent()
+        if self.gathered or cut.output != "sharded" or not attention.makes_heads(owner, self.schedule.name):
+            return None
+        assert owner is not None
+        if reason := attention.whole_heads(owner, sizes, self.size):
+            raise self._error(f"{reason}; use fewer ranks, or gathered=True and an all_gather of the output")
+        return owner
+
+    def _check_forward(self, module: nn.Module, cut: Cut) -> None:
+        """A forward of our own goes to the innermost place, which must be free."""
+        if self.size > 1 and _needs_forward(module, cut) and ("forward" in module.__dict__ or forward_wrappers(module)):
+            raise self._error("the module's forward is wrapped already; shard it before what wraps it (checkpoint, fork_rng)")
+
+    def _held(self, name: str) -> torch.Tensor:
+        found = _tensor(self.module, name)
+        assert found is not None
+        return found
+
+    def _parent(self) -> nn.Module | None:
+        return self.schedule.parent.mod if self.schedule.parent is not None else None
+
+    def _label(self, module: nn.Module, name: str) -> str:
+        if module is self.module:
+            return repr(name)
+        path = next(path for path, other in self.schedule.root_module.named_modules() if other is module)
+        return f"{name!r} of the tied {path!r}"
+
+    def _error(self, message: str) -> ScheduleError:
+        return ScheduleError(message, path=self.schedule.path, primitive="shard")
+
+
+def carry_out(schedule: Schedule, step: ShardStep) -> None:
+    """Change the model as planned."""
+    top, num_shards = schedule.get_top_schedule(), step.record.spec.num_shards
+    paths = {schedule.mod: schedule.path}
+    if any(module not in paths for module in step.cuts):
+        paths = {module: path for path, module in schedule.root_module.named_modules() if module in step.cuts}
+    for module in step.cuts:
+        schedule.touch(module)
+    for module, name, tensor, spec in step.pieces:
+        if num_shards == 1:
+            facts(tensor).spec = spec
+        else:
+            (top[paths[module]] if paths[module] else top).set_parameter(name, _local(tensor, spec))
+    for module, cut in step.cuts.items():
+        if num_shards > 1:
+            _turn_local(module, cut, num_shards)
+        late = num_shards > 1 and _has_late_bias(module, cut)
+        record_cut(module, AppliedCut(cut, step.record.spec, late))
+    record_cut(schedule.mod, step.record)
+    if step.owner is not None:
+        schedule.touch(step.owner)
+        attention.count_local_heads(step.owner, num_shards)
+
+
+def _local(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    new = successor(tensor, spec.local(tensor.detach()), spec=spec)
+    if tensor.grad is not None:
+        new.grad = spec.local(tensor.grad)
+    return new
+
+
+def _turn_local(module: nn.Module, cut: Cut, num_shards: int) -> None:
+    for name in cut.attributes:
+        setattr(module, name, getattr(module, name) // num_shards)
+    if _needs_forward(module, cut):
+        assert cut.forward is not None
+        module.__dict__["forward"] = types.MethodType(cut.forward, module)
+
+
+def _needs_forward(module: nn.Module, cut: Cut) -> bool:
+    return cut.forward is not None and (not cut.late_bias or _has_late_bias(module, cut))
+
+
+def _has_late_bias(module: nn.Module, cut: Cut) -> bool:
+    return cut.late_bias and _tensor(module, "bias") is not None
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor | None:
+    found = module._parameters.get(name)
+    return found if found is not None else module._buffers.get(name)

@@ -1,0 +1,138 @@
+"""``sync``: communicate at the border of a module."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from slapo_core.errors import ScheduleError
+from slapo_core.primitive import Primitive
+from slapo_core.schedule import Schedule
+
+from . import attention
+from .rules import applied_cut
+from .syncing import Sync
+
+_OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
+_MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",)}
+_ARGUMENTS = {"fwd_pre": (2, 3), "fwd_post": (3, 4), "bwd_post": (3, 3)}
+"""How many arguments a function takes: without and with the keyword inputs."""
+
+
+class SyncPrimitive(Primitive):
+    """Communicate over the tensor-parallel group before or after a module's forward, or after its backward.
+
+    ============  ======================================================================================================
+    ``fwd_pre``   the operation is applied to the first floating-point input, positional or keyword
+    ``fwd_post``  the operation is applied to the output, or the first tensor in a tuple, list, mapping or dataclass
+    ``bwd_post``  ``all_reduce``: the gradients of all the module's inputs are summed, also those of keyword and nested
+                  inputs; forward changes nothing
+    ============  ======================================================================================================
+
+    ``all_reduce`` makes a partial tensor whole; ``all_gather`` puts shards together along ``axis``, ``scatter`` keeps this
+    rank's piece of a whole tensor, ``reduce_scatter`` sums and keeps this rank's piece. Each has its own right backward, see
+    ``slapo_sharding.collectives``; ``bwd_post`` is for modules whose ranks use one input for their own shards.
+
+    A function has the signature of torch's hook of that kind, with or without keyword inputs: ``fn(module, args)``,
+    ``fn(module, args, kwargs)`` before; ``fn(module, args, output)``, ``fn(module, args, kwargs, output)`` after;
+    ``fn(module, grad_input, grad_output)`` after the backward. It must be importable for the schedule to be saved. On one
+    rank an operation does nothing; a function is called all the same.
+
+    Args:
+        mode: ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``.
+        sync_op_or_fn: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"scatter"`` or a function.
+        axis: Dimension of the tensor to gather, scatter or reduce-scatter along; may be negative.
+        backward: For ``all_gather``: ``"split"`` where what follows is replicated or declares its own syncs (default after
+            the module), ``"reduce_scatter"`` where each rank goes on to use its own shard (default before the module).
+
+    Raises:
+        ScheduleError: unknown mode or operation, one that this mode does not take, a missing axis, or a function with other
+            arguments.
+    """
+
+    name = "sync"
+    scope = "module"
+
+    @staticmethod
+    def check(
+        schedule: Schedule,
+        mode: str,
+        sync_op_or_fn: str | Callable[..., Any],
+        axis: int | None = None,
+        *,
+        backward: str | None = None,
+    ) -> None:
+        """Make the hook."""
+        _make(schedule, mode, sync_op_or_fn, axis, backward)
+
+    @staticmethod
+    def apply(
+        schedule: Schedule,
+        mode: str,
+        sync_op_or_fn: str | Callable[..., Any],
+        axis: int | None = None,
+        *,
+        backward: str | None = None,
+    ) -> None:
+        """Register the hook."""
+        sync, module = _make(schedule, mode, sync_op_or_fn, axis, backward), schedule.mod
+        if sync.fn is None and schedule.world_size <= 1:
+            return
+        if mode == "fwd_post":
+            module.register_forward_hook(sync, with_kwargs=True)
+        elif mode == "bwd_post" and sync.fn is not None:
+            module.register_full_backward_hook(sync)
+        else:
+            module.register_forward_pre_hook(sync, with_kwargs=True)
+
+
+def _make(schedule: Schedule, mode: str, op: str | Callable[..., Any], axis: int | None, backward: str | None) -> Sync:
+    """The hook, or a ``ScheduleError`` that says why not."""
+
+    def error(message: str) -> ScheduleError:
+        return ScheduleError(message, path=schedule.path, primitive="sync")
+
+    if mode not in _MODES:
+        raise error(f"no mode {mode!r}; available: {', '.join(_MODES)}")
+    if not isinstance(op, str):
+        return Sync(mode, "function", fn=op, takes_kwargs=_takes_kwargs(mode, op, error))
+    if re.fullmatch("[RS][RS]->[RS][RS]", op):
+        raise error(f"the reshard scheme {op!r} is not supported yet; say it with all_gather, scatter or reduce_scatter")
+    if op not in _OPS:
+        raise error(f"no operation {op!r}; available: {', '.join(_OPS)}, or a function")
+    if op not in _MODES[mode]:
+        raise error(
+            f"bwd_post takes all_reduce or a function, not {op!r}, which has its own backward; use it in a forward mode"
+        )
+    if (axis is None) != (op == "all_reduce") or isinstance(axis, bool) or not isinstance(axis, int | None):
+        raise error(f"axis is {axis!r}; {op} {'takes none' if op == 'all_reduce' else 'needs the dimension it works along'}")
+    if backward is not None and (op != "all_gather" or backward not in ("split", "reduce_scatter")):
+        raise error(f"backward is {backward!r}; all_gather takes 'split' or 'reduce_scatter', the others have one backward")
+    _check_gather(schedule, mode, op, error)
+    default = "reduce_scatter" if mode == "fwd_pre" else "split"
+    return Sync(mode, op, axis, schedule.group, backward or default)
+
+
+def _takes_kwargs(mode: str, fn: Callable[..., Any], error: Callable[[str], ScheduleError]) -> bool:
+    fewest, most = _ARGUMENTS[mode]
+    if not callable(fn):
+        raise error(f"{fn!r} is neither an operation nor a function; available: {', '.join(_OPS)}, or a function")
+    signature = inspect.signature(fn)
+    for count in (most, fewest):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count > fewest
+    raise error(f"the function takes {signature}; a {mode} function is called with {fewest} or {most} arguments")
+
+
+def _check_gather(schedule: Schedule, mode: str, op: str, error: Callable[[str], ScheduleError]) -> None:
+    """Attention that counts local heads must not be given gathered ones."""
+    applied, parent = applied_cut(schedule.mod), schedule.parent
+    if (mode, op) != ("fwd_post", "all_gather") or applied is None or applied.gathered or parent is None:
+        return
+    if attention.counts_local_heads(parent.mod) and attention.makes_heads(parent.mod, schedule.name):
+        raise error("the attention module counts local heads already; shard with gathered=True before gathering")

@@ -1,0 +1,141 @@
+"""What a sync does when its module runs: hooks that see positional and keyword inputs alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from slapo_core.errors import ScheduleError
+
+from . import collectives
+from .rules import applied_cut
+
+REDUCING = ("all_reduce", "reduce_scatter")
+"""Operations that make a partial output whole."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One sync of a module; registered as a hook of torch that is given keyword inputs.
+
+    Args:
+        mode: ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``.
+        op: Name of the operation, or ``"function"``.
+        axis: Dimension it works along.
+        group: Ranks that take part.
+        backward: Of ``all_gather``.
+        fn: The user's function.
+        takes_kwargs: Whether ``fn`` wants the keyword inputs as well.
+    """
+
+    mode: str
+    op: str
+    axis: int | None = None
+    group: collectives.Group = None
+    backward: str = "split"
+    fn: Callable[..., Any] | None = None
+    takes_kwargs: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sync:
+        return self  # groups cannot be copied, and nothing here changes
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Any:
+        if self.mode == "fwd_post":
+            return self._after(module, args, kwargs, output)
+        if self.mode == "bwd_post" and self.fn is not None:
+            return self.fn(module, args, kwargs)  # torch calls a backward hook with (module, grad_input, grad_output)
+        if self.mode == "bwd_post":
+            if len(args) == 1 and isinstance(args[0], torch.Tensor) and not kwargs:
+                return (self._reduce_grad(args[0]),), kwargs
+            return pytree.tree_map_only(torch.Tensor, self._reduce_grad, (args, kwargs))
+        return self._before(module, args, kwargs)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """The operation on one tensor."""
+        if self.op == "all_reduce":
+            return collectives.all_reduce(x, self.group)
+        assert self.axis is not None
+        if not -x.dim() <= self.axis < x.dim():
+            raise ScheduleError(
+                f"sync {self.op} along axis {self.axis} of a tensor with {x.dim()} dimensions; give another axis"
+            )
+        if self.op == "all_gather":
+            return collectives.all_gather(x, self.axis, self.group, backward=self.backward)
+        return getattr(collectives, self.op)(x, self.axis, self.group)  # type: ignore[no-any-return]
+
+    def _reduce_grad(self, x: torch.Tensor) -> torch.Tensor:
+        return collectives.all_reduce_grad(x, self.group) if x.requires_grad else x
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.fn is None:
+            return map_input(self.run, args, kwargs)
+        result = self.fn(module, args, kwargs) if self.takes_kwargs else self.fn(module, args)
+        if result is None or self.takes_kwargs:
+            return result
+        return (result if isinstance(result, tuple) else (result,)), kwargs
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self.fn is None:
+            output = map_output(self.run, output)
+        else:
+            result = self.fn(module, args, kwargs, output) if self.takes_kwargs else self.fn(module, args, output)
+            output = output if result is None else result
+        return map_output(lambda x: x + self._bias(module), output) if self._adds_bias(module) else output
+
+    def _adds_bias(self, module: nn.Module) -> bool:
+        """Whether this is the sync that adds a bias left out by the module's forward: the one that reduces."""
+        applied = applied_cut(module)
+        if applied is None or not applied.late_bias:
+            return False
+        others = [hook for hook in module._forward_hooks.values() if isinstance(hook, Sync)]
+        reducing = [hook for hook in others if hook.op in REDUCING]
+        return self is (reducing or [hook for hook in others if hook.fn is not None] or [self])[0]
+
+    def _bias(self, module: Any) -> torch.Tensor:
+        """A scattered output leaves each rank a part of the bias's gradient."""
+        bias: torch.Tensor = module.bias
+        return collectives.all_reduce_grad(bias, self.group) if self.op == "reduce_scatter" else bias
+
+
+def map_input(
+    fn: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply ``fn`` to the first floating-point input, positional ones before keyword ones; the others pass as they are."""
+    for index, value in enumerate(args):
+        if _is_floating(value):
+            return (*args[:index], fn(value), *args[index + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if _is_floating(value):
+            return args, {**kwargs, name: fn(value)}
+    raise ScheduleError("sync found no floating-point tensor among the inputs; give a function that finds it")
+
+
+def map_output(fn: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    """Apply ``fn`` to the output, or to the first tensor in a tuple, list, mapping or dataclass."""
+    if isinstance(output, torch.Tensor):
+        return fn(output)
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        names = [entry.name for entry in dataclasses.fields(output)]
+        for name in names:
+            if isinstance(value := getattr(output, name), torch.Tensor):
+                return dataclasses.replace(output, **{name: fn(value)})
+    elif isinstance(output, Mapping):
+        for name, value in output.items():
+            if isinstance(value, torch.Tensor):
+                return type(output)({**output, name: fn(value)})  # type: ignore[call-arg]
+    elif isinstance(output, (tuple, list)):
+        for index, value in enumerate(output):
+            if isinstance(value, torch.Tensor):
+                items = [*output[:index], fn(value), *output[index + 1 :]]
+                return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    raise ScheduleError(f"sync found no tensor in an output of type {type(output).__name__}; give a function that finds it")
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())

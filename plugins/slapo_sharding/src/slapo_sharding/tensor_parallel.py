@@ -1,0 +1,148 @@
+"""``tensor_parallel``: a whole plan in one step."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from slapo_core.errors import ScheduleError
+from slapo_core.primitive import Primitive
+from slapo_core.schedule import Schedule
+
+from . import attention, collectives, dropout
+from .plan import STYLES, tensor_parallel_plan, vocabulary
+from .rules import Cut, find_rule
+
+
+class TensorParallelPrimitive(Primitive):
+    """Split a whole model over the tensor-parallel group: shard, sync and fork the random numbers by a plan.
+
+    Without a plan: the one Transformers publishes for the model, or one made from its structure if it is built like GPT-2;
+    and the vocabulary, embedding and head together when tied, where its size divides. What is not in the plan stays whole.
+
+    Args:
+        plan: ``{path or glob: style}``, see ``slapo_sharding.plan``; nothing else is split then.
+        sequence_parallel: Not supported yet.
+
+    Raises:
+        ScheduleError: no plan is known for the model, an unknown style, a key that matches nothing, or a step of the plan
+            that is illegal; the model is as before.
+    """
+
+    name = "tensor_parallel"
+
+    @staticmethod
+    def check(schedule: Schedule, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False) -> None:
+        """Find the modules of the plan."""
+        _steps(schedule, plan, sequence_parallel)
+
+    @staticmethod
+    def apply(schedule: Schedule, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False) -> None:
+        """Take the steps."""
+        steps = _steps(schedule, plan, sequence_parallel)
+        for path, style in steps.items():
+            _STYLES[style](schedule[path] if path else schedule)
+        if schedule.world_size > 1:
+            dropout.fork_dropouts(schedule, {path for path, style in steps.items() if style in ("colwise", "rowwise")})
+
+
+def _steps(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str]:
+    """Path of every module that is split, to its style."""
+
+    def error(message: str) -> ScheduleError:
+        return ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
+
+    if sequence_parallel:
+        raise error("sequence_parallel is not supported yet; leave it out")
+    given = tensor_parallel_plan(schedule.mod) if plan is None else plan
+    for key, style in given.items():
+        if style not in STYLES:
+            near = difflib.get_close_matches(style, STYLES, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise error(f"{key!r} has the style {style!r}, which is not supported; {hint}supported: {', '.join(STYLES)}")
+    steps: dict[str, str] = {}
+    for key, style in given.items():
+        found = _match(schedule, key)
+        if not found and plan is not None:
+            raise error(f"the plan's {key!r} matches no module; give a path or glob below {schedule.path!r}")
+        steps.update(dict.fromkeys(found, style))
+    if not steps:
+        kind = type(schedule.mod).__name__
+        raise error(f"no plan is known for {kind}; give plan={{path or glob: style}}, styles: {', '.join(STYLES)}")
+    if plan is None:
+        steps.update(vocabulary(schedule.mod, max(schedule.world_size, 1)))
+    return steps
+
+
+def _match(schedule: Schedule, key: str) -> list[str]:
+    try:
+        found = schedule.select(key)
+    except ScheduleError:
+        return []
+    start = len(schedule.path) + 1 if schedule.path else 0
+    return [handle.path[start:] for handle in found]
+
+
+def _colwise(schedule: Schedule, *, gathered: bool = False) -> None:
+    blocks = None if _known_blocks(schedule) else 1  # what publishes a plan splits without mixing
+    schedule.shard("weight", axis=_axis(schedule, output="sharded"), blocks=blocks, gathered=gathered)
+    schedule.sync("bwd_post", "all_reduce")
+    if gathered:
+        schedule.sync("fwd_post", "all_gather", axis=-1)
+
+
+def _rowwise(schedule: Schedule, *, split: bool = False) -> None:
+    if split:
+        schedule.sync("fwd_pre", "scatter", axis=-1)
+    schedule.shard("weight", axis=_axis(schedule, output="partial"))
+    schedule.sync("fwd_post", "all_reduce")
+
+
+def _embedding_rowwise(schedule: Schedule) -> None:
+    schedule.shard("weight", axis=0)
+    schedule.sync("fwd_post", "all_reduce")
+
+
+def _reduce_gradients(schedule: Schedule) -> None:
+    """Sum each parameter's gradient over the group as it arrives; micro-batches then add up as always."""
+    if schedule.world_size <= 1:
+        return
+    for parameter in schedule.mod.parameters():
+        if parameter.requires_grad:
+            handle = parameter.register_hook(partial(_sum_gradient, schedule.group))  # type: ignore[no-untyped-call]
+            schedule.on_undo(handle.remove)
+
+
+def _sum_gradient(group: collectives.Group, grad: torch.Tensor) -> torch.Tensor:
+    return collectives.all_reduce(grad, group)
+
+
+_STYLES: dict[str, Callable[[Schedule], None]] = {
+    "colwise": _colwise,
+    "rowwise": _rowwise,
+    "colwise_gather_output": partial(_colwise, gathered=True),
+    "rowwise_split_input": partial(_rowwise, split=True),
+    "embedding_rowwise": _embedding_rowwise,
+    "replicated_with_grad_allreduce": _reduce_gradients,
+}
+
+
+def _axis(schedule: Schedule, output: str) -> int:
+    rule = find_rule(schedule.mod)
+    cuts: tuple[Cut, ...] = rule.cuts if rule is not None else ()
+    for cut in cuts:
+        if cut.output == output and cut.input != "indices":
+            return cut.dims["weight"]
+    kind = type(schedule.mod).__name__
+    raise ScheduleError(
+        f"no sharding rule splits a {kind} this way; take it out of the plan", path=schedule.path, primitive="tensor_parallel"
+    )
+
+
+def _known_blocks(schedule: Schedule) -> bool:
+    owner: nn.Module | None = schedule.parent.mod if schedule.parent is not None else None
+    return attention.fused_blocks(owner, schedule.name, 0) is not None
