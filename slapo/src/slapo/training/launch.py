@@ -46,8 +46,7 @@ def launch(work: Work, settings: Settings) -> None:
     """
     use_loopback()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # we say ourselves what went wrong
+    _quieten_torch()
     with tempfile.TemporaryDirectory(prefix="slapo-") as folder:
         try:
             elastic_launch(_config(settings), _run_rank)(work, settings, folder)
@@ -55,6 +54,13 @@ def launch(work: Work, settings: Settings) -> None:
             raise _root_cause(Path(folder), err.failures) from None
         except SignalException as err:
             raise InterruptedRunError(err.sigval) from None
+
+
+def _quieten_torch() -> None:
+    """The launcher logs every end of a rank; we say ourselves what went wrong, once."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _config(settings: Settings) -> LaunchConfig:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
+import transformers  # noqa: TID253
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig  # noqa: TID253
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: TID253
@@ -22,6 +24,9 @@ ALIASES = {
     "seq": ("max_position_embeddings", "n_positions", "max_seq_len", "max_seq_length", "context_length"),
 }
 """Flag to the attribute names configs use for it; a config's own ``attribute_map`` is followed as well."""
+
+EXAMPLES = ("gpt2", "llama", "qwen3")
+"""Types to suggest to somebody whose type is like no other."""
 
 INNER = ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "d_ff", "moe_intermediate_size")
 """Attribute names of the feed-forward size: 4 x hidden."""
@@ -47,7 +52,7 @@ def build_model(settings: Settings) -> nn.Module:
 def build_config(settings: Settings) -> PretrainedConfig:
     """The config of ``settings.model`` with the sizes of the settings and a vocabulary of bytes."""
     if settings.model not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnknownNameError.of("causal language model", settings.model, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        raise _unknown(settings.model)
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,6 +123,15 @@ def _present(config: PretrainedConfig, names: Iterable[str]) -> list[str]:
     own = config.to_dict()
     mapped = config.attribute_map
     return list(dict.fromkeys(mapped.get(name, name) for name in names if mapped.get(name, name) in own))
+
+
+def _unknown(name: str) -> UnknownNameError:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    near = get_close_matches(name, known, n=3) or EXAMPLES
+    return UnknownNameError(
+        f"--model {name}: transformers {transformers.__version__} has no causal language model of this type; "
+        f"try {', '.join(near)} or another of its {len(known)}"
+    )
 
 
 def _first_line(err: Exception) -> str:

@@ -1,0 +1,180 @@
+"""``import slapo``: every documented name, what serves it, and what does not serve it yet."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import slapo
+from slapo import names
+
+DOCUMENTED = {
+    "FunctionType": "types",
+    "ModulePattern": "slapo_core",
+    "OrderedDict": "collections",
+    "Pattern": "slapo_core",
+    "ScheduleMetadata": "slapo_core",
+    "analyze_tie_weights": "slapo_core",
+    "checkpoint": "slapo_memory",
+    "create_schedule": "slapo_core",
+    "dataclass": "dataclasses",
+    "field": "dataclasses",
+    "get_cuda_rng_tracker": "slapo_core",
+    "get_dialect_cls": "slapo_core",
+    "get_logger": "slapo_core",
+    "init_empty_weights": "slapo_core",
+    "init_target_engine": "slapo_core",
+    "is_module_list": "slapo_core",
+    "is_random_seed_set": "slapo_core",
+    "list_primitives": "slapo_core",
+    "partial": "functools",
+    "register_primitive": "slapo_core",
+    "set_random_seed": "slapo_core",
+    "trace": "slapo_core",
+    "trace_module": "slapo_core",
+}
+"""Documented name to what serves it."""
+
+NOT_SERVED = {
+    "Database": "pip install slapo-tune",
+    "Space": "pip install slapo-tune",
+    "Symbol": "pip install slapo-tune",
+    "Verify": "a later version of slapo-core",
+    "consolidate_model": "a later version of slapo-core",
+}
+"""Documented name to what its error says."""
+
+SIGNATURES = {
+    "ModulePattern": "(name)",
+    "Pattern": "(*args, **kwargs)",
+    "analyze_tie_weights": "(top_mod, is_pipeline_partitioned)",
+    "checkpoint": "(function, *args, use_reentrant=True, **kwargs)",
+    "create_schedule": "(root, name='', path='', parent=None, group=None)",
+    "get_cuda_rng_tracker": "()",
+    "get_dialect_cls": "(cls_type, target, allow_none=False)",
+    "get_logger": "(name='Slapo', level=20)",
+    "init_empty_weights": "(enable=True, include_buffers=False)",
+    "init_target_engine": "(sch, target, **kwargs)",
+    "is_module_list": "(module, name='', parent=None)",
+    "is_random_seed_set": "()",
+    "list_primitives": "(name_only=True)",
+    "register_primitive": "()",
+    "set_random_seed": "(seed=2013, dp_rank=None, pp_rank=None, tp_rank=None, always_enable_tp_seed=False)",
+    "trace": "(model, **kwargs)",
+    "trace_module": "(model, **kwargs)",
+}
+"""Documented arguments; ours may have more behind them."""
+
+SCHEDULE = {
+    "named_schedules": "(self, prefix='')",
+    "find_node": "(self, regex_or_pattern_fn)",
+    "find_subgraph": "(self, pattern_fn)",
+    "find": "(self, regex_or_pattern_fn)",
+}
+
+MODULES = {
+    "framework_dialect": {"get_dialect_cls"},
+    "initialization": {"init_empty_weights"},
+    "logger": {"get_logger"},
+    "pattern": {"ModulePattern", "Pattern", "call_module"},
+    "pipeline": {"analyze_tie_weights"},
+    "primitives": {"Primitive", "register_primitive"},
+    "random": {"get_cuda_rng_tracker", "is_random_seed_set", "set_random_seed"},
+    "schedule": {"Schedule", "ScheduleMetadata", "create_schedule", "list_primitives"},
+    "tracer": {"trace", "trace_module"},
+}
+"""Documented submodule to names in it."""
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTED))
+def test_a_documented_name_is_served(name: str) -> None:
+    home = importlib.import_module(DOCUMENTED[name])
+    assert getattr(slapo, name) is getattr(home, name)
+    assert name in slapo.__all__
+    assert name in dir(slapo)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_SERVED))
+def test_a_name_not_served_says_what_to_install(name: str) -> None:
+    with pytest.raises(ImportError, match=f"slapo.{name} .*{NOT_SERVED[name]}"):
+        getattr(slapo, name)
+    with pytest.raises(ImportError, match=NOT_SERVED[name]):
+        exec(f"from slapo import {name}")
+    assert name not in slapo.__all__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(slapo, "create_shedule")
+    with pytest.raises(ImportError, match="cannot import name 'create_shedule'"):
+        exec("from slapo import create_shedule")
+
+
+def parameters(function: object) -> list[inspect.Parameter]:
+    bare = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
+    return sorted(bare, key=lambda parameter: parameter.kind)
+
+
+@pytest.mark.parametrize("name", sorted({*SIGNATURES, *SCHEDULE}))
+def test_documented_arguments_are_taken(name: str) -> None:
+    ours = parameters(getattr(slapo, name) if name in SIGNATURES else getattr(slapo.Schedule, name))
+    documented = parameters(eval(f"lambda {({**SIGNATURES, **SCHEDULE})[name][1:-1]}: None"))  # noqa: S307
+    positional = [p for p in documented if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert ours[: len(positional)] == positional
+    assert {(p.name, p.kind, p.default) for p in documented} <= {(p.name, p.kind, p.default) for p in ours}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_documented_module_is_there(name: str) -> None:
+    module = importlib.import_module(f"slapo.{name}")
+    assert getattr(slapo, name) is module
+    assert set(module.__all__) >= MODULES[name]
+    assert all(getattr(module, name) is getattr(slapo, name) for name in module.__all__)
+
+
+def test_the_metadata_has_its_documented_fields() -> None:
+    metadata = slapo.ScheduleMetadata()
+    assert (metadata.tie_weights, metadata.param_tags, metadata.primitives) == ({}, set(), {})
+
+
+def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
+    tree = ast.parse(Path(slapo.__file__).read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    imported.pop("ModuleType")
+    assert imported == {name: names.HOMES.get(name, "slapo_core") for name in slapo.__all__}
+    assert sorted(MODULES) == sorted(names.MODULES)
+
+
+def test_star_import_gives_everything() -> None:
+    space: dict[str, object] = {}
+    exec("from slapo import *", space)
+    assert set(slapo.__all__) <= set(space)
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    assert (
+        run("import slapo, sys; print(sorted({'torch', 'slapo_core', 'transformers', 'typer', 'rich'} & set(sys.modules)))")
+        == "[]"
+    )
+
+
+def test_using_it_imports_no_model_library_and_no_terminal() -> None:
+    code = (
+        "import slapo, sys; [getattr(slapo, name) for name in (*slapo.__all__, *slapo.names.MODULES)]; slapo.list_primitives();"
+    )
+    assert run(code + "print(sorted({'transformers', 'typer', 'rich', 'triton'} & set(sys.modules)))") == "[]"
+
+
+def test_a_package_that_is_not_installed_is_named() -> None:
+    code = "import sys; sys.modules['slapo_memory'] = None\nimport slapo\ntry: slapo.checkpoint\nexcept ImportError as err: print(err)"
+    assert run(code) == "slapo.checkpoint needs slapo_memory; pip install slapo-memory"

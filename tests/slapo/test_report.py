@@ -1,0 +1,158 @@
+"""The page of a run. Its looks are checked by eye in a browser; here, what it says and that nothing in it can run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from slapo.report.axis import linear_axis, log_axis, step_axis
+from slapo.report.page import page, write_report
+from slapo.training.record import ModuleRecord, RankRecord, RunRecord, StepRecord
+from slapo.training.settings import Settings
+
+HOSTILE = "</script><script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;"
+VOID = {"meta", "link", "img", "br", "path"}
+
+
+def make_record(**changes: object) -> RunRecord:
+    record = RunRecord(
+        settings=Settings(tp=2, pp=2, reference=True),
+        modules=[ModuleRecord("", "Model", 100), ModuleRecord("h", "ModuleList", 80), ModuleRecord("h.0", "Block", 40)],
+        steps=[StepRecord("h.0", "shard", "sch['h.0'].shard('weight', axis=0)", "slapo-sharding 0.1.0")],
+        stage_paths=[("h.0",), ("h.1",)],
+        ranks=[RankRecord(rank, rank // 2, 0, rank % 2, (rank // 2,), 25) for rank in range(4)],
+        source="a file",
+        losses=[5.5, 5.0, 4.5],
+        seconds=0.3,
+        reference=[5.5, 5.0, 4.5 + 1e-6],
+        timeline=[
+            {"rank": rank, "stage": rank // 2, "kind": kind, "microbatch": 0, "start": 10.0 + start, "end": 10.001 + start}
+            for rank in range(4)
+            for kind, start in (("F", 0.0), ("B", 0.002))
+        ],
+        versions={"torch": "2.13.0"},
+    )
+    return replace(record, **changes)
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page: its elements, properly nested, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        (self.scripts if self.open[-1:] == ["script"] else self.words).append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def test_page_says_what_happened():
+    text = Page(page(make_record())).text
+    for word in ("gpt2: pp 2 x dp 1 x tp 2", "Same as the unmodified model", "sch['h.0'].shard('weight', axis=0)", "25.0%", "2.13.0"):
+        assert word in text
+
+
+def test_page_needs_nothing_but_itself():
+    parsed = Page(page(make_record()))
+    assert not [attrs for _, attrs in parsed.elements if {"src", "href", "action", "data", "srcset"} & set(attrs)]
+    assert "url(" not in page(make_record())
+    assert "@import" not in page(make_record())
+
+
+def test_page_holds_the_run_as_json():
+    parsed = Page(page(make_record(losses=[5.0, math.nan, math.inf])))
+    run = json.loads(parsed.scripts[0])
+    assert run["losses"] == [5.0, None, None]
+    assert run["settings"]["tp"] == 2
+
+
+def test_every_string_from_outside_is_escaped():
+    record = make_record(
+        settings=Settings(model=HOSTILE, data=(HOSTILE,), schedule=HOSTILE, report=HOSTILE, target=HOSTILE),
+        modules=[ModuleRecord("", HOSTILE, 1), ModuleRecord(HOSTILE, HOSTILE, 1)],
+        steps=[StepRecord(HOSTILE, HOSTILE, HOSTILE, HOSTILE), StepRecord("not in the model", HOSTILE, HOSTILE, HOSTILE, 1)],
+        stage_paths=[(HOSTILE,), (HOSTILE,)],
+        source=HOSTILE,
+        timeline=[{"rank": 0, "stage": HOSTILE, "kind": HOSTILE, "microbatch": HOSTILE, "start": 0.0, "end": 1.0}],
+        versions={HOSTILE: HOSTILE},
+    )
+    parsed = Page(page(record))
+    assert HOSTILE in parsed.text
+    assert len(parsed.scripts) == 2
+    assert json.loads(parsed.scripts[0])["source"] == HOSTILE
+    assert not [tag for tag, attrs in parsed.elements if tag == "img" or any(name.startswith("on") for name in attrs)]
+
+
+def test_losses_that_differ_are_called_so():
+    text = Page(page(make_record(reference=[5.5, 5.0, 4.6]))).text
+    assert "Not the same as the unmodified model" in text
+    assert "1.0e-01, at step 3 of 3" in text
+
+
+def test_a_loss_that_is_no_number_never_agrees():
+    assert not make_record(losses=[5.5, math.nan, 4.5]).agrees
+
+
+def test_empty_states():
+    bare = make_record(reference=[], steps=[], timeline=[], stage_paths=[("",)])
+    text = Page(page(bare)).text
+    for word in ("Not compared", "No primitive was applied", "recorded no timeline"):
+        assert word in text
+    assert "No step was taken" in Page(page(make_record(losses=[], reference=[]))).text
+
+
+def test_steps_on_modules_the_schedule_brought_in_are_shown():
+    record = make_record(steps=[StepRecord("h.0.new", "shard", "sch['h.0.new'].shard('weight')", "me 1")])
+    assert "On modules that the schedule brought in sch['h.0.new'].shard('weight')" in Page(page(record)).text
+
+
+def test_write_report_makes_the_folder(tmp_path: Path):
+    path = write_report(make_record(), tmp_path / "deep" / "folder")
+    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [3.0], [0.0, 0.0], [math.nan], [], [1e-9, 1e9], [-5.0, 5.0]])
+def test_linear_axis_holds_its_values_and_ticks(values: list[float]):
+    axis = linear_axis(values)
+    assert axis.low < axis.high
+    assert all(axis.low <= tick <= axis.high for tick in axis.ticks)
+    assert all(0 < axis.at(value) < 100 for value in values if math.isfinite(value))
+
+
+def test_log_axis_puts_zero_at_its_floor():
+    axis = log_axis([0.0, 1e-4], floor=1e-9)
+    assert axis.at(0.0) == 0
+    assert axis.at(1e-4) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 7, 30, 99, 1000])
+def test_step_axis_labels_first_and_last(num_steps: int):
+    ticks = step_axis(num_steps).ticks
+    assert ticks[0] == 1
+    assert ticks[-1] == num_steps
+    assert len(ticks) <= 9

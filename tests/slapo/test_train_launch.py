@@ -1,0 +1,109 @@
+"""Starting ranks: they meet on the loopback address, and end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slapo.training.failures import RankError
+from slapo.training.launch import launch
+from slapo.training.loopback import _listen
+from slapo.training.settings import Settings
+from tests.slapo import launched
+
+pytestmark = pytest.mark.multiproc
+SETTINGS = Settings(tp=3)
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The launcher sets environment variables and signal handlers of its process; give the tests' own back."""
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_all_ranks_run_and_meet(tmp_path: Path):
+    launch(launched.add, replace(SETTINGS, report=str(tmp_path)))
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(3)] == ["3 1"] * 3
+
+
+@pytest.mark.parametrize(
+    ("work", "message", "traceback"),
+    [
+        (launched.fail_by_rule, r"^rank 1: shard\('h.0'\): no such thing$", ""),
+        (launched.fail_by_bug, r"^rank 1: ZeroDivisionError: division by zero$", "launched.py"),
+        (launched.die, r"^rank 1 was ended by SIGKILL; all ranks have ended$", ""),
+    ],
+    ids=["rule", "bug", "killed"],
+)
+def test_one_failing_rank_ends_all_with_its_message(work: Callable[[Settings], None], message: str, traceback: str):
+    start = time.monotonic()
+    with pytest.raises(RankError, match=message) as caught:
+        launch(work, SETTINGS)
+    assert traceback in caught.value.traceback
+    assert bool(traceback) == bool(caught.value.traceback)
+    assert time.monotonic() - start < 30, "gloo's own timeout is 30 minutes"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "terminate"])
+def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, code: int):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.slapo.launched", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    pids = _started(tmp_path, 2)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as the terminal does
+    else:
+        process.send_signal(number)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert output == f"interrupted by {number.name}; all ranks have ended\n"
+    assert errors == ""
+    assert not [pid for pid in pids if _alive(pid)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_rendezvous_listens_on_the_loopback_address_alone():
+    _store, port = _listen()
+    listening = [
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]
+        if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
+    ]
+    assert listening == [f"0100007F:{port:04X}"]
+
+
+def _started(folder: Path, number: int) -> list[int]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        pids = [int(path.name[3:]) for path in folder.glob("pid*")]
+        if len(pids) == number:
+            return pids
+        time.sleep(0.1)
+    raise TimeoutError(f"{number} ranks did not start")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""Flags of ``slapo train`` that do not fit together, and models that are built from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slapo.training.models import build_config, build_model
+from slapo.training.settings import Settings, SettingsError
+from slapo_core.errors import UnknownNameError
+from slapo_core.weights import init_empty_weights
+
+FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "opt", "gpt_neox", "gptj", "bloom", "phi", "gemma2", "mixtral", "bart"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tp": 3}, r"--tp 3: 4 heads are not divisible by 3 ranks; use 1, 2 or 4"),
+        ({"pp": 6}, r"--pp 6: the model has 4 layers, fewer than 6 stages; use --pp 4 or fewer, or --layers 6 or more"),
+        ({"batch": 10}, r"--batch 10: not divisible by 1 data-parallel ranks x 4 micro-batches; use a multiple of 4"),
+        ({"heads": 5}, r"--heads 5: --hidden 64 is not divisible by it; use 1, 2, 4, 8, 16, 32 or 64"),
+        ({"steps": 0}, r"--steps 0: not a positive number; use 1 or more"),
+        ({"tp": 0}, r"--tp 0: not a positive number"),
+        ({"seq": 1}, r"--seq 1: nothing to predict"),
+        ({"dropout": 1.0}, r"--dropout 1.0: not a probability"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_flags_that_do_not_fit(flags: dict[str, int], message: str):
+    with pytest.raises(SettingsError, match=message):
+        Settings(**flags).check()
+
+
+def test_defaults_fit():
+    Settings().check()
+    Settings(tp=2, pp=2, dp=2).check()
+
+
+def test_a_schedule_file_may_split_what_it_likes():
+    Settings(tp=3, schedule="mine.py").check()
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_sizes_reach_every_family(model: str):
+    settings = Settings(model=model, layers=3, hidden=48, heads=4, seq=24)
+    with init_empty_weights(include_buffers=True):
+        built = build_model(settings)
+    assert built.config.num_hidden_layers == 3
+    assert built.config.hidden_size == 48
+    assert built.config.num_attention_heads == 4
+    assert built.config.vocab_size == 256
+    assert sum(p.numel() for p in built.parameters()) < 2_000_000
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_every_family_learns_from_bytes(model: str):
+    settings = Settings(model=model, layers=2, hidden=32, heads=4, seq=16)
+    built = build_model(settings)
+    ids = torch.randint(256, (2, 16))
+    built(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("model", ["gpt2", "opt", "llama", "gpt_neox"])
+def test_dropout_is_set_everywhere(model: str):
+    for value in (0.0, 0.3):
+        built = build_model(Settings(model=model, dropout=value))
+        assert {module.p for module in built.modules() if isinstance(module, torch.nn.Dropout)} <= {value}
+
+
+def test_unknown_model_gets_a_suggestion():
+    with pytest.raises(UnknownNameError, match="--model gtp2: transformers .* has no causal language model of this type; try .*gpt2"):
+        build_config(Settings(model="gtp2"))
+
+
+def test_a_model_without_such_sizes_is_refused():
+    with pytest.raises(SettingsError, match="--model mamba: its config has none of num_attention_heads, .* use another model"):
+        build_config(Settings(model="mamba"))
