@@ -7,6 +7,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,33 +51,43 @@ NOT_SERVED = {
 }
 """Documented name to what its error says."""
 
-SIGNATURES = {
-    "ModulePattern": "(name)",
-    "Pattern": "(*args, **kwargs)",
-    "analyze_tie_weights": "(top_mod, is_pipeline_partitioned)",
-    "checkpoint": "(function, *args, use_reentrant=True, **kwargs)",
-    "create_schedule": "(root, name='', path='', parent=None, group=None)",
-    "get_cuda_rng_tracker": "()",
-    "get_dialect_cls": "(cls_type, target, allow_none=False)",
-    "get_logger": "(name='Slapo', level=20)",
-    "init_empty_weights": "(enable=True, include_buffers=False)",
-    "init_target_engine": "(sch, target, **kwargs)",
-    "is_module_list": "(module, name='', parent=None)",
-    "is_random_seed_set": "()",
-    "list_primitives": "(name_only=True)",
-    "register_primitive": "()",
-    "set_random_seed": "(seed=2013, dp_rank=None, pp_rank=None, tp_rank=None, always_enable_tp_seed=False)",
-    "trace": "(model, **kwargs)",
-    "trace_module": "(model, **kwargs)",
-}
-"""Documented arguments; ours may have more behind them."""
 
-SCHEDULE = {
-    "named_schedules": "(self, prefix='')",
-    "find_node": "(self, regex_or_pattern_fn)",
-    "find_subgraph": "(self, pattern_fn)",
-    "find": "(self, regex_or_pattern_fn)",
-}
+class Documented:
+    """Documented arguments; ours may have more behind them."""
+
+    def analyze_tie_weights(top_mod, is_pipeline_partitioned): ...
+    def checkpoint(function, *args, use_reentrant=True, **kwargs): ...
+    def create_schedule(root, name="", path="", parent=None, group=None): ...
+    def get_cuda_rng_tracker(): ...
+    def get_dialect_cls(cls_type, target, allow_none=False): ...
+    def get_logger(name="Slapo", level=20): ...
+    def init_empty_weights(enable=True, include_buffers=False): ...
+    def init_target_engine(sch, target, **kwargs): ...
+    def is_module_list(module, name="", parent=None): ...
+    def is_random_seed_set(): ...
+    def list_primitives(name_only=True): ...
+    def register_primitive(): ...
+    def set_random_seed(seed=2013, dp_rank=None, pp_rank=None, tp_rank=None, always_enable_tp_seed=False): ...
+    def trace(model, **kwargs): ...
+    def trace_module(model, **kwargs): ...
+
+
+class DocumentedSchedule:
+    """Documented methods of a schedule that are no primitives."""
+
+    def named_schedules(self, prefix=""): ...
+    def find_node(self, regex_or_pattern_fn): ...
+    def find_subgraph(self, pattern_fn): ...
+    def find(self, regex_or_pattern_fn): ...
+
+
+class DocumentedPattern:
+    def __init__(self, *args, **kwargs): ...
+
+
+class DocumentedModulePattern:
+    def __init__(self, name): ...
+
 
 MODULES = {
     "framework_dialect": {"get_dialect_cls"},
@@ -105,25 +116,36 @@ def test_a_name_not_served_says_what_to_install(name: str) -> None:
     with pytest.raises(ImportError, match=f"slapo.{name} .*{NOT_SERVED[name]}"):
         getattr(slapo, name)
     with pytest.raises(ImportError, match=NOT_SERVED[name]):
-        exec(f"from slapo import {name}")
+        exec(f"from slapo import {name}")  # noqa: S102  the statement is what is tested
     assert name not in slapo.__all__
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(slapo, "create_shedule")
     with pytest.raises(ImportError, match="cannot import name 'create_shedule'"):
-        exec("from slapo import create_shedule")
+        exec("from slapo import create_shedule")  # noqa: S102
 
 
-def parameters(function: object) -> list[inspect.Parameter]:
+def parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
     bare = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
     return sorted(bare, key=lambda parameter: parameter.kind)
 
 
-@pytest.mark.parametrize("name", sorted({*SIGNATURES, *SCHEDULE}))
-def test_documented_arguments_are_taken(name: str) -> None:
-    ours = parameters(getattr(slapo, name) if name in SIGNATURES else getattr(slapo.Schedule, name))
-    documented = parameters(eval(f"lambda {({**SIGNATURES, **SCHEDULE})[name][1:-1]}: None"))  # noqa: S307
+def members(documented: type) -> list[tuple[Callable[..., object], str]]:
+    return [(function, name) for name, function in vars(documented).items() if inspect.isfunction(function)]
+
+
+CALLS = [
+    *((function, "slapo", name) for function, name in members(Documented)),
+    *((function, "Schedule", name) for function, name in members(DocumentedSchedule)),
+    *((function, "Pattern", name) for function, name in members(DocumentedPattern)),
+    *((function, "ModulePattern", name) for function, name in members(DocumentedModulePattern)),
+]
+
+
+@pytest.mark.parametrize(("function", "owner", "name"), CALLS, ids=[f"{owner}.{name}" for _, owner, name in CALLS])
+def test_documented_arguments_are_taken(function: Callable[..., object], owner: str, name: str) -> None:
+    ours, documented = parameters(getattr(slapo if owner == "slapo" else getattr(slapo, owner), name)), parameters(function)
     positional = [p for p in documented if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert ours[: len(positional)] == positional
     assert {(p.name, p.kind, p.default) for p in documented} <= {(p.name, p.kind, p.default) for p in ours}
@@ -153,7 +175,7 @@ def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
 
 def test_star_import_gives_everything() -> None:
     space: dict[str, object] = {}
-    exec("from slapo import *", space)
+    exec("from slapo import *", space)  # noqa: S102
     assert set(slapo.__all__) <= set(space)
 
 
@@ -162,19 +184,17 @@ def run(code: str) -> str:
 
 
 def test_importing_it_imports_nothing_heavy() -> None:
-    assert (
-        run("import slapo, sys; print(sorted({'torch', 'slapo_core', 'transformers', 'typer', 'rich'} & set(sys.modules)))")
-        == "[]"
-    )
+    heavy = {"torch", "slapo_core", "transformers", "typer", "rich"}
+    assert run(f"import slapo, sys; print(sorted({heavy} & set(sys.modules)))") == "[]"
 
 
 def test_using_it_imports_no_model_library_and_no_terminal() -> None:
-    code = (
-        "import slapo, sys; [getattr(slapo, name) for name in (*slapo.__all__, *slapo.names.MODULES)]; slapo.list_primitives();"
-    )
-    assert run(code + "print(sorted({'transformers', 'typer', 'rich', 'triton'} & set(sys.modules)))") == "[]"
+    code = "import slapo, sys; [getattr(slapo, name) for name in (*slapo.__all__, *slapo.names.MODULES)]"
+    heavy = {"transformers", "typer", "rich", "triton"}
+    assert run(f"{code}; slapo.list_primitives(); print(sorted({heavy} & set(sys.modules)))") == "[]"
 
 
 def test_a_package_that_is_not_installed_is_named() -> None:
-    code = "import sys; sys.modules['slapo_memory'] = None\nimport slapo\ntry: slapo.checkpoint\nexcept ImportError as err: print(err)"
-    assert run(code) == "slapo.checkpoint needs slapo_memory; pip install slapo-memory"
+    code = "import sys, slapo; sys.modules['slapo_memory'] = None"
+    trial = "try: slapo.checkpoint\nexcept ImportError as err: print(err)"
+    assert run(f"{code}\n{trial}") == "slapo.checkpoint needs slapo_memory; pip install slapo-memory"

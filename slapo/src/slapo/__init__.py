@@ -1,0 +1,133 @@
+"""Slapo, the schedule language for training large PyTorch models: ``slapo.create_schedule``, ``slapo.build`` and the rest.
+
+Names are imported when first used, so that ``import slapo`` costs nothing and the command line starts at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .names import HOMES, LATER, MODULES, OPTIONAL
+
+if TYPE_CHECKING:
+    from collections import OrderedDict
+    from dataclasses import dataclass, field
+    from functools import partial
+    from types import FunctionType, ModuleType
+
+    from slapo_core import (
+        BuildError,
+        Dialect,
+        Engine,
+        Journal,
+        ModulePattern,
+        Pattern,
+        PluginError,
+        Primitive,
+        Program,
+        Schedule,
+        ScheduleError,
+        ScheduleMetadata,
+        SlapoError,
+        Stage,
+        Step,
+        TraceError,
+        UnknownNameError,
+        VerifyError,
+        analyze_tie_weights,
+        build,
+        build_program,
+        call_module,
+        create_schedule,
+        get_cuda_rng_tracker,
+        get_dialect_cls,
+        get_logger,
+        hookimpl,
+        hookspec,
+        init_empty_weights,
+        init_target_engine,
+        is_module_list,
+        is_random_seed_set,
+        list_primitives,
+        load_schedule,
+        make,
+        register_primitive,
+        set_random_seed,
+        trace,
+        trace_module,
+    )
+    from slapo_memory import checkpoint
+
+__all__ = [
+    "BuildError",
+    "Dialect",
+    "Engine",
+    "FunctionType",
+    "Journal",
+    "ModulePattern",
+    "OrderedDict",
+    "Pattern",
+    "PluginError",
+    "Primitive",
+    "Program",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleMetadata",
+    "SlapoError",
+    "Stage",
+    "Step",
+    "TraceError",
+    "UnknownNameError",
+    "VerifyError",
+    "analyze_tie_weights",
+    "build",
+    "build_program",
+    "call_module",
+    "checkpoint",
+    "create_schedule",
+    "dataclass",
+    "field",
+    "get_cuda_rng_tracker",
+    "get_dialect_cls",
+    "get_logger",
+    "hookimpl",
+    "hookspec",
+    "init_empty_weights",
+    "init_target_engine",
+    "is_module_list",
+    "is_random_seed_set",
+    "list_primitives",
+    "load_schedule",
+    "make",
+    "partial",
+    "register_primitive",
+    "set_random_seed",
+    "trace",
+    "trace_module",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in LATER:
+        raise ImportError(f"slapo.{name} comes with a later version of {LATER[name]}", name=__name__)
+    if name not in __all__ and name not in OPTIONAL:
+        raise AttributeError(f"module 'slapo' has no attribute {name!r}", name=name)
+    value = globals()[name] = getattr(_home(name), name)
+    return value
+
+
+def _home(name: str) -> ModuleType:
+    home = OPTIONAL.get(name) or HOMES.get(name, "slapo_core")
+    try:
+        return importlib.import_module(home)
+    except ModuleNotFoundError as err:
+        if err.name != home:
+            raise
+        raise ImportError(f"slapo.{name} needs {home}; pip install {home.replace('_', '-')}", name=home) from err
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *MODULES})

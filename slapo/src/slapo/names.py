@@ -1,0 +1,32 @@
+"""Where the public names live that core does not hold. Importing this imports nothing."""
+
+from __future__ import annotations
+
+MODULES = (
+    "framework_dialect",
+    "initialization",
+    "logger",
+    "pattern",
+    "pipeline",
+    "primitives",
+    "random",
+    "schedule",
+    "tracer",
+)
+"""Documented submodules of ``slapo``."""
+
+HOMES = {
+    "FunctionType": "types",
+    "OrderedDict": "collections",
+    "checkpoint": "slapo_memory",
+    "dataclass": "dataclasses",
+    "field": "dataclasses",
+    "partial": "functools",
+}
+"""Name to the module it comes from; what is not listed comes from ``slapo_core``."""
+
+OPTIONAL = {"Database": "slapo_tune", "Space": "slapo_tune", "Symbol": "slapo_tune"}
+"""Names of packages that ``pip install slapo`` does not bring: served where the package is installed."""
+
+LATER = {"Verify": "slapo-core", "consolidate_model": "slapo-core"}
+"""Documented names that no version of a distribution provides yet."""

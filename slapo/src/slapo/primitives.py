@@ -1,0 +1,5 @@
+"""What plugin authors write primitives with."""
+
+from slapo_core import Primitive, list_primitives, register_primitive
+
+__all__ = ["Primitive", "list_primitives", "register_primitive"]
