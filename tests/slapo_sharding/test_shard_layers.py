@@ -1,0 +1,202 @@
+"""Sharded layers compute what the unmodified ones do: outputs and all gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from slapo_core.build import build
+from slapo_core.parameters import shard_spec
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding import plugin
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+pytestmark = pytest.mark.multiproc
+
+
+def _scheduled(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[nn.Module, nn.Module]:
+    before = copy.deepcopy(model)
+    schedule = create_schedule(model, plugins=Registry([plugin]))
+    steps(schedule)
+    build(schedule)
+    return before, model
+
+
+class Two(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def _pair(model: Two, column: int, row: int) -> tuple[nn.Module, nn.Module]:
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+
+    def steps(sch: Schedule) -> None:
+        sch["first"].shard(["weight", "bias"], axis=column).sync("bwd_post", "all_reduce")
+        sch["second"].shard("weight", axis=row).sync("fwd_post", "all_reduce")
+
+    return _scheduled(model, steps)
+
+
+def _correctness_02(rank: int) -> None:
+    inputs = torch.randn(2, 3, 8, requires_grad=True)
+    assert_equivalent(*_pair(Two(nn.Linear(8, 16), nn.Linear(16, 8)), 0, 1), inputs)
+    assert_equivalent(*_pair(Two(Conv1D(16, 8), Conv1D(8, 16)), 1, 0), inputs)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_correctness_02_bias_of_a_row_parallel_layer_is_added_once(ranks):
+    run_distributed(_correctness_02, ranks)
+
+
+def _sync_first(rank: int) -> None:
+    def steps(sch: Schedule) -> None:
+        sch["first"].sync("bwd_post", "all_reduce")
+        sch["second"].sync("fwd_post", "all_reduce")
+        sch["second"].shard("weight", axis=-1)
+        sch["first"].shard("weight", axis=-2)
+
+    assert_equivalent(*_scheduled(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps), torch.randn(3, 8, requires_grad=True))
+
+
+def test_sync_may_come_before_shard():
+    run_distributed(_sync_first, 2)
+
+
+def _bias_after_copy(rank: int) -> None:
+    before, after = _pair(Two(nn.Linear(8, 16), nn.Linear(16, 8)), 0, 1)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(copy.deepcopy(after)(x), before(x))
+
+
+def test_correctness_02_a_copied_module_still_adds_the_bias_once():
+    run_distributed(_bias_after_copy, 2)
+
+
+def _scattered_row(rank: int) -> None:
+    """Row-parallel with its output scattered over dimension 1, gathered again behind it."""
+
+    def steps(sch: Schedule) -> None:
+        sch["first"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+        sch["second"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=1).sync("fwd_post", "all_gather", axis=1)
+
+    model = Two(nn.Linear(8, 16), nn.Linear(16, 8))
+    assert_equivalent(*_scheduled(model, steps), torch.randn(2, 4, 8, requires_grad=True))
+
+
+def test_correctness_02_bias_and_its_gradient_under_reduce_scatter():
+    run_distributed(_scattered_row, 2)
+
+
+def _custom_reduce(rank: int) -> None:
+    import torch.distributed.nn.functional as functional
+
+    def steps(sch: Schedule) -> None:
+        sch["first"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+        sch["second"].shard("weight", axis=1).sync("fwd_post", lambda module, args, output: functional.all_reduce(output))
+
+    before, after = _scheduled(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps)
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(after(x), before(x))
+
+
+def test_correctness_02_bias_is_added_after_a_function_that_reduces():
+    run_distributed(_custom_reduce, 2)
+
+
+def _gathered(rank: int) -> None:
+    for axis, shape in ((-1, (2, 3, 8)), (2, (2, 3, 8)), (1, (4, 8)), (-1, (8,))):
+
+        def steps(sch: Schedule, axis: int = axis) -> None:
+            sch["first"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=axis)
+
+        assert_equivalent(
+            *_scheduled(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps), torch.randn(*shape, requires_grad=True)
+        )
+
+
+def test_correctness_03_column_parallel_gathers_on_any_dimension():
+    run_distributed(_gathered, 2)
+
+
+def _split_input(rank: int) -> None:
+    def steps(sch: Schedule) -> None:
+        sch["second"].shard("weight", axis=1).sync("fwd_pre", "scatter", axis=-1).sync("fwd_post", "all_reduce")
+
+    assert_equivalent(*_scheduled(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps), torch.randn(2, 8, requires_grad=True))
+
+
+def test_row_parallel_takes_a_scattered_input():
+    run_distributed(_split_input, 2)
+
+
+def _embedding(axis: int, op: str, **options: object) -> None:
+    def steps(sch: Schedule) -> None:
+        sch["0"].shard("weight", axis=axis)
+        sch["0"].sync("fwd_post", op, **({"axis": -1} if op == "all_gather" else {}))
+
+    model = nn.Sequential(nn.Embedding(12, 4, **options), nn.Linear(4, 4))
+    ids = torch.tensor([[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [3, 3, 6, 6, 9, 0]])
+    assert_equivalent(*_scheduled(model, steps), ids)
+
+
+def _correctness_01(rank: int) -> None:
+    _embedding(0, "all_reduce")
+    for padding in (0, 3, 6, 11, -1):  # first and last row of a shard, of whichever rank
+        _embedding(0, "all_reduce", padding_idx=padding)
+        _embedding(1, "all_gather", padding_idx=padding)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_correctness_01_vocabulary_parallel_embedding_has_every_rank_s_rows(ranks):
+    run_distributed(_correctness_01, ranks)
+
+
+def _outside(rank: int) -> list[str]:
+    sch = create_schedule(nn.Sequential(nn.Embedding(12, 4)), plugins=Registry([plugin]))
+    sch["0"].shard("weight", axis=0)  # no sync: a rank that fails alone would leave the others waiting
+    messages = []
+    for index in (12, -1):
+        with pytest.raises(IndexError) as caught:
+            sch.mod(torch.tensor([[0, index]]))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_correctness_01_an_index_outside_the_vocabulary_fails_on_every_rank():
+    assert all("out of range" in message for messages in run_distributed(_outside, 2) for message in messages)
+
+
+def _meta_and_frozen(rank: int) -> tuple[tuple[int, ...], str, bool]:
+    model = nn.Sequential(nn.Linear(8, 16, device="meta"))
+    model[0].weight.requires_grad_(False)
+    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch["0"].shard("weight", axis=0)
+    weight = model[0].weight
+    return tuple(weight.shape), weight.device.type, weight.requires_grad
+
+
+def test_meta_parameters_are_sharded_as_meta():
+    assert run_distributed(_meta_and_frozen, 2) == [((8, 8), "meta", False)] * 2
+
+
+def test_without_processes_shard_leaves_the_numbers_and_a_spec_of_one():
+    model = nn.Sequential(nn.Linear(8, 7))
+    weight, before = model[0].weight, copy.deepcopy(model)
+    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch["0"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
+    spec = shard_spec(model[0].weight)
+    assert model[0].weight is weight
+    assert (spec.num_shards, spec.blocks, spec.group) == (1, (7,), None)
+    assert_equivalent(before, model, torch.randn(3, 8))
