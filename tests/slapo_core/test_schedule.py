@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from slapo_core import ScheduleError, UnknownNameError, create_schedule, is_module_list, make
+from slapo_core.parameters import facts
 
 
 class Block(nn.Module):
@@ -133,3 +136,20 @@ def test_primitives_are_listed_as_methods() -> None:
     assert "another module" in (sch.replace.__doc__ or "").lower() or "Put a module" in (sch.replace.__doc__ or "")
     assert not hasattr(sch, "no_such_primitive")
     assert not hasattr(sch, "_private")
+
+
+def test_a_deep_copy_of_a_schedule_keeps_what_is_known() -> None:
+    sch = create_schedule(Tied())
+    sch["h.0.attn"].annotate("weight", "no_decay", True)
+    facts(sch["wte"].mod.weight).tags.add("tag")
+    other = copy.deepcopy(sch)
+    assert other.mod is not sch.mod
+    assert other.original_names == sch.original_names
+    assert other["h.0.attn"].mod.weight.no_decay is True
+    assert facts(other["head"].mod.weight).tags == {"tag"}
+    assert "annotate" in other["h.0.attn"].metadata.primitives
+    assert str(other.journal) == str(sch.journal)
+    other["h.0"].replace(nn.Identity())
+    assert isinstance(sch["h.0"].mod, Block)
+    with pytest.raises(ScheduleError, match="no step to undo"):
+        copy.deepcopy(sch).undo()

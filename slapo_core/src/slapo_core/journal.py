@@ -71,6 +71,13 @@ class Journal:
         self._entries = [(step, Transaction()) for step, _ in self._entries]
         self._sealed = len(self._entries)
 
+    def sealed_copy(self) -> Journal:
+        """The same steps, with nothing to undo."""
+        copied = Journal()
+        copied._entries = list(self._entries)
+        copied.seal()
+        return copied
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -36,6 +36,9 @@ class ShardSpec:
     group: dist.ProcessGroup | None = None
     axis: str = "tp"
 
+    def __deepcopy__(self, memo: object) -> ShardSpec:
+        return self  # immutable, and a process group cannot be copied
+
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
         """The ``(start, stop)`` ranges along ``dim`` of the full tensor that ``rank`` (default: this one) holds, in order."""
         rank = self.rank if rank is None else rank

@@ -6,6 +6,7 @@ kept in step after a rewrite, and a handle taken before one still works, or says
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -73,6 +74,20 @@ class Root:
         if found is None:
             found = self.metadata[module] = ScheduleMetadata()
         return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Root:
+        """A copy of the model with all that is known of its modules and parameters; its past cannot be undone."""
+        copied = Root(copy.deepcopy(self.module, memo), self.name, self.registry)
+        copied.group, copied.mesh, copied.example_inputs = self.group, self.mesh, self.example_inputs
+        copied.journal = self.journal.sealed_copy()
+        for module, metadata in self.metadata.items():
+            if id(module) in memo:
+                copied.metadata[memo[id(module)]] = copy.deepcopy(metadata, memo)
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+            known, fresh = facts(tensor), facts(memo[id(tensor)])
+            fresh.names, fresh.spec, fresh.tags = known.names, known.spec, set(known.tags)
+            _carry_attributes(tensor, memo[id(tensor)])
+        return copied
 
 
 class Schedule:
@@ -398,6 +413,13 @@ def create_schedule(
     ties = _name_parameters(root)
     shared.metadata_of(root).tie_weights = {tensor: tensor for tensor in ties if isinstance(tensor, nn.Parameter)}
     return Schedule(shared)
+
+
+def _carry_attributes(tensor: torch.Tensor, copied: torch.Tensor) -> None:
+    """``copy.deepcopy`` drops what was set on a parameter."""
+    for name, value in tensor.__dict__.items():
+        if name not in copied.__dict__:
+            setattr(copied, name, value)
 
 
 def is_module_list(module: nn.Module, name: str = "", parent: Schedule | None = None) -> bool:
