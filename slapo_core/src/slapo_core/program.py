@@ -83,7 +83,7 @@ class Program:
         original_names: Current parameter name to its names in the unmodified model.
         ties: Parameters that several stages use.
         replan: ``replan(training, example_inputs)`` gives the same program for other input shapes or the other mode,
-            on the same parameters; None where the modules themselves handle both.
+            on the same parameters, and remembers it; None where the modules themselves handle both.
     """
 
     module: nn.Module
@@ -108,10 +108,11 @@ class Program:
 
     def __call__(self, **batch: Any) -> Any:
         """Run all stages in turn in this process, for one micro-batch: the reference for every engine."""
+        program = self.replan(self.module.training, batch) if self.replan is not None else self
         values: tuple[Any, ...] = ()
         result: Any = None
-        for stage in self.stages:
-            taken = batch if len(self.stages) == 1 else {name: batch[name] for name in stage.batch_inputs if name in batch}
+        for stage in program.stages:
+            taken = batch if len(program.stages) == 1 else {name: batch[name] for name in stage.batch_inputs if name in batch}
             result = stage.module(*values, **taken)
             values = result if isinstance(result, tuple) else (result,)
         return result

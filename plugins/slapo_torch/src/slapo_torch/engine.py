@@ -185,7 +185,7 @@ class TorchEngine(Engine):
             reduce_gradients(self._holdings.trainable, self._mesh["dp"].get_group(), 1 / replicas)
 
     def _clip(self) -> float | None:
-        return self._holdings.clip(self._options.clip) if self._options.clip else None
+        return float(self._holdings.clip(self._options.clip)) if self._options.clip else None
 
     def _make_optimizer(self) -> None:
         trainable = self._holdings.trainable

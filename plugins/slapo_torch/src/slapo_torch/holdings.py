@@ -10,7 +10,8 @@ from torch import nn
 
 from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
-from slapo_core.parameters import shard_spec, successor
+from slapo_core.grad_norm import clip_grad_norm_
+from slapo_core.parameters import successor
 from slapo_core.program import Program, TieGroup
 
 from .gradients import by_stages, reduce_gradients
@@ -79,12 +80,9 @@ class Holdings:
         agree(error, mesh)
 
     def _check_tie(self, tie: TieGroup, parameter: nn.Parameter) -> BuildError | None:
-        assert self._program.mesh is not None
-        pipeline = self._program.mesh["pp"].get_group()
         groups = [group for group, bucket in self._shared if any(parameter is shared for shared in bucket)]
         if not groups or not _different([parameter], groups[0]):
             return None
-        del pipeline
         return BuildError(f"stages {tie.stages} start from different values of the tied {tie.names[0]!r}; seed all ranks alike")
 
     def release_others(self) -> None:
@@ -101,37 +99,13 @@ class Holdings:
                         empty.setdefault(id(parameter), successor(parameter, parameter.detach().to("meta")))
                         module._parameters[name] = empty[id(parameter)]  # type: ignore[assignment]
 
-    def clip(self, largest: float) -> float:
-        """Scale all gradients so that their norm over the whole model is at most ``largest``. Collective.
-
-        Shards count on each tensor-parallel rank, whole parameters once, tied ones in their first stage.
-
-        Returns:
-            The norm before.
-        """
-        gradients = [parameter.grad for parameter in self.trainable if parameter.grad is not None]
-        norm = self._norm()
-        scale = torch.clamp(largest / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.device, gradient.dtype))
-        return float(norm)
-
-    def _norm(self) -> torch.Tensor:
-        program, mesh = self._program, self._program.mesh
-        rank = program.axis_rank("pp")
+    def clip(self, largest: float) -> torch.Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``largest``; returns the norm before. Collective."""
+        rank = self._program.axis_rank("pp")
         elsewhere = {id(parameter) for tie, parameter in self._mine if tie.stages[0] != rank}
-        device = next((p.device for p in self.trainable), torch.device(mesh.device_type if mesh is not None else "cpu"))
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for parameter in self.trainable:
-            spec = shard_spec(parameter)
-            sharded = spec is not None and spec.num_shards > 1
-            if parameter.grad is not None and id(parameter) not in elsewhere and (sharded or program.axis_rank("tp") == 0):
-                total += parameter.grad.detach().double().square().sum()
-        for axis in ("tp", "pp"):
-            if program.axis_size(axis) > 1:
-                assert mesh is not None
-                dist.all_reduce(total, group=mesh[axis].get_group())
-        return total.sqrt().float()
+        mesh = self._program.mesh
+        stages = [mesh["pp"].get_group()] if mesh is not None and self._program.axis_size("pp") > 1 else []
+        return clip_grad_norm_(self.trainable, largest, extra_groups=stages, counts=lambda parameter: id(parameter) not in elsewhere)
 
 
 def _different(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[int]:

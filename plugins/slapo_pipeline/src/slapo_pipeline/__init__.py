@@ -1,0 +1,1 @@
+"""Pipeline parallelism: where to cut, and how a model comes apart there."""

@@ -1,0 +1,202 @@
+"""Which stage runs which node of the flat graph, and what crosses from stage to stage.
+
+A node belongs to the stage its place in the order of execution gives it. Exceptions: parts of a module's result belong to
+the stage of that module, and what can be had from the batch alone without parameters (masks, positions, rotary tables) runs
+in every stage that needs it, so that it need not be sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import fx, nn
+
+from slapo_core.errors import TraceError
+from slapo_core.tracing.regions import is_region_node
+
+from .memory import Memory, changes, function_name
+
+_SEND = ("conv", "fft", "stft", "attention", "dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential")
+"""Parts of the names of functions that are dearer to run again than their result is to send, or give another result."""
+
+
+class Assignment(NamedTuple):
+    """A flat graph, taken apart.
+
+    Args:
+        nodes: Per stage the nodes it runs, in order.
+        received: Per stage the nodes whose values it receives, in order; none for the first.
+        memory: Of the graph.
+    """
+
+    nodes: list[list[fx.Node]]
+    received: list[list[fx.Node]]
+    memory: Memory
+
+
+class Assigner:
+    """Assigns the nodes of one graph.
+
+    Args:
+        graph: Flat graph, with ``val``, ``mutates`` and ``source`` in the nodes' ``meta``.
+        root: The module that holds what the graph calls.
+        positions: Where each stage but the last ends, ascending.
+    """
+
+    def __init__(self, graph: fx.Graph, root: nn.Module, positions: Sequence[int]) -> None:
+        self.root = root
+        self.num_stages = len(positions) + 1
+        self.positions = positions
+        self.place = {node: index for index, node in enumerate(graph.nodes)}
+        self.order = [node for node in graph.nodes if not is_region_node(node)]
+        self.memory = Memory(self.order)
+        self.home: dict[fx.Node, int] = {}
+        """Stage of each node that runs once; the others run wherever they are used."""
+        self.shared: set[fx.Node] = set()
+        """Nodes that every stage can run for itself from the batch alone, with the same result."""
+
+    def run(self) -> Assignment:
+        """Assign every node.
+
+        Raises:
+            TraceError: a value that is no tensor, or one changed in place, would have to cross.
+        """
+        for node in self.order:
+            if node.op == "output":
+                self.home[node] = self.num_stages - 1
+            elif self._is_shared(node):
+                self.shared.add(node)
+            elif not _is_record(node):
+                self.home[node] = self._home(node)
+        stages = self._stages()
+        self._check_objects(stages)
+        received = self._received(stages)
+        self._check_changes(received)
+        nodes = [[node for node in self.order if stage in stages[node]] for stage in range(self.num_stages)]
+        return Assignment(nodes, received, self.memory)
+
+    # ---- where a node runs
+
+    def _is_shared(self, node: fx.Node) -> bool:
+        if node.op in ("placeholder", "get_attr"):
+            return True  # read where it is used
+        owner = self.memory.owner(node)
+        if owner.op in ("placeholder", "get_attr") and owner in self.memory.changed:
+            return False  # the change is done once, and what is a view of it sees it
+        if not all(other in self.shared and not self._is_parameter(other) for other in node.all_input_nodes):
+            return False
+        if node.op == "call_module":
+            return isinstance(self.root.get_submodule(str(node.target)), nn.Identity)
+        value = node.meta.get("val")
+        differentiable = value is not None and value.requires_grad
+        return not differentiable and not any(part in function_name(node).lower() for part in _SEND)
+
+    def _is_parameter(self, node: fx.Node) -> bool:
+        if node.op != "get_attr":
+            return False
+        *parents, name = str(node.target).split(".")
+        return name in self.root.get_submodule(".".join(parents))._parameters
+
+    def _home(self, node: fx.Node) -> int:
+        if _is_part(node) and node.args[0] in self.home:
+            return self.home[node.args[0]]  # type: ignore[index]
+        by_place = sum(position < self.place[node] for position in self.positions)
+        return max([by_place, *(self.home[other] for other in node.all_input_nodes if other in self.home)])
+
+    def _stages(self) -> dict[fx.Node, set[int]]:
+        """Stages in which each node runs: its home, or every stage that uses it."""
+        stages: dict[fx.Node, set[int]] = {node: {self.home[node]} if node in self.home else set() for node in self.order}
+        for node in reversed(self.order):
+            if node not in self.home:  # a change in place has no users of its own where only views are used later
+                for other in self.memory.changed.get(self.memory.owner(node), ()):
+                    stages[node] |= set() if other in self.home else stages[other]
+            for other in node.all_input_nodes:
+                if other not in self.home:
+                    stages[other] |= stages[node]
+        return self._with_changes(stages)
+
+    def _with_changes(self, stages: dict[fx.Node, set[int]]) -> dict[fx.Node, set[int]]:
+        """Where a shared value runs, what changes it in place runs too, with all that needs."""
+        work = [
+            (other, stage)
+            for node in self.order
+            for other in (self.memory.changed.get(self.memory.owner(node), ()) if node not in self.home else ())
+            for stage in stages[node]
+        ]
+        while work:
+            node, stage = work.pop()
+            if node in self.home or stage in stages[node]:
+                continue
+            stages[node].add(stage)
+            work += [(other, stage) for other in node.all_input_nodes]
+        return stages
+
+    # ---- what crosses
+
+    def _received(self, stages: Mapping[fx.Node, set[int]]) -> list[list[fx.Node]]:
+        received: list[list[fx.Node]] = [[] for _ in range(self.num_stages)]
+        for node, home in self.home.items():
+            last = max((stage for user in node.users if user in stages for stage in stages[user]), default=home)
+            for stage in range(home + 1, last + 1):
+                received[stage].append(node)
+        return received
+
+    def _check_objects(self, stages: Mapping[fx.Node, set[int]]) -> None:
+        """Values that are no tensors stay in one stage, unless every stage can make them anew."""
+        for node in self.order:
+            if "val" in node.meta or node.op in ("placeholder", "get_attr", "output"):
+                continue
+            used = {stage for user in node.users if user in stages and not _is_part(user) for stage in stages[user]}
+            crosses = bool(used - {self.home[node]}) if node in self.home else len(used) > 1 and _is_mutable(node)
+            if crosses:
+                kind = _kind(node)
+                remedy = "call the model with use_cache=False" if "Cache" in kind else "cut where it is not in use"
+                numbers = " and ".join(map(str, sorted(used | stages[node])))
+                raise TraceError(
+                    f"a {kind} is used by stages {numbers}, but only tensors can cross; {remedy}", source=node.meta.get("source")
+                )
+
+    def _check_changes(self, received: Sequence[Sequence[fx.Node]]) -> None:
+        """What is received is a copy: two views of one memory must not be changed behind a boundary."""
+        for stage in range(1, self.num_stages):
+            seen: dict[fx.Node, fx.Node] = {}
+            for node in received[stage]:
+                owner = self.memory.owner(node)
+                late = any(self.home.get(other, 0) >= stage for other in self.memory.changed.get(owner, ()))
+                if late and owner in seen:
+                    raise TraceError(
+                        f"{seen[owner].name!r} and {node.name!r} share memory that stage {stage} changes in place; cut elsewhere",
+                        source=node.meta.get("source"),
+                    )
+                seen[owner] = node
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether the node takes a part out of a value that is no tensor."""
+    if node.op != "call_function" or node.target not in (operator.getitem, getattr):
+        return False
+    whole = node.args[0]
+    return isinstance(whole, fx.Node) and "val" not in whole.meta and whole.op != "placeholder"
+
+
+def _template(node: fx.Node) -> Any:
+    """The object that the node makes anew at every call, or None."""
+    return getattr(node.args[0], "value", None) if function_name(node) == "rebuild" and node.args else None
+
+
+def _is_record(node: fx.Node) -> bool:
+    """Whether the node only puts values together, so that each stage that uses the result can."""
+    value = _template(node)
+    return (dataclasses.is_dataclass(value) or isinstance(value, (Mapping, tuple))) and not any(map(changes, node.users))
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return _template(node) is not None and not _is_record(node)
+
+
+def _kind(node: fx.Node) -> str:
+    value = _template(node)
+    return type(value).__name__ if value is not None else f"result of {node.target}"

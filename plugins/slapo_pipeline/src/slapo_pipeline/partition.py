@@ -1,0 +1,161 @@
+"""From a schedule with cuts to a program in stages."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from slapo_core.errors import BuildError, TraceError
+from slapo_core.parameters import facts, shard_spec
+from slapo_core.paths import find
+from slapo_core.program import Boundary, Program, Stage
+from slapo_core.schedule import Schedule
+from slapo_core.ties import tie_groups
+from slapo_core.tracing.structures import fingerprint
+from slapo_core.wrapping import is_opaque
+
+from .assignment import Assigner, Assignment
+from .cut_pipeline_stage import cuts
+from .flat_trace import cut_positions, trace_flat
+from .stage_module import read_from_batch, stage_module
+from .tree import divide
+
+_KEPT_PLANS = 16
+
+
+def partition(schedule: Schedule) -> Program | None:
+    """The program in stages, or None when the schedule has no cuts.
+
+    Raises:
+        BuildError: the mesh has another number of pipeline ranks; no example inputs; a module around a cut was wrapped since.
+        ScheduleError: a cut leaves a stage without anything to run.
+        TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
+    """
+    places = cuts(schedule.journal)
+    if not places:
+        return None
+    mesh, root = schedule.mesh, schedule.root_module
+    ranks = mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else 1
+    if mesh is not None and ranks != len(places) + 1:
+        raise BuildError(f"{len(places)} cuts make {len(places) + 1} stages, but the mesh has pp={ranks}; they must be equal")
+    _check_open(root, places)
+    if schedule.example_inputs is None:
+        raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch of the model's arguments")
+    return Partitioner(root, places, mesh).program(root.training, _by_name(root, schedule.example_inputs))
+
+
+class Partitioner:
+    """Cuts one model at fixed places, for any shape of input.
+
+    Args:
+        root: The model.
+        places: Paths of the modules that end a stage.
+        mesh: Device mesh, or None in one process.
+    """
+
+    def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None) -> None:
+        self.root, self.places, self.mesh = root, places, mesh
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+
+    def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
+        """The program for a mode and for inputs like these; see ``Program.replan``."""
+        key = repr((training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), fingerprint(dict(inputs))))
+        if key not in self._programs:
+            self._programs[key] = self._cut(training, _apart(inputs))
+            if len(self._programs) > _KEPT_PLANS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        return self._programs[key]
+
+    def _cut(self, training: bool, inputs: Mapping[str, Any]) -> Program:
+        root = self.root
+        modes = [(module, module.training) for module in root.modules()] if root.training != training else []
+        try:
+            root.train(training) if modes else None
+            flat = trace_flat(root, inputs, self.places)
+            positions = [position for position, _ in cut_positions(root, flat.graph, self.places)]
+            parts = Assigner(flat.graph, root, positions).run()
+            keep = divide(root, [_used(nodes) for nodes in parts.nodes])
+            modules = [stage_module(flat, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        _check_statistics(root, parts)
+        stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
+        named = dict(root.named_parameters())
+        return Program(
+            module=root,
+            stages=tuple(stages),
+            mesh=self.mesh,
+            shard_specs={name: spec for name, parameter in named.items() if (spec := shard_spec(parameter)) is not None},
+            original_names={name: facts(parameter).names for name, parameter in named.items()},
+            ties=tie_groups(root, modules),
+            replan=self.program,
+        )
+
+
+def _stage(index: int, module: nn.Module, parts: Assignment) -> Stage:
+    nodes = parts.nodes[index]
+    return Stage(
+        index=index,
+        module=module,
+        inputs=tuple(map(_boundary, parts.received[index])),
+        batch_inputs=read_from_batch(nodes),
+        paths=tuple(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")),
+    )
+
+
+def _boundary(node: fx.Node) -> Boundary:
+    value = node.meta["val"]
+    return Boundary(node.name, tuple(value.shape), value.dtype, value.requires_grad)
+
+
+def _used(nodes: list[fx.Node]) -> set[str]:
+    return {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
+
+
+def _apart(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs with a tensor of its own for each argument, as one given twice could not be told apart in the graph."""
+    return {name: tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value) for name, value in inputs.items()}
+
+
+def _by_name(root: nn.Module, inputs: Any) -> dict[str, Any]:
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return dict(inspect.signature(root.forward).bind(*given).arguments)
+
+
+def _check_open(root: nn.Module, places: list[str]) -> None:
+    """Modules around a cut are taken apart; one that was wrapped after the cut would lose what wraps it."""
+    for path in places:
+        if find(root, path) is None:
+            raise BuildError(f"a stage ends after {path!r}, but that module is gone; undo the cut, or what removed the module")
+        names = path.split(".")
+        for depth in range(len(names)):
+            outer = ".".join(names[:depth])
+            if is_opaque(root.get_submodule(outer)):
+                raise BuildError(
+                    f"{outer or 'the whole model'!r} is wrapped or has hooks and runs as one piece, but a stage ends inside it, after {path!r}; "
+                    "remove that cut or the wrapping"
+                )
+
+
+def _check_statistics(root: nn.Module, parts: Assignment) -> None:
+    """Running statistics have one owner."""
+    stages: dict[str, set[int]] = {}
+    for index, nodes in enumerate(parts.nodes):
+        for node in nodes:
+            if node.op == "call_module":
+                stages.setdefault(str(node.target), set()).add(index)
+    for path, used in stages.items():
+        kinds = (nn.modules.batchnorm._BatchNorm,)
+        if len(used) > 1 and any(isinstance(module, kinds) for module in root.get_submodule(path).modules()):
+            raise TraceError(f"{path!r} keeps running statistics and runs in stages {sorted(used)}; cut so that one stage runs it")

@@ -1,0 +1,23 @@
+"""What this plugin registers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slapo_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from slapo_core.program import Program
+    from slapo_core.schedule import Schedule
+
+
+@hookimpl
+def slapo_primitives() -> dict[str, str]:
+    return {"cut_pipeline_stage": "slapo_pipeline.cut_pipeline_stage:CutPipelineStagePrimitive"}
+
+
+@hookimpl
+def slapo_partition(schedule: Schedule) -> Program | None:
+    from .partition import partition  # keeps this module cheap to import
+
+    return partition(schedule)

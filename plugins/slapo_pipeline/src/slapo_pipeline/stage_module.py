@@ -1,0 +1,95 @@
+"""The module of one stage: its part of the graph, and its part of the model's tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_core.errors import TraceError
+from slapo_core.tracing import TracedModule
+from slapo_core.tracing.regions import write_regions
+from slapo_core.tracing.structures import difference, fingerprint
+
+from .assignment import Assignment
+from .tree import prune
+
+
+@dataclass
+class StageGuard:
+    """What a stage was traced for.
+
+    Args:
+        index: Of the stage.
+        received: Name, shape and dtype of what it receives, in order.
+        batch: Fingerprint of each argument it reads from the batch.
+        training: The model's mode.
+    """
+
+    index: int
+    received: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    batch: dict[str, Any]
+    training: bool
+
+    def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the graph's inputs; ``TraceError`` when the call is not the one the stage was made for."""
+        if module.training != self.training:
+            raise TraceError(f"stage {self.index} was traced in {'train' if self.training else 'eval'} mode; plan it again in this one")
+        found = tuple((name, tuple(value.shape), value.dtype) for (name, *_), value in zip(self.received, args, strict=False))
+        if found != self.received or len(args) != len(self.received):
+            raise TraceError(f"stage {self.index} receives {found}, but was traced for {self.received}")
+        for name, traced in self.batch.items():
+            given = fingerprint(kwargs.get(name))
+            if given != traced:
+                raise TraceError(f"stage {self.index}: {difference(traced, given, name)}; plan it again for inputs like these")
+        return {**{name: value for (name, *_), value in zip(self.received, args, strict=True)}, **{name: kwargs[name] for name in self.batch}}
+
+
+def stage_module(flat: TracedModule, root: nn.Module, parts: Assignment, index: int, keep: set[str], inputs: Mapping[str, Any]) -> TracedModule:
+    """The module of stage ``index``.
+
+    Args:
+        flat: The traced model.
+        root: The model.
+        parts: How the graph comes apart.
+        index: Of the stage.
+        keep: Paths of the modules, parameters and buffers it holds.
+        inputs: The model's arguments it was traced with.
+    """
+    graph, batch = _stage_graph(parts, index)
+    received = tuple((node.name, tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in parts.received[index])
+    guard = StageGuard(index, received, {name: fingerprint(inputs[name]) for name in batch}, root.training)
+    targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    constants = {name: getattr(flat, name) for name in targets if "." not in name and not hasattr(root, name)}
+    return TracedModule(prune(root, keep), graph, guard, constants)  # type: ignore[arg-type]
+
+
+def _stage_graph(parts: Assignment, index: int) -> tuple[fx.Graph, list[str]]:
+    """The stage's graph and the model's arguments it reads."""
+    graph, env = fx.Graph(), {}
+    nodes = parts.nodes[index]
+    for node in parts.received[index]:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    batch = [node for node in nodes if node.op == "placeholder"]
+    for node in batch:
+        env[node] = graph.node_copy(node)
+    changed = parts.memory.touched_by(nodes)
+    for node in parts.received[index]:
+        if parts.memory.owner(node) in changed:  # what was received is the runtime's, and a leaf of autograd
+            env[node] = graph.call_method("clone", (env[node],))
+    for node in nodes:
+        if node.op != "placeholder":
+            env[node] = graph.node_copy(node, lambda other: env[other])
+    if index + 1 < len(parts.nodes):
+        graph.output(tuple(env[node] for node in parts.received[index + 1]))
+    write_regions(graph)
+    return graph, [str(node.target) for node in batch]
+
+
+def read_from_batch(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    """The model's arguments that some of these nodes are."""
+    return tuple(str(node.target) for node in nodes if node.op == "placeholder")

@@ -1,0 +1,67 @@
+"""A stage's part of a model's tree of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def prune(module: nn.Module, keep: set[str], path: str = "") -> nn.Module:
+    """A copy of the tree with only what is in ``keep``.
+
+    Args:
+        module: The module at ``path``.
+        keep: Paths of modules, parameters and buffers from the top. What is kept is the very same object; the modules above
+            are copies of their class.
+        path: Of the module; ``""`` at the top.
+    """
+    prefix = f"{path}." if path else ""
+    copied = object.__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    for table in _TABLES[:2]:
+        copied.__dict__[table] = {name: value for name, value in module.__dict__[table].items() if prefix + name in keep}
+    copied.__dict__["_modules"] = children = {}
+    for name, child in module._modules.items():
+        if prefix + name in keep:
+            children[name] = child
+        elif child is not None and any(kept.startswith(f"{prefix}{name}.") for kept in keep):
+            children[name] = prune(child, keep, prefix + name)
+    return copied
+
+
+def divide(root: nn.Module, used: Sequence[set[str]]) -> list[set[str]]:
+    """What each stage holds: what it uses, and what no stage uses stays with what stands before it in the model.
+
+    Args:
+        root: The model.
+        used: Per stage the paths of modules, parameters and buffers that it calls or reads.
+
+    Returns:
+        Per stage the paths that ``prune`` keeps; together all of the model.
+    """
+    divided = [set(paths) for paths in used]
+    parents = {".".join(path.split(".")[:depth]) for paths in used for path in paths for depth in range(path.count(".") + 1)}
+    current = 0
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        nonlocal current
+        for table in _TABLES:
+            for name, value in module.__dict__[table].items():
+                path = prefix + name
+                users = [index for index, paths in enumerate(used) if path in paths]
+                if users:
+                    current = users[-1]
+                elif value is not None and id(value) not in seen:
+                    if table == "_modules" and path in parents:
+                        visit(value, f"{path}.")
+                    else:
+                        divided[current].add(path)
+                if value is not None:
+                    seen.add(id(value))
+
+    visit(root, "")
+    return divided
