@@ -54,8 +54,8 @@ class StageCall(nn.Module):
     def _sendable(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         assert self.outputs is not None
         for tensor, boundary in zip(result, self.outputs, strict=True):
-            real = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and torch.is_grad_enabled())
-            planned = (boundary.shape, boundary.dtype, boundary.requires_grad)
+            real = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            planned = (boundary.shape, boundary.dtype, boundary.requires_grad and torch.is_grad_enabled())
             if real != planned:  # a gradient nobody sends back would be lost without a word
                 what = "(shape, dtype, requires_grad)"
                 raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
