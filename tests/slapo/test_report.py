@@ -73,7 +73,13 @@ class Page(HTMLParser):
 
 def test_page_says_what_happened():
     text = Page(page(make_record())).text
-    for word in ("gpt2: pp 2 x dp 1 x tp 2", "Same as the unmodified model", "sch['h.0'].shard('weight', axis=0)", "25.0%", "2.13.0"):
+    for word in (
+        "gpt2: pp 2 x dp 1 x tp 2",
+        "Same as the unmodified model",
+        "sch['h.0'].shard('weight', axis=0)",
+        "25.0%",
+        "2.13.0",
+    ):
         assert word in text
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,20 +19,8 @@ from slapo.training.loopback import _listen
 from slapo.training.settings import Settings
 from tests.slapo import launched
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("launcher_state")]
 SETTINGS = Settings(tp=3)
-
-
-@pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The launcher sets environment variables and signal handlers of its process; give the tests' own back."""
-    environment = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
-    yield
-    os.environ.clear()
-    os.environ.update(environment)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def test_all_ranks_run_and_meet(tmp_path: Path):

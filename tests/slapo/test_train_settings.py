@@ -10,7 +10,21 @@ from slapo.training.settings import Settings, SettingsError
 from slapo_core.errors import UnknownNameError
 from slapo_core.weights import init_empty_weights
 
-FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "opt", "gpt_neox", "gptj", "bloom", "phi", "gemma2", "mixtral", "bart"]
+FAMILIES = [
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "opt",
+    "gpt_neox",
+    "gptj",
+    "bloom",
+    "phi",
+    "gemma2",
+    "mixtral",
+    "bart",
+]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +83,9 @@ def test_dropout_is_set_everywhere(model: str):
 
 
 def test_unknown_model_gets_a_suggestion():
-    with pytest.raises(UnknownNameError, match="--model gtp2: transformers .* has no causal language model of this type; try .*gpt2"):
+    with pytest.raises(
+        UnknownNameError, match="--model gtp2: transformers .* has no causal language model of this type; try .*gpt2"
+    ):
         build_config(Settings(model="gtp2"))
 
 

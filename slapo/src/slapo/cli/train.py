@@ -55,7 +55,7 @@ def train(
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Precision of the computation.")] = "fp32",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 30,
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0,
-    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 3e-3,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs when there is one for every rank.")
     ] = "auto",

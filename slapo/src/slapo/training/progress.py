@@ -22,8 +22,10 @@ def announce(console: Console, settings: Settings, source: str) -> None:
     ranks = f"{settings.world_size} {'rank' if settings.world_size == 1 else 'ranks'}"
     model = f"{settings.model}: {settings.layers} layers, hidden {settings.hidden}, {settings.heads} heads"
     batch = f"batch {settings.batch} x {settings.seq} bytes, {settings.microbatches} micro-batches"
-    console.print(f"[bold]{escape(model)}[/]; {batch}; {ranks} ({layout}) on {settings.device}", highlight=False)
-    console.print(f"data: {escape(source)}", highlight=False)
+    console.print(
+        f"[bold]{escape(model)}[/]; {batch}; {ranks} ({layout}) on {settings.device}", highlight=False, soft_wrap=True
+    )
+    console.print(f"data: {escape(source)}", highlight=False, soft_wrap=True)
 
 
 def follow(console: Console, title: str, losses: Iterable[float], num_steps: int) -> Iterator[float]:
@@ -49,7 +51,7 @@ def _lines(console: Console, title: str, losses: Iterable[float], num_steps: int
     every = max(1, num_steps // 10)
     for step, loss in enumerate(losses, 1):
         if step == 1 or step % every == 0 or step == num_steps:
-            console.print(f"{title}: step {step}/{num_steps}, loss {loss:.4f}", highlight=False)
+            console.print(f"{title}: step {step}/{num_steps}, loss {loss:.4f}", highlight=False, soft_wrap=True)
         yield loss
 
 
@@ -63,7 +65,7 @@ def compare(console: Console, record: RunRecord) -> None:
         if step % every == 0 or step in (1, record.largest[1]):
             table.add_row(str(step), f"{own:.6f}", f"{other:.6f}", f"{abs(own - other):.1e}")
     console.print(table)
-    console.print(verdict(record), highlight=False)
+    console.print(verdict(record), highlight=False, soft_wrap=True)
 
 
 def verdict(record: RunRecord) -> str:

@@ -51,7 +51,7 @@ class Settings:
     precision: str = "fp32"
     steps: int = 30
     seed: int = 0
-    lr: float = 3e-3
+    lr: float = 1e-3
     device: str = "cpu"
     reference: bool = False
     report: str = ""

@@ -73,7 +73,7 @@ def conclude(record: RunRecord, corpus: Corpus, console: Console) -> None:
         record.reference = list(follow(console, "reference", reference_losses(settings, corpus), settings.steps))
         compare(console, record)
     if settings.report:
-        console.print(f"report: {write_report(record, Path(settings.report))}", highlight=False)
+        console.print(f"report: {write_report(record, Path(settings.report))}", highlight=False, soft_wrap=True)
     if settings.reference and not settings.dropout and not record.agrees:
         raise VerifyError(verdict(record))
 

@@ -1,0 +1,95 @@
+"""``slapo train`` from end to end: real processes, real text, the unmodified model beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from slapo.cli.app import create_app
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("launcher_state"), pytest.mark.timeout(300)]
+LAYOUTS = ["--tp 1 --pp 1", "--tp 2 --pp 1", "--tp 1 --pp 2", "--tp 2 --pp 2", "--tp 1 --pp 4"]
+SMALL = "--layers 2 --hidden 32 --seq 32 --steps 6"
+
+
+def train(folder: Path, flags: str) -> dict[str, Any]:
+    """Run the command and read the run back from its report."""
+    result = CliRunner().invoke(create_app(), ["train", *flags.split(), "--report", str(folder)])
+    assert result.exit_code == 0, f"{result.output}{result.stderr}{result.exception!r}"
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="run">(.*?)</script>', page)
+    assert found is not None
+    run: dict[str, Any] = json.loads(found[1])
+    return run
+
+
+def largest_difference(run: dict[str, Any]) -> float:
+    return max(abs(own - other) for own, other in zip(run["losses"], run["reference"], strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_thirty_steps_equal_the_unmodified_model(tmp_path: Path, layout: str):
+    run = train(tmp_path, f"{layout} --steps 30 --reference")
+    assert len(run["losses"]) == 30
+    assert largest_difference(run) <= 1e-4
+    assert run["losses"][-1] < run["losses"][0] - 1, "it learns"
+
+
+def test_report_and_schedule_of_a_run(tmp_path: Path):
+    run = train(tmp_path, f"--tp 2 --pp 2 {SMALL}")
+    assert {step["name"] for step in run["steps"] if step["depth"] == 0} == {"tensor_parallel", "cut_pipeline_stage"}
+    assert [rank["stages"] for rank in run["ranks"]] == [[0], [0], [1], [1]]
+    assert {event["rank"] for event in run["timeline"]} == {0, 1, 2, 3}
+    assert {event["kind"] for event in run["timeline"]} == {"F", "B"}
+    assert len(run["stage_paths"]) == 2
+    again = train(tmp_path / "again", f"--tp 2 --pp 2 {SMALL} --schedule {tmp_path / 'schedule.json'}")
+    assert again["losses"] == run["losses"]
+
+
+def test_a_schedule_of_ones_own(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def schedule(sch):\n"
+        "    for layer in sch.select('transformer.h.*'):\n"
+        "        layer['mlp.c_fc'].shard(['weight', 'bias'], axis=1).sync('bwd_post', 'all_reduce')\n"
+        "        layer['mlp.c_proj'].shard('weight', axis=0).sync('fwd_post', 'all_reduce')\n"
+        "    sch['transformer.h.0'].cut_pipeline_stage()\n"
+    )
+    run = train(tmp_path, f"--tp 2 --pp 2 {SMALL} --reference --schedule {path}")
+    assert largest_difference(run) <= 1e-4
+
+
+def test_dropout_with_a_seed_is_the_same_twice(tmp_path: Path):
+    runs = [train(tmp_path / name, f"--tp 2 --pp 2 {SMALL} --dropout 0.2 --seed 3")["losses"] for name in ("one", "two")]
+    assert runs[0] == runs[1]
+    plain = train(tmp_path / "plain", f"--tp 2 --pp 2 {SMALL} --seed 3")["losses"]
+    assert plain != runs[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--dp 2",
+        "--dp 2 --tp 2 --microbatches 2",
+        "--dp 2 --pp 2 --microbatches 2",
+        "--pp 2 --schedule-kind gpipe",
+        "--tp 2 --pp 2 --checkpoint-layers",
+        "--model llama --tp 2 --pp 2",
+        "--model qwen2 --pp 2",
+        "--model gpt_neox --tp 2",
+        "--model opt --pp 2",
+    ],
+)
+def test_other_runs_equal_the_unmodified_model(tmp_path: Path, flags: str):
+    assert largest_difference(train(tmp_path, f"{flags} --steps 10 --reference")) <= 1e-4
+
+
+@pytest.mark.slow
+def test_bf16_stays_near(tmp_path: Path):
+    assert largest_difference(train(tmp_path, "--tp 2 --steps 10 --precision bf16 --reference")) <= 5e-2
