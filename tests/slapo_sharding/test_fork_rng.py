@@ -1,0 +1,117 @@
+"""Dropout: masks of their own in a sharded region, equal ones in a replicated one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from slapo_core.random import rng_state, set_random_seed, set_rng_state
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+from slapo_sharding import plugin
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.multiproc
+
+
+class Region(nn.Module):
+    """A dropout of sharded values, and one of replicated values behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.residual = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inside(x), self.residual(x)
+
+
+def _masks(rank: int) -> list[list[float]]:
+    sch = create_schedule(nn.Sequential(nn.Dropout(0.5), Region()), plugins=Registry([plugin]))
+    sch["1"].fork_rng()
+    sch["1.residual"].fork_rng(outside=True)
+    set_random_seed(3, tp_rank=rank)
+    x = torch.ones(32)
+    masks = [sch["0"].mod(x), *sch["1"].mod(x), *sch["1"].mod(x), sch["0"].mod(x)]
+    return [mask.tolist() for mask in masks]
+
+
+def test_correctness_12_masks_differ_inside_a_sharded_region_and_agree_outside():
+    one, other = run_distributed(_masks, 2)
+    assert [left == right for left, right in zip(one, other, strict=True)] == [True, False, True, False, True, True]
+    assert len({str(mask) for mask in one}) == 6
+
+
+def _recomputed(rank: int) -> None:
+    """A recompute inside a fork draws the same masks, and leaves the states where the forward left them."""
+    sch = create_schedule(nn.Sequential(Region()), plugins=Registry([plugin]))
+    sch["0"].fork_rng()
+    sch["0.residual"].fork_rng(outside=True)
+    set_random_seed(3, tp_rank=rank)
+    x, saved, drawn = torch.ones(32, requires_grad=True), rng_state(), []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        now = rng_state()
+        if drawn:
+            set_rng_state(saved)
+        outputs = sch.mod(x)
+        drawn.append(outputs)
+        if len(drawn) == 2:
+            set_rng_state(now)
+        return outputs[0] * outputs[1]
+
+    checkpoint(region, x, use_reentrant=False, preserve_rng_state=False, early_stop=False).sum().backward()
+    assert len(drawn) == 2
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[0][1], drawn[1][1])
+    after = sch.mod(torch.ones(32))
+    assert not torch.equal(after[0], drawn[0][0])
+    assert not torch.equal(after[1], drawn[0][1])
+
+
+def test_correctness_12_recompute_draws_the_same_masks():
+    run_distributed(_recomputed, 2)
+
+
+def _gpt2(rank: int) -> dict[str, list[float]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=4, vocab_size=32, n_positions=8, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).train()
+    create_schedule(model, plugins=Registry([plugin])).tensor_parallel()
+    set_random_seed(3, tp_rank=rank)
+    seen: dict[str, list[float]] = {}
+    for name, module in model.named_modules():
+        if name.endswith(("resid_dropout", "mlp.dropout", "drop")):
+            module.register_forward_hook(lambda m, args, out, name=name: seen.__setitem__(name, out.flatten().tolist()))
+    ids = torch.randint(32, (2, 8))
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    other = [torch.zeros_like(loss) for _ in range(2)]
+    dist.all_gather(other, loss.detach())
+    assert torch.equal(*other)
+    return seen
+
+
+def test_correctness_12_replicated_values_of_gpt2_agree_with_dropout_on():
+    one, other = run_distributed(_gpt2, 2)
+    assert len(one) == 5
+    assert one == other
+
+
+def test_without_a_seed_training_is_refused_and_evaluation_runs():
+    run_distributed(_without_seed, 1)
+
+
+def _without_seed(rank: int) -> None:
+    from slapo_core import random
+
+    random._SEED_SET = False
+    random.get_cuda_rng_tracker().reset()
+    sch = create_schedule(nn.Sequential(nn.Dropout(0.5)), plugins=Registry([plugin]))
+    sch["0"].fork_rng()
+    with pytest.raises(KeyError, match="call set_random_seed"):
+        sch.mod(torch.ones(4))
+    assert torch.equal(sch.mod.eval()(torch.ones(4)), torch.ones(4))

@@ -1,0 +1,158 @@
+"""Illegal shard steps change nothing; schedules whose syncs do not fit are not built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from slapo_core.build import build
+from slapo_core.errors import BuildError, ScheduleError
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import run_distributed
+from slapo_core.wrapping import wrap_forward
+from slapo_sharding import plugin
+from torch import nn
+
+pytestmark = pytest.mark.multiproc
+
+
+def _schedule(module: nn.Module) -> Schedule:
+    return create_schedule(module, plugins=Registry([plugin]))
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) ** 2
+
+
+def _wrap(module: nn.Module) -> nn.Module:
+    wrap_forward(module, lambda call, *args: call(*args))
+    return module
+
+
+SHARDS = {
+    "name": (lambda: nn.Linear(4, 8), ("wait", 0), "shard('0'): no parameter 'wait'; available: weight, bias"),
+    "no bias": (lambda: nn.Linear(4, 8, bias=False), ("bias", 0), "no parameter 'bias'; available: weight"),
+    "no names": (lambda: nn.Linear(4, 8), ([], 0), "no parameter is named"),
+    "axis": (lambda: nn.Linear(4, 8), ("weight", 2), "axis 2 is out of range for 'weight' with 2 dimensions"),
+    "size": (lambda: nn.Linear(4, 7), ("weight", 0), "dim 0 of 'weight' has size 7, not divisible by 2 ranks; pad it"),
+    "vocabulary": (lambda: nn.Embedding(11, 4), ("weight", 0), "dim 0 of 'weight' has size 11, not divisible by 2 ranks"),
+    "row bias": (lambda: nn.Linear(4, 8), (["weight", "bias"], 1), "'bias' stays whole when 'weight' is split along 1"),
+    "class": (lambda: nn.Conv2d(4, 8, 1), ("weight", 0), "'weight' is in a Conv2d, which no sharding rule covers"),
+    "own forward": (lambda: OwnForward(4, 8), ("weight", 0), "'weight' is in a OwnForward, which no sharding rule covers"),
+    "max_norm": (lambda: nn.Embedding(8, 4, max_norm=1.0), ("weight", 0), "max_norm=1.0 rescales whole rows"),
+    "sparse": (lambda: nn.Embedding(8, 4, sparse=True), ("weight", 1), "sparse gradients cannot be sharded"),
+    "frequency": (lambda: nn.Embedding(8, 4, scale_grad_by_freq=True), ("weight", 0), "scale_grad_by_freq counts indices"),
+    "blocks": (lambda: nn.Embedding(8, 4), ("weight", 0, 2), "'weight' cannot be split along 0 in blocks"),
+    "wrapped": (lambda: _wrap(nn.Linear(4, 8)), ("weight", 1), "forward is wrapped already; shard it before"),
+}
+
+
+def _shard(rank: int) -> dict[str, str]:
+    messages = {}
+    for key, (make, arguments, _) in SHARDS.items():
+        sch = _schedule(nn.Sequential(make()))
+        state = (list(map(id, sch.mod.parameters())), dict(sch["0"].mod.__dict__))
+        with pytest.raises(ScheduleError) as caught:
+            sch["0"].shard(*arguments)
+        messages[key] = str(caught.value)
+        assert state == (list(map(id, sch.mod.parameters())), dict(sch["0"].mod.__dict__)), key
+        assert not sch.journal
+    return messages
+
+
+def test_an_illegal_shard_says_why_and_changes_nothing():
+    messages = run_distributed(_shard, 2)[0]
+    assert {key: message for key, message in messages.items() if SHARDS[key][2] not in message} == {}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(8, 4)
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+
+
+def _column(sch: Schedule) -> Schedule:
+    return sch["up"].shard("weight", axis=0)
+
+
+def _row(sch: Schedule) -> Schedule:
+    return sch["down"].shard("weight", axis=1)
+
+
+def _replaced_head(sch: Schedule) -> None:
+    sch["emb"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+    late = nn.Linear(4, 8, bias=False)
+    late.weight = sch["emb"].mod.weight
+    sch.root_module.late = late
+
+
+BUILDS: dict[str, tuple[Callable[[Schedule], object], str]] = {
+    "column": (_column, "'up': the gradient of its input is partial; needs sync('bwd_post', 'all_reduce')"),
+    "row": (_row, "'down': its output is partial; needs sync('fwd_post', 'all_reduce')"),
+    "row by parent": (
+        lambda sch: (_row(sch), sch.sync("fwd_post", "all_reduce")),
+        "'down': its output is partial; needs sync('fwd_post', 'all_reduce')",  # its bias would be left out
+    ),
+    "embedding": (lambda sch: sch["emb"].shard("weight", axis=0), "'emb': its output is partial; needs"),
+    "row twice": (
+        lambda sch: _row(sch).sync("fwd_post", "all_reduce").sync("fwd_post", "all_reduce"),
+        "'down': its output is reduced 2 times; sync it once",
+    ),
+    "column twice": (
+        lambda sch: (_column(sch).sync("bwd_post", "all_reduce"), sch.sync("bwd_post", "all_reduce")),
+        "'up': the gradient of its input is reduced 2 times; sync it once",
+    ),
+    "gather and reduce": (
+        lambda sch: _column(sch).sync("bwd_post", "all_reduce").sync("fwd_pre", "all_gather", axis=1),
+        "'up': the gradient of its input is reduced 2 times",
+    ),
+    "reduced columns": (
+        lambda sch: _column(sch).sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce"),
+        "'up': its output is sharded, all_reduce would add different parts; gather it",
+    ),
+    "not gathered": (
+        lambda sch: sch["up"].shard("weight", axis=0, gathered=True).sync("bwd_post", "all_reduce"),
+        "'up': sharded with gathered=True; needs sync('fwd_post', 'all_gather', axis=-1)",
+    ),
+    "unaware": (_replaced_head, "'late' holds 'weight' that is sharded elsewhere; shard it here in the same way"),
+}
+
+
+def _build(rank: int) -> dict[str, str]:
+    messages = {}
+    for key, (steps, _) in BUILDS.items():
+        sch = _schedule(Net())
+        steps(sch)
+        with pytest.raises(BuildError) as caught:
+            build(sch)
+        messages[key] = str(caught.value)
+        build(sch, check=False)
+    return messages
+
+
+def test_a_missing_doubled_or_impossible_sync_is_refused_at_build():
+    messages = run_distributed(_build, 2)[0]
+    assert {key: message for key, message in messages.items() if BUILDS[key][1] not in message} == {}
+
+
+def _accepted(rank: int) -> None:
+    for steps in (
+        lambda sch: (_column(sch), sch.sync("bwd_post", "all_reduce")),
+        lambda sch: _column(sch).sync("fwd_pre", "all_gather", axis=1),
+        lambda sch: _row(sch).sync("fwd_post", "reduce_scatter", axis=1),
+        lambda sch: _row(sch).sync("fwd_post", lambda module, args, output: output),
+        lambda sch: (sch["emb"].shard("weight", axis=0), sch.sync("fwd_post", "all_reduce")),
+        lambda sch: sch["emb"].shard("weight", axis=1),
+    ):
+        sch = _schedule(Net())
+        steps(sch)
+        build(sch)
+
+
+def test_syncs_of_the_module_or_one_around_it_are_enough():
+    run_distributed(_accepted, 2)

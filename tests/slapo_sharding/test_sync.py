@@ -1,0 +1,212 @@
+"""Syncs see positional and keyword inputs, tuples and dataclasses; what they cannot do they refuse."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from slapo_core.errors import ScheduleError
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import run_distributed
+from slapo_sharding import plugin
+from torch import nn
+
+pytestmark = pytest.mark.multiproc
+
+
+class Inputs(nn.Module):
+    """Multiplies what it is given, so that each input's gradient is the others' product."""
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor | None = None, pair: Any = None) -> torch.Tensor:
+        for factor in (mask, *(pair or ())):
+            x = x if factor is None else x * factor
+        return x
+
+
+def _schedule(module: nn.Module) -> Schedule:
+    return create_schedule(module, plugins=Registry([plugin]))
+
+
+def _input_gradients(rank: int) -> None:
+    model = _schedule(Inputs()).sync("bwd_post", "all_reduce").mod
+    tensors = {name: torch.full((2,), 2.0, requires_grad=True) for name in ("x", "mask", "first", "second")}
+    still = torch.ones(2)
+    calls = (
+        lambda x, mask, first, second: model(x, mask=mask, pair=(first, second, still)),
+        lambda x, mask, first, second: model(x=x, mask=mask, pair=[first, second, still]),
+        lambda x, mask, first, second: model(pair=(first, second), mask=mask, x=x),
+    )
+    for call in calls:
+        for tensor in tensors.values():
+            tensor.grad = None
+        call(**tensors).sum().backward()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor.grad, torch.full((2,), 16.0)), name  # 2 * 2 * 2 from each of two ranks
+
+
+def test_correctness_04_bwd_post_reaches_positional_keyword_and_nested_inputs():
+    run_distributed(_input_gradients, 2)
+
+
+def _gathered_input(rank: int) -> None:
+    model = _schedule(Inputs()).sync("fwd_pre", "all_gather", axis=0).mod
+    piece, mask = torch.full((1, 2), float(rank)), torch.tensor([[1.0], [10.0]])
+    expected = torch.tensor([[0.0, 0.0], [10.0, 10.0]])
+    assert torch.equal(model(piece, mask=mask), expected)
+    assert torch.equal(model(x=piece, mask=mask), expected)
+
+
+def test_correctness_04_fwd_pre_takes_the_first_input_and_leaves_the_others():
+    run_distributed(_gathered_input, 2)
+
+
+def _both_kinds_reach_a_function(rank: int) -> list[Any]:
+    seen: list[Any] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        seen.append((len(args), sorted(kwargs)))
+        return args, {**kwargs, "mask": kwargs["mask"] * 2}
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append((len(args), sorted(kwargs)))
+        return output + 1
+
+    model = _schedule(Inputs()).sync("fwd_pre", before).sync("fwd_post", after).mod
+    return [*seen, model(torch.ones(1), mask=torch.ones(1)).item(), model(x=torch.ones(1), mask=torch.ones(1)).item(), *seen]
+
+
+def test_correctness_04_a_function_sees_positional_and_keyword_inputs():
+    assert run_distributed(_both_kinds_reach_a_function, 2) == [[3.0, 3.0, *[(1, ["mask"])] * 2, *[(0, ["mask", "x"])] * 2]] * 2
+
+
+def test_functions_with_torch_s_shorter_signatures():
+    model = _schedule(nn.Sequential(Inputs()))
+    model["0"].sync("fwd_pre", lambda module, args: args[0] * 3).sync("fwd_post", lambda module, args, output: None)
+    model["0"].sync("bwd_post", lambda module, grad_input, grad_output: (grad_input[0] * 5,))
+    x = torch.ones(1, requires_grad=True)
+    y = model.mod(x)
+    y.backward()
+    assert (y.item(), x.grad.item()) == (3.0, 15.0)
+
+
+@dataclasses.dataclass
+class Output:
+    loss: None
+    hidden: torch.Tensor
+    other: torch.Tensor
+
+
+class Returns(nn.Module):
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wrap(x)
+
+
+def _outputs(rank: int) -> None:
+    x = torch.ones(2)
+    wraps = {
+        "tensor": (lambda x: x, lambda out: (out, None)),
+        "tuple": (lambda x: (None, x, x), lambda out: (out[1], out[2])),
+        "list": (lambda x: [x, x], lambda out: (out[0], out[1])),
+        "dict": (lambda x: {"a": 1, "b": x, "c": x}, lambda out: (out["b"], out["c"])),
+        "dataclass": (lambda x: Output(None, x, x), lambda out: (out.hidden, out.other)),
+    }
+    for kind, (wrap, unwrap) in wraps.items():
+        first, second = unwrap(_schedule(Returns(wrap)).sync("fwd_post", "all_reduce").mod(x))
+        assert torch.equal(first, 2 * x), kind
+        assert second is None or torch.equal(second, x), kind
+
+
+def test_fwd_post_takes_the_first_tensor_of_any_output():
+    run_distributed(_outputs, 2)
+
+
+def _model_output(rank: int) -> None:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    model = _schedule(Returns(lambda x: CausalLMOutput(logits=x))).sync("fwd_post", "all_gather", axis=-1).mod
+    output = model(torch.full((1, 1), float(rank)))
+    assert isinstance(output, CausalLMOutput)
+    assert output.logits.tolist() == output["logits"].tolist() == output[0].tolist() == [[0.0, 1.0]]
+
+
+def test_fwd_post_takes_transformers_outputs():
+    run_distributed(_model_output, 2)
+
+
+def _copied(rank: int) -> float:
+    model = _schedule(nn.Sequential(Inputs())).sync("fwd_post", "all_reduce").sync("bwd_post", "all_reduce").mod
+    return copy.deepcopy(model)(torch.ones(1)).item()
+
+
+def test_a_copied_module_syncs_as_well_and_once():
+    assert run_distributed(_copied, 2) == [2.0, 2.0]
+
+
+def _undone(rank: int) -> float:
+    sch = _schedule(nn.Sequential(Inputs())).sync("fwd_post", "all_reduce")
+    sch.undo()
+    return sch.mod(torch.ones(1)).item()
+
+
+def test_undo_takes_the_hook_away():
+    assert run_distributed(_undone, 2) == [1.0, 1.0]
+
+
+def test_on_one_rank_an_operation_leaves_the_module_alone():
+    model = _schedule(Inputs()).sync("fwd_post", "all_reduce").mod
+    assert not model._forward_hooks
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("backward", "all_reduce"), r"sync\(''\): no mode 'backward'; available: fwd_pre, fwd_post, bwd_post"),
+        (("fwd_post", "all_sum"), "no operation 'all_sum'; available: all_reduce"),
+        (("fwd_post", "RR->RS"), "the reshard scheme 'RR->RS' is not supported yet; say it with"),
+        (("bwd_post", "all_gather", 0), "bwd_post takes all_reduce or a function, not 'all_gather'"),
+        (("fwd_post", "all_gather"), "axis is None; all_gather needs the dimension"),
+        (("fwd_post", "all_gather", "last"), "axis is 'last'"),
+        (("fwd_post", "all_reduce", 1), "axis is 1; all_reduce takes none"),
+        (("fwd_post", 7), "7 is neither an operation nor a function"),
+        (("fwd_post", lambda module: None), r"the function takes \(module\); a fwd_post function is called with 3 or 4"),
+    ],
+)
+def test_bad_input_is_refused(arguments, message):
+    sch = _schedule(Inputs())
+    with pytest.raises(ScheduleError, match=message):
+        sch.sync(*arguments)
+    assert not sch.journal
+
+
+def test_bad_backward_is_refused():
+    with pytest.raises(ScheduleError, match="backward is 'sum'; all_gather takes"):
+        _schedule(Inputs()).sync("fwd_post", "all_gather", axis=0, backward="sum")
+
+
+def _wrong_at_run_time(rank: int) -> list[str]:
+    messages = []
+    sch = _schedule(Returns(lambda x: x)).sync("fwd_post", "all_gather", axis=2)
+    for call in (sch.mod, _schedule(Returns(lambda x: "text")).sync("fwd_post", "all_reduce").mod):
+        with pytest.raises(ScheduleError) as caught:
+            call(torch.ones(2))
+        messages.append(str(caught.value))
+    with pytest.raises(ScheduleError) as caught:
+        _schedule(Inputs()).sync("fwd_pre", "all_reduce").mod(torch.ones(2, dtype=torch.int64))
+    return [*messages, str(caught.value)]
+
+
+def test_what_only_shows_when_it_runs_is_an_error_too():
+    axis, text, integers = run_distributed(_wrong_at_run_time, 2)[0]
+    assert "along axis 2 of a tensor with 1 dimensions" in axis
+    assert "no tensor in an output of type str" in text
+    assert "no floating-point tensor among the inputs" in integers

@@ -1,0 +1,183 @@
+"""Whole models by plan: outputs and all gradients of the unmodified model, under its own names."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from slapo_core.build import build
+from slapo_core.errors import ScheduleError
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding import plugin
+from slapo_sharding.plan import gpt2_plan, tensor_parallel_plan
+from torch import nn
+
+pytestmark = pytest.mark.multiproc
+
+
+def _schedule(module: nn.Module) -> Schedule:
+    return create_schedule(module, plugins=Registry([plugin]))
+
+
+def _gpt2(**options: Any) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 4, "vocab_size": 32, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, **dropout, "loss_type": "ForCausalLMLoss", **options}))
+
+
+def _llama_like(kind: str, **options: Any) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 32}
+    special = {"num_key_value_heads": 4, "head_dim": 4, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **special, **options}))
+
+
+def _same(model: nn.Module) -> Schedule:
+    before = copy.deepcopy(model)
+    sch = _schedule(model)
+    sch.tensor_parallel()
+    assert len(sch.journal) == 1
+    build(sch)
+    ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
+    assert_equivalent(before, model, input_ids=ids, labels=ids, use_cache=False)
+    return sch
+
+
+def _gpt2_by_structure(rank: int, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    model = _same(_gpt2(**options)).mod
+    return tuple(model.transformer.wte.weight.shape), model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "vocabulary"),
+    [
+        (2, {}, 16),
+        (4, {}, 8),
+        (2, {"vocab_size": 33}, 33),
+        (2, {"tie_word_embeddings": False}, 16),
+        (2, {"reorder_and_upcast_attn": True, "attn_implementation": "eager"}, 16),
+    ],
+    ids=["2 ranks", "4 ranks", "odd vocabulary stays whole", "untied", "upcast attention"],
+)
+def test_gpt2(ranks, options, vocabulary):
+    tied = options.get("tie_word_embeddings", True)
+    assert run_distributed(_gpt2_by_structure, ranks, options) == [((vocabulary, 16), tied)] * ranks
+
+
+def _llama(rank: int, kind: str, options: dict[str, Any]) -> None:
+    _same(_llama_like(kind, **options))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "options"),
+    [
+        (2, "llama", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+        (4, "llama", {}),
+        (2, "llama", {"tie_word_embeddings": True}),
+        (2, "qwen3", {}),
+        (2, "phi3", {}),
+        (2, "gpt_neox", {}),
+    ],
+    ids=["grouped queries and biases", "4 ranks", "tied", "norms of heads", "gathered projections", "interleaved heads"],
+)
+def test_published_plan(ranks, kind, options):
+    run_distributed(_llama, ranks, kind, options)
+
+
+def _replayed(rank: int) -> None:
+    from slapo_core.replay import load_schedule
+
+    sch = _schedule(_gpt2())
+    sch.tensor_parallel()
+    sch.save(f"schedule{rank}.json")
+    again = load_schedule(_gpt2(), f"schedule{rank}.json", plugins=Registry([plugin]))
+    shapes = [[(name, p.shape) for name, p in schedule.mod.named_parameters()] for schedule in (sch, again)]
+    assert shapes[0] == shapes[1]
+    assert len(again.journal) == 1
+
+
+def test_a_plan_is_one_step_that_replays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_distributed(_replayed, 2)
+
+
+def _undone(rank: int) -> None:
+    model = _gpt2()
+    before = copy.deepcopy(model)
+    ids = [id(p) for p in model.parameters()]
+    sch = _schedule(model)
+    sch.tensor_parallel()
+    sch.undo()
+    assert ids == [id(p) for p in model.parameters()]
+    assert_equivalent(before, model, input_ids=torch.randint(32, (2, 8)), use_cache=False)
+
+
+def test_undo_takes_the_whole_plan_back():
+    run_distributed(_undone, 2)
+
+
+def _given(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.Embedding(4, 4), nn.Linear(4, 4))
+    sch = _schedule(model)
+    sch.tensor_parallel({"0": "colwise", "2": "rowwise", "3": "embedding_rowwise", "[4]": "colwise_gather_output"})
+    build(sch)
+    assert [tuple(p.shape) for p in model.parameters()] == [(4, 4), (4,), (4, 4), (4,), (2, 4), (2, 4), (2,)]
+
+
+def test_a_plan_of_one_s_own():
+    run_distributed(_given, 2)
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    messages = {}
+
+    def refused(key: str, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        state = [(name, id(p), len(p._backward_hooks or ())) for name, p in model.named_parameters()]
+        sch = _schedule(model)
+        with pytest.raises(ScheduleError) as caught:
+            sch.tensor_parallel(*args, **kwargs)
+        messages[key] = str(caught.value)
+        assert state == [(name, id(p), len(p._backward_hooks or ())) for name, p in model.named_parameters()]
+        assert not sch.journal
+
+    refused("unknown model", nn.Sequential(nn.Linear(4, 4)))
+    refused("sequence parallel", _gpt2(), sequence_parallel=True)
+    refused("style", _gpt2(), {"transformer.h.*.mlp.c_fc": "columnwise"})
+    refused("no match", _gpt2(), {"transformer.h.*.mlp.fc": "colwise"})
+    refused("no cut", nn.Sequential(nn.LayerNorm(4)), {"0": "colwise"})
+    refused("heads", _gpt2(n_head=1))
+    refused("kv heads", _llama_like("llama", num_key_value_heads=1))
+    refused("experts", _llama_like("mixtral"))
+    return messages
+
+
+def test_what_no_plan_can_do_is_refused_and_nothing_changes():
+    messages = run_distributed(_refusals, 2)[0]
+    assert messages["unknown model"].startswith("tensor_parallel(''): no plan is known for Sequential; give plan=")
+    assert "sequence_parallel is not supported yet" in messages["sequence parallel"]
+    assert "'columnwise', which is not supported; did you mean 'colwise'?" in messages["style"]
+    assert "the plan's 'transformer.h.*.mlp.fc' matches no module" in messages["no match"]
+    assert "no sharding rule splits a LayerNorm this way" in messages["no cut"]
+    assert "1 attention heads of size 16 cannot be dealt out to 2 ranks" in messages["heads"]
+    assert "num_key_value_heads of the attention module is 1, not divisible by 2 ranks" in messages["kv heads"]
+    assert "which is not supported; supported: colwise" in messages["experts"]
+
+
+def test_plans():
+    assert tensor_parallel_plan(nn.Linear(2, 2)) == {}
+    assert list(gpt2_plan(_gpt2(n_layer=1)).items()) == [
+        ("transformer.h.0.attn.c_attn", "colwise"),
+        ("transformer.h.0.attn.c_proj", "rowwise"),
+        ("transformer.h.0.mlp.c_fc", "colwise"),
+        ("transformer.h.0.mlp.c_proj", "rowwise"),
+    ]
+    assert "lm_head" not in tensor_parallel_plan(_llama_like("llama"))
