@@ -11,9 +11,10 @@ from torch import nn
 from torch._C import DisableTorchFunction, _EnableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
+from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["FakeTensor", "FakeTensorMode", "as_parameter", "fake_like", "intercept", "recorded", "unrecorded", "version"]
+__all__ = ["FakeTensor", "FakeTensorMode", "as_parameter", "fake_like", "intercept", "leaf_paths", "recorded", "unflatten", "unrecorded", "version"]
 
 unrecorded: Callable[[], Any] = DisableTorchFunction
 """Context in which no torch function mode sees what is called."""
@@ -40,6 +41,20 @@ def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 def version(tensor: torch.Tensor) -> int:
     """How often the tensor was changed in place."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def leaf_paths(value: Any) -> list[tuple[Any, ...]]:
+    """Where the leaves of nested containers are, in the order in which ``torch.export`` numbers them."""
+    return [tuple(_key(part) for part in path) for path, _ in _pytree.tree_flatten_with_path(value)[0]]
+
+
+def _key(part: Any) -> Any:
+    return next(getattr(part, name) for name in ("idx", "key", "name") if hasattr(part, name))
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The containers that ``torch.export`` took apart."""
+    return _pytree.tree_unflatten(leaves, spec)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from . import _torch_private as private
 from . import regions
 from .escapes import KnownValues, chance_decided
 from .sandbox import Sandbox
-from .structures import ATOMS, Slot, Template, by_reference, contents, has_tensor, rebuild, replace_tensors, step, walk
+from .structures import ATOMS, Slot, Template, by_reference, contents, getter, has_tensor, rebuild, replace_tensors, walk
 
 METADATA = frozenset(
     "shape size dim ndim ndimension dtype device layout stride storage_offset numel nelement element_size itemsize nbytes "
@@ -51,7 +51,7 @@ def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: l
     """Change parts of an object as the forward did: attributes or items of what lies at ``path`` inside ``root``."""
     target = root
     for key in path:
-        target = step(target, key)
+        target = getter(target)(target, key)
     if isinstance(target, list):
         target[:] = [content.get(i, target[i] if i < len(target) else None) for i in range(content["len"])]
         return
@@ -168,8 +168,8 @@ class Recorder:
 
     def _follow(self, node: fx.Node, root: Any, path: tuple[Any, ...], value: Any) -> fx.Node:
         for key in path:
-            get = operator.getitem if isinstance(root, (dict, list, tuple)) else getattr
-            root = step(root, key)
+            get = getter(root)
+            root = get(root, key)
             node = self._create("call_function", get, (node, key), {}, root if root is value else None)
         return node
 

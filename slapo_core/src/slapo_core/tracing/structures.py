@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import operator
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -50,9 +51,9 @@ def walk(value: Any, path: tuple[Any, ...] = (), seen: set[int] | None = None) -
             yield from walk(part, (*path, key), seen)
 
 
-def step(value: Any, key: Any) -> Any:
-    """The part of ``value`` that ``contents`` calls ``key``."""
-    return value[key] if isinstance(value, (dict, list, tuple)) else getattr(value, key)
+def getter(value: Any) -> Callable[[Any, Any], Any]:
+    """How to get the part of ``value`` that ``contents`` calls by a key: ``getter(value)(value, key)``."""
+    return operator.getitem if isinstance(value, (dict, list, tuple)) else getattr
 
 
 def has_tensor(value: Any) -> bool:
@@ -94,6 +95,22 @@ def difference(traced: Any, given: Any, path: str) -> str:
             if key == new_key and old != new:
                 return difference(old, new, f"{path}[{key!r}]")
     return f"{path} is {describe(given)}, traced as {describe(traced)}"
+
+
+def distinct(value: Any, seen: set[int]) -> Any:
+    """The same arguments, a tensor given twice as two aliases: what is one tensor now may be two at another call."""
+    if isinstance(value, torch.Tensor):
+        if id(value) in seen:
+            value = value.view_as(value)
+        seen.add(id(value))
+        return value
+    if type(value) in (tuple, list):
+        parts = [distinct(part, seen) for part in value]
+        return type(value)(parts) if any(map(operator.is_not, parts, value)) else value
+    if type(value) is dict:
+        changed = {key: distinct(part, seen) for key, part in value.items()}
+        return changed if any(map(operator.is_not, changed.values(), value.values())) else value
+    return value
 
 
 class Slot:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,6 @@ from ..errors import TraceError
 from .structures import difference, fingerprint, has_tensor
 
 _serial = itertools.count()
-
-
-def bind_arguments(parameters: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Argument name to value, defaults included; those of ``**kwargs`` under their own names."""
-    bound = parameters.bind(*args, **kwargs)
-    bound.apply_defaults()
-    values: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        values.update(value) if parameters.parameters[name].kind is inspect.Parameter.VAR_KEYWORD else values.update({name: value})
-    return values
 
 
 @dataclass
@@ -51,9 +41,21 @@ class Guard:
         signature = inspect.signature(module.forward)
         plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
         parameters = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
-        values = bind_arguments(parameters, args, kwargs)
-        placeholders = tuple(name for name, value in values.items() if has_tensor(value))
-        return cls(parameters, {name: fingerprint(value) for name, value in values.items()}, placeholders, module.training)
+        guard = cls(parameters, {}, (), module.training)
+        values = guard.values(args, kwargs)
+        guard.traced = {name: fingerprint(value) for name, value in values.items()}
+        guard.placeholders = tuple(name for name, value in values.items() if has_tensor(value))
+        return guard
+
+    def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Argument name to value, defaults included; those of ``**kwargs`` under their own names."""
+        bound = self.parameters.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            several = self.parameters.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            values.update(value if several else {name: value})
+        return values
 
     def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The values of the graph's inputs; ``TraceError`` when the call is not the one that was traced."""
@@ -62,7 +64,7 @@ class Guard:
             raise TraceError(
                 f"the module is in {modes[module.training]} mode but was traced in {modes[self.training]} mode; trace it again in this mode"
             )
-        values = bind_arguments(self.parameters, args, kwargs)
+        values = self.values(args, kwargs)
         given = {name: fingerprint(value) for name, value in values.items()}
         if given != self.traced:
             none = fingerprint(None)
@@ -221,3 +223,27 @@ class _Writer:
         if node.op == "call_module":
             return f"{holder}._modules[{name!r}]({', '.join([*arguments, *named])})"
         return f"getattr({holder}, {name!r})"
+
+
+def subtree(root: nn.Module, targets: Iterable[str]) -> nn.Module:
+    """A copy of the module tree that holds only what ``targets`` (paths of modules, parameters, buffers) name."""
+    copied = _bare_copy(root)
+    for target in sorted(set(targets)):
+        source, module = root, copied
+        *parents, name = target.split(".")
+        for parent in parents:
+            source = source.get_submodule(parent)
+            if module._modules.get(parent) is None:
+                module._modules[parent] = _bare_copy(source)
+            module = module.get_submodule(parent)
+        for table in ("_modules", "_parameters", "_buffers"):
+            if name in source.__dict__[table]:
+                module.__dict__[table][name] = source.__dict__[table][name]
+    return copied
+
+
+def _bare_copy(module: nn.Module) -> nn.Module:
+    copied = _shallow_copy(module)
+    for name in ("_modules", "_parameters", "_buffers"):
+        copied.__dict__[name].clear()
+    return copied

@@ -13,8 +13,8 @@ from ..wrapping import is_opaque
 from . import _torch_private as private
 from .recorder import Recorder, model_source
 from .sandbox import Sandbox
-from .structures import replace_tensors
-from .traced_module import Guard, TracedModule, bind_arguments
+from .structures import distinct, replace_tensors
+from .traced_module import Guard, TracedModule
 
 Kind = Literal["leaf", "inline", "graph"]
 Plan = Callable[[str, nn.Module], Kind]
@@ -63,9 +63,10 @@ class _Session(TorchFunctionMode):
             if self.graphs[path][1] != guard:
                 self.graphs[path][1].refuse = True
             return call(module, *args, **kwargs)
+        args, kwargs = distinct((args, kwargs), set())
         recorder = Recorder(module, path, self.sandbox)
         self.graphs[path] = (recorder, guard)
-        for name, value in bind_arguments(guard.parameters, args, kwargs).items():
+        for name, value in guard.values(args, kwargs).items():
             if name in guard.placeholders:
                 recorder.placeholder(name, value)
         self.stack.append(recorder)

@@ -1,0 +1,243 @@
+"""Find nodes and subgraphs: by data flow and constants, in about linear time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+
+from .errors import ScheduleError
+from .operators import COMMUTATIVE, Form, form, operator_of
+from .patterns import ModulePattern, Pattern, PatternTracer, call_module
+
+__all__ = ["Match", "ModulePattern", "Pattern", "call_module", "find_node", "find_subgraph", "traced_modules"]
+
+Handle: TypeAlias = tuple[str, fx.Node]
+"""Path of the module whose graph holds the node, and the node."""
+_Bindings: TypeAlias = dict[fx.Node, Any]
+
+
+class Match(list[Handle]):
+    """The nodes of one occurrence, in graph order.
+
+    Attributes:
+        path: Path of the module whose graph they are in.
+        inputs: Values of the pattern's arguments, in their order: nodes or constants.
+        outputs: Nodes of the pattern's results, in their order.
+    """
+
+    def __init__(self, path: str, nodes: Iterable[fx.Node], inputs: list[Any], outputs: list[fx.Node]) -> None:
+        super().__init__((path, node) for node in sorted(nodes))
+        self.path, self.inputs, self.outputs = path, inputs, outputs
+
+
+def traced_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
+    """Every traced module under ``root``, itself included, with its path."""
+    for name, module in root.named_modules():
+        if isinstance(module, fx.GraphModule):
+            yield ".".join(filter(None, (prefix, name))), module
+
+
+def find_node(root: nn.Module, wanted: str | Callable[[fx.Node], bool], prefix: str = "") -> list[Handle]:
+    """Nodes of the graphs of ``root`` and the traced modules in it.
+
+    Args:
+        root: A traced module, or one that holds some.
+        wanted: A regular expression that the path of a called module matches fully, or a function of a node.
+        prefix: Where ``root`` is; put in front of the paths returned.
+    """
+    if isinstance(wanted, str):
+        regex = re.compile(wanted)
+        test: Callable[[fx.Node], bool] = lambda node: bool(regex.fullmatch(str(node.target)))  # noqa: E731
+    else:
+        test = wanted
+    found = []
+    for where, module in traced_modules(root, prefix):
+        nodes = module.graph.find_nodes(op="call_module") if isinstance(wanted, str) else module.graph.nodes
+        found += [(where, node) for node in nodes if test(node)]
+    return found
+
+
+def find_subgraph(root: nn.Module, pattern: Callable[..., Any] | Pattern, prefix: str = "") -> list[Match]:
+    """Occurrences of a pattern in the graphs of ``root`` and the traced modules in it; they never overlap.
+
+    Args:
+        root: A traced module, or one that holds some.
+        pattern: A function of tensors or a ``Pattern``; its arguments are the inputs, what it returns the outputs.
+        prefix: Where ``root`` is; put in front of the paths returned.
+    """
+    compiled = _Compiled(pattern)
+    return [match for where, module in traced_modules(root, prefix) for match in _Search(compiled, where, module).matches()]
+
+
+class _Compiled:
+    """A pattern as a graph."""
+
+    def __init__(self, pattern: Callable[..., Any] | Pattern) -> None:
+        self.tracer = PatternTracer()
+        if isinstance(pattern, ModulePattern):
+            name, pattern = pattern.name, _one_module(pattern.name)
+        elif not isinstance(pattern, (Pattern, FunctionType)):
+            raise TypeError(f"find takes a function or a Pattern, not {type(pattern).__name__}")
+        try:
+            self.graph = self.tracer.trace(pattern)  # type: ignore[arg-type]
+        except Exception as err:  # a user's function may raise anything
+            raise ScheduleError(f"find: the pattern cannot be traced: {type(err).__name__}: {err}; use plain operations on its arguments") from err
+        self.root = self.tracer.root
+        self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        result = self.graph.output_node().args[0]
+        self.outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+        if not all(isinstance(node, fx.Node) and node.op.startswith("call") for node in self.outputs):
+            raise ScheduleError("find: a pattern returns results of operations; this one returns an input or a constant")
+        self.forms = {node: self._form(node) for node in self.graph.nodes if node.op.startswith("call")}
+
+    def _form(self, node: fx.Node) -> Form:
+        if node.target is call_module:
+            return re.compile(str(node.args[0])), {"args": node.args[1:], "kwargs": node.kwargs}
+        if node.op == "call_module":
+            module = self.root.get_submodule(str(node.target))
+            key = re.compile(module.name) if isinstance(module, ModulePattern) else (type(module), module.extra_repr())
+            return key, {"args": node.args, "kwargs": node.kwargs}
+        return form(node)
+
+
+def _one_module(name: str) -> Callable[[Any], Any]:
+    return lambda x: call_module(name, x)
+
+
+class _Search:
+    """All occurrences of one pattern in one graph."""
+
+    def __init__(self, pattern: _Compiled, path: str, module: fx.GraphModule) -> None:
+        self.pattern, self.path, self.module = pattern, path, module
+        self.forms: dict[fx.Node, Form] = {}
+        self.used: set[fx.Node] = set()
+
+    def matches(self) -> Iterator[Match]:
+        """Occurrences in the order of the nodes that make their first output."""
+        anchor, *rest = self.pattern.outputs
+        for candidate in self._candidates(anchor):
+            for bound in self._node(anchor, candidate, {}):
+                complete = next(self._outputs(rest, bound), None)
+                if complete is None:
+                    continue
+                nodes = [complete[node] for node in self.pattern.forms if node in complete]
+                self.used.update(nodes)
+                inputs = [complete.get(node) for node in self.pattern.inputs]
+                yield Match(self.path, nodes, inputs, [complete[node] for node in self.pattern.outputs])
+                break
+
+    def _candidates(self, wanted: fx.Node) -> list[fx.Node]:
+        key = self.pattern.forms[wanted][0]
+        if isinstance(key, (re.Pattern, tuple)):
+            return list(self.module.graph.find_nodes(op="call_module"))
+        return [node for node in self.module.graph.nodes if node.op in ("call_function", "call_method") and operator_of(node) == key]
+
+    def _outputs(self, wanted: list[fx.Node], bound: _Bindings) -> Iterator[_Bindings]:
+        """Ways to find the other outputs, from what is bound already forward."""
+        missing = [node for node in wanted if node not in bound]
+        if not missing:
+            yield bound
+            return
+        start = self._next_to_bound(missing[0], bound)
+        if start is None:
+            candidates, start = self._candidates(missing[0]), missing[0]
+        else:
+            shared = next(node for node in start.all_input_nodes if isinstance(bound.get(node), fx.Node))
+            candidates = sorted(bound[shared].users)
+        for candidate in candidates:
+            for more in self._node(start, candidate, bound):
+                yield from self._outputs(wanted, more)
+
+    def _next_to_bound(self, output: fx.Node, bound: _Bindings) -> fx.Node | None:
+        """A node of the pattern that ``output`` is made from, not bound itself, with a bound input."""
+        todo = [output]
+        for node in todo:
+            if node not in bound and any(isinstance(bound.get(other), fx.Node) for other in node.all_input_nodes):
+                return node
+            todo += node.all_input_nodes
+        return None
+
+    def _node(self, wanted: fx.Node, node: Any, bound: _Bindings) -> Iterator[_Bindings]:
+        """Ways to bind ``wanted`` to ``node`` and all it is made from."""
+        if wanted in bound:
+            if _same(bound[wanted], node):
+                yield bound
+        elif wanted.op == "placeholder":
+            yield {**bound, wanted: node}
+        elif isinstance(node, fx.Node) and node not in self.used and not any(value is node and key in self.pattern.forms for key, value in bound.items()):
+            key, arguments = self.pattern.forms[wanted]
+            if isinstance(key, (re.Pattern, tuple)):
+                found = self._module_arguments(key, arguments, node)
+            elif node.op not in ("call_function", "call_method") or operator_of(node) != key:
+                found = None
+            else:
+                found = arguments, self._form(node)[1]
+            if found is not None:
+                for ours, theirs in _orders(key, *found):
+                    yield from self._values(ours, theirs, {**bound, wanted: node})
+
+    def _form(self, node: fx.Node) -> Form:
+        if node not in self.forms:
+            self.forms[node] = form(node)
+        return self.forms[node]
+
+    def _module_arguments(self, key: Any, arguments: dict[str, Any], node: fx.Node) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        if node.op != "call_module":
+            return None
+        module = self.module.get_submodule(str(node.target))
+        if isinstance(key, re.Pattern):
+            fits = bool(key.fullmatch(str(node.target)))
+        else:
+            fits = (type(module), module.extra_repr()) == key
+        if not fits:
+            return None
+        written = _Call("call_module", node.target, arguments["args"], arguments["kwargs"])
+        return form(written, module)[1], form(node, module)[1]  # type: ignore[arg-type]
+
+    def _values(self, wanted: Any, value: Any, bound: _Bindings) -> Iterator[_Bindings]:
+        """Ways to make an argument of the pattern equal to one of the graph."""
+        if isinstance(wanted, fx.Node):
+            yield from self._node(wanted, value, bound)
+        elif isinstance(wanted, dict):
+            if isinstance(value, dict) and wanted.keys() == value.keys():
+                yield from self._all([(wanted[key], value[key]) for key in wanted], bound)
+        elif isinstance(wanted, (tuple, list)):
+            if isinstance(value, (tuple, list)) and len(wanted) == len(value):
+                yield from self._all(list(zip(wanted, value)), bound)
+        elif isinstance(wanted, slice):
+            if isinstance(value, slice):
+                yield from self._values([wanted.start, wanted.stop, wanted.step], [value.start, value.stop, value.step], bound)
+        elif _same(wanted, value):
+            yield bound
+
+    def _all(self, pairs: list[tuple[Any, Any]], bound: _Bindings) -> Iterator[_Bindings]:
+        if not pairs:
+            yield bound
+            return
+        for more in self._values(*pairs[0], bound):
+            yield from self._all(pairs[1:], more)
+
+
+class _Call:
+    """A call as written in a pattern, in the shape of a node."""
+
+    def __init__(self, op: str, target: Any, args: Any, kwargs: Any) -> None:
+        self.op, self.target, self.args, self.kwargs = op, target, args, kwargs
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, fx.Node) or isinstance(b, fx.Node):
+        return a is b
+    return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))
+
+
+def _orders(key: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The arguments, and for a commutative operator also with its operands exchanged."""
+    yield ours, theirs
+    if isinstance(key, str) and key in COMMUTATIVE and ours.keys() == theirs.keys() == {"self", "other"}:
+        yield ours, {"self": theirs["other"], "other": theirs["self"]}

@@ -1,0 +1,108 @@
+"""When two graph nodes do the same: one name for the spellings of an operator, and arguments without the defaults."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.operator_schemas import get_signature_for_torch_op
+
+COMMUTATIVE = frozenset("add mul bitwise_and bitwise_or bitwise_xor logical_and logical_or eq ne maximum minimum".split())
+_ALIASES = {
+    "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "mod": "remainder",
+    "and_": "bitwise_and", "or_": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not", "inv": "bitwise_not", "floordiv": "floor_divide",
+    "concat": "cat", "concatenate": "cat", "swapaxes": "transpose", "swapdims": "transpose", "absolute": "abs", "less": "lt", "greater": "gt",
+    "less_equal": "le", "greater_equal": "ge", "not_equal": "ne", "type_as": "type_as", "iadd": "add_", "isub": "sub_", "imul": "mul_",
+    "itruediv": "div_", "iand": "bitwise_and_", "ior": "bitwise_or_", "clip": "clamp", "fix": "trunc",
+}  # fmt: skip
+_TORCH = ("torch", "_operator", "operator")
+
+Form = tuple[Any, dict[str, Any]]
+"""Operator and arguments by parameter name, those equal to the default left out."""
+
+
+def operator_of(node: fx.Node) -> Any:
+    """One key for all spellings: ``x + y``, ``torch.add(x, y)`` and ``x.add(y)`` are ``"add"``; a module call is its target."""
+    if node.op == "call_method":
+        return _ALIASES.get(str(node.target), node.target)
+    if node.op != "call_function":
+        return node.op, node.target
+    module = getattr(node.target, "__module__", None) or "torch"
+    name = getattr(node.target, "__name__", None)
+    if name is None or module.split(".")[0] not in _TORCH:
+        return node.target
+    name = name.strip("_") if name.startswith("__") else name
+    return _ALIASES.get(name, name)
+
+
+def form(node: fx.Node, module: torch.nn.Module | None = None) -> Form:
+    """The node in normal form.
+
+    Args:
+        node: A call.
+        module: The module that a ``call_module`` node calls.
+    """
+    operator = operator_of(node)
+    signatures = _module_signature(type(module)) if module else _signatures(node.target if node.op == "call_function" else node.target)
+    if node.op == "call_method" or not isinstance(operator, str) or not signatures:
+        signatures = signatures if module else _method_signatures(operator) if isinstance(operator, str) else signatures
+    args, kwargs = list(node.args), {("self" if key == "input" else key): value for key, value in node.kwargs.items()}
+    for signature in signatures:
+        bound = _bind(signature, args, kwargs)
+        if bound is not None:
+            return operator, bound
+    return operator, {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+
+
+def _bind(signature: Sequence[inspect.Parameter], args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Arguments by parameter name without defaults; None when they do not fit."""
+    positional = [p for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
+    known = {p.name: p for p in signature}
+    if len(args) > len(positional):
+        if not positional or "List" not in str(positional[-1].annotation) or len(positional) > 2:
+            return None
+        args = [*args[: len(positional) - 1], args[len(positional) - 1 :]]  # x.view(2, 3) is x.view((2, 3))
+    bound = dict(zip((p.name for p in positional), args))
+    if bound.keys() & kwargs.keys() or not kwargs.keys() <= known.keys():
+        return None
+    bound.update(kwargs)
+    if any(p.default is p.empty and p.name not in bound and p.kind is not p.VAR_KEYWORD for p in signature):
+        return None
+    for name, value in bound.items():
+        if "List" in str(known[name].annotation) and isinstance(value, int):
+            bound[name] = [value]
+    return {name: value for name, value in bound.items() if not _is_default(value, known[name].default)}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and not isinstance(value, fx.Node) and bool(value == default)
+
+
+@cache
+def _method_signatures(name: str) -> tuple[tuple[inspect.Parameter, ...], ...]:
+    packet = getattr(torch.ops.aten, name, None)
+    found = get_signature_for_torch_op(packet) if packet is not None else None
+    return tuple(_parameters(signature) for signature in found or ())
+
+
+@cache
+def _signatures(target: Any) -> tuple[tuple[inspect.Parameter, ...], ...]:
+    if isinstance(target, str) or inspect.isbuiltin(target):
+        return ()
+    try:
+        return (_parameters(inspect.signature(target)),)
+    except (TypeError, ValueError):  # no signature: arguments are compared as they stand
+        return ()
+
+
+@cache
+def _module_signature(kind: type) -> tuple[tuple[inspect.Parameter, ...], ...]:
+    return (_parameters(inspect.signature(kind.forward))[1:],)
+
+
+def _parameters(signature: inspect.Signature) -> tuple[inspect.Parameter, ...]:
+    return tuple(p.replace(name="self") if p.name == "input" else p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL)

@@ -1,0 +1,46 @@
+"""What users write to describe a part of a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+
+
+class Pattern(nn.Module):
+    """A pattern with parts of its own: ``forward`` says how they are connected.
+
+    Submodules stand for calls of a module: a ``ModulePattern`` for one whose path matches, any other for one of the same
+    class and settings.
+    """
+
+    def forward(self, *args: Any) -> Any:
+        """The pattern: one argument per input, the outputs returned."""
+        raise NotImplementedError("a Pattern says in forward() what it looks for")
+
+
+class ModulePattern(Pattern):
+    """A call of any module whose path in the graph fully matches a regular expression.
+
+    Args:
+        name: The regular expression, e.g. ``r".*\\.fc1"``.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
+    """In a pattern function: the call of a module whose path fully matches ``name_regex``, with these arguments."""
+    proxies: list[fx.Proxy] = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, fx.Proxy)]
+    if not proxies:
+        raise TypeError("call_module(regex, ...) is for pattern functions: it needs one of the pattern's values as an argument")
+    return proxies[0].tracer.create_proxy("call_function", call_module, (name_regex, *args), kwargs)
+
+
+class PatternTracer(fx.Tracer):
+    """Traces patterns: every submodule stays whole."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True

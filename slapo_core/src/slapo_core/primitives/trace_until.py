@@ -1,0 +1,67 @@
+"""``trace_until``: one graph down to some modules, and not into them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .. import paths as module_paths
+from ..errors import ScheduleError, TraceError
+from ..primitive import Primitive
+from ..tracing.tracers import trace
+from .trace import TracePrimitive, install
+
+if TYPE_CHECKING:
+    from ..schedule import Schedule
+
+
+class TraceUntilPrimitive(Primitive):
+    """Trace this module flat, down to the named modules, which stay whole, as does everything beside the way to them.
+
+    Rewrite:
+        Model(transformer(h.0, h.1))  -->  TracedModule: ... transformer.h.0(...), transformer.h.1(...) ...
+
+    Args:
+        paths: Path or glob below this module, or several.
+        **kwargs: ``tracer``, ``example_inputs``, ``concrete_args`` of ``trace``.
+
+    Raises:
+        ScheduleError: a path that names no module.
+        TraceError: the forward cannot be a graph, or does not call a module that was named.
+    """
+
+    name = "trace_until"
+
+    @staticmethod
+    def check(schedule: Schedule, paths: str | list[str], **kwargs: Any) -> None:
+        """Refuse what can be seen without running the model."""
+        _named(schedule, paths)
+        TracePrimitive.check(schedule, **kwargs)
+
+    @staticmethod
+    def apply(schedule: Schedule, paths: str | list[str], **kwargs: Any) -> None:
+        """Trace, and put the traced module in the place."""
+        named = _named(schedule, paths)
+        parents = {".".join(path.split(".")[:depth]) for path in named for depth in range(path.count(".") + 1)}
+        leaves = [path for path, _ in schedule.mod.named_modules() if path and path not in parents]
+        leaves += [path for path in named if path in parents]
+        own = kwargs.get("example_inputs") is not None
+        kwargs["example_inputs"] = kwargs["example_inputs"] if own else schedule.example_inputs
+        root, target = (schedule.mod, "") if own else (schedule.root_module, schedule.path)
+        traced = trace(root, flatten=True, leaf_modules=leaves, target=target, **kwargs)
+        called = {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
+        missing = [path for path in named if path not in called and named[path] not in [traced.get_submodule(name) for name in called]]
+        if missing and kwargs.get("tracer", "value") != "export":
+            raise TraceError(f"the forward does not call {missing[0]!r} on the example inputs; trace until another module")
+        install(schedule, traced)
+
+
+def _named(schedule: Schedule, paths: str | list[str]) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    for pattern in [paths] if isinstance(paths, str) else paths:
+        matches = dict(module_paths.select(schedule.mod, pattern))
+        if not matches:
+            raise ScheduleError(f"no module at {pattern!r}; give paths or globs below this module", path=schedule.path, primitive="trace_until")
+        found.update(matches)
+    return found
