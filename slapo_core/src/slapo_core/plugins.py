@@ -81,7 +81,7 @@ class PluginRecord:
 
 def reason(error: BaseException) -> str:
     """An error in one line; its type is named where the text alone does not say enough."""
-    text = " ".join(str(error).split())
+    text = "".join(char if char.isprintable() else "?" for char in " ".join(str(error).split()))
     plain = isinstance(error, ImportError | SlapoError | pluggy.PluginValidationError)
     return text if plain and text else f"{type(error).__name__}: {text}"
 
@@ -173,7 +173,8 @@ class Plugins:
 
     def _register(self, record: PluginRecord) -> None:
         for name in self._specified():
-            if inspect.isroutine(getattr(record.plugin, name, None)) and not self._implements(record.plugin, name):
+            method = getattr(record.plugin, name, None)
+            if method is not None and inspect.isroutine(method) and not self._implements(record.plugin, name):
                 raise PluginError(f"{name} is not marked with @hookimpl", owner=str(record))
         self.manager.register(record.plugin, record.name)
 

@@ -1,0 +1,1 @@
+"""The primitives of core, one per file."""

@@ -1,0 +1,74 @@
+"""Every distribution installs from its wheel into an environment that has only what it declares, and works there."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from .conftest import TOP, Environment, folders
+
+CORE = {"annotate", "replace", "replace_all", "trace", "trace_until"}
+PRIMITIVES = {
+    "slapo-core": CORE,
+    "slapo-example": CORE | {"freeze"},
+    "slapo-memory": CORE | {"checkpoint"},
+    "slapo-pipeline": CORE | {"cut_pipeline_stage"},
+    "slapo-sharding": CORE | {"fork_rng", "shard", "sync", "tensor_parallel"},
+    "slapo-torch": CORE,
+    "slapo": CORE | {"checkpoint", "cut_pipeline_stage", "fork_rng", "shard", "sync", "tensor_parallel"},
+}
+"""What ``list_primitives()`` shows when a distribution is installed alone."""
+
+SCRIPT = """
+import json, {module}, slapo_core
+registry = slapo_core.default_registry()
+problems = [problem for record in registry.records for problem in [record.failure, *record.problems] if problem]
+print(json.dumps([slapo_core.list_primitives(), sorted(slapo_core.list_primitives(name_only=False)), problems]))
+"""
+
+
+def test_the_table_above_has_every_distribution() -> None:
+    assert set(PRIMITIVES) == set(folders())
+
+
+@pytest.mark.parametrize("name", sorted(PRIMITIVES))
+def test_it_installs_alone_and_shows_exactly_its_primitives(environment: Environment, name: str) -> None:
+    environment.install(name)
+    listed, imported, problems = json.loads(environment.run("python", "-c", SCRIPT.format(module=name.replace("-", "_"))))
+    assert problems == []
+    assert set(listed) == set(imported) == PRIMITIVES[name]
+
+
+def test_the_command_line_of_the_installed_facade(environment: Environment) -> None:
+    environment.install("slapo")
+    primitives = json.loads(environment.run("slapo", "primitives", "--json"))
+    assert {row["name"] for row in primitives["primitives"]} == PRIMITIVES["slapo"]
+    assert [row["name"] for row in json.loads(environment.run("slapo", "dialects", "--json"))["dialects"]] == ["torch"]
+    assert all(row["state"] == "loaded" for row in json.loads(environment.run("slapo", "plugins", "--json"))["plugins"])
+
+
+@pytest.mark.parametrize("name", sorted(PRIMITIVES))
+def test_its_wheel_is_typed_and_holds_one_module(wheels: Path, name: str) -> None:
+    module = name.replace("-", "_")
+    (wheel,) = wheels.glob(f"{module}-*.whl")
+    files = zipfile.ZipFile(wheel).namelist()
+    assert f"{module}/py.typed" in files
+    assert {file.split("/")[0] for file in files if ".dist-info" not in file} == {module}
+
+
+def test_versions_move_in_lockstep() -> None:
+    texts = {name: (folder / "pyproject.toml").read_text() for name, folder in folders().items()}
+    versions = {name: re.search(r'^version = "(.+)"$', text, re.MULTILINE)[1] for name, text in texts.items()}
+    assert len(set(versions.values())) == 1
+    (version,) = set(versions.values())
+    pins = {pin for text in texts.values() for pin in re.findall(r'"(slapo-[a-z]+.*?)"', text)}
+    assert all(pin.endswith(f"~={version}") for pin in pins if "slapo-" in pin and "=" in pin)
+
+
+def test_the_development_setup_installs_every_folder() -> None:
+    installed = re.findall(r"^-e (.+)$", (TOP / "requirements-dev.txt").read_text(), re.MULTILINE)
+    assert {(TOP / folder).resolve() for folder in installed} == {folder.resolve() for folder in folders().values()}

@@ -1,0 +1,53 @@
+"""An author who follows the example plugin's README from an empty folder ends up with a working plugin."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from .conftest import TOP, Environment, pip
+
+EXAMPLE = TOP / "plugins" / "slapo_example"
+README = (EXAMPLE / "README.md").read_text()
+NAMED = re.findall(r"^\*\*\d\.(?:(?!\*\*\d).)*?in `([\w./]+)`.*?```(?:toml|python)\n(.*?)```", README, re.MULTILINE | re.DOTALL)
+"""Path and content of each file the page tells the author to write."""
+
+
+def test_the_page_shows_the_files_of_the_package() -> None:
+    assert [path for path, _ in NAMED] == ["pyproject.toml", "src/slapo_example/plugin.py", "src/slapo_example/freeze.py"]
+    for path, content in NAMED:
+        assert (EXAMPLE / path).read_text() == content
+
+
+def test_it_is_about_14_lines() -> None:
+    lines = [line for path, content in NAMED if path.endswith(".py") for line in content.splitlines() if line.strip()]
+    assert len(lines) <= 16
+
+
+def test_following_the_page_shows_the_primitive(tmp_path: Path, environment: Environment) -> None:
+    project = tmp_path / "project"
+    for path, content in [*NAMED, ("src/slapo_example/__init__.py", ""), ("README.md", "")]:
+        (project / path).parent.mkdir(parents=True, exist_ok=True)
+        (project / path).write_text(content)
+    (project / "src/slapo_example/py.typed").touch()
+    environment.install("slapo")
+    before = environment.run("slapo", "primitives")
+    pip("wheel", "-q", "--no-deps", "--no-build-isolation", project, "-w", tmp_path / "wheel")
+    (wheel,) = (tmp_path / "wheel").iterdir()
+    pip("install", "-q", "--no-deps", wheel, python=environment.python)
+    after = environment.run("slapo", "primitives")
+    assert "freeze" not in before
+    assert "freeze" in after
+    (row,) = [row for row in json.loads(environment.run("slapo", "plugins", "--json"))["plugins"] if row["name"] == "example"]
+    assert row["provides"]["primitives"] == ["freeze"]
+    assert "slapo_after_build" in row["provides"]["hooks"]
+
+
+def test_the_test_on_the_page_passes() -> None:
+    names: dict[str, object] = {}
+    (source,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)
+    exec(source, names)  # noqa: S102  the page is ours
+    test = names["test_freeze"]
+    assert callable(test)
+    test()
