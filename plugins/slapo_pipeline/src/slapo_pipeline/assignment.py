@@ -156,7 +156,8 @@ class Assigner:
                 remedy = "call the model with use_cache=False" if "Cache" in kind else "cut where it is not in use"
                 numbers = " and ".join(map(str, sorted(used | stages[node])))
                 raise TraceError(
-                    f"a {kind} is used by stages {numbers}, but only tensors can cross; {remedy}", source=node.meta.get("source")
+                    f"a {kind} is used by stages {numbers}, but only tensors can cross; {remedy}",
+                    source=node.meta.get("source"),
                 )
 
     def _check_changes(self, received: Sequence[Sequence[fx.Node]]) -> None:
@@ -167,10 +168,9 @@ class Assigner:
                 owner = self.memory.owner(node)
                 late = any(self.home.get(other, 0) >= stage for other in self.memory.changed.get(owner, ()))
                 if late and owner in seen:
-                    raise TraceError(
-                        f"{seen[owner].name!r} and {node.name!r} share memory that stage {stage} changes in place; cut elsewhere",
-                        source=node.meta.get("source"),
-                    )
+                    pair = f"{seen[owner].name!r} and {node.name!r}"
+                    message = f"{pair} share memory that stage {stage} changes in place; cut elsewhere"
+                    raise TraceError(message, source=node.meta.get("source"))
                 seen[owner] = node
 
 

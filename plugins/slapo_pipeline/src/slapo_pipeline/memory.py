@@ -7,8 +7,12 @@ from collections.abc import Iterable
 from torch import fx
 
 _VIEWS = frozenset(
-    "view reshape getitem expand transpose permute unsqueeze squeeze narrow select chunk split t T mT to contiguous flatten "
-    "unflatten view_as expand_as reshape_as detach diagonal unbind movedim swapaxes setitem type float long int bool half".split()
+    (
+        *("view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "flatten", "unflatten", "contiguous", "detach"),
+        *("getitem", "setitem", "narrow", "select", "chunk", "split", "unbind", "diagonal", "squeeze", "unsqueeze"),
+        *("transpose", "permute", "movedim", "swapaxes", "t", "T", "mT"),
+        *("to", "type", "float", "half", "long", "int", "bool"),
+    )
 )
 """Functions whose result may be a view of their first argument, or that argument itself."""
 

@@ -47,7 +47,7 @@ def partition(schedule: Schedule) -> Program | None:
         raise BuildError(f"{len(places)} cuts make {len(places) + 1} stages, but the mesh has pp={ranks}; they must be equal")
     _check_open(root, places)
     if schedule.example_inputs is None:
-        raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch of the model's arguments")
+        raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
     return Partitioner(root, places, mesh).program(root.training, _by_name(root, schedule.example_inputs))
 
 
@@ -122,8 +122,12 @@ def _used(nodes: list[fx.Node]) -> set[str]:
 
 
 def _apart(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with a tensor of its own for each argument, as one given twice could not be told apart in the graph."""
-    return {name: tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value) for name, value in inputs.items()}
+    """The inputs with a tensor of its own for each argument: one given twice could not be told apart in the graph."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    return {name: tree_map_only(torch.Tensor, own, value) for name, value in inputs.items()}
 
 
 def _by_name(root: nn.Module, inputs: Any) -> dict[str, Any]:
@@ -143,8 +147,8 @@ def _check_open(root: nn.Module, places: list[str]) -> None:
             outer = ".".join(names[:depth])
             if is_opaque(root.get_submodule(outer)):
                 raise BuildError(
-                    f"{outer or 'the whole model'!r} is wrapped or has hooks and runs as one piece, but a stage ends inside it, after {path!r}; "
-                    "remove that cut or the wrapping"
+                    f"a stage ends after {path!r}, inside {outer or 'the whole model'!r}, which was wrapped or got hooks since "
+                    "and runs as one piece; undo the cut or the wrapping"
                 )
 
 
@@ -156,6 +160,7 @@ def _check_statistics(root: nn.Module, parts: Assignment) -> None:
             if node.op == "call_module":
                 stages.setdefault(str(node.target), set()).add(index)
     for path, used in stages.items():
-        kinds = (nn.modules.batchnorm._BatchNorm,)
-        if len(used) > 1 and any(isinstance(module, kinds) for module in root.get_submodule(path).modules()):
-            raise TraceError(f"{path!r} keeps running statistics and runs in stages {sorted(used)}; cut so that one stage runs it")
+        inside = root.get_submodule(path).modules() if len(used) > 1 else ()
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inside):
+            numbers = " and ".join(map(str, sorted(used)))
+            raise TraceError(f"{path!r} keeps running statistics and runs in stages {numbers}; cut so that one stage runs it")

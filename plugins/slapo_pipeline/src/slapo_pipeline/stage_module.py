@@ -36,19 +36,23 @@ class StageGuard:
 
     def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The values of the graph's inputs; ``TraceError`` when the call is not the one the stage was made for."""
+        again = f"stage {self.index} was made for other inputs; plan the program again:"
         if module.training != self.training:
-            raise TraceError(f"stage {self.index} was traced in {'train' if self.training else 'eval'} mode; plan it again in this one")
-        found = tuple((name, tuple(value.shape), value.dtype) for (name, *_), value in zip(self.received, args, strict=False))
-        if found != self.received or len(args) != len(self.received):
-            raise TraceError(f"stage {self.index} receives {found}, but was traced for {self.received}")
+            raise TraceError(f"{again} it was traced in {'train' if self.training else 'eval'} mode")
+        names = [name for name, *_ in self.received]
+        found = [(tuple(value.shape), value.dtype) for value in args]
+        if found != [(shape, dtype) for _, shape, dtype in self.received]:
+            raise TraceError(f"{again} it receives {found}, traced as {self.received}")
         for name, traced in self.batch.items():
             given = fingerprint(kwargs.get(name))
             if given != traced:
-                raise TraceError(f"stage {self.index}: {difference(traced, given, name)}; plan it again for inputs like these")
-        return {**{name: value for (name, *_), value in zip(self.received, args, strict=True)}, **{name: kwargs[name] for name in self.batch}}
+                raise TraceError(f"{again} {difference(traced, given, name)}")
+        return {**dict(zip(names, args, strict=True)), **{name: kwargs[name] for name in self.batch}}
 
 
-def stage_module(flat: TracedModule, root: nn.Module, parts: Assignment, index: int, keep: set[str], inputs: Mapping[str, Any]) -> TracedModule:
+def stage_module(
+    flat: TracedModule, root: nn.Module, parts: Assignment, index: int, keep: set[str], inputs: Mapping[str, Any]
+) -> TracedModule:
     """The module of stage ``index``.
 
     Args:

@@ -27,10 +27,12 @@ def split(batch: Mapping[str, Any], parts: int) -> list[Batch]:
     sizes = {leaf.shape[0] for leaf in leaves if _has_rows(leaf)}
     if len(sizes) > 1:
         rows = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in batch.items() if _has_rows(leaf))
-        raise BuildError(f"tensors of one batch have different sizes along dimension 0: {rows}; put the batch in dimension 0 of each")
+        raise BuildError(f"tensors of one batch have different sizes along dimension 0: {rows}; the batch is dimension 0")
     for size in sizes:
         if size % parts:
-            raise BuildError(f"a batch of {size} rows cannot be cut into {parts} equal micro-batches; use a multiple of {parts}")
+            raise BuildError(
+                f"{size} rows cannot be cut into {parts} equal micro-batches; give a batch of a multiple of {parts} rows"
+            )
     chunks = [leaf.detach().chunk(parts) if _has_rows(leaf) else (leaf,) * parts for leaf in leaves]
     return [tree_unflatten([chunk[index] for chunk in chunks], structure) for index in range(parts)]
 
@@ -38,7 +40,9 @@ def split(batch: Mapping[str, Any], parts: int) -> list[Batch]:
 def signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides how a stage is traced: names, shapes, dtypes and values that are no tensors."""
     leaves, structure = tree_flatten(dict(sorted(batch.items())))
-    return str(structure), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+    return str(structure), *(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    )
 
 
 def fingerprint(value: Any) -> int:

@@ -43,8 +43,8 @@ def save_checkpoint(
         if program.axis_rank("dp") == 0:
             state = {"model": _model_state(module), "optimizer": _optimizer_state(module, optimizer)}
             torch.save(state, folder / _file("weights", program, "pp", "tp"))
-        state = rng_state()
-        torch.save({"devices": state.devices, "tracked": state.tracked}, folder / _file("random", program, *_AXES))
+        random = rng_state()
+        torch.save({"devices": random.devices, "tracked": random.tracked}, folder / _file("random", program, *_AXES))
 
     def finish() -> None:
         if first:
@@ -70,7 +70,7 @@ def load_checkpoint(
             raise BuildError(f"{os.fspath(path)!r} is no complete checkpoint: it has no layout.json")
         saved, own = json.loads((folder / "layout.json").read_text()), _layout(program)
         if saved != own:
-            raise BuildError(f"the checkpoint was saved with {_words(saved)}, this engine has {_words(own)}; load it on the same layout")
+            raise BuildError(f"saved with {_words(saved)}, but this engine has {_words(own)}; load it on the same layout")
         found.update(torch.load(folder / _file("weights", program, "pp", "tp"), map_location="cpu", weights_only=True))
         found["random"] = torch.load(folder / _file("random", program, *_AXES), map_location="cpu", weights_only=True)
         _check_same(_tensors(module), found["model"])
@@ -132,7 +132,9 @@ def _check_same(tensors: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]
         raise BuildError(f"{odd[0]!r} is not in the {where}; load it into the model and stages it was saved from")
     for name, tensor in tensors.items():
         if tensor.shape != saved[name].shape:
-            raise BuildError(f"{name!r} has shape {tuple(saved[name].shape)} in the checkpoint, {tuple(tensor.shape)} in the engine")
+            raise BuildError(
+                f"{name!r} has shape {tuple(saved[name].shape)} in the checkpoint, {tuple(tensor.shape)} in the engine"
+            )
 
 
 def _optimizer_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -153,7 +155,7 @@ def _load_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, saved: 
     names = _optimizer_names(module, optimizer)
     listed = [name for group in saved["groups"] for name in group["params"]]
     if listed != names:
-        raise BuildError("the checkpoint's optimizer has other parameter groups; build with the optimizer factory it was saved with")
+        raise BuildError("the checkpoint's optimizer has other parameter groups; build with the factory it was saved with")
     index = {name: number for number, name in enumerate(names)}
     groups = [{**group, "params": [index[name] for name in group["params"]]} for group in saved["groups"]]
     optimizer.load_state_dict({"state": {index[name]: value for name, value in saved["state"].items()}, "param_groups": groups})

@@ -129,7 +129,7 @@ class TorchEngine(Engine):
         if len(self._program.stages) == 1:
             call = StageCall(self._stage, None, self._options, self._device.type)
             return lambda parts, labels: run_whole(call, parts, labels, training)
-        from .pipeline import StagePlan  # importing torch.distributed.pipelining costs a second
+        from .pipeline import StagePlan  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
         key = (training, signature(part))
         if key not in self._plans:
@@ -175,7 +175,8 @@ class TorchEngine(Engine):
         if failures.item():
             self.module.zero_grad(set_to_none=True)
             agree(result.failure, self._mesh)
-        return (total / self._program.axis_size("dp")).float()
+        mean: torch.Tensor = total / self._program.axis_size("dp")
+        return mean.float()
 
     def _reduce(self) -> None:
         self._holdings.reduce_ties()

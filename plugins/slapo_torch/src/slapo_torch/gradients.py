@@ -58,7 +58,7 @@ def _start(bucket: Bucket, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist
 
 def _finish(bucket: Bucket, flat: torch.Tensor, scale: float) -> None:
     sizes = [parameter.numel() for parameter in bucket]
-    *pieces, present = flat.split([*sizes, len(bucket)])
+    *pieces, present = torch.split(flat, [*sizes, len(bucket)])
     for parameter, piece, ranks in zip(bucket, pieces, present.tolist(), strict=True):
         if ranks > 0:
             reduced = piece.view_as(parameter) * scale if scale != 1.0 else piece.view_as(parameter).clone()

@@ -42,11 +42,11 @@ class Holdings:
     def _group(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
         """A group of just these stages' ranks, at this rank's place in the other axes."""
         assert self._program.mesh is not None
-        pipeline = self._program.mesh["pp"].get_group()
+        pipeline: dist.ProcessGroup = self._program.mesh["pp"].get_group()
         if len(stages) == dist.get_world_size(pipeline):
             return pipeline
         ranks = [dist.get_global_rank(pipeline, stage) for stage in stages]
-        made = dist.new_group(ranks, timeout=TIMEOUT, use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=TIMEOUT, use_local_synchronization=True)
         self._made.append(made)
         return made
 
@@ -74,7 +74,9 @@ class Holdings:
             named = dict(self._stage.named_parameters())
             wrong = _different(list(named.values()), mesh["dp"].get_group())
             if wrong:
-                error = BuildError(f"the replicas start from different values of {list(named)[wrong[0]]!r}; seed all ranks alike")
+                error = BuildError(
+                    f"the replicas start from different values of {list(named)[wrong[0]]!r}; seed all ranks alike"
+                )
         for tie, parameter in self._mine:
             error = self._check_tie(tie, parameter) or error
         agree(error, mesh)
@@ -100,12 +102,14 @@ class Holdings:
                         module._parameters[name] = empty[id(parameter)]  # type: ignore[assignment]
 
     def clip(self, largest: float) -> torch.Tensor:
-        """Scale all gradients so that their norm over the whole model is at most ``largest``; returns the norm before. Collective."""
+        """Scale all gradients so that their norm over the model is at most ``largest``; returns the one before. Collective."""
         rank = self._program.axis_rank("pp")
         elsewhere = {id(parameter) for tie, parameter in self._mine if tie.stages[0] != rank}
         mesh = self._program.mesh
         stages = [mesh["pp"].get_group()] if mesh is not None and self._program.axis_size("pp") > 1 else []
-        return clip_grad_norm_(self.trainable, largest, extra_groups=stages, counts=lambda parameter: id(parameter) not in elsewhere)
+        return clip_grad_norm_(
+            self.trainable, largest, extra_groups=stages, counts=lambda parameter: id(parameter) not in elsewhere
+        )
 
 
 def _different(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[int]:
@@ -114,5 +118,5 @@ def _different(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list
     own = torch.stack([value for pair in sums for value in pair])
     largest = torch.cat([own, -own])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    high, low = largest.chunk(2)
-    return [index for index in range(len(parameters)) if not torch.equal(high[2 * index : 2 * index + 2], -low[2 * index : 2 * index + 2])]
+    same = largest.chunk(2)[0] == -largest.chunk(2)[1]
+    return [index for index, (first, second) in enumerate(same.view(-1, 2).tolist()) if not (first and second)]

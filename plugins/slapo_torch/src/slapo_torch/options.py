@@ -61,7 +61,9 @@ class Options:
             raise BuildError(str(UnknownNameError.of("pipeline_schedule", str(self.pipeline_schedule), SCHEDULES)))
         if self.optimizer is not None and not callable(self.optimizer):
             kind = type(self.optimizer).__name__
-            raise BuildError(f"optimizer is a {kind} object; give a factory, e.g. lambda parameters: {kind}(parameters, lr=1e-3)")
+            raise BuildError(
+                f"optimizer is a {kind} object; give a factory, e.g. lambda parameters: {kind}(parameters, lr=1e-3)"
+            )
         if self.loss_fn is not None and not _takes_two(self.loss_fn):
             raise BuildError("loss_fn does not take (outputs, labels)")
 

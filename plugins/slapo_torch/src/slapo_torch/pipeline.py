@@ -51,8 +51,8 @@ class RunningStage(PipelineStage):
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
     ) -> Any:
         """Run the forward of one micro-batch; what the schedule passes as arguments is empty."""
-        feed = self.feed[fwd_chunk_id]
-        output = self._attempt("F", fwd_chunk_id, lambda: super(RunningStage, self).forward_one_chunk(fwd_chunk_id, (), feed, False))
+        feed, run = self.feed[fwd_chunk_id], super().forward_one_chunk
+        output = self._attempt("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
         if self.result.failure is not None:
             sent = tuple(torch.zeros(meta.shape, dtype=meta.dtype, device=self.device) for meta in self._outputs)
             self.fwd_cache[fwd_chunk_id] = (sent, [])
@@ -102,9 +102,7 @@ class StagePlan:
         self._stage = RunningStage(call, program, rank, self._result)
         schedule = _SCHEDULES[options.pipeline_schedule] if training else ScheduleGPipe
         # the loss comes scaled out of the last stage; without a loss function the schedule runs forwards only
-        self._schedule = schedule(
-            self._stage, options.microbatches, loss_fn=_identity if training else None, scale_grads=False
-        )
+        self._schedule = schedule(self._stage, options.microbatches, loss_fn=_identity if training else None, scale_grads=False)
         self._targets = torch.arange(options.microbatches)
 
     def run(self, parts: list[Batch], labels: list[Any]) -> StepResult:
