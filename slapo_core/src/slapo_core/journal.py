@@ -52,6 +52,7 @@ class Journal:
 
     def record(self, step: Step, transaction: Transaction) -> None:
         """Append a step with what undoes it."""
+        transaction.settle()
         self._entries.append((step, transaction))
 
     def undo(self) -> Step:

@@ -410,7 +410,12 @@ def create_schedule(
         )
     shared = Root(root, name, plugins if plugins is not None else default_registry())
     shared.group, shared.mesh, shared.example_inputs = group, mesh, example_inputs
-    ties = _name_parameters(root)
+    try:
+        ties = _name_parameters(root)
+    except RecursionError as err:
+        raise ScheduleError(
+            "a module of the model contains itself; take it out of its inside", primitive="create_schedule"
+        ) from err
     shared.metadata_of(root).tie_weights = {tensor: tensor for tensor in ties if isinstance(tensor, nn.Parameter)}
     return Schedule(shared)
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from .errors import SlapoError
 from .parameters import ParamFacts
 
 _CONTAINERS = (dict, OrderedDict, list, set)
+_ABSENT = object()
 
 
 class Transaction:
@@ -31,7 +33,8 @@ class Transaction:
 
     def absorb(self, inner: Transaction) -> None:
         """Take over what a nested step recorded."""
-        self._inverses.extend(inner._inverses)
+        self._inverses += [it for it in inner._inverses if not (isinstance(it, _Memory) and id(it.subject) in self._seen)]
+        self._seen |= inner._seen
 
     def touch(self, module: nn.Module) -> None:
         """Remember one module, without its children: attributes, parameters, buffers, children's names, hooks."""
@@ -40,11 +43,10 @@ class Transaction:
         self._seen.add(id(module))
         for table in (module._parameters, module._buffers):
             for tensor in table.values():
-                if tensor is not None:
-                    self._touch_tensor(tensor)
-        cls, attributes = type(module), dict(module.__dict__)
-        containers = [(value, value.copy() if value else ()) for value in attributes.values() if type(value) in _CONTAINERS]
-        self.on_undo(lambda: _restore_module(module, cls, attributes, containers))
+                if tensor is not None and id(tensor) not in self._seen:
+                    self._seen.add(id(tensor))
+                    self.on_undo(_TensorMemory(tensor))
+        self.on_undo(_ModuleMemory(module))
 
     def touch_tree(self, root: nn.Module) -> None:
         """Remember a module with all inside it, and the graphs of traced ones."""
@@ -53,34 +55,22 @@ class Transaction:
             if isinstance(module, fx.GraphModule):
                 self._touch_graph(module)
 
+    def settle(self) -> None:
+        """The step is done: forget what it left as it was, so that ``undo`` does not take back what others do from now on."""
+        self._inverses = [it for it in self._inverses if not isinstance(it, _Memory) or it.settle()]
+        self._seen.clear()
+
     def rollback(self) -> None:
-        """Undo everything, newest first."""
+        """Undo everything, newest first.
+
+        Raises:
+            SlapoError: the step wrote into a parameter in place; all else is undone.
+        """
+        written = any(isinstance(it, _TensorMemory) and it.was_written() for it in self._inverses)
         while self._inverses:
             self._inverses.pop()()
-
-    def _touch_tensor(self, tensor: torch.Tensor) -> None:
-        if id(tensor) in self._seen:
-            return
-        self._seen.add(id(tensor))
-        attributes = dict(tensor.__dict__)
-        facts = [
-            (value, value.names, value.spec, set(value.tags)) for value in attributes.values() if isinstance(value, ParamFacts)
-        ]
-        alias, version, grad, requires_grad = tensor.detach(), tensor._version, tensor.grad, tensor.requires_grad
-
-        def restore() -> None:
-            if tensor.data_ptr() == alias.data_ptr() and tensor._version != version:
-                raise SlapoError("a primitive wrote into a parameter in place, which cannot be undone; use a new tensor")
-            if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape:
-                tensor.data = alias
-            tensor.requires_grad_(requires_grad)
-            tensor.grad = grad
-            tensor.__dict__.clear()
-            tensor.__dict__.update(attributes)
-            for live, names, spec, tags in facts:
-                live.names, live.spec, live.tags = names, spec, tags
-
-        self.on_undo(restore)
+        if written:
+            raise SlapoError("a primitive wrote into a parameter in place, which cannot be undone; use a new tensor")
 
     def _touch_graph(self, module: fx.GraphModule) -> None:
         saved = fx.Graph()
@@ -93,13 +83,111 @@ class Transaction:
         self.on_undo(restore)
 
 
-def _restore_module(module: nn.Module, cls: type, attributes: dict[str, Any], containers: list[tuple[Any, Any]]) -> None:
-    module.__class__ = cls
-    module.__dict__.clear()
-    module.__dict__.update(attributes)
-    for live, saved in containers:  # in place: others, hook handles for one, refer to the live container
-        live.clear()
-        if isinstance(live, list):
-            live.extend(saved)
+class _Memory:
+    """What one object was like. Calling it puts back what differs; after ``settle``, what differed by then."""
+
+    subject: Any
+    settled = False
+
+    def __call__(self) -> None:
+        if self.settled or self.settle():
+            self.put_back()
+
+    def settle(self) -> bool:
+        """Forget what is as it was; whether anything is left."""
+        raise NotImplementedError
+
+    def put_back(self) -> None:
+        """Restore what was not forgotten."""
+        raise NotImplementedError
+
+
+class _ModuleMemory(_Memory):
+    def __init__(self, module: nn.Module) -> None:
+        self.subject = module
+        self.cls: type | None = type(module)
+        self.attributes = dict(module.__dict__)
+        values = self.attributes.values()
+        self.containers = [(value, value.copy() if value else ()) for value in values if type(value) in _CONTAINERS]
+
+    def settle(self) -> bool:
+        self.settled = True
+        self.cls = None if type(self.subject) is self.cls else self.cls
+        self.attributes = _former(self.subject.__dict__, self.attributes)
+        self.containers = [(live, saved) for live, saved in self.containers if not _same_content(live, saved)]
+        return bool(self.cls or self.attributes or self.containers)
+
+    def put_back(self) -> None:
+        if self.cls:
+            self.subject.__class__ = self.cls
+        _put_back(self.subject.__dict__, self.attributes)
+        for live, saved in self.containers:  # in place: others, hook handles for one, refer to the live container
+            live.clear()
+            if isinstance(live, list):
+                live.extend(saved)
+            else:
+                live.update(saved)
+
+
+class _TensorMemory(_Memory):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.subject = tensor
+        self.attributes = dict(tensor.__dict__)
+        known = [value for value in self.attributes.values() if isinstance(value, ParamFacts)]
+        self.facts = [(value, value.names, value.spec, set(value.tags)) for value in known]
+        self.state: dict[str, Any] = {"requires_grad": tensor.requires_grad, "grad": tensor.grad}
+        # a lazy parameter has no data yet, an inference tensor no version
+        self.data = None if is_lazy(tensor) else tensor.detach()
+        self.version = None if self.data is None or tensor.is_inference() else tensor._version
+
+    def was_written(self) -> bool:
+        """Whether the step changed values in place."""
+        if self.settled or self.version is None or self._has_other_data():
+            return False
+        return bool(self.subject._version != self.version)
+
+    def settle(self) -> bool:
+        self.settled = True
+        self.data = self.data if self._has_other_data() else None
+        self.state = {name: value for name, value in self.state.items() if getattr(self.subject, name) is not value}
+        self.attributes = _former(self.subject.__dict__, self.attributes)
+        self.facts = [known for known in self.facts if (known[0].names, known[0].spec, known[0].tags) != known[1:]]
+        return bool(self.data is not None or self.state or self.attributes or self.facts)
+
+    def put_back(self) -> None:
+        if self.data is not None:
+            self.subject.data = self.data
+        for name, value in self.state.items():
+            setattr(self.subject, name, value)
+        _put_back(self.subject.__dict__, self.attributes)
+        for live, names, spec, tags in self.facts:
+            live.names, live.spec, live.tags = names, spec, tags
+
+    def _has_other_data(self) -> bool:
+        data = self.data
+        return data is not None and (self.subject.data_ptr() != data.data_ptr() or self.subject.shape != data.shape)
+
+
+def _former(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """The former values of the keys that changed; ``_ABSENT`` for new ones."""
+    former = {name: value for name, value in before.items() if now.get(name, _ABSENT) is not value}
+    former.update((name, _ABSENT) for name in now.keys() - before.keys())
+    return former
+
+
+def _put_back(live: dict[str, Any], former: dict[str, Any]) -> None:
+    for name, value in former.items():
+        if value is _ABSENT:
+            live.pop(name, None)
         else:
-            live.update(saved)
+            live[name] = value
+
+
+def _same_content(live: Any, saved: Any) -> bool:
+    if len(live) != len(saved):
+        return False
+    if not live:
+        return True
+    if isinstance(live, dict):
+        return list(map(id, live)) == list(map(id, saved)) and all(live[key] is saved[key] for key in live)
+    return live == saved if isinstance(live, set) else all(one is other for one, other in zip(live, saved, strict=True))
