@@ -38,7 +38,7 @@ class _Tree:
     def node(self, module: ModuleRecord, level: int) -> str:
         """One module and all below it."""
         steps = self.steps.get(module.path, [])
-        head = self._head(module, steps) + self._inside(module.path)
+        head = self._head(module, steps)
         inside = "".join(self.node(child, level + 1) for child in self.children.get(module.path, []))
         if not inside and not steps:
             return f'<div class="leaf">{head}</div>'
@@ -48,9 +48,10 @@ class _Tree:
     def _head(self, module: ModuleRecord, steps: Sequence[StepRecord]) -> str:
         name = escape(module.path.rpartition(".")[2] or "model")
         badges = "".join(f'<b class="badge">{escape(word)}</b>' for word in dict.fromkeys(step.name for step in steps))
-        stages = "".join(f'<b class="stage stage-{index % 6}">stage {index}</b>' for index in self._stages(module.path))
+        stages = "".join(f'<b class="stage stage-{index % 6}">stage {index}</b>' for index in self._new_stages(module.path))
         kind, params = f'<span class="kind">{escape(module.kind)}</span>', f'<span class="params">{module.params:,}</span>'
-        return f'<span class="name">{name}</span> {kind}{badges}{stages}{params}'
+        words = f'<span class="name">{name}</span> {kind}{badges}{stages}{self._inside(module.path)}'
+        return f'<span class="head"><span>{words}</span>{params}</span>'
 
     def _inside(self, path: str) -> str:
         """What was applied further down, for the module while it is folded."""
@@ -59,15 +60,20 @@ class _Tree:
         words = ", ".join(f"{name} x{count}" for name, count in counts.items())
         return f'<span class="inside">inside: {escape(words)}</span>' if words else ""
 
+    def _new_stages(self, path: str) -> list[int]:
+        """The module's stages, where its parent's are others: they hold for all below."""
+        own = self._stages(path)
+        return [] if own == self._stages(path.rpartition(".")[0]) else own
+
     def _stages(self, path: str) -> list[int]:
         """The stages that run the module, or a part of it; none where the model is not cut."""
-        if len(self.stage_paths) < 2 or not path:
+        if len(self.stage_paths) < 2:
             return []
         return [index for index, paths in enumerate(self.stage_paths) if any(_related(path, other) for other in paths)]
 
 
 def _related(one: str, other: str) -> bool:
-    return not other or one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+    return not one or not other or one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
 def _calls(steps: Iterable[StepRecord]) -> str:

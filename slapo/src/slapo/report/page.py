@@ -18,7 +18,7 @@ from .style import STYLE
 from .tables import loss_table, rank_table, settings_table, stage_table, version_table
 from .timeline import timeline
 
-SMALLEST = 1e-9
+SMALLEST = 1e-8
 """Differences below this are drawn here: a logarithmic axis has no zero."""
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -75,13 +75,17 @@ def _verdict(record: RunRecord) -> str:
     if not record.reference:
         return '<p class="verdict">Not compared with the unmodified model; <code>--reference</code> does.</p>'
     value, step = record.largest
-    largest = f"largest difference of the loss {value:.1e}, at step {step} of {len(record.losses)}"
+    largest = f"largest difference of the loss {_unbroken(f'{value:.1e}')}, at step {step} of {len(record.losses)}"
     if record.settings.dropout:
         return f'<p class="verdict">Not judged: with dropout the two runs draw different masks; {largest}.</p>'
-    limit = f"{record.settings.tolerance:.0e}".replace("e-0", "e-")
+    limit = _unbroken(f"{record.settings.tolerance:.0e}".replace("e-0", "e-"))
     if record.agrees:
         return f'<p class="verdict good"><b>Same as the unmodified model</b>, within {limit}: {largest}.</p>'
     return f'<p class="verdict bad"><b>Not the same as the unmodified model</b>: {largest}, above {limit}.</p>'
+
+
+def _unbroken(number: str) -> str:
+    return f'<span class="nowrap">{number}</span>'
 
 
 def _cards(record: RunRecord) -> str:
@@ -113,7 +117,7 @@ def _charts(record: RunRecord) -> str:
         [Line("difference", "gap", record.differences)],
         steps,
         gaps,
-        y_label="absolute difference, log scale",
+        y_label="absolute difference, log scale; zero lies at the bottom",
         limit=limit,
     )
 
