@@ -80,7 +80,7 @@ class Entry:
         if not (isinstance(target, type) and issubclass(target, base)):
             return f"{target!r} is not a subclass of {base.__name__}"
         if inspect.isabstract(target):
-            return f"{target.__name__} does not define {', '.join(sorted(target.__abstractmethods__))}"
+            return f"{target.__name__} does not define {', '.join(sorted(getattr(target, '__abstractmethods__', ())))}"
         if class_name(target) != self.name:
             return f"{target.__name__} says its name is {class_name(target)!r}"
         return None

@@ -77,7 +77,7 @@ def slapo_after_apply(schedule: Schedule, step: Step) -> None:
 
 
 @hookspec(firstresult=True)
-def slapo_partition(schedule: Schedule) -> Program | None:  # type: ignore[empty-body]
+def slapo_partition(schedule: Schedule) -> Program | None:
     """The schedule's program in stages, or None when this plugin has nothing to partition; the first program wins.
 
     Example:
