@@ -83,8 +83,8 @@ class TracePrimitive(Primitive):
 
 def install(schedule: Schedule, traced: nn.Module) -> None:
     """Put a traced module in the schedule's place; what the schedule knows of each module stays known."""
-    before = dict(schedule.mod.named_modules())
+    before, known = dict(schedule.mod.named_modules()), schedule._root.metadata
     schedule.replace_module(traced)
     for path, module in traced.named_modules():
-        if path in before and before[path] is not module:
-            schedule.carry_metadata(before[path], module)
+        if path in before and before[path] in known:
+            known[module] = known[before[path]]

@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunction, _EnableTorchFunction
+from torch._C import DisableTorchFunction, _EnableTorchFunction, _is_torch_function_all_disabled
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Function
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["FakeTensor", "FakeTensorMode", "as_parameter", "fake_like", "intercept", "leaf_paths", "recorded", "unflatten", "unrecorded", "version"]
+__all__ = ["FakeTensor", "FakeTensorMode", "as_parameter", "fake_like", "intercept", "is_unrecorded", "leaf_paths", "recorded", "unflatten", "unrecorded", "version"]
 
 unrecorded: Callable[[], Any] = DisableTorchFunction
 """Context in which no torch function mode sees what is called."""
 recorded: Callable[[], Any] = _EnableTorchFunction
 """Context, inside ``unrecorded``, in which the modes see calls again."""
+is_unrecorded: Callable[[], bool] = _is_torch_function_all_disabled
+"""Whether the code runs inside ``unrecorded``."""
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

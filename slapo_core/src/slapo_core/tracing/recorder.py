@@ -85,7 +85,7 @@ def model_source(traceback: Any = None) -> str:
 class Tracked:
     """An object that is no plain container, whose state calls may change: it stays one object in the graph."""
 
-    def __init__(self, value: Any, node: fx.Node) -> None:
+    def __init__(self, value: Any, node: fx.Node | None) -> None:
         self.value, self.node = value, node
         self.parts: dict[tuple[Any, ...], tuple[Any, dict[Any, Any]]] = {}
         self.refresh()
@@ -120,6 +120,8 @@ class Recorder:
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[Any] = []
         self.objects: dict[int, Tracked] = {}
+        self.passed: list[Tracked] = []
+        self.containers: dict[str, Tracked] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.paths = {id(child): name for name, child in module.named_modules()}
         self.modules = {id(child): child for child in module.modules()}
@@ -195,14 +197,18 @@ class Recorder:
         template, tensors = self._template(value)
         node = self._create("call_function", rebuild, (template, tensors), {}, None)
         self.objects[id(value)] = Tracked(value, node)
+        self.passed.append(self.objects[id(value)])
         return node
 
     def write_changes(self, tracked: Tracked) -> None:
-        """Record what Python code changed in a tracked object."""
+        """Record what Python code changed in a tracked object that the graph is about to use."""
+        self.passed.append(tracked)
         done: list[tuple[Any, ...]] = []
         for path in tracked.changed():
             if any(path[: len(outer)] == outer for outer in done):
                 continue  # the outer change brings the new inner object along
+            if tracked.node is None:
+                raise TraceError(f"{self.path or 'the model'}: the forward changes a list or dict it was given; keep the module whole with leaf_modules")
             part, old = tracked.parts[path]
             new = contents(part) or {}
             content = {key: self.argument(v) for key, v in new.items() if key not in old or old[key] is not v}
@@ -234,15 +240,18 @@ class Recorder:
             node.meta["val"] = self.sandbox.fake_of(value)
         return node
 
-    def placeholder(self, name: str, value: Any) -> None:
-        """An argument of the forward."""
-        node = self._create("placeholder", name, (), {}, value)
-        self._bind(node, value)
+    def parameter(self, name: str, value: Any, is_input: bool) -> None:
+        """An argument of the forward: a placeholder, or part of the graph."""
+        if is_input:
+            node = self._create("placeholder", name, (), {}, value)
+            self._bind(node, value)
+        if isinstance(value, (list, dict)):
+            self.containers[name] = Tracked(value, node if is_input else None)
 
     def output(self, value: Any) -> None:
         """End the graph."""
         result = self.argument(value)
-        for tracked in list(self.objects.values()):
+        for tracked in [*self.objects.values(), *self.containers.values()]:
             self.write_changes(tracked)
         self.graph.output(result)
         for node in reversed(self.graph.nodes):
@@ -252,11 +261,12 @@ class Recorder:
 
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         """Run a module that stays whole and record the call."""
+        self.passed = []
         node_args, node_kwargs = self.argument(args), self.argument(kwargs)
-        changed = _Changes(args, kwargs)
+        passed, changed = self.passed, _Changes(args, kwargs)
         out = call()
         node = self._create("call_module", self.paths[id(module)], node_args, node_kwargs, out)
-        for tracked in self.objects.values():
+        for tracked in passed:
             tracked.refresh()
         return self._bind(node, out, changed.mark(node))
 

@@ -61,6 +61,16 @@ def has_tensor(value: Any) -> bool:
     return any(isinstance(part, torch.Tensor) for _, part in walk(value))
 
 
+def is_object(value: Any) -> bool:
+    """Whether it is a thing with attributes that a forward may change, e.g. a cache."""
+    return not isinstance(value, (dict, list, tuple)) and contents(value) is not None
+
+
+def is_input(value: Any) -> bool:
+    """Whether a graph has to be given the value anew at every call."""
+    return any(isinstance(part, torch.Tensor) or is_object(part) for _, part in walk(value))
+
+
 def fingerprint(value: Any) -> Any:
     """Equal for values a traced graph cannot tell apart: shapes and dtypes of tensors, everything else by value."""
     return _fingerprint(value, {})
@@ -77,7 +87,7 @@ def _fingerprint(value: Any, seen: dict[int, int]) -> Any:
     if id(value) in seen:
         return "seen", seen[id(value)]
     seen[id(value)] = len(seen)
-    return type(value), tuple((key, _fingerprint(part, seen)) for key, part in parts.items())
+    return type(value), {key: _fingerprint(part, seen) for key, part in parts.items()}
 
 
 def describe(print_: Any) -> str:
@@ -89,11 +99,13 @@ def describe(print_: Any) -> str:
 
 def difference(traced: Any, given: Any, path: str) -> str:
     """Where two fingerprints differ first, e.g. ``mask is a tensor [2, 4] int64, traced as None``."""
-    nested = traced[0] is given[0] and traced[0] not in (torch.Tensor, *ATOMS) and isinstance(traced[1], tuple)
-    if nested and isinstance(given[1], tuple) and len(traced[1]) == len(given[1]):
-        for (key, old), (new_key, new) in zip(traced[1], given[1]):
-            if key == new_key and old != new:
-                return difference(old, new, f"{path}[{key!r}]")
+    nested = traced[0] is given[0] and traced[0] not in (torch.Tensor, *ATOMS) and isinstance(traced[1], dict)
+    if nested and isinstance(given[1], dict):
+        for key in [*traced[1], *given[1]]:
+            if key not in traced[1] or key not in given[1]:
+                return f"{path}[{key!r}] is {'new' if key in given[1] else 'missing'}"
+            if traced[1][key] != given[1][key]:
+                return difference(traced[1][key], given[1][key], f"{path}[{key!r}]")
     return f"{path} is {describe(given)}, traced as {describe(traced)}"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import TraceError
-from .structures import difference, fingerprint, has_tensor
+from .structures import difference, fingerprint, is_input
 
 _serial = itertools.count()
 
@@ -25,7 +25,7 @@ class Guard:
     Args:
         parameters: Its signature.
         traced: Fingerprint of every argument.
-        placeholders: Arguments that hold tensors: the graph's inputs. The others are part of the graph.
+        placeholders: Arguments that hold tensors or changeable objects: the graph's inputs. The others are part of the graph.
         training: The module's mode.
     """
 
@@ -44,7 +44,7 @@ class Guard:
         guard = cls(parameters, {}, (), module.training)
         values = guard.values(args, kwargs)
         guard.traced = {name: fingerprint(value) for name, value in values.items()}
-        guard.placeholders = tuple(name for name, value in values.items() if has_tensor(value))
+        guard.placeholders = tuple(name for name, value in values.items() if is_input(value))
         return guard
 
     def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

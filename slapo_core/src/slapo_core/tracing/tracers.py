@@ -11,7 +11,6 @@ from torch import fx, nn
 from ..errors import ScheduleError, TraceError, UnknownNameError
 from ..wrapping import is_opaque
 from .exported import trace_export
-from .structures import has_tensor
 from .traced_module import Guard, TracedModule
 from .value import Plan, trace_value
 
@@ -84,7 +83,7 @@ class _FxTracer(fx.Tracer):
 def _trace_fx(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Leaf) -> TracedModule:
     guard = Guard.of(module, args, kwargs)
     values = guard.values(args, kwargs)
-    concrete = {name: value for name, value in values.items() if not has_tensor(value)}
+    concrete = {name: value for name, value in values.items() if name not in guard.placeholders}
     try:
         graph = _FxTracer(leaf).trace(module, concrete)
     except Exception as err:  # symbolic values may break any code

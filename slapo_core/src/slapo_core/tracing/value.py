@@ -29,22 +29,21 @@ class _Session(TorchFunctionMode):
         self.root, self.plan, self.sandbox = root, plan, sandbox
         self.target = root.get_submodule(target)
         self.paths = {id(module): name for name, module in root.named_modules()}
-        self.stack: list[Recorder] = []
+        self.stack: list[Recorder | None] = [None]  # None: what runs now is not recorded
         self.graphs: dict[str, tuple[Recorder, Guard]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.stack:
-            return func(*args, **kwargs)
-        return self.stack[-1].call_function(func, args, kwargs)
+        recorder = self.stack[-1]
+        return func(*args, **kwargs) if recorder is None else recorder.call_function(func, args, kwargs)
 
     def module_call(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if not self.stack:
-            if module is not self.target:
+        recorder = self.stack[-1]
+        if recorder is None:
+            if module is not self.target or self.graphs:
                 return call(module, *args, **kwargs)
             with private.unrecorded():
                 return self.record(call, module, args, kwargs)
-        recorder = self.stack[-1]
         if id(module) not in recorder.paths:
             return call(module, *args, **kwargs)
         path = self.paths[id(module)]
@@ -52,8 +51,16 @@ class _Session(TorchFunctionMode):
         if kind == "inline":
             return call(module, *args, **kwargs)
         with private.unrecorded():
-            run = (lambda: self.record(call, module, args, kwargs)) if kind == "graph" else (lambda: call(module, *args, **kwargs))
-            return recorder.call_module(module, args, kwargs, run)
+            run = self.record if kind == "graph" else self.run_whole
+            return recorder.call_module(module, args, kwargs, lambda: run(call, module, args, kwargs))
+
+    def run_whole(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module unrecorded."""
+        self.stack.append(None)
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self.stack.pop()
 
     def record(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module and make its graph; a second call with other arguments leaves the module without one."""
@@ -62,13 +69,12 @@ class _Session(TorchFunctionMode):
         if path in self.graphs:
             if self.graphs[path][1] != guard:
                 self.graphs[path][1].refuse = True
-            return call(module, *args, **kwargs)
+            return self.run_whole(call, module, args, kwargs)
         args, kwargs = distinct((args, kwargs), set())
         recorder = Recorder(module, path, self.sandbox)
         self.graphs[path] = (recorder, guard)
         for name, value in guard.values(args, kwargs).items():
-            if name in guard.placeholders:
-                recorder.placeholder(name, value)
+            recorder.parameter(name, value, name in guard.placeholders)
         self.stack.append(recorder)
         try:
             with private.recorded():
@@ -80,10 +86,11 @@ class _Session(TorchFunctionMode):
 
     def apply(self, call: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
         """An autograd function is recorded as one call."""
-        if not self.stack:
+        recorder = self.stack[-1]
+        if recorder is None:
             return call(*args, **kwargs)
         with private.unrecorded():
-            return self.stack[-1].call_function(cls.apply, args, kwargs, call)
+            return recorder.call_function(cls.apply, args, kwargs, call)
 
 
 def trace_value(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, target: str = "") -> TracedModule:
