@@ -1,0 +1,70 @@
+"""Cut a model and compare its program, run stage by stage, with the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import slapo_pipeline.plugin
+import torch
+from slapo_core.build import build_program
+from slapo_core.program import Program
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from torch import nn
+
+
+def cut(model: nn.Module, inputs: Any, *paths: str) -> Schedule:
+    """A schedule whose stages end after ``paths``."""
+    schedule = create_schedule(model, example_inputs=inputs, plugins=Registry([slapo_pipeline.plugin]))
+    for path in paths:
+        schedule[path].cut_pipeline_stage()
+    return schedule
+
+
+def assert_same_as_model(model: nn.Module, inputs: dict[str, Any], *paths: str) -> Program:
+    """Outputs, every gradient and every buffer of the program equal the unmodified model's."""
+    before = copy.deepcopy(model)
+    program = build_program(cut(model, inputs, *paths))
+    assert len(program.stages) == len(paths) + 1
+    torch.manual_seed(1)
+    expected = before(**inputs)
+    torch.manual_seed(1)
+    found = program(**inputs)
+    assert type(found) is type(expected)
+    assert_same(found, expected, "outputs")
+    if any(p.requires_grad for p in model.parameters()):
+        loss_of(expected).backward()
+        loss_of(found).backward()
+        assert_same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in before.named_parameters()}, "grad")
+    assert_same(dict(model.named_buffers()), dict(before.named_buffers()), "buffers")
+    return program
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The number to differentiate."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    return outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+
+
+def assert_same(found: Any, expected: Any, where: str) -> None:
+    """Equal in structure, and to 1e-6 in numbers."""
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6, msg=lambda text: f"{where}: {text}")
+    elif isinstance(expected, Mapping):
+        assert list(found) == list(expected), where
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{where}[{key!r}]")
+    elif isinstance(expected, (tuple, list)):
+        assert type(found) is type(expected), where
+        for index, value in enumerate(expected):
+            assert_same(found[index], value, f"{where}[{index}]")
+    else:
+        assert found == expected, where
+
+
+def received(program: Program) -> list[list[tuple[int, ...]]]:
+    """Shapes of what each stage but the first receives."""
+    return [[boundary.shape for boundary in stage.inputs] for stage in program.stages[1:]]

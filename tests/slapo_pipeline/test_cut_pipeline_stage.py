@@ -1,0 +1,105 @@
+"""``cut_pipeline_stage`` as a step of a schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from slapo_core.build import build_program
+from slapo_core.errors import BuildError, ScheduleError, TraceError
+from slapo_core.wrapping import wrap_forward
+from torch import nn
+
+from .staged import cut
+from .toys import Skips, Stateful, TwiceNormed
+
+X = {"x": torch.randn(4, 8), "labels": torch.randn(4, 1)}
+
+
+def test_a_cut_is_journaled_and_undone() -> None:
+    schedule = cut(Skips(), X, "a", "c")
+    assert str(schedule.journal).splitlines() == ["sch['a'].cut_pipeline_stage()", "sch['c'].cut_pipeline_stage()"]
+    schedule.undo()
+    assert [stage.paths for stage in build_program(schedule).stages] == [("a",), ("b", "c", "d", "head")]
+
+
+def test_a_saved_cut_is_taken_again(tmp_path: Path) -> None:
+    from slapo_core.replay import load_schedule
+
+    first = cut(Skips(), X, "b")
+    first.save(tmp_path / "schedule.json")
+    second = load_schedule(Skips(), tmp_path / "schedule.json", example_inputs=X, plugins=first._root.registry)
+    assert len(build_program(second).stages) == 2
+
+
+def test_no_cut_is_one_stage() -> None:
+    schedule = cut(Skips(), X)
+    assert len(build_program(schedule).stages) == 1
+
+
+def test_the_same_place_twice() -> None:
+    with pytest.raises(ScheduleError, match=r"cut_pipeline_stage\('a'\): a stage ends after this module already"):
+        cut(Skips(), X, "a", "a")
+
+
+def test_the_whole_model() -> None:
+    with pytest.raises(ScheduleError, match="nothing comes after the whole model"):
+        cut(Skips(), X).cut_pipeline_stage()
+
+
+def test_inside_a_wrapped_module() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    wrap_forward(model[0], lambda call, *args: call(*args))
+    with pytest.raises(ScheduleError, match=r"cut_pipeline_stage\('0.0'\): it lies inside '0', which is wrapped or has hooks"):
+        cut(model, {"input": torch.randn(1, 2)}, "0.0")
+
+
+def test_a_module_wrapped_around_a_cut() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    schedule = cut(model, {"input": torch.randn(1, 2)}, "0.0")
+    wrap_forward(model[0], lambda call, *args: call(*args))
+    with pytest.raises(BuildError, match=r"a stage ends after '0.0', inside '0', which was wrapped"):
+        build_program(schedule)
+
+
+def test_after_the_last_module() -> None:
+    with pytest.raises(ScheduleError, match=r"cut_pipeline_stage\('head'\): nothing runs after it; remove this cut"):
+        build_program(cut(Skips(), X, "head"))
+
+
+def test_a_module_that_does_not_run() -> None:
+    model = Skips()
+    model.spare = nn.Linear(2, 2)
+    with pytest.raises(ScheduleError, match=r"cut_pipeline_stage\('spare'\): the model does not run this module"):
+        build_program(cut(model, X, "spare"))
+
+
+def test_two_cuts_at_one_place() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    with pytest.raises(ScheduleError, match="nothing runs between it and"):
+        build_program(cut(model, {"input": torch.randn(1, 2)}, "0", "0.0"))
+
+
+def test_no_example_inputs() -> None:
+    with pytest.raises(BuildError, match="a model is cut by tracing it; give create_schedule example_inputs="):
+        build_program(cut(Skips(), None, "a"))
+
+
+def test_an_object_that_both_stages_change() -> None:
+    with pytest.raises(TraceError, match=r"a Cache is used by stages 0 and 1, but only tensors can cross.*toys.py:\d+"):
+        build_program(cut(Stateful(), {"x": torch.randn(2, 8)}, "a"))
+
+
+def test_running_statistics_of_two_stages() -> None:
+    with pytest.raises(TraceError, match="'norm' keeps running statistics and runs in stages 0 and 1"):
+        build_program(cut(TwiceNormed(), {"x": torch.randn(4, 8)}, "b"))
+
+
+def test_a_stage_says_what_it_was_made_for() -> None:
+    program = build_program(cut(Skips(), X, "b"))
+    with pytest.raises(TraceError, match=r"stage 0 was made for other inputs.* x is a tensor \[2, 8\]"):
+        program.stages[0].module(x=torch.randn(2, 8))
+    program.stages[0].module.eval()
+    with pytest.raises(TraceError, match="it was traced in train mode"):
+        program.stages[0].module(x=X["x"])

@@ -1,0 +1,140 @@
+"""A program run stage by stage in one process computes what the model computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slapo_core.build import build_program
+from torch import nn
+
+from .staged import assert_same, assert_same_as_model, cut, loss_of, received
+from .toys import InPlace, Regions, Skips, Structures
+
+SKIPS = {"x": torch.randn(4, 8), "labels": torch.randn(4, 1)}
+
+
+def test_a_skip_passes_through_the_stages_between() -> None:
+    program = assert_same_as_model(Skips(), SKIPS, "a", "b", "c")
+    assert received(program) == [[(4, 8)], [(4, 8), (4, 8)], [(4, 8), (4, 8)]]
+    assert program.stages[2].inputs[0].name == program.stages[3].inputs[0].name == "a"
+
+
+def test_what_a_stage_reads_from_the_batch_is_not_sent() -> None:
+    program = assert_same_as_model(Skips(), SKIPS, "b")
+    assert [stage.batch_inputs for stage in program.stages] == [("x",), ("labels",)]
+
+
+@pytest.mark.parametrize("paths", [("opening",), ("opening", "a", "first"), ("a", "b"), ("first",)])
+@pytest.mark.parametrize("mask", [None, torch.rand(4, 1)])
+def test_structures_between_modules(paths: tuple[str, ...], mask: torch.Tensor | None) -> None:
+    assert_same_as_model(Structures(), {"x": torch.randn(4, 8), "mask": mask}, *paths)
+
+
+@pytest.mark.parametrize("paths", [("a",), ("b",), ("norm",), ("a", "b", "norm")])
+@pytest.mark.parametrize("training", [True, False])
+def test_gradient_regions_frozen_weights_and_buffers(paths: tuple[str, ...], training: bool) -> None:
+    program = assert_same_as_model(Regions().train(training), {"x": torch.randn(4, 8)}, *paths)
+    keys = [set(stage.module.state_dict()) for stage in program.stages]
+    assert set().union(*keys) == set(program.module.state_dict())
+
+
+@pytest.mark.parametrize("paths", [("a",), ("b",), ("a", "b")])
+def test_changes_in_place(paths: tuple[str, ...]) -> None:
+    assert_same_as_model(InPlace(), {"x": torch.randn(4, 8)}, *paths)
+
+
+def test_cuts_at_different_depths() -> None:
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))),
+        nn.Linear(1, 1),
+    )
+    program = build_program(cut(model, {"input": torch.randn(2, 8)}, "0.1", "0", "1.2.0"))
+    assert [stage.paths for stage in program.stages] == [("0.0", "0.1"), ("0.2",), ("1.0", "1.1", "1.2.0"), ("1.2.1", "2")]
+
+
+def test_stages_hold_the_models_own_modules_and_unused_ones_too() -> None:
+    model = Skips()
+    model.spare = nn.Linear(3, 3)
+    model.register_buffer("constant", torch.ones(2))
+    program = build_program(cut(model, SKIPS, "b"))
+    first, last = (stage.module for stage in program.stages)
+    assert first.get_submodule("a") is model.a
+    assert type(last.get_submodule("d")) is type(model.d)
+    assert {*first.state_dict(), *last.state_dict()} == set(model.state_dict())
+    assert not {*first.state_dict()} & {*last.state_dict()}
+
+
+def test_another_shape_and_the_other_mode() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 1))
+    program = build_program(cut(model, {"input": torch.randn(2, 8)}, "0", "2"))
+    for training, rows in [(False, 3), (True, 3), (False, 5)]:
+        model.train(training)
+        x = torch.randn(rows, 8)
+        torch.manual_seed(2)
+        expected = model(x)
+        torch.manual_seed(2)
+        assert_same(program(input=x), expected, "outputs")
+
+
+def test_a_plan_is_made_once() -> None:
+    program = build_program(cut(Skips(), SKIPS, "b"))
+    assert program.replan is not None
+    assert program.replan(True, SKIPS) is program
+    assert program.replan(False, SKIPS) is not program
+    assert program.module.training
+
+
+def test_one_tensor_for_two_arguments() -> None:
+    x = torch.randn(4, 1).expand(4, 8).contiguous()
+
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(left) + right).mean()
+
+    model = Twins()
+    program = build_program(cut(model, {"left": x, "right": x}, "a"))
+    other = torch.randn(4, 8)
+    assert_same(program(left=x, right=other), model(x, other), "outputs")
+
+
+def test_positional_example_inputs() -> None:
+    model = Skips()
+    program = build_program(cut(model, (SKIPS["x"], SKIPS["labels"]), "b"))
+    assert_same(program(**SKIPS), model(**SKIPS), "outputs")
+
+
+def test_weights_on_meta() -> None:
+    with torch.device("meta"):
+        model = Skips()
+    program = build_program(cut(model, SKIPS, "a", "c"))
+    assert [stage.paths for stage in program.stages] == [("a",), ("b", "c"), ("d", "head")]
+
+
+@settings(max_examples=15)
+@given(st.sets(st.integers(0, 5), min_size=1), st.data())
+def test_any_cut_of_any_wiring(cuts: set[int], data: st.DataObject) -> None:
+    """Blocks that take the sum of any earlier results."""
+    sources = [data.draw(st.sets(st.integers(0, block), min_size=1)) for block in range(7)]
+
+    class Wired(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(7))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            values = [x]
+            for block, inputs in zip(self.blocks, sources, strict=True):
+                values.append(torch.tanh(block(sum(values[index] for index in sorted(inputs)))))  # type: ignore[arg-type]
+            return values[-1].pow(2).mean()
+
+    torch.manual_seed(0)
+    model = Wired()
+    assert_same_as_model(model, {"x": torch.randn(2, 4)}, *(f"blocks.{index}" for index in sorted(cuts)))
+    assert loss_of(model(torch.zeros(1, 4))).isfinite()
