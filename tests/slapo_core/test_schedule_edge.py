@@ -91,7 +91,7 @@ def change_facts(sch: Schedule) -> None:
 
 
 def change_outside(sch: Schedule) -> None:
-    other = sch.root_module.named["a"] if "named.a" in sch.get_top_schedule() else sch.root_module
+    other = sch.get_top_schedule()["named.a"].mod if "named.a" in sch.get_top_schedule() else sch.root_module
     sch.touch(other)
     other.in_features = 77
     other.register_forward_pre_hook(lambda module, args: None)
@@ -131,7 +131,21 @@ MUTATIONS: dict[str, Callable[[Schedule], Any]] = {
     "metadata": lambda sch: sch.metadata.param_tags.add("mark"),
 }
 
-PATHS = ["", "parts", "parts.0", "parts.0.fc", "parts.1.fc", "parts.1.norm", "named", "named.a", "named.b", "again"]
+PATHS = [
+    "extra",
+    "parts.0.extra",
+    "0",
+    "",
+    "parts",
+    "parts.0",
+    "parts.0.fc",
+    "parts.1.fc",
+    "parts.1.norm",
+    "named",
+    "named.a",
+    "named.b",
+    "again",
+]
 
 
 class EditPrimitive(Primitive):
@@ -327,6 +341,34 @@ def test_a_tied_weight_is_set_at_both_places_and_put_back(registry: Registry) ->
     sch.undo()
     assert model.parts[1].fc.weight is old
     assert model.named["a"].weight is old
+
+
+class AdaptPrimitive(Primitive):
+    """Adds and drops children directly, as a primitive may do with its own module."""
+
+    name = "adapt"
+    scope = "module"
+
+    @staticmethod
+    def apply(schedule: Schedule) -> None:
+        schedule.mod.adapter = nn.Linear(2, 2)
+        schedule.mod.tied = schedule.mod.adapter.weight
+        schedule["adapter"].replace(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_places_that_a_primitive_made_itself_are_found(registry: Registry) -> None:
+    registry.add_primitive(AdaptPrimitive)
+    model = Odd()
+    sch = create_schedule(model, plugins=registry)
+    sch["parts.0"].replace(Part())  # the places are known from here on
+    sch["parts.1"].adapt()
+    assert type(model.parts[1].adapter) is nn.Sequential
+    sch["parts.1.adapter.0"].replace(nn.ReLU())
+    sch["parts.1"].edit([("set_parameter", "")])
+    assert type(model.parts[1].adapter[0]) is nn.ReLU
+    assert model.parts[1].tied.shape == (3, 3)
+    sch["parts"].replace(nn.ModuleList())
+    assert len(model.parts) == 0
 
 
 def test_replacing_one_holder_of_a_tie_leaves_the_other(registry: Registry) -> None:

@@ -295,7 +295,8 @@ class Schedule:
             root.module = new
             root.holders.drop()
             return
-        for holder, _ in root.holders.of(root.module, old):
+        parent, name = paths.split(self._path)
+        for holder, _ in root.holders.of(root.module, old, (root.module.get_submodule(parent), name)):
             self.touch(holder)
         root.holders.put(root.module, old, new)
 
@@ -310,7 +311,7 @@ class Schedule:
         parameter = mod._parameters.get(name)
         old = parameter if parameter is not None else mod._buffers[name]
         assert old is not None
-        for holder, _ in root.holders.of(root.module, old):
+        for holder, _ in root.holders.of(root.module, old, (mod, name)):
             self.touch(holder)
         root.holders.put(root.module, old, tensor)
 

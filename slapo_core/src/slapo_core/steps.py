@@ -37,8 +37,9 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         transaction.touch(module)
     else:
         transaction.touch_tree(module)
-    outer, siblings = root.transaction, root.children
+    outer, siblings, kept = root.transaction, root.children, root.holders.kept
     root.transaction, root.children = transaction, []
+    root.holders.kept = kept and cls.scope == "module"
     try:
         metadata.primitives.setdefault(name, cls.init_metadata())
         value = cls.apply(schedule, *args, **kwargs)
@@ -50,7 +51,7 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         transaction.rollback()
         raise
     finally:
-        root.transaction, root.children = outer, siblings
+        root.transaction, root.children, root.holders.kept = outer, siblings, kept
     if outer is None:
         root.journal.record(step, transaction)
     else:
