@@ -1,9 +1,12 @@
-"""``sch.checkpoint()``: recompute a module's activations in the backward pass instead of keeping them."""
+"""``sch.checkpoint()``: recompute activations in the backward pass instead of keeping them."""
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
+from torch import fx, nn
+
+from slapo_core import graph_edit
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
@@ -13,32 +16,76 @@ from .recompute import checkpointed
 
 
 class CheckpointPrimitive(Primitive):
-    """Keep only the inputs of this module for the backward pass, and run its forward again there.
+    """Keep only the inputs of this module, or of a subgraph in it, for the backward pass, and run it again there.
 
     Rewrite:
-        y = forward(x)  -->  y = checkpoint(forward, x)
+        sch["mlp"].checkpoint():      y = mlp(x)     -->  y = checkpoint(mlp, x)
+        sch.checkpoint(match):        y = a(b(x))    -->  y = checkpoint(a . b, x)
 
     Random states, the tracked ones included, and autocast are as in the forward. Hooks of the module stay outside, so
     collectives that ``sync`` puts on it run once. Without gradients the forward just runs.
 
+    Args:
+        subgraph: One match, or a list of matches, of ``sch.find`` in this traced module. Each becomes a submodule
+            ``checkpointed``; modules in it must have no weights, as these would change their names.
+
     Raises:
-        ScheduleError: already checkpointed, or a container that has no forward.
+        ScheduleError: already checkpointed, or a container that has no forward; a subgraph that holds weights, is gone, or
+            cannot be one call.
     """
 
     name = "checkpoint"
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule) -> None:
-        mod = schedule.mod
-        if checkpointed in forward_wrappers(mod):
-            raise _error(schedule, "is checkpointed already; once is enough")
-        if type(mod).forward is nn.Module.forward and "forward" not in mod.__dict__:
-            raise _error(schedule, f"a {type(mod).__name__} has no forward of its own; checkpoint the modules in it")
+    def check(schedule: Schedule, subgraph: Any = None) -> None:
+        if subgraph is None:
+            _check_module(schedule)
+            return
+        for match in _matches(schedule, subgraph):
+            _check_subgraph(schedule, match)
 
     @staticmethod
-    def apply(schedule: Schedule) -> None:
-        wrap_forward(schedule.mod, checkpointed)
+    def apply(schedule: Schedule, subgraph: Any = None) -> None:
+        if subgraph is None:
+            wrap_forward(schedule.mod, checkpointed)
+            return
+        for match in _matches(schedule, subgraph):
+            body = graph_edit.extract(graph_edit.traced_module_of(schedule, match), match)
+            wrap_forward(body, checkpointed)
+            graph_edit.replace_subgraph(schedule, match, body, name="checkpointed")
+
+
+def _check_module(schedule: Schedule) -> None:
+    mod = schedule.mod
+    if checkpointed in forward_wrappers(mod):
+        raise _error(schedule, "is checkpointed already; once is enough")
+    if type(mod).forward is nn.Module.forward and "forward" not in mod.__dict__:
+        raise _error(schedule, f"a {type(mod).__name__} has no forward of its own; checkpoint the modules in it")
+
+
+def _check_subgraph(schedule: Schedule, match: list[tuple[str, fx.Node]]) -> None:
+    traced = graph_edit.traced_module_of(schedule, match)
+    for node in graph_edit.resolve(traced, match):
+        if node.op != "call_module":
+            continue
+        module = traced.get_submodule(str(node.target))
+        if checkpointed in forward_wrappers(module):
+            raise _error(schedule, f"{node.target!r} in the subgraph is checkpointed already; once is enough")
+        if module.state_dict():
+            advice = "checkpoint a module that contains it, or a subgraph of operations"
+            raise _error(schedule, f"the weights of {node.target!r} in the subgraph would change their names; {advice}")
+    graph_edit.check_replace(schedule, match, lambda *inputs: inputs)
+
+
+def _matches(schedule: Schedule, subgraph: Any) -> list[list[tuple[str, fx.Node]]]:
+    """One match or several as a list; as plain nodes, since the inputs are the body's and not the pattern's."""
+    single = isinstance(subgraph, tuple)
+    found = [[subgraph]] if single else [subgraph] if subgraph and isinstance(subgraph[0], tuple) else subgraph
+    matches = [list(match) for match in found]
+    if not matches or not all(isinstance(node, fx.Node) for match in matches for _, node in match):
+        raise _error(schedule, "the subgraph is empty; give what sch.find() returned")
+    return matches
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:
