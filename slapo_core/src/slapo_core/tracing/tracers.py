@@ -19,7 +19,7 @@ TRACERS = ("value", "fx", "export")
 
 
 def trace_module(
-    module: nn.Module,
+    model: nn.Module,
     example_inputs: Any,
     *,
     leaf: Leaf = lambda path, module: False,
@@ -35,7 +35,7 @@ def trace_module(
     ``meta``, leave out region nodes and call ``regions.write_regions`` on each part.
 
     Args:
-        module: What to trace; its weights may be on the meta device.
+        model: What to trace; its weights may be on the meta device.
         example_inputs: A mapping of keyword arguments, a tuple of positional ones, or the only argument.
         leaf: ``leaf(path, module)``: keep this module whole. Modules with hooks or a wrapped forward always are.
         tracer: ``"value"`` records one run on fake tensors; ``"fx"`` traces symbolically; ``"export"`` uses
@@ -46,14 +46,14 @@ def trace_module(
         TraceError: The forward cannot be traced; names the model's source line.
         UnknownNameError: No such tracer.
     """
-    check_traceable(module, tracer)
+    check_traceable(model, tracer)
     args, kwargs = split_inputs(example_inputs)
     kwargs = {**kwargs, **(concrete_args or {})}
     if tracer == "fx":
-        return _trace_fx(module, args, kwargs, leaf)
+        return _trace_fx(model, args, kwargs, leaf)
     if tracer == "export":
-        return trace_export(module, args, kwargs)
-    return trace_value(module, args, kwargs, lambda path, child: "leaf" if leaf(path, child) else "inline")
+        return trace_export(model, args, kwargs)
+    return trace_value(model, args, kwargs, lambda path, child: "leaf" if leaf(path, child) else "inline")
 
 
 def check_traceable(module: nn.Module, tracer: str) -> None:
