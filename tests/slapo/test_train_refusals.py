@@ -33,7 +33,7 @@ def refusal(*flags: str) -> str:
         ("--pp 5", "--pp 5: the model has 4 layers, fewer than 5 stages; use --pp 4 or fewer, or --layers 5 or more"),
         ("--pp 4 --microbatches 2", "needs at least as many micro-batches as stages, got 2 for 4"),
         ("--data /no/such/file", "--data /no/such/file: cannot be read, no such file or directory; give a readable file"),
-        ("--target trch", "no dialect 'trch'; did you mean 'torch'?; available: torch"),
+        ("--target trch", "no dialect 'trch'; did you mean 'torch'\\?; available: torch"),
         ("--model gtp2", r"has no causal language model of this type; try .*gpt2.* or another of its \d+"),
         ("--schedule /no/such/file.py", "cannot read the schedule '/no/such/file.py'"),
         ("--device cuda --tp 4 --dp 4 --batch 32", r"--device cuda: 16 ranks, but \d+ GPUs?; use fewer ranks or --device cpu"),
@@ -63,7 +63,11 @@ def test_an_empty_data_file(tmp_path: Path):
         ("nothing.py", "x = 1\n", r"nothing.py: defines no function 'schedule\(sch\)'"),
         ("broken.json", '{"slapo_schedule": 1,\n "steps": ]\n', r"broken.json:2: not JSON"),
         ("other.json", "{}", r"other.json: not a saved schedule"),
-        ("stages.py", "def schedule(sch):\n    sch['transformer.h.1'].cut_pipeline_stage()\n", r"2 stages on a mesh with pp=1"),
+        (
+            "stages.py",
+            "def schedule(sch):\n    sch['transformer.h.1'].cut_pipeline_stage()\n",
+            r"1 cuts make 2 stages, but the mesh has pp=1",
+        ),
     ],
 )
 def test_a_schedule_file_with_a_mistake(tmp_path: Path, name: str, text: str, message: str):

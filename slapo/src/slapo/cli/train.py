@@ -23,7 +23,7 @@ def train(
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 4,
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 64,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
-    seq: Annotated[int, typer.Option(help="Bytes in a sequence.")] = 64,
+    seq: Annotated[int, typer.Option(help="Bytes in a sequence.")] = 128,
     dropout: Annotated[float, typer.Option(help="Dropout probability, everywhere in the model.")] = 0.0,
     batch: Annotated[int, typer.Option(help="Sequences in an optimizer step, over all ranks.")] = 8,
     microbatches: Annotated[int, typer.Option(help="Parts each rank's share of the batch is cut into.")] = 4,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slapo_core.build import build_program
+from slapo_core.random import set_random_seed
 from slapo_core.registry import default_registry
 from slapo_core.weights import init_empty_weights
 
@@ -30,6 +31,8 @@ def rehearse(settings: Settings) -> None:
     read_corpus(settings)
     with init_empty_weights():
         model = build_model(settings)
+    # tracing runs the model once, and dropout in a sharded region draws from a state that has to be there
+    set_random_seed(settings.seed, dp_rank=0, pp_rank=0, tp_rank=0)
     with _pretended_mesh(settings) as mesh:
         program = build_program(schedule_model(model, settings, mesh))
         dialect.check(program, **engine_options(settings))

@@ -36,7 +36,7 @@ class Settings:
     layers: int = 4
     hidden: int = 64
     heads: int = 4
-    seq: int = 64
+    seq: int = 128
     dropout: float = 0.0
     batch: int = 8
     microbatches: int = 4
