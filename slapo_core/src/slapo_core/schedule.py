@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import matching, paths
 from .errors import ScheduleError, UnknownNameError
-from .holders import Holders
+from .holders import Holders, Place
 from .journal import Journal, Step
 from .parameters import ParamFacts, facts
 from .registry import Registry, default_registry
@@ -188,6 +188,11 @@ class Schedule:
         return self._root.journal
 
     @property
+    def program(self) -> Program | None:
+        """The program of the last ``build``, or None before it."""
+        return self._root.program
+
+    @property
     def example_inputs(self) -> Any:
         """One batch of the top module's inputs: a dict of keyword or a tuple of positional arguments, or None."""
         return self._root.example_inputs
@@ -296,7 +301,7 @@ class Schedule:
             root.holders.drop()
             return
         parent, name = paths.split(self._path)
-        for holder, _ in root.holders.of(root.module, old, (root.module.get_submodule(parent), name)):
+        for holder, _ in self.places_of(old, (root.module.get_submodule(parent), name)):
             self.touch(holder)
         root.holders.put(root.module, old, new)
 
@@ -311,9 +316,18 @@ class Schedule:
         parameter = mod._parameters.get(name)
         old = parameter if parameter is not None else mod._buffers[name]
         assert old is not None
-        for holder, _ in root.holders.of(root.module, old, (mod, name)):
+        for holder, _ in self.places_of(old, (mod, name)):
             self.touch(holder)
         root.holders.put(root.module, old, tensor)
+
+    def places_of(self, value: nn.Module | torch.Tensor, known: Place | None = None) -> list[Place]:
+        """Every ``(module, attribute name)`` of the model that holds this very module or tensor; several when tied or shared.
+
+        Args:
+            value: A module, parameter or buffer.
+            known: One of the places, where the caller knows one.
+        """
+        return self._root.holders.of(self._root.module, value, known)
 
     def touch(self, module: nn.Module) -> None:
         """Say that a module outside this one will be changed, so that a failure or ``undo`` restores it."""

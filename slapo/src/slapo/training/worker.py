@@ -103,8 +103,8 @@ def _record(
     sch: Schedule, engine: Engine, mesh: DeviceMesh, modules: list[ModuleRecord], settings: Settings
 ) -> RunRecord | None:
     """Gather what each rank holds; collective. The record on rank 0, else None."""
-    assert sch._root.program is not None, "build leaves its program here"
-    stages = sch._root.program.stages
+    assert sch.program is not None, "build leaves its program here"
+    stages = sch.program.stages
     own = RankRecord(
         rank=dist.get_rank(),
         pp=_rank(mesh, "pp"),
