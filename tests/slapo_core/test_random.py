@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+
 from slapo_core.random import (
     MODEL_PARALLEL_RNG,
     RNGTracker,
@@ -75,10 +76,14 @@ def test_fork_leaves_the_outer_state_and_advances_its_own(tracker):
 
 
 def test_fork_restores_when_the_block_raises(tracker):
+    def fails() -> None:
+        with tracker.fork():
+            torch.rand(4)
+            raise RuntimeError("inside")
+
     before = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="inside"), tracker.fork():
-        torch.rand(4)
-        raise RuntimeError("inside")
+    with pytest.raises(RuntimeError, match="inside"):
+        fails()
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+
 from slapo_core.build import build
 from slapo_core.errors import ScheduleError
 from slapo_core.parameters import shard_spec
@@ -13,7 +15,6 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
-from torch import nn
 
 pytestmark = pytest.mark.multiproc
 

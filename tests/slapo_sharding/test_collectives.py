@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+
 from slapo_core.testing import run_distributed
 from slapo_sharding import collectives
 

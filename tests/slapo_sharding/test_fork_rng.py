@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
 from slapo_core.random import rng_state, set_random_seed, set_rng_state
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_sharding import plugin
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.multiproc
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
+
 from slapo_core.build import build
 from slapo_core.errors import BuildError, ScheduleError
 from slapo_core.registry import Registry
@@ -13,7 +15,6 @@ from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
 from slapo_core.wrapping import wrap_forward
 from slapo_sharding import plugin
-from torch import nn
 
 pytestmark = pytest.mark.multiproc
 

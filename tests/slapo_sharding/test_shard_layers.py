@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
 from slapo_core.build import build
 from slapo_core.parameters import shard_spec
+from slapo_core.random import set_random_seed
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 pytestmark = pytest.mark.multiproc
 
@@ -85,14 +87,16 @@ def test_correctness_02_a_copied_module_still_adds_the_bias_once():
 
 
 def _scattered_row(rank: int) -> None:
-    """Row-parallel with its output scattered over dimension 1, gathered again behind it."""
+    """Row-parallel with its output scattered over some dimension, gathered again behind it."""
+    for axis in (0, 1, 2, -1, -2):
 
-    def steps(sch: Schedule) -> None:
-        sch["first"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
-        sch["second"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=1).sync("fwd_post", "all_gather", axis=1)
+        def steps(sch: Schedule, axis: int = axis) -> None:
+            sch["first"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+            sch["second"].shard("weight", axis=1)
+            sch["second"].sync("fwd_post", "reduce_scatter", axis=axis).sync("fwd_post", "all_gather", axis=axis)
 
-    model = Two(nn.Linear(8, 16), nn.Linear(16, 8))
-    assert_equivalent(*_scheduled(model, steps), torch.randn(2, 4, 8, requires_grad=True))
+        model = Two(nn.Linear(8, 16), nn.Linear(16, 8))
+        assert_equivalent(*_scheduled(model, steps), torch.randn(2, 4, 8, requires_grad=True))
 
 
 def test_correctness_02_bias_and_its_gradient_under_reduce_scatter():
@@ -115,15 +119,26 @@ def test_correctness_02_bias_is_added_after_a_function_that_reduces():
     run_distributed(_custom_reduce, 2)
 
 
+def _autocast(rank: int) -> None:
+    x = torch.randn(3, 8)
+    for first, second, column, row in ((nn.Linear(8, 16), nn.Linear(16, 8), 0, 1), (Conv1D(16, 8), Conv1D(8, 16), 1, 0)):
+        before, after = _pair(Two(first, second), column, row)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, found = before(x), after(x)
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.2)  # compares dtypes too
+
+
+def test_correctness_02_the_bias_keeps_autocast_s_dtype():
+    run_distributed(_autocast, 2)
+
+
 def _gathered(rank: int) -> None:
     for axis, shape in ((-1, (2, 3, 8)), (2, (2, 3, 8)), (1, (4, 8)), (-1, (8,))):
 
         def steps(sch: Schedule, axis: int = axis) -> None:
             sch["first"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=axis)
 
-        assert_equivalent(
-            *_scheduled(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps), torch.randn(*shape, requires_grad=True)
-        )
+        assert_equivalent(*_scheduled(Two(nn.Linear(8, 16), nn.Linear(16, 8)), steps), torch.randn(*shape, requires_grad=True))
 
 
 def test_correctness_03_column_parallel_gathers_on_any_dimension():
@@ -200,3 +215,47 @@ def test_without_processes_shard_leaves_the_numbers_and_a_spec_of_one():
     assert model[0].weight is weight
     assert (spec.num_shards, spec.blocks, spec.group) == (1, (7,), None)
     assert_equivalent(before, model, torch.randn(3, 8))
+
+
+def _traced(rank: int) -> None:
+    from slapo_core.tracing import trace_module
+
+    before, after = _pair(Two(nn.Linear(8, 16), nn.Linear(16, 8)), 0, 1)
+    x = torch.randn(3, 8, requires_grad=True)
+    traced = trace_module(after, (x,))
+    assert traced.second is after.second
+    assert_equivalent(before, traced, x)
+    _traced_embedding()
+
+
+def _traced_embedding() -> None:
+    from slapo_core.tracing import trace_module
+
+    def steps(sch: Schedule) -> None:
+        sch["0"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+        sch["1"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
+        sch["2"].fork_rng()
+
+    before, after = _scheduled(nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 4), nn.Dropout(0.0)), steps)
+    set_random_seed(1, tp_rank=0)
+    ids = torch.randint(12, (2, 3))
+    assert_equivalent(before, trace_module(after, (ids,)), ids)
+
+
+def test_correctness_02_a_traced_module_keeps_its_shards_and_syncs():
+    run_distributed(_traced, 2)
+
+
+def _traced_first(rank: int) -> None:
+    from slapo_core.tracing import trace_module
+
+    model = Two(nn.Linear(8, 16), nn.Linear(16, 8))
+    before, x = copy.deepcopy(model), torch.randn(3, 8, requires_grad=True)
+    sch = create_schedule(trace_module(model, (x,), leaf=lambda path, module: True), plugins=Registry([plugin]))
+    sch["first"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    sch["second"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    assert_equivalent(before, sch.mod, x)
+
+
+def test_a_traced_module_may_be_sharded():
+    run_distributed(_traced_first, 2)

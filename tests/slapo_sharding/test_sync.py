@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from slapo_core.errors import ScheduleError
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
 from slapo_sharding import plugin
-from torch import nn
 
 pytestmark = pytest.mark.multiproc
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from slapo_core.build import build
 from slapo_core.errors import ScheduleError
 from slapo_core.registry import Registry
@@ -14,7 +16,6 @@ from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
 from slapo_sharding.plan import gpt2_plan, tensor_parallel_plan
-from torch import nn
 
 pytestmark = pytest.mark.multiproc
 
@@ -93,6 +94,22 @@ def test_published_plan(ranks, kind, options):
     run_distributed(_llama, ranks, kind, options)
 
 
+def _meta(rank: int) -> list[int]:
+    from slapo_core.weights import init_empty_weights
+
+    with init_empty_weights():
+        model = _llama_like("qwen3", tie_word_embeddings=True)
+    sch = _schedule(model)
+    sch.tensor_parallel()
+    build(sch, seed=1)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    return [len(layer.self_attn.q_norm.weight._backward_hooks or ()) for layer in model.model.layers]
+
+
+def test_a_model_without_weights_is_split_and_then_gets_them():
+    assert run_distributed(_meta, 2) == [[1, 1]] * 2
+
+
 def _replayed(rank: int) -> None:
     from slapo_core.replay import load_schedule
 
@@ -169,7 +186,7 @@ def test_what_no_plan_can_do_is_refused_and_nothing_changes():
     assert "no sharding rule splits a LayerNorm this way" in messages["no cut"]
     assert "1 attention heads of size 16 cannot be dealt out to 2 ranks" in messages["heads"]
     assert "num_key_value_heads of the attention module is 1, not divisible by 2 ranks" in messages["kv heads"]
-    assert "which is not supported; supported: colwise" in messages["experts"]
+    assert "has the style 'packed_colwise', which is not supported" in messages["experts"]
 
 
 def test_plans():

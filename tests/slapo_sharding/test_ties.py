@@ -7,6 +7,8 @@ from itertools import permutations
 
 import pytest
 import torch
+from torch import nn
+
 from slapo_core.build import build
 from slapo_core.errors import ScheduleError
 from slapo_core.parameters import facts, shard_spec
@@ -14,7 +16,6 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
-from torch import nn
 
 pytestmark = pytest.mark.multiproc
 

@@ -12,7 +12,7 @@ The styles are those Transformers publishes in ``base_model_tp_plan``:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -62,14 +62,37 @@ def gpt2_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
+def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
+    """Names of parameters that lie beside split layers, in the same module, without a style of their own.
+
+    Their gradients are partial if they are used on sharded values (a scale per head, an activation's slope), which only the
+    module's code knows.
+    """
+    owners = {path.rpartition(".")[0] for path, style in steps.items() if style in ("colwise", "rowwise")}
+    found = []
+    for owner in sorted(owners):
+        for name, _ in model.get_submodule(owner).named_parameters(owner):
+            if steps.keys().isdisjoint(_ancestors(name)):
+                found.append(name)
+    return found
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
 def vocabulary(model: nn.Module, num_shards: int) -> list[tuple[str, str]]:
     """Paths and styles of the embedding and the head, where the vocabulary can be split: their rule allows it and it divides.
 
-    A tied pair is split together or not at all.
+    A tied pair is split together or not at all. Without a head the embedding stays whole: its weight may serve as one.
     """
     paths = {module: path for path, module in model.named_modules()}
     found = [module for module in _vocabulary_modules(model) if module in paths]
     fits = {module: _splits(module, num_shards) for module in found}
+    if len(found) < 2:
+        return []
     tied = len({id(module._parameters.get("weight")) for module in found}) < len(found)
     if tied and not all(fits.values()):
         return []

@@ -149,8 +149,7 @@ class Sharder:
                 waiting += [(holder, self._cut(holder, other, dim)) for holder, other in self._others(tensor, module, name)]
 
     def _others(self, tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-        root = self.schedule._root  # its index spares a walk over the whole model
-        for holder, other in root.holders.of(root.module, tensor):
+        for holder, other in self.schedule.places_of(tensor, (module, name)):
             if holder is not module or other != name:
                 yield holder, other
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class Sync:
         else:
             result = self.fn(module, args, kwargs, output) if self.takes_kwargs else self.fn(module, args, output)
             output = output if result is None else result
-        return map_output(lambda x: x + self._bias(module), output) if self._adds_bias(module) else output
+        return map_output(partial(self._plus_bias, module), output) if self._adds_bias(module) else output
 
     def _adds_bias(self, module: nn.Module) -> bool:
         """Whether this is the sync that adds a bias left out by the module's forward: the one that reduces."""
@@ -97,10 +98,17 @@ class Sync:
         reducing = [hook for hook in others if hook.op in REDUCING]
         return self is (reducing or [hook for hook in others if hook.fn is not None] or [self])[0]
 
-    def _bias(self, module: Any) -> torch.Tensor:
-        """A scattered output leaves each rank a part of the bias's gradient."""
+    def _plus_bias(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        """Add the bias in the output's own dtype, which autocast may have chosen.
+
+        An output that was scattered along its last dimension takes a piece of the bias; one scattered along another leaves
+        each rank a part of the bias's gradient.
+        """
         bias: torch.Tensor = module.bias
-        return collectives.all_reduce_grad(bias, self.group) if self.op == "reduce_scatter" else bias
+        if self.op == "reduce_scatter":
+            last = self.axis in (-1, x.dim() - 1)
+            bias = collectives.scatter(bias, 0, self.group) if last else collectives.all_reduce_grad(bias, self.group)
+        return x + bias.to(x.dtype)
 
 
 def map_input(

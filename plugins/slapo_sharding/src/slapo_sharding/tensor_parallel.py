@@ -14,7 +14,7 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
 from . import attention, collectives, dropout
-from .plan import STYLES, tensor_parallel_plan, vocabulary
+from .plan import STYLES, tensor_parallel_plan, undeclared_parameters, vocabulary
 from .rules import Cut, find_rule
 
 
@@ -34,6 +34,7 @@ class TensorParallelPrimitive(Primitive):
     """
 
     name = "tensor_parallel"
+    scope = "module"
 
     @staticmethod
     def check(schedule: Schedule, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False) -> None:
@@ -74,6 +75,10 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel
         kind = type(schedule.mod).__name__
         raise error(f"no plan is known for {kind}; give plan={{path or glob: style}}, styles: {', '.join(STYLES)}")
     if plan is None:
+        if undeclared := undeclared_parameters(schedule.mod, steps):
+            raise error(
+                f"{undeclared[0]!r} may be used on sharded or on replicated values, the published plan is silent; give plan="
+            )
         steps.update(vocabulary(schedule.mod, max(schedule.world_size, 1)))
     return steps
 
