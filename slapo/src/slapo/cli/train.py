@@ -34,14 +34,14 @@ def train(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="File to read as bytes; may be given several times. [default: the Python standard library's source]",
+            help="File to read as bytes; may be given several times; default: the Python standard library's source.",
             metavar="FILE",
         ),
     ] = None,
     schedule: Annotated[
         str,
         typer.Option(
-            help="Python file with `def schedule(sch)`, or a saved .json. [default: made from the model's structure]",
+            help="Python file with `def schedule(sch)`, or a saved .json; default: made from the model's structure.",
             metavar="FILE",
             show_default=False,
         ),
@@ -68,7 +68,7 @@ def train(
 ) -> None:
     """Train a causal language model on bytes, with random initial weights, on the processes of this machine.
 
-    Started by torchrun, it joins that world instead of starting processes of its own.
+    Started by torchrun, as for several machines, it joins that world instead of starting processes of its own.
     """
     settings = Settings(**{**ctx.params, "data": tuple(data or ())})
     settings.check()
