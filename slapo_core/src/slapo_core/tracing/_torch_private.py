@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from torch.autograd import Function
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["FakeTensor", "FakeTensorMode", "as_parameter", "fake_like", "intercept", "is_unrecorded", "leaf_paths", "recorded", "unflatten", "unrecorded", "version"]
+__all__ = ["FakeTensor", "FakeTensorMode", "as_parameter", "fake_like", "intercept", "is_unrecorded", "leaf_paths", "quiet", "recorded", "unflatten", "unrecorded", "version"]
 
 unrecorded: Callable[[], Any] = DisableTorchFunction
 """Context in which no torch function mode sees what is called."""
@@ -57,6 +58,18 @@ def _key(part: Any) -> Any:
 def unflatten(leaves: list[Any], spec: Any) -> Any:
     """The containers that ``torch.export`` took apart."""
     return _pytree.tree_unflatten(leaves, spec)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Fake tensors log a traceback of every operator they cannot do."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

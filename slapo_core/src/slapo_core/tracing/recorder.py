@@ -27,6 +27,10 @@ METADATA = frozenset(
 )
 """What Python may ask a tensor without the answer depending on its values."""
 
+SHAPES = frozenset("shape size numel nelement __len__ nbytes stride".split())
+DYNAMIC = frozenset("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave where".split())
+"""What makes tensors of a shape that depends on values."""
+
 ASKS_VALUES = frozenset(
     "item tolist __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero equal allclose numpy __array__ data_ptr".split()
 )
@@ -59,6 +63,26 @@ def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: l
     for key in drop:
         del table[key]
     table.update(content)
+
+
+def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Check a shape that depends on data and that the forward's Python code has used.
+
+    Raises:
+        TraceError: It is another one at this call.
+    """
+    if tuple(tensor.shape) != shape:
+        raise TraceError(
+            f"a shape that depends on the data is {list(tensor.shape)}, traced as {list(shape)}; keep the module that uses it whole with leaf_modules"
+        )
+
+
+def _is_dynamic(node: fx.Node) -> bool:
+    """Whether the result's shape may depend on data."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    vals = [other.meta.get("val") for other in node.all_input_nodes]
+    by_mask = name == "getitem" and any(val is not None and val.dtype in (torch.bool, torch.uint8) for val in vals[1:])
+    return node.op == "call_module" or name in DYNAMIC or by_mask or any(other.meta.get("dynamic") for other in node.all_input_nodes)
 
 
 def model_source(traceback: Any = None) -> str:
@@ -238,6 +262,8 @@ class Recorder:
         node.meta["regions"] = regions.current(self.baseline)
         if isinstance(value, torch.Tensor):
             node.meta["val"] = self.sandbox.fake_of(value)
+        if not self.sandbox.fake and op not in ("placeholder", "get_attr"):
+            node.meta["dynamic"] = _is_dynamic(node)
         return node
 
     def parameter(self, name: str, value: Any, is_input: bool) -> None:
@@ -274,6 +300,8 @@ class Recorder:
         """Run a torch function (by ``run``, where it is to be run otherwise) and record it when it makes or changes a tensor."""
         name = _name(func)
         if name in METADATA and func.__name__ != "__set__":
+            if name in SHAPES and not self.sandbox.fake and isinstance(args[0], torch.Tensor):
+                self._pin_shape(args[0])
             return func(*args, **kwargs)
         changed = _Changes(args, kwargs)
         if name in ASKS_VALUES and changed.before:
@@ -283,12 +311,22 @@ class Recorder:
             if changed.before and not self.sandbox.fake:
                 return self._ask(func, name, args, kwargs)
             return out
+        if isinstance(out, (tuple, list)) and not self.sandbox.fake:
+            for tensor, _ in changed.before:
+                self._pin_shape(tensor)
         op, target, args = _node_form(func, name, args)
         node = self._create(op, target, self.argument(args), self.argument(kwargs), out)
         if target is setitem:
             self._rebind(args[0], node)
             return None
         return self._bind(node, out, changed.mark(node))
+
+    def _pin_shape(self, tensor: torch.Tensor) -> None:
+        """Python sees a shape that may be another at the next call: the graph is to say so then."""
+        node = self.nodes.get(id(tensor))
+        if node is not None and node.meta.get("dynamic"):
+            node.meta["dynamic"] = False
+            self._create("call_function", expect_shape, (node, tuple(tensor.shape)), {}, None)
 
     def _ask(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a question for a tensor's values, if the answer is the same at every call."""

@@ -26,6 +26,11 @@ def current(baseline: State = ()) -> State:
     return tuple(entry for entry in entries if entry not in baseline)
 
 
+def autocast_state() -> State:
+    """Which autocast is on: a forward's Python code may ask, so a graph is good for one answer."""
+    return tuple((device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device))
+
+
 def enter(state: State) -> State:
     """Set the state; returns what ``leave`` needs to go back."""
     before = current()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import TraceError
 from . import _torch_private as private
 from .structures import walk
 
@@ -33,6 +34,7 @@ class Sandbox:
         self.originals: dict[int, torch.Tensor] = {}
         """Stand-in (by id) to the model's own tensor."""
         self.before = None if fake else {id(value) for value in gc.get_objects() if isinstance(value, torch.Tensor)}
+        self.attributes: dict[int, dict[str, Any]] = {}
         self._standins: dict[int, torch.Tensor] = {}
         devices = [value.device for _, value in walk(inputs) if isinstance(value, torch.Tensor) and not value.is_meta]
         self.device = devices[0] if devices else torch.device("cpu")
@@ -59,19 +61,36 @@ class Sandbox:
     def open(self) -> Iterator[None]:
         """Stand-ins are in the model, gradients on, and afterwards model and random numbers are as before."""
         modules = list(self.root.modules())
-        restore = [*_snapshot(modules), _random_state()]
+        self.random_numbers = OtherRandomNumbers()
+        restore = [*_snapshot(modules), self.random_numbers.put_back]
         devices = [] if self.fake or self.device.type != "cuda" else [self.device]
         try:
             with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
                 self._swap(modules)
                 if self.fake:
-                    with self.mode:
+                    with self.mode, private.quiet():
                         yield
                 else:
                     yield
         finally:
             for undo in restore:
                 undo()
+
+    def check_unchanged(self, modules: Iterable[nn.Module], moved: Callable[[Any, Any], bool]) -> None:
+        """A forward whose assignments a graph would lose is refused.
+
+        What fills an attribute that was None or not there, or only moves a tensor (``moved(new, old)``), is none of those.
+
+        Raises:
+            TraceError: It assigned to an attribute or buffer of one of ``modules``, or drew Python's or NumPy's random numbers.
+        """
+        for module in modules:
+            was = self.attributes[id(module)]
+            for name, value in {**module.__dict__, **module._buffers}.items():
+                if was.get(name) is not None and _differs(value, was[name]) and not moved(value, was[name]):
+                    raise TraceError(f"the forward of a {type(module).__name__} assigns to its attribute {name!r}, which a graph cannot repeat; keep it whole with leaf_modules")
+        if self.random_numbers.changed():
+            raise TraceError("the forward draws random numbers from Python or NumPy, which a graph cannot repeat; keep the module that does it whole with leaf_modules")
 
     def _swap(self, modules: list[nn.Module]) -> None:
         for module in modules:
@@ -80,6 +99,7 @@ class Sandbox:
                     if tensor is not None:
                         known = self._standins.get(id(tensor))
                         table[name] = self._stand_in(tensor) if known is None else known
+            self.attributes[id(module)] = {**module.__dict__, **module._buffers}
         for module in modules:
             if isinstance(module, nn.RNNBase):
                 module.__dict__["_flat_weights"] = [self.standin(weight) for weight in module._flat_weights]
@@ -110,14 +130,32 @@ def _restore(state: dict[str, Any], before: dict[str, Any], kept: list[tuple[Any
         container.extend(content) if isinstance(container, list) else container.update(content)
 
 
-def _random_state() -> Callable[[], None]:
-    """Puts Python's and NumPy's random numbers back; torch's own are forked."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
+def _differs(value: Any, was: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(was, torch.Tensor):
+        return value is not was
+    return isinstance(value, (bool, int, float, str)) and value != was
 
-    def undo() -> None:
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
 
-    return undo
+class OtherRandomNumbers:
+    """Python's and NumPy's random states now, to compare with and to put back; torch's own are forked."""
+
+    def __init__(self) -> None:
+        self.numpy = sys.modules.get("numpy.random")
+        self.state = random.getstate()
+        self.numpy_state = self.numpy.get_state() if self.numpy else None
+
+    def changed(self) -> bool:
+        """Whether numbers have been drawn."""
+        if random.getstate() != self.state:
+            return True
+        return self.numpy is not None and any(map(_unequal, self.numpy.get_state(), self.numpy_state))
+
+    def put_back(self) -> None:
+        """As if none had been."""
+        random.setstate(self.state)
+        if self.numpy:
+            self.numpy.set_state(self.numpy_state)
+
+
+def _unequal(one: Any, other: Any) -> bool:
+    return bool(one.tobytes() != other.tobytes() if hasattr(one, "tobytes") else one != other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import linecache
@@ -11,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate, map_arg
 
 from ..errors import TraceError
-from .structures import difference, fingerprint, is_input
+from . import _torch_private as private
+from . import regions
+from .structures import difference, fingerprint, is_input, walk
 
 _serial = itertools.count()
 
@@ -27,12 +31,17 @@ class Guard:
         traced: Fingerprint of every argument.
         placeholders: Arguments that hold tensors or changeable objects: the graph's inputs. The others are part of the graph.
         training: The module's mode.
+        autocast: The autocast it ran under.
+        device: Where its tensors were.
+        refuse: The module was called in ways that one graph cannot stand for.
     """
 
     parameters: inspect.Signature
     traced: dict[str, Any]
     placeholders: tuple[str, ...]
     training: bool
+    autocast: regions.State
+    device: torch.device | None = None
     refuse: bool = field(default=False, compare=False)
 
     @classmethod
@@ -41,8 +50,9 @@ class Guard:
         signature = inspect.signature(module.forward)
         plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
         parameters = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
-        guard = cls(parameters, {}, (), module.training)
+        guard = cls(parameters, {}, (), module.training, regions.autocast_state())
         values = guard.values(args, kwargs)
+        guard.device = device_of(values)
         guard.traced = {name: fingerprint(value) for name, value in values.items()}
         guard.placeholders = tuple(name for name, value in values.items() if is_input(value))
         return guard
@@ -64,6 +74,8 @@ class Guard:
             raise TraceError(
                 f"the module is in {modes[module.training]} mode but was traced in {modes[self.training]} mode; trace it again in this mode"
             )
+        if (autocast := regions.autocast_state()) != self.autocast:
+            raise TraceError(f"the call is under autocast {autocast}, traced under {self.autocast or 'none'}; trace it again under this autocast")
         values = self.values(args, kwargs)
         given = {name: fingerprint(value) for name, value in values.items()}
         if given != self.traced:
@@ -136,12 +148,82 @@ class TracedModule(fx.GraphModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph."""
-        if self.__dict__.get("_run") is None:
-            self.__dict__["_run"], self.__dict__["_code"] = compile_graph(self.graph, type(self).__name__)
         if self.guard is not None:
             args, kwargs = (), self.guard.check(self, args, kwargs)
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            self._move_constants(device_of(kwargs))
+        if self.__dict__.get("_run") is None:
+            self.__dict__["_run"], self.__dict__["_code"] = compile_graph(self.graph, type(self).__name__)
+        before = regions.current()
+        try:
             return self.__dict__["_run"](self, *args, **kwargs)
+        finally:
+            regions.leave(before)
+
+    def _move_constants(self, device: torch.device | None) -> None:
+        """The graph says where the forward made tensors; when its inputs come from another device, that is meant."""
+        assert self.guard is not None
+        old = self.guard.device
+        if device is None or old is None or device == old:
+            return
+        for node in self.graph.nodes:
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), lambda value: device if value == old else value)
+        self.guard.device = device
+        self.recompile()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
+        return _restore({key: copy.deepcopy(value, memo) for key, value in self._state().items()}, _copy_graph(self.graph))
+
+    def __reduce__(self) -> Any:
+        return _unpickle, (self._state(), _graph_data(self.graph))
+
+    def _state(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_graph", "_run", "_code")}
+
+
+def device_of(value: Any) -> torch.device | None:
+    """Device of the first tensor inside."""
+    return next((part.device for _, part in walk(value) if isinstance(part, torch.Tensor)), None)
+
+
+def _restore(state: dict[str, Any], graph: fx.Graph) -> TracedModule:
+    module = TracedModule.__new__(TracedModule)
+    module.__dict__.update(state)
+    module.graph = graph
+    return module
+
+
+def _copy_graph(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+class _Name(str):
+    """A node, in a pickled graph."""
+
+
+def _graph_data(graph: fx.Graph) -> list[Any]:
+    def plain(value: Any) -> Any:
+        return map_arg(value, lambda node: _Name(node.name))
+
+    def meta(node: fx.Node) -> dict[str, Any]:
+        kept = {key: value for key, value in node.meta.items() if key in ("source", "regions", "mutates")}
+        val = node.meta.get("val")
+        return {**kept, "val": (val.shape, val.stride(), val.dtype, val.device, val.requires_grad)} if isinstance(val, torch.Tensor) else kept
+
+    return [(node.name, node.op, node.target, plain(node.args), plain(node.kwargs), meta(node)) for node in graph.nodes]
+
+
+def _unpickle(state: dict[str, Any], data: list[Any]) -> TracedModule:
+    graph, nodes, mode = fx.Graph(), {}, private.FakeTensorMode()
+    for name, op, target, args, kwargs, meta in data:
+        args, kwargs = map_aggregate((args, kwargs), lambda value: nodes[value] if isinstance(value, _Name) else value)
+        nodes[name] = graph.create_node(op, target, args, kwargs, name)
+        if "val" in meta:
+            shape, stride, dtype, device, requires_grad = meta["val"]
+            meta["val"] = private.fake_like(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device).requires_grad_(requires_grad)
+        nodes[name].meta.update(meta)
+    return _restore(state, graph)
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:

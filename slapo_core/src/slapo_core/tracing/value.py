@@ -12,7 +12,7 @@ from ..errors import TraceError
 from ..wrapping import is_opaque
 from . import _torch_private as private
 from .recorder import Recorder, model_source
-from .sandbox import Sandbox
+from .sandbox import OtherRandomNumbers, Sandbox
 from .structures import distinct, replace_tensors
 from .traced_module import Guard, TracedModule
 
@@ -30,6 +30,7 @@ class _Session(TorchFunctionMode):
         self.target = root.get_submodule(target)
         self.paths = {id(module): name for name, module in root.named_modules()}
         self.stack: list[Recorder | None] = [None]  # None: what runs now is not recorded
+        self.inlined: dict[int, nn.Module] = {}
         self.graphs: dict[str, tuple[Recorder, Guard]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,6 +49,8 @@ class _Session(TorchFunctionMode):
             return call(module, *args, **kwargs)
         path = self.paths[id(module)]
         kind = "leaf" if is_opaque(module) else self.plan(path, module)
+        if kind != "leaf":
+            self.inlined[id(module)] = module
         if kind == "inline":
             return call(module, *args, **kwargs)
         with private.unrecorded():
@@ -55,12 +58,15 @@ class _Session(TorchFunctionMode):
             return recorder.call_module(module, args, kwargs, lambda: run(call, module, args, kwargs))
 
     def run_whole(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module unrecorded."""
+        """Run a module unrecorded; random numbers of Python and NumPy it draws are its own."""
+        others = OtherRandomNumbers()
         self.stack.append(None)
         try:
             return call(module, *args, **kwargs)
         finally:
             self.stack.pop()
+            if others.changed():
+                others.put_back()
 
     def record(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module and make its graph; a second call with other arguments leaves the module without one."""
@@ -83,6 +89,14 @@ class _Session(TorchFunctionMode):
             self.stack.pop()
         recorder.output(out)
         return out
+
+    def moved(self, new: Any, old: Any) -> bool:
+        """Whether a tensor has the values of another, on the device and in the type of today."""
+        for recorder, _ in self.graphs.values():
+            node = recorder.nodes.get(id(new))
+            if node is not None and node.target in ("to", "cpu", "cuda", "type_as") and node.args[0] is recorder.nodes.get(id(old)):
+                return True
+        return False
 
     def apply(self, call: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
         """An autograd function is recorded as one call."""
@@ -134,6 +148,7 @@ def _run(root: nn.Module, args: Any, kwargs: Any, plan: Plan, target: str, *, fa
                 raise
             except Exception as err:
                 raise _ForwardFailed from err
+        sandbox.check_unchanged([session.target, *session.inlined.values()], session.moved)
     if target not in session.graphs:
         raise TraceError(f"{target!r} is not called when the model runs on the example inputs; trace another module")
     return session
