@@ -94,7 +94,8 @@ summary { cursor: pointer; } summary:focus-visible { outline: 2px solid var(--ow
 .inside { margin-left: 10px; color: var(--soft); font-size: 12px; } details[open] > summary .inside { display: none; }
 .fold { margin: -34px 0 10px; text-align: right; } .fold button { font: inherit; font-size: 13px; color: var(--own);
   background: none; border: 0; padding: 4px; cursor: pointer; }
-.head { display: inline-flex; width: calc(100% - 18px); justify-content: space-between; align-items: baseline; vertical-align: top; }
+.head { display: inline-flex; width: calc(100% - 18px); justify-content: space-between; align-items: baseline;
+  vertical-align: top; }
 .leaf .head { width: 100%; } .params { color: var(--soft); font-variant-numeric: tabular-nums; margin-left: 12px; }
 .nowrap { white-space: nowrap; }
 .calls { margin: 2px 0 6px 15px; padding: 0; list-style: none; } .calls li { overflow-wrap: anywhere; }
