@@ -3,10 +3,11 @@ PYTHON ?= python3
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 BIN := .venv/bin
+PYTHON_GPU ?= $(BIN)/python
 STAMP := .venv/installed
 PROJECTS := pyproject.toml slapo_core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: setup demo test test-all lint format bench clean
+.PHONY: setup demo test test-all lint format bench gpu clean
 
 setup: $(STAMP)
 
@@ -19,10 +20,10 @@ demo: setup
 	$(BIN)/slapo train --tp 2 --pp 2 --steps 30 --reference --report demo
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 test-all: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not gpu"
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -37,6 +38,11 @@ format: setup
 # The output is a whole page: `make -s bench > benchmarks/README.md`
 bench: setup
 	@$(BIN)/python -m benchmarks
+
+# Needs one CUDA device and a CUDA build of torch in the environment of `PYTHON_GPU`.
+gpu:
+	$(PYTHON_GPU) -m pytest -q -m gpu tests/gpu
+	$(PYTHON_GPU) -m benchmarks.gpu.step
 
 clean:
 	rm -rf .venv build dist demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
