@@ -22,7 +22,7 @@ DOCUMENTED = {
     "Pattern": "slapo_core",
     "ScheduleMetadata": "slapo_core",
     "analyze_tie_weights": "slapo_core",
-    "checkpoint": "slapo_memory",
+    "checkpoint": "slapo_memory.recompute",
     "create_schedule": "slapo_core",
     "dataclass": "dataclasses",
     "field": "dataclasses",
@@ -173,6 +173,11 @@ def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
     imported.pop("ModuleType")
     assert imported == {name: names.HOMES.get(name, "slapo_core") for name in slapo.__all__}
     assert sorted(MODULES) == sorted(names.MODULES)
+
+
+def test_a_primitive_of_the_same_name_does_not_get_in_the_way() -> None:
+    code = "import slapo; slapo.list_primitives(name_only=False); import slapo_memory.checkpoint"
+    assert run(f"{code}; print(type(slapo.checkpoint).__name__)") == "function"
 
 
 def test_star_import_gives_everything() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import dropout
 
 from slapo_core.random import get_cuda_rng_tracker, set_random_seed
-from slapo_memory import checkpoint
+from slapo_memory.recompute import checkpoint
 
 modes = pytest.mark.parametrize("use_reentrant", [True, False])
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         trace,
         trace_module,
     )
-    from slapo_memory import checkpoint
+    from slapo_memory.recompute import checkpoint
 
 __all__ = [
     "BuildError",
@@ -121,12 +121,13 @@ def __getattr__(name: str) -> Any:
 
 def _home(name: str) -> ModuleType:
     home = OPTIONAL.get(name) or HOMES.get(name, "slapo_core")
+    package = home.partition(".")[0]
     try:
         return importlib.import_module(home)
     except ModuleNotFoundError as err:
-        if err.name != home:
+        if err.name != package:
             raise
-        raise ImportError(f"slapo.{name} needs {home}; pip install {home.replace('_', '-')}", name=home) from err
+        raise ImportError(f"slapo.{name} needs {package}; pip install {package.replace('_', '-')}", name=package) from err
 
 
 def __dir__() -> list[str]:

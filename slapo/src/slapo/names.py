@@ -18,7 +18,7 @@ MODULES = (
 HOMES = {
     "FunctionType": "types",
     "OrderedDict": "collections",
-    "checkpoint": "slapo_memory",
+    "checkpoint": "slapo_memory.recompute",
     "dataclass": "dataclasses",
     "field": "dataclasses",
     "partial": "functools",
