@@ -6,13 +6,14 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import slapo_pipeline.plugin
 import torch
+from torch import nn
+
+import slapo_pipeline.plugin
 from slapo_core.build import build_program
 from slapo_core.program import Program
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
-from torch import nn
 
 
 def cut(model: nn.Module, inputs: Any, *paths: str) -> Schedule:

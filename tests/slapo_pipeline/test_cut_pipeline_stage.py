@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from slapo_core.build import build_program
 from slapo_core.errors import BuildError, ScheduleError, TraceError
 from slapo_core.wrapping import wrap_forward
-from torch import nn
 
 from .staged import cut
 from .toys import Skips, Stateful, TwiceNormed

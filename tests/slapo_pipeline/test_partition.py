@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slapo_core.build import build_program
 from torch import nn
+
+from slapo_core.build import build_program
 
 from .staged import assert_same, assert_same_as_model, cut, loss_of, received
 from .toys import InPlace, Regions, Skips, Structures

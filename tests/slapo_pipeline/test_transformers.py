@@ -16,8 +16,15 @@ MASK[0, -3:] = 0
 TEXT = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS.clone()}
 HIDDEN = (2, 12, 32)
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
-    **{"max_position_embeddings": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 
@@ -48,7 +55,9 @@ def test_only_hidden_states_cross(name: str, layers: str, extra: dict[str, Any])
 
 def test_gpt2_with_tied_embeddings_and_dropout() -> None:
     sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
-    program = assert_same_as_model(_model("GPT2LMHeadModel", **sizes, use_cache=False), TEXT, "transformer.h.0", "transformer.h.1")
+    program = assert_same_as_model(
+        _model("GPT2LMHeadModel", **sizes, use_cache=False), TEXT, "transformer.h.0", "transformer.h.1"
+    )
     assert received(program) == [[HIDDEN], [HIDDEN]]
     (tie,) = program.ties
     assert tie.names == ("transformer.wte.weight", "lm_head.weight")

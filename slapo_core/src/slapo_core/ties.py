@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -21,20 +21,33 @@ def analyze_tie_weights(top_mod: nn.Module, is_pipeline_partitioned: bool) -> di
         Tied parameter to the set of its ``(name, stage)``; the name is the one inside of the stage.
     """
     stages = list(top_mod.children()) if is_pipeline_partitioned else [top_mod]
-    places: dict[nn.Parameter, set[tuple[str, int]]] = defaultdict(set)
+    first: dict[int, tuple[str, int]] = {}
+    tied: dict[nn.Parameter, set[tuple[str, int]]] = {}
     for index, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters(remove_duplicate=False):
-            places[parameter].add((name, index))
-    return {parameter: names for parameter, names in places.items() if len(names) > 1}
+        for name, parameter in _every_place(stage, ""):
+            place = first.setdefault(id(parameter), (name, index))
+            if place != (name, index):
+                tied.setdefault(parameter, {place}).add((name, index))
+    return tied
 
 
 def tie_groups(module: nn.Module, stages: Sequence[nn.Module]) -> tuple[TieGroup, ...]:
     """The parameters of ``module`` that more than one of its ``stages`` uses, in the order of the model."""
-    users: dict[nn.Parameter, list[int]] = defaultdict(list)
+    users: dict[int, list[int]] = defaultdict(list)
     for index, stage in enumerate(stages):
         for parameter in stage.parameters():
-            users[parameter].append(index)
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return tuple(TieGroup(tuple(names[parameter]), tuple(users[parameter])) for parameter in names if len(users[parameter]) > 1)
+            users[id(parameter)].append(index)
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in _every_place(module, ""):
+        names[id(parameter)].append(name)
+    return tuple(TieGroup(tuple(names[key]), tuple(users[key])) for key in names if len(users[key]) > 1)
+
+
+def _every_place(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every place that holds a parameter, also the second and later ones of a tie."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _every_place(child, f"{prefix}{name}.")

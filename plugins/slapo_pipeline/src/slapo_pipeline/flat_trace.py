@@ -19,10 +19,13 @@ def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) 
     Modules without parameters that a model brings itself, rotary tables for one, are traced into: what they ask of a hidden
     state is often only its shape, and then their result need not cross a boundary. Where that fails they stay whole.
     """
+    opened: set[str] = set()
     try:
-        return trace_module(root, inputs, leaf=_leaf(cuts, into_tables=True))
+        return trace_module(root, inputs, leaf=_leaf(cuts, opened))
     except TraceError:
-        return trace_module(root, inputs, leaf=_leaf(cuts, into_tables=False))
+        if not opened:
+            raise
+        return trace_module(root, inputs, leaf=_leaf(cuts, None))
 
 
 def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list[tuple[int, str]]:
@@ -45,14 +48,18 @@ def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list
     return found
 
 
-def _leaf(cuts: Sequence[str], *, into_tables: bool) -> Callable[[str, nn.Module], bool]:
+def _leaf(cuts: Sequence[str], opened: set[str] | None) -> Callable[[str, nn.Module], bool]:
+    """Which modules stay whole; paths of the tables that do not go to ``opened``, and without it they do."""
     parents = {".".join(path.split(".")[:depth]) for path in cuts for depth in range(1, path.count(".") + 1)}
     ends = set(cuts) - parents
 
     def leaf(path: str, module: nn.Module) -> bool:
         if path in parents:
             return False
-        return path in ends or not (into_tables and _is_table(module))
+        if path in ends or opened is None or not _is_table(module):
+            return True
+        opened.add(path)
+        return False
 
     return leaf
 

@@ -24,6 +24,8 @@ from .options import Options
 from .stage_call import StageCall
 from .step import StepResult, run_whole
 
+_KEPT_PLANS = 16  # shapes of micro-batches, each with its receive buffers
+
 Runner = Callable[[list[Batch], list[Any]], StepResult]
 
 
@@ -137,6 +139,8 @@ class TorchEngine(Engine):
             with torch.set_grad_enabled(training), StageCall(self._stage, None, self._options, self._device.type).precision():
                 program = self._program.replan(training, part)
             self._plans[key] = StagePlan(program, self._options, training)
+            if len(self._plans) > _KEPT_PLANS:
+                self._plans.pop(next(iter(self._plans)))
         plan: StagePlan = self._plans[key]
         self._facts.append(fingerprint([stage.inputs for stage in plan.program.stages]))
         return plan.run

@@ -114,7 +114,9 @@ class Holdings:
 
 def _different(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[int]:
     """Indices of the parameters whose values differ between the ranks of a group. Collective."""
-    sums = [(p.detach().double().sum(), p.detach().double().square().sum()) for p in parameters]
+    sums = [
+        (p.detach().sum(dtype=torch.float64), torch.linalg.vector_norm(p.detach(), dtype=torch.float64)) for p in parameters
+    ]
     own = torch.stack([value for pair in sums for value in pair])
     largest = torch.cat([own, -own])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

@@ -1,0 +1,182 @@
+"""The engine in one process, its options, and what it relies on in torch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import slapo_torch.plugin
+from slapo_core.build import build, get_dialect_cls
+from slapo_core.errors import BuildError
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+
+from .layouts import adamw
+
+PLUGINS = Registry([slapo_torch.plugin])
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+
+
+class Classifier(nn.Module):
+    """Gives its loss, when it has labels, in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.0), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.net(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def _engine(model: nn.Module, **config: Any) -> Any:
+    return build(create_schedule(model, plugins=PLUGINS), "torch", **{"optimizer": adamw, **config})
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_steps_equal_a_plain_loop(microbatches: int, clip: float) -> None:
+    model = Classifier()
+    reference = copy.deepcopy(model)
+    engine, optimizer = _engine(model, microbatches=microbatches, clip=clip), adamw(reference.parameters())
+    for _ in range(3):
+        loss = engine.train_batch(x=X, labels=Y)
+        optimizer.zero_grad()
+        expected = reference(X, Y)["loss"]
+        expected.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), clip or float("inf"))
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach())
+    for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_a_loss_function_takes_the_labels_out_of_the_batch() -> None:
+    model = Classifier()
+    expected = model(X, Y)["loss"]
+    engine = _engine(model, loss_fn=lambda outputs, labels: F.cross_entropy(outputs["logits"], labels), microbatches=4)
+    torch.testing.assert_close(engine.eval_batch(x=X, labels=Y), expected.detach())
+
+
+def test_it_unpacks_as_module_and_optimizer() -> None:
+    model = Classifier()
+    module, optimizer = _engine(model)
+    assert module is model
+    assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model = Classifier()
+    model.net[0].weight.requires_grad_(False)
+    before = model.net[0].weight.clone()
+    engine = _engine(model)
+    engine.train_batch(x=X, labels=Y)
+    assert torch.equal(model.net[0].weight, before)
+    assert len(engine.optimizer.param_groups[0]["params"]) == 3
+
+
+def test_modes_are_set_and_parts_the_user_froze_stay_in_evaluation() -> None:
+    model = Classifier()
+    model.net[2].eval()
+    engine = _engine(model)
+    engine.eval_batch(x=X, labels=Y)
+    assert not model.training
+    engine.train_batch(x=X, labels=Y)
+    assert model.net[0].training
+    assert not model.net[2].training
+
+
+def test_save_and_load_go_on_exactly(tmp_path: Path) -> None:
+    engine = _engine(Classifier())
+    engine.train_batch(x=X, labels=Y)
+    engine.save(tmp_path)
+    ahead = [engine.train_batch(x=X, labels=Y) for _ in range(2)]
+    torch.manual_seed(7)
+    other = _engine(Classifier())
+    other.load(tmp_path)
+    assert [other.train_batch(x=X, labels=Y) for _ in range(2)] == ahead
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    _engine(nn.Linear(4, 4)).save(tmp_path)
+    engine = _engine(Classifier())
+    before = copy.deepcopy(engine.module.state_dict())
+    with pytest.raises(BuildError, match=r"'bias' is not in the engine; load it into the model"):
+        engine.load(tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"micro_batches": 2}, "no option of target 'torch' 'micro_batches'; did you mean 'microbatches'"),
+        ({"microbatches": 0}, "microbatches is 0; give a whole number from 1 on"),
+        ({"clip": -1.0}, "clip is -1.0"),
+        ({"pipeline_schedule": "zigzag"}, "no pipeline_schedule 'zigzag'; available: 1f1b, gpipe"),
+        ({"precision": "fp16"}, "cannot do precision:fp16"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "optimizer is a SGD object; give a factory"),
+        ({"loss_fn": lambda outputs: outputs}, r"loss_fn does not take \(outputs, labels\)"),
+    ],
+)
+def test_options_that_make_no_sense(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        _engine(Classifier(), **config)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"x": X[:7], "labels": Y[:7]},
+            "7 rows cannot be cut into 2 equal micro-batches; give a batch of a multiple",
+        ),
+        ({"x": X, "labels": Y[:6]}, r"different sizes along dimension 0: x \(8, 4\), labels \(6,\)"),
+        ({"x": X, "labels": torch.tensor([-100, 1, 2, 0, 1, 2, 0, 1])}, "different numbers of labels that are not -100: 3, 4"),
+        ({"x": X}, "the loss is not one number but None; give the model labels, or build with loss_fn="),
+    ],
+)
+def test_batches_that_cannot_be_averaged(batch: dict[str, torch.Tensor], message: str) -> None:
+    engine = _engine(Classifier(), microbatches=2)
+    with pytest.raises(BuildError, match=message):
+        engine.train_batch(**batch)
+
+
+def test_no_optimizer_only_evaluates() -> None:
+    engine = _engine(Classifier(), optimizer=None)
+    assert engine.eval_batch(x=X, labels=Y) > 0
+    with pytest.raises(BuildError, match="built without an optimizer and only evaluates"):
+        engine.train_batch(x=X, labels=Y)
+
+
+def test_the_dialects_classes() -> None:
+    assert get_dialect_cls("runtime_engine", "torch", plugins=PLUGINS).__name__ == "TorchEngine"
+    assert get_dialect_cls("log_parser", "torch", allow_none=True, plugins=PLUGINS) is None
+
+
+def test_importing_the_dialect_leaves_torchs_pipelining_alone() -> None:
+    code = "import slapo_torch.plugin, slapo_torch.dialect, sys; assert 'torch.distributed.pipelining' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_runtime_still_works_as_the_adapter_expects() -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    forward = list(inspect.signature(PipelineStage.forward_one_chunk).parameters)
+    assert forward == ["self", "fwd_chunk_id", "args", "kwargs", "save_forward_output"]
+    backward = list(inspect.signature(PipelineStage.backward_one_chunk).parameters)
+    assert backward == ["self", "bwd_chunk_id", "loss", "full_backward", "last_backward"]
+    for schedule in (Schedule1F1B, ScheduleGPipe):
+        source = inspect.getsource(schedule._step_microbatches)
+        assert "stage.forward_one_chunk(" in source
+        assert "stage.backward_one_chunk(" in source
+    for method, cache in ((PipelineStage.get_fwd_send_ops, "fwd_cache"), (PipelineStage.get_bwd_send_ops, "bwd_cache")):
+        assert f"self.{cache}" in inspect.getsource(method)

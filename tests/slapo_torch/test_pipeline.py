@@ -1,0 +1,265 @@
+"""What a pipeline of real processes does beside training: ties, dropout, resuming, odd inputs, errors."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from slapo_core.build import build
+from slapo_core.random import set_random_seed
+from slapo_core.testing import run_distributed
+
+from .layouts import adamw, gpt2, losses, mesh_of, message_of, my_part, scheduled, tokens
+
+pytestmark = pytest.mark.multiproc
+
+
+def _ties_and_memory(rank: int) -> dict[str, Any]:
+    mesh = mesh_of(pp=4)
+    model = gpt2()
+    data = tokens(1)
+    schedule = scheduled(model, mesh, my_part(data[0], mesh))
+    engine: Any = build(schedule, "torch", optimizer=adamw, microbatches=4, record_timeline=True)
+    groups = len(torch.distributed.distributed_c10d._world.pg_map)
+    losses(engine, mesh, data)
+    timeline = engine.timeline
+    engine.close()
+    return {
+        "tied": {
+            n: p.detach() for n, p in engine.module.named_parameters() if n in ("transformer.wte.weight", "lm_head.weight")
+        },
+        "real": sorted(n for n, p in model.named_parameters(remove_duplicate=False) if not p.is_meta),
+        "held": sorted(n for n, _ in engine.module.named_parameters()),
+        "timeline": timeline,
+        "groups_left": groups - len(torch.distributed.distributed_c10d._world.pg_map),
+    }
+
+
+def test_ties_stay_bit_equal_and_other_stages_weights_are_freed() -> None:
+    found = run_distributed(_ties_and_memory, 4)
+    first, last = found[0]["tied"]["transformer.wte.weight"], found[3]["tied"]["lm_head.weight"]
+    assert torch.equal(first, last)
+    assert found[1]["tied"] == {}
+    for rank in (1, 2):
+        assert found[rank]["real"] == found[rank]["held"]
+    assert "transformer.wpe.weight" not in found[3]["real"]
+    assert [rank["groups_left"] for rank in found] == [1, 0, 0, 1]
+
+
+def test_the_timeline_has_every_action_of_a_step() -> None:
+    for rank, found in enumerate(run_distributed(_ties_and_memory, 4)):
+        actions = found["timeline"]
+        assert sorted((a["kind"], a["microbatch"]) for a in actions) == [(kind, mb) for kind in "BF" for mb in range(4)]
+        assert all(a["rank"] == a["stage"] == rank and a["start"] <= a["end"] for a in actions)
+
+
+def _with_dropout(rank: int, path: str | None) -> list[Any]:
+    mesh = mesh_of(pp=2, dp=2)
+    set_random_seed(5, dp_rank=mesh["dp"].get_local_rank(), pp_rank=mesh["pp"].get_local_rank())
+    data = tokens(2, steps=4)
+    states = [torch.get_rng_state()]
+    model = gpt2(dropout=0.1)
+    torch.set_rng_state(states[0])
+    engine: Any = build(scheduled(model, mesh, my_part(data[0], mesh)), "torch", optimizer=adamw, microbatches=2)
+    first = losses(engine, mesh, data[:2])
+    if path is not None:
+        engine.save(path)
+    return first + losses(engine, mesh, data[2:])
+
+
+def _resumed(rank: int, path: str) -> list[float]:
+    mesh = mesh_of(pp=2, dp=2)
+    set_random_seed(99)
+    data = tokens(2, steps=4)
+    engine: Any = build(scheduled(gpt2(dropout=0.1), mesh, my_part(data[0], mesh)), "torch", optimizer=adamw, microbatches=2)
+    engine.load(path)
+    return losses(engine, mesh, data[2:])
+
+
+def test_two_runs_are_identical_and_resuming_goes_on_exactly(tmp_path: Path) -> None:
+    once = run_distributed(_with_dropout, 4, str(tmp_path / "checkpoint"))
+    assert run_distributed(_with_dropout, 4, None) == once
+    assert len({tuple(run) for run in once}) == 1
+    assert run_distributed(_resumed, 4, str(tmp_path / "checkpoint")) == [run[2:] for run in once]
+
+
+def _other_layout(rank: int, path: str) -> list[str]:
+    mesh = mesh_of(pp=4)
+    engine: Any = build(scheduled(gpt2(), mesh, my_part(tokens(1)[0], mesh)), "torch", optimizer=adamw, microbatches=4)
+    return [message_of(lambda: engine.load(path)), message_of(lambda: engine.load(path + "/none"))]
+
+
+def test_another_layout_is_refused(tmp_path: Path) -> None:
+    run_distributed(_with_dropout, 4, str(tmp_path))
+    for messages in run_distributed(_other_layout, 4, str(tmp_path)):
+        assert "saved with pp=2 dp=2 tp=1, but this engine has pp=4 dp=1 tp=1" in messages[0]
+        assert "is no complete checkpoint" in messages[1]
+
+
+class Unusual(nn.Module):
+    """Sends masks, integers and a skip; fails on demand in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.a(x)
+        chosen, order = first > 0, first.argsort(-1)
+        middle = Fragile.apply(self.b(first))
+        return self.c(torch.where(chosen, middle, first).gather(-1, order) + first)
+
+
+class Fragile(torch.autograd.Function):
+    """Passes values on, and raises at a number no test means to have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.isnan().any():
+            raise RuntimeError("a gradient is not a number")
+        return gradient
+
+
+def _unusual(rank: int) -> list[Any]:
+    import slapo_pipeline.plugin
+    import slapo_torch.plugin
+    from slapo_core.registry import Registry
+    from slapo_core.schedule import create_schedule
+
+    mesh = mesh_of(pp=3)
+    torch.manual_seed(0)
+    model = Unusual()
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    expected = F.mse_loss(model(x), y).item()
+    schedule = create_schedule(
+        model, mesh=mesh, example_inputs={"x": x}, plugins=Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    )
+    schedule["a"].cut_pipeline_stage()
+    schedule["b"].cut_pipeline_stage()
+    engine: Any = build(schedule, "torch", optimizer=adamw, loss_fn=F.mse_loss, microbatches=3)
+    before = schedule.full_state()
+    labels = torch.full_like(y, float("nan"))
+    messages = [
+        message_of(lambda: engine.train_batch(x=x, labels=labels)),
+        message_of(lambda: engine.train_batch(x=x[:, :3], labels=y)),
+        message_of(lambda: engine.train_batch(x=x if rank else x[:5], labels=y)),
+        message_of(lambda: engine.train_batch(x=x if rank else x[:3], labels=y if rank else y[:3])),
+        message_of(lambda: engine.train_batch(x=x)),
+    ]
+    unchanged = all(torch.equal(value, before[name]) for name, value in schedule.full_state().items())
+    first = engine.train_batch(x=x, labels=y).item()
+    other_shape = engine.train_batch(x=x[:3], labels=y[:3]).item()
+    return [messages, unchanged, first - expected, other_shape > 0]
+
+
+def test_errors_reach_every_rank_and_training_goes_on() -> None:
+    started = time.monotonic()
+    found = run_distributed(_unusual, 3)
+    assert time.monotonic() - started < 30
+    for messages, unchanged, difference, other_shape in found:
+        assert unchanged
+        assert other_shape
+        assert abs(difference) < 1e-6
+        assert "a gradient is not a number" in messages[0]
+        assert "the forward does not run" in messages[1]
+        assert "tensors of one batch have different sizes along dimension 0" in messages[2]
+        assert "the ranks were given batches of different names, shapes or types" in messages[3]
+        assert "loss_fn needs labels" in messages[4]
+    assert found[0][0][0].startswith("BuildError: rank 2 failed: RuntimeError")
+    assert found[2][0][2].startswith("BuildError: rank 0 failed:")
+
+
+def _labels(rank: int) -> list[str]:
+    mesh = mesh_of(pp=2, dp=2)
+    data = tokens(2)[0]
+    engine: Any = build(scheduled(gpt2(), mesh, my_part(data, mesh)), "torch", optimizer=adamw, microbatches=2)
+    part = my_part(data, mesh)["input_ids"]
+    uneven, other = part.clone(), part.clone()
+    uneven[0, :5] = -100
+    other[:, -2 - mesh["dp"].get_local_rank() :] = -100
+    return [message_of(partial(engine.train_batch, input_ids=part, labels=labels)) for labels in (uneven, other)]
+
+
+def test_means_that_would_differ_silently_are_refused() -> None:
+    for messages in run_distributed(_labels, 4):
+        assert "the micro-batches have different numbers of labels that are not -100: 59, 64" in messages[0]
+        assert "the ranks have different numbers of labels that are not -100 in a micro-batch, from 52 to 56" in messages[1]
+
+
+def _different_start(rank: int, layout: dict[str, int]) -> str:
+    mesh = mesh_of(**layout)
+    model = gpt2()
+    with torch.no_grad():
+        model.transformer.wte.weight[0, 0] += rank
+    return message_of(lambda: build(scheduled(model, mesh, my_part(tokens(2)[0], mesh)), "torch", microbatches=2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ({"pp": 2}, r"stages \(0, 1\) start from different values of the tied 'transformer.wte.weight'"),
+        ({"dp": 2}, "the replicas start from different values of 'transformer.wte.weight'"),
+    ],
+    ids=str,
+)
+def test_different_starting_values_are_refused(layout: dict[str, int], text: str) -> None:
+    import re
+
+    for message in run_distributed(_different_start, 2, layout):
+        assert re.search(text, message), message
+
+
+def _wrong_configuration(rank: int) -> list[str]:
+    mesh = mesh_of(pp=2)
+    data = tokens(1)[0]
+
+    def attempt(**config: Any) -> str:
+        return message_of(lambda: build(scheduled(gpt2(), mesh, my_part(data, mesh)), "torch", **config))
+
+    uncut = scheduled(gpt2(), mesh, my_part(data, mesh))
+    uncut.undo()
+    twice = scheduled(gpt2(), mesh, my_part(data, mesh))["transformer.h.0"].cut_pipeline_stage().get_top_schedule()
+    return [
+        attempt(microbatches=1),
+        attempt(microbatches=2, optimizer=lambda parameters: list(parameters)),
+        attempt(microbatches=2, precision="fp16"),
+        message_of(lambda: build(uncut, "torch")),
+        message_of(lambda: build(twice, "torch", microbatches=4)),
+    ]
+
+
+def test_what_does_not_fit_is_refused_before_it_is_built() -> None:
+    for messages in run_distributed(_wrong_configuration, 2):
+        assert "schedule '1f1b' needs at least as many micro-batches as stages, got 1 for 2" in messages[0]
+        assert "optimizer= gave a list; it must return a torch.optim.Optimizer" in messages[1]
+        assert "target 'torch' cannot do precision:fp16" in messages[2]
+        assert "1 stages on a mesh with pp=2" in messages[3]
+        assert "2 cuts make 3 stages, but the mesh has pp=2" in messages[4]
+
+
+def _bf16(rank: int) -> tuple[float, float]:
+    mesh = mesh_of(pp=2)
+    data = tokens(1)
+    model = gpt2()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(input_ids=data[0], labels=data[0]).loss.item()
+    engine: Any = build(
+        scheduled(model, mesh, my_part(data[0], mesh)), "torch", optimizer=adamw, microbatches=2, precision="bf16"
+    )
+    return engine.train_batch(**my_part(data[0], mesh)).item(), expected
+
+
+def test_bf16_autocast_crosses_boundaries() -> None:
+    for found, expected in run_distributed(_bf16, 2):
+        assert found == pytest.approx(expected, abs=2e-3)
