@@ -64,7 +64,7 @@ print(time.perf_counter() - start)
 
 
 def measure(script: str, site: str = "") -> list[float]:
-    """The best of what a script prints over several fresh processes, in seconds: what else the machine does is no cost of ours."""
+    """The least of what a script prints over several fresh processes, in seconds: other load on the machine only adds."""
     environ = {**os.environ, "PYTHONPATH": site}
     rows = []
     for _ in range(REPEATS):
