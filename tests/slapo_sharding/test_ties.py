@@ -67,6 +67,25 @@ def test_correctness_06_a_tie_is_sharded_once_in_every_order():
     run_distributed(_every_order, 2)
 
 
+def _late_holder(rank: int) -> None:
+    """A module that shares a sharded parameter and comes later is sharded in its turn, the others only once."""
+    model = Tied()
+    before = copy.deepcopy(model)
+    sch = _schedule(model)
+    sch["wte"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+    late = nn.Linear(4, 12, bias=False)
+    late.weight = model.wte.weight
+    sch["head"].replace(late)
+    sch["head"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
+    build(sch)
+    assert (model.wte.num_embeddings, late.out_features) == (6, 6)
+    assert_equivalent(before, model, torch.randint(12, (2, 5)))
+
+
+def test_correctness_06_a_holder_that_comes_later_is_sharded_in_its_turn():
+    run_distributed(_late_holder, 2)
+
+
 def _refusals(rank: int) -> dict[str, str]:
     messages = {}
 

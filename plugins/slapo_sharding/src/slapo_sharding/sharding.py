@@ -101,7 +101,10 @@ class Sharder:
         return dataclasses.replace(applied, asked=applied.asked | set(self.names), gathered=applied.gathered or self.gathered)
 
     def _sizes(self, cut: Cut, first: str, dim: int) -> tuple[int, ...]:
-        width = self._held(first).shape[dim]
+        known = shard_spec(self._held(first))
+        if known is not None and self.blocks is None:
+            return known.blocks
+        width = (known.full_shape if known is not None else self._held(first).shape)[dim]
         if self.blocks is not None:
             sizes = self._given_blocks(first, width)
             if len(sizes) > 1 and not cut.fusable:
@@ -132,8 +135,10 @@ class Sharder:
         waiting, seen = [(self.module, cut)], set()
         while waiting:
             module, cut = waiting.pop()
-            if module in step.cuts:
-                if step.cuts[module] is not cut:
+            earlier = applied_cut(module)
+            done = step.cuts.get(module) if earlier is None else earlier.cut
+            if done is not None:
+                if done is not cut:
                     raise self._error(f"parameters of one {type(module).__name__} are tied along different dimensions")
                 continue
             self._check_forward(module, cut)
