@@ -174,6 +174,9 @@ def _refusals(rank: int) -> dict[str, str]:
     refused("heads", _gpt2(n_head=1))
     refused("kv heads", _llama_like("llama", num_key_value_heads=1))
     refused("experts", _llama_like("mixtral"))
+    refused("slopes", _llama_like("apertus"))
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4))
+    refused("dropout", inner, {"0": "colwise", "2": "rowwise"})
     return messages
 
 
@@ -187,6 +190,8 @@ def test_what_no_plan_can_do_is_refused_and_nothing_changes():
     assert "1 attention heads of size 16 cannot be dealt out to 2 ranks" in messages["heads"]
     assert "num_key_value_heads of the attention module is 1, not divisible by 2 ranks" in messages["kv heads"]
     assert "has the style 'packed_colwise', which is not supported" in messages["experts"]
+    assert "mlp.act_fn.alpha_p' may be used on sharded or on replicated values" in messages["slopes"]
+    assert "'1' may see sharded or replicated values; set it to 0, or shard by hand with fork_rng" in messages["dropout"]
 
 
 def test_plans():
