@@ -18,6 +18,7 @@ from slapo_core.paths import find
 from slapo_core.program import Boundary, Program, Stage
 from slapo_core.schedule import Schedule
 from slapo_core.ties import tie_groups
+from slapo_core.tracing.regions import autocast_state
 from slapo_core.tracing.structures import fingerprint
 from slapo_core.wrapping import is_opaque
 
@@ -66,7 +67,7 @@ class Partitioner:
 
     def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
         """The program for a mode and for inputs like these; see ``Program.replan``."""
-        key = repr((training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), fingerprint(dict(inputs))))
+        key = repr((training, autocast_state(), fingerprint(dict(inputs))))
         if key not in self._programs:
             self._programs[key] = self._cut(training, _apart(inputs))
             if len(self._programs) > _KEPT_PLANS:

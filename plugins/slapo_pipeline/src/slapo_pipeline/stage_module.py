@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from slapo_core.errors import TraceError
 from slapo_core.tracing import TracedModule
-from slapo_core.tracing.regions import write_regions
+from slapo_core.tracing.regions import State, autocast_state, write_regions
 from slapo_core.tracing.structures import difference, fingerprint
 
 from .assignment import Assignment
@@ -27,18 +27,24 @@ class StageGuard:
         received: Name, shape and dtype of what it receives, in order.
         batch: Fingerprint of each argument it reads from the batch.
         training: The model's mode.
+        autocast: The autocast it ran under.
+        device: Where the tensors were; the stage follows its inputs to another one.
     """
 
     index: int
     received: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     batch: dict[str, Any]
     training: bool
+    autocast: State
+    device: torch.device | None
 
     def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The values of the graph's inputs; ``TraceError`` when the call is not the one the stage was made for."""
         again = f"stage {self.index} was made for other inputs; plan the program again:"
         if module.training != self.training:
             raise TraceError(f"{again} it was traced in {'train' if self.training else 'eval'} mode")
+        if (autocast := autocast_state()) != self.autocast:
+            raise TraceError(f"{again} it runs under autocast {autocast}, traced under {self.autocast or 'none'}")
         names = [name for name, *_ in self.received]
         found = [(tuple(value.shape), value.dtype) for value in args]
         if found != [(shape, dtype) for _, shape, dtype in self.received]:
@@ -64,8 +70,11 @@ def stage_module(
         inputs: The model's arguments it was traced with.
     """
     graph, batch = _stage_graph(parts, index)
+    assert flat.guard is not None
     received = tuple((node.name, tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in parts.received[index])
-    guard = StageGuard(index, received, {name: fingerprint(inputs[name]) for name in batch}, root.training)
+    guard = StageGuard(
+        index, received, {name: fingerprint(inputs[name]) for name in batch}, flat.training, autocast_state(), flat.guard.device
+    )
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: getattr(flat, name) for name in targets if "." not in name and not hasattr(root, name)}
     return TracedModule(prune(root, keep), graph, guard, constants)  # type: ignore[arg-type]
