@@ -125,7 +125,7 @@ def _home(name: str) -> ModuleType:
     try:
         return importlib.import_module(home)
     except ModuleNotFoundError as err:
-        if err.name != package:
+        if err.name not in (package, home):
             raise
         raise ImportError(f"slapo.{name} needs {package}; pip install {package.replace('_', '-')}", name=package) from err
 

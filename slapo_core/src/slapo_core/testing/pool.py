@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -25,10 +26,13 @@ from .transport import FunctionRef, Job, Report, unpickled
 MAX_WORKERS = 4
 """Importing torch costs seconds and a few hundred MiB in each worker."""
 
+_START_LIMIT = 180.0
+"""Seconds for a worker to import torch; the machine may be busy."""
+
 _GRACE = 1.0
 """Seconds the other ranks get, after one has failed, to fail as well or to finish; what is stuck then is killed."""
 
-_START = "import sys; from slapo_core.testing.worker import main; main(*map(int, sys.argv[1:]))"
+_MAIN = "import sys; from slapo_core.testing.worker import main; main(*map(int, sys.argv[1:]))"
 
 
 class DistributedError(SlapoError):
@@ -88,9 +92,24 @@ class _Worker:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _START, *map(str, fds)], stdin=subprocess.PIPE, pass_fds=fds, env=environ
+            [sys.executable, "-c", _MAIN, *map(str, fds)], stdin=subprocess.PIPE, pass_fds=fds, env=environ
         )
         remote.close()
+        self.ready = False
+
+    def wait_until_ready(self) -> None:
+        """Wait for its imports, which no job's time limit has to cover."""
+        if self.ready or (self.jobs.poll(_START_LIMIT) and self._is_alive()):
+            self.ready = True
+            return
+        stacks = self.stacks()
+        raise DistributedError("a worker process did not start", rank=0, traceback=stacks)
+
+    def _is_alive(self) -> bool:
+        try:
+            return bool(self.jobs.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return False
 
     def stacks(self) -> str:
         """What faulthandler has written since the last call."""
@@ -118,6 +137,7 @@ class _Rank:
     error: tuple[str, str] | None = None
     when: float = 0.0
     done: bool = False
+    released: bool = False
     idle: bool = False
 
     def take(self, report: Report) -> None:
@@ -130,6 +150,13 @@ class _Rank:
             self.error = body
         else:
             self.result = body
+
+    def release(self) -> None:
+        """Let it leave the process group."""
+        if self.done and not self.released and self.worker.process.returncode is None:
+            self.released = True
+            with suppress(BrokenPipeError):  # it died meanwhile, which the next wait finds out
+                self.worker.jobs.send_bytes(b"release")
 
     def died(self) -> None:
         """The socket closed: say what ended the process. Sorts before the errors this gives the other ranks."""
@@ -171,6 +198,13 @@ class _Pool:
             self.workers.remove(worker)
             worker.end()
         self.workers += [_Worker() for _ in range(count - len(self.workers))]
+        for worker in self.workers[:count]:
+            try:
+                worker.wait_until_ready()
+            except BaseException:
+                self.workers.remove(worker)
+                worker.end()
+                raise
 
     def _send(self, ranks: Sequence[_Rank], fn: FunctionRef, payload: bytes, timeout: float) -> None:
         self.number += 1
@@ -189,8 +223,12 @@ class _Pool:
             for rank in waiting:
                 if rank.worker.jobs in ready:
                     _receive(rank)
-            if any(rank.error for rank in waiting):
+            failed = any(rank.error for rank in ranks)
+            if failed:
                 limit = min(limit, time.monotonic() + _GRACE)
+            if failed or all(rank.done for rank in ranks):
+                for rank in ranks:
+                    rank.release()
 
     def close(self) -> None:
         while self.workers:

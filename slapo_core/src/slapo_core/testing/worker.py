@@ -14,7 +14,6 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ def main(job_fd: int, dump_fd: int) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     jobs = Connection(job_fd)
     gc.freeze()  # what torch made at import is never garbage: collecting after each job stays cheap
+    jobs.send_bytes(pickle.dumps(Report(0, "idle")))
     while True:
         try:
             job = unpickled(jobs.recv_bytes())
@@ -51,12 +51,24 @@ def _exit_with_parent() -> None:
 
 
 def _serve(jobs: Connection, job: Job) -> None:
+    joining = False
     try:
         _prepare(job)
-        report = Report(job.number, "result", time.monotonic(), pickle.dumps(_call(job)))
+        fn, arguments = job.fn.load(), job.arguments()
+        joining = True
+        _join(job)
+        joining = False
+        value = detached(fn(job.rank, *arguments))
+        report = Report(job.number, "result", time.monotonic(), pickle.dumps(value))
     except BaseException as err:  # whatever it is, the test process has to hear of it
         report = Report(job.number, "error", time.monotonic(), pickle.dumps((_headline(err), _format(err))))
     jobs.send_bytes(pickle.dumps(report))
+    try:
+        jobs.recv_bytes()  # leaving the group while others still join it, or read from us, would fail them
+    except EOFError:
+        os._exit(0)
+    if joining:
+        os._exit(1)  # torch counts groups: with another count than the others' it would never meet them again
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
@@ -74,7 +86,8 @@ def _prepare(job: Job) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)  # imports the whole compiler
     torch.manual_seed(0)
     slapo_random.get_cuda_rng_tracker().reset()
     slapo_random._SEED_SET = False
@@ -83,9 +96,7 @@ def _prepare(job: Job) -> None:
         sys.modules["numpy"].random.seed(0)
 
 
-def _call(job: Job) -> Any:
-    fn = job.fn.load()
-    arguments = job.arguments()
+def _join(job: Job) -> None:
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(job.store, job.world_size),  # type: ignore[attr-defined]
@@ -93,7 +104,6 @@ def _call(job: Job) -> Any:
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout + 60),  # the pool's own limit comes first and says more
     )
-    return detached(fn(job.rank, *arguments))
 
 
 def _headline(err: BaseException) -> str:
