@@ -110,16 +110,13 @@ class Assigner:
         """Stages in which each node runs: its home, or every stage that uses it."""
         stages: dict[fx.Node, set[int]] = {node: {self.home[node]} if node in self.home else set() for node in self.order}
         for node in reversed(self.order):
-            if node not in self.home:  # a change in place has no users of its own where only views are used later
-                for other in self.memory.changed.get(self.memory.owner(node), ()):
-                    stages[node] |= set() if other in self.home else stages[other]
             for other in node.all_input_nodes:
                 if other not in self.home:
                     stages[other] |= stages[node]
         return self._with_changes(stages)
 
     def _with_changes(self, stages: dict[fx.Node, set[int]]) -> dict[fx.Node, set[int]]:
-        """Where a shared value runs, what changes it in place runs too, with all that needs."""
+        """Where a shared value runs, what changes it in place runs too, with all that needs: its users may only see a view."""
         work = [
             (other, stage)
             for node in self.order
