@@ -90,6 +90,16 @@ def looks_around(rank: int) -> tuple[object, ...]:
     )
 
 
+def one_is_done_early(rank: int) -> float:
+    value = torch.full((1,), float(rank))
+    if rank == 1:
+        dist.isend(value, 0)
+        return 1.0
+    time.sleep(0.3)
+    dist.recv(value, 1)
+    return value.item()
+
+
 def groups(rank: int) -> list[float]:
     pair = dist.new_group([0, 1])
     value = torch.ones(1)
@@ -109,6 +119,10 @@ def test_each_call_has_its_own_world_size(world_size: int) -> None:
 def test_subgroups_are_fresh_in_each_call() -> None:
     for _ in range(3):
         assert run_distributed(groups, 2) == [[2.0]] * 2
+
+
+def test_a_rank_that_is_done_waits_for_the_others() -> None:
+    assert run_distributed(one_is_done_early, 2) == [1.0, 1.0]
 
 
 def test_results_carry_classes_of_the_test_and_detached_tensors() -> None:
