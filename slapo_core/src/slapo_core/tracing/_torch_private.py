@@ -74,7 +74,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def intercept(module_call: Callable[..., Any], apply: Callable[..., Any]) -> Iterator[None]:
-    """Send every call of a module to ``module_call(call, module, ...)`` and of an autograd function to ``apply(call, cls, ...)``.
+    """Send every call of a module to ``module_call(call, module, ...)`` and of an autograd function to ``apply(call, ...)``.
 
     Reentrant checkpoints are no operation of the model's: their function runs as if it were called.
     """
@@ -86,7 +86,7 @@ def intercept(module_call: Callable[..., Any], apply: Callable[..., Any]) -> Ite
     def patched_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if issubclass(cls, CheckpointFunction):
             return args[0](*args[2:])
-        return apply(plain_apply.__get__(None, cls), cls, *args, **kwargs)
+        return apply(plain_apply.__get__(None, cls), *args, **kwargs)
 
     nn.Module.__call__ = patched_call  # type: ignore[method-assign]
     Function.apply = classmethod(patched_apply)  # type: ignore[assignment]

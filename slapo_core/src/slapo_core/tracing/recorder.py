@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from traceback import walk_stack, walk_tb
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ _OPERATORS = {f"__{name.strip('_')}__": getattr(operator, name) for name in (
 _REFLECTED = {f"__r{name.strip('_')}__": getattr(operator, name) for name in (
     "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()
 )}
-_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_TORCH, _HERE = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep
+_PLUMBING = ("contextlib.py", "inspect.py", "functools.py", "copy.py")
 
 
 def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
@@ -85,25 +87,19 @@ def _is_dynamic(node: fx.Node) -> bool:
     return node.op == "call_module" or name in DYNAMIC or by_mask or any(other.meta.get("dynamic") for other in node.all_input_nodes)
 
 
-def model_source(traceback: Any = None) -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor ours, of a traceback or of this call."""
-    if traceback is not None:
-        lines = []
-        while traceback is not None:
-            lines.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
-            traceback = traceback.tb_next
-        mine = [line for line in lines if not line[0].startswith((*_OURS, "<"))]
-        return "{}:{}".format(*(mine or lines)[-1])
-    frame = sys._getframe(1)
+def model_source(err: BaseException | None = None) -> str | None:
+    """``file:line`` of the model's own innermost frame: of this call, or of where ``err`` was raised; None when it has none."""
+    frames: Iterator[tuple[Any, int]] = walk_stack(sys._getframe(1))
+    if err is not None:
+        frames = reversed(list(walk_tb(err.__traceback__)))
     inner = None
-    while frame is not None:
+    for frame, line in frames:
         name = frame.f_code.co_filename
-        if not name.startswith(_OURS[1]):
-            if not name.startswith((_OURS[0], "<")) and not name.endswith("contextlib.py"):
-                return f"{name}:{frame.f_lineno}"
-            inner = inner or frame
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"{inner.f_code.co_filename}:{inner.f_lineno}" if inner else "?"
+        if name.startswith(_TORCH):
+            inner = inner or f"{name}:{line}"
+        elif not name.startswith((_HERE, "<")) and not name.endswith(_PLUMBING):
+            return f"{name}:{line}"
+    return inner
 
 
 class Tracked:
@@ -296,8 +292,8 @@ class Recorder:
             tracked.refresh()
         return self._bind(node, out, changed.mark(node))
 
-    def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None) -> Any:
-        """Run a torch function (by ``run``, where it is to be run otherwise) and record it when it makes or changes a tensor."""
+    def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function and record it when it makes or changes a tensor."""
         name = _name(func)
         if name in METADATA and func.__name__ != "__set__":
             if name in SHAPES and not self.sandbox.fake and isinstance(args[0], torch.Tensor):
@@ -306,7 +302,7 @@ class Recorder:
         changed = _Changes(args, kwargs)
         if name in ASKS_VALUES and changed.before:
             return self._ask(func, name, args, kwargs)
-        out = (run or func)(*args, **kwargs)
+        out = func(*args, **kwargs)
         if not changed.any() and not has_tensor(out) and func.__name__ != "__set__":
             if changed.before and not self.sandbox.fake:
                 return self._ask(func, name, args, kwargs)
@@ -316,10 +312,11 @@ class Recorder:
                 self._pin_shape(tensor)
         op, target, args = _node_form(func, name, args)
         node = self._create(op, target, self.argument(args), self.argument(kwargs), out)
+        mutated = changed.mark(node)
         if target is setitem:
             self._rebind(args[0], node)
             return None
-        return self._bind(node, out, changed.mark(node))
+        return self._bind(node, out, mutated)
 
     def _pin_shape(self, tensor: torch.Tensor) -> None:
         """Python sees a shape that may be another at the next call: the graph is to say so then."""

@@ -7,6 +7,8 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import _lru_cache_wrapper
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ class Sandbox:
         self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.originals: dict[int, torch.Tensor] = {}
         """Stand-in (by id) to the model's own tensor."""
-        self.before = None if fake else {id(value) for value in gc.get_objects() if isinstance(value, torch.Tensor)}
+        self.before = None if fake else {id(value) for value in gc.get_objects() if issubclass(type(value), torch.Tensor)}
         self.attributes: dict[int, dict[str, Any]] = {}
         self._standins: dict[int, torch.Tensor] = {}
         devices = [value.device for _, value in walk(inputs) if isinstance(value, torch.Tensor) and not value.is_meta]
@@ -62,7 +64,8 @@ class Sandbox:
         """Stand-ins are in the model, gradients on, and afterwards model and random numbers are as before."""
         modules = list(self.root.modules())
         self.random_numbers = OtherRandomNumbers()
-        restore = [*_snapshot(modules), self.random_numbers.put_back]
+        self.forget_results = _forget_results(modules)
+        restore = [*_snapshot(modules), self.random_numbers.put_back, self.forget_results]
         devices = [] if self.fake or self.device.type != "cuda" else [self.device]
         try:
             with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
@@ -121,6 +124,25 @@ def _snapshot(modules: list[nn.Module]) -> list[Callable[[], None]]:
         kept = [(value, value.copy()) for value in state.values() if type(value) in (list, dict, set)]
         kept += [(state[name], state[name].copy()) for name in _TABLES if type(state[name]) not in (dict, set)]
         undo.append(lambda state=state, before=dict(state), kept=kept: _restore(state, before, kept))  # type: ignore[misc]
+    return undo
+
+
+def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
+    """Empties the ``lru_cache`` of every function near the modules that the run has added to: it holds stand-ins."""
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    spaces = [vars(thing) for thing in [*classes, *{sys.modules[cls.__module__] for cls in classes}, *modules]]
+    values = [getattr(value, "__func__", value) for space in spaces for value in space.values()]
+    cells = [cell for value in values if isinstance(value, FunctionType) for cell in value.__closure__ or ()]
+    values += [cell.cell_contents for cell in cells if cell != CellType()]  # a decorator around the cache
+    caches = [value for value in values if isinstance(value, _lru_cache_wrapper)]
+    before = [cache.cache_info().misses for cache in caches]
+
+    def undo() -> None:
+        for index, cache in enumerate(caches):
+            if cache.cache_info().misses != before[index]:
+                cache.cache_clear()
+                before[index] = 0
+
     return undo
 
 

@@ -87,7 +87,8 @@ def _fingerprint(value: Any, seen: dict[int, int]) -> Any:
     if id(value) in seen:
         return "seen", seen[id(value)]
     seen[id(value)] = len(seen)
-    return type(value), {key: _fingerprint(part, seen) for key, part in parts.items()}
+    kind = tuple if isinstance(value, torch.Size) else type(value)  # a graph passes sizes on as tuples
+    return kind, {key: _fingerprint(part, seen) for key, part in parts.items()}
 
 
 def describe(print_: Any) -> str:

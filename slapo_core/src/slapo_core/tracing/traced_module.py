@@ -239,12 +239,12 @@ def compile_graph(graph: fx.Graph, name: str) -> tuple[Any, str]:
 
     fx's own code generator spells every function and constant as text; here those that have no plain spelling are globals.
     """
-    writer = _Writer()
+    writer = _Writer({name for node in graph.nodes for name in (node.name, str(node.target))})
     last = {node: user for user in graph.nodes for node in user.all_input_nodes}
     dying: dict[fx.Node, list[str]] = {}
     for node, user in last.items():
         dying.setdefault(user, []).append(node.name)
-    inputs, body = ["self"], ["    pass"]
+    inputs, body = [writer.root], ["    pass"]
     for node in graph.nodes:
         if node.op == "placeholder":
             default = f"={writer.text(node.args[0])}" if node.args else ""
@@ -266,9 +266,16 @@ def compile_graph(graph: fx.Graph, name: str) -> tuple[Any, str]:
 class _Writer:
     """Python text of a graph's values; what has none becomes a global."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: set[str]) -> None:
+        self.taken = taken
         self.names: dict[str, Any] = {}
         self.known: dict[int, str] = {}
+        self.root = self._free("self")
+
+    def _free(self, name: str) -> str:
+        while name in self.taken:
+            name += "_"
+        return name
 
     def text(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -279,7 +286,7 @@ class _Writer:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{self.text(key)}: {self.text(part)}" for key, part in value.items()) + "}"
         if isinstance(value, slice):
-            return f"_slice({', '.join(map(self.text, (value.start, value.stop, value.step)))})".replace("_slice", self.known_as(slice))
+            return f"{self.known_as(slice)}({', '.join(map(self.text, (value.start, value.stop, value.step)))})"
         if type(value) in (type(None), bool, int, str):
             return repr(value)
         return self.known_as(value)
@@ -287,9 +294,9 @@ class _Writer:
     def known_as(self, value: Any) -> str:
         """The global that holds ``value``."""
         if id(value) not in self.known:
-            label = getattr(value, "__name__", type(value).__name__)
-            self.known[id(value)] = name = f"_{len(self.known)}_{label}" if str(label).isidentifier() else f"_{len(self.known)}"
-            self.names[name] = value
+            label = str(getattr(value, "__name__", type(value).__name__))
+            name = self._free(f"_{len(self.known)}_{label if label.isidentifier() else ''}")
+            self.known[id(value)], self.names[name] = name, value
         return self.known[id(value)]
 
     def call(self, node: fx.Node) -> str:
@@ -301,7 +308,7 @@ class _Writer:
         if node.op == "call_function":
             return f"{self.known_as(node.target)}({', '.join([*arguments, *named])})"
         *parents, name = str(node.target).split(".")
-        holder = "self" + "".join(f"._modules[{parent!r}]" for parent in parents)
+        holder = self.root + "".join(f"._modules[{parent!r}]" for parent in parents)
         if node.op == "call_module":
             return f"{holder}._modules[{name!r}]({', '.join([*arguments, *named])})"
         return f"getattr({holder}, {name!r})"

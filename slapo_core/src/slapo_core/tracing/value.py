@@ -81,12 +81,14 @@ class _Session(TorchFunctionMode):
         self.graphs[path] = (recorder, guard)
         for name, value in guard.values(args, kwargs).items():
             recorder.parameter(name, value, name in guard.placeholders)
+        self.sandbox.forget_results()  # what another graph's nodes made
         self.stack.append(recorder)
         try:
             with private.recorded():
                 out = call(module, *args, **kwargs)
         finally:
             self.stack.pop()
+        self.sandbox.forget_results()
         recorder.output(out)
         return out
 
@@ -98,13 +100,13 @@ class _Session(TorchFunctionMode):
                 return True
         return False
 
-    def apply(self, call: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """An autograd function is recorded as one call."""
         recorder = self.stack[-1]
         if recorder is None:
             return call(*args, **kwargs)
         with private.unrecorded():
-            return recorder.call_function(cls.apply, args, kwargs, call)
+            return recorder.call_function(call, args, kwargs)
 
 
 def trace_value(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, target: str = "") -> TracedModule:
@@ -132,7 +134,7 @@ class _ForwardFailed(Exception):
         err = self.__cause__
         assert err is not None
         text = f"the forward does not run: {type(err).__name__}: {err}{note}"
-        return TraceError(text, source=model_source(err.__traceback__))
+        return TraceError(text, source=model_source(err))
 
 
 def _run(root: nn.Module, args: Any, kwargs: Any, plan: Plan, target: str, *, fake: bool) -> _Session:

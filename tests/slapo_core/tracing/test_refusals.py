@@ -1,0 +1,173 @@
+"""What cannot be a graph is an error that names the model's own line; nothing is silently wrong."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from slapo_core.errors import TraceError, UnknownNameError
+from slapo_core.tracing import trace_module
+from tests.slapo_core.tracing.test_value import Forward
+
+X = torch.randn(2, 4)
+HERE = r"test_refusals.py:\d+"
+
+
+@pytest.mark.parametrize(
+    ("function", "asked"),
+    [
+        (lambda self, x: x if x.sum() > 0 else -x, "bool"),
+        (lambda self, x: x * x.max().item(), "item"),
+        (lambda self, x: x[int(x.argmax())], "int"),
+        (lambda self, x: x * sum(x[0].tolist()), "tolist|item"),
+        (lambda self, x: x * float(self.scale.sum()), "float"),
+        (lambda self, x: x + torch.from_numpy(x.detach().numpy()), "numpy"),
+        (lambda self, x: x if 3.0 in x else -x, "contains"),
+        (lambda self, x: x if torch.equal(x, self.table) else -x, "equal"),
+        (lambda self, x: x if torch.rand([]) < 0.5 else -x, "bool"),
+        (lambda self, x: [x, -x][torch.arange(4)[:1].add(x[0].long()[:1]).mul(0)], "index"),
+    ],
+)
+def test_control_flow_on_data(function: Any, asked: str) -> None:
+    with pytest.raises(TraceError, match=rf"asks for the values of a tensor \({asked}\).*{HERE}"):
+        trace_module(Forward(function), (X,))
+
+
+def test_a_constant_that_may_have_been_changed_through_a_view_is_not_known() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        table = torch.zeros(4)
+        table.view(2, 2)[0, 0] = x[0, 0]
+        return x * float(table.sum())
+
+    with pytest.raises(TraceError, match="float"):
+        trace_module(Forward(forward), (X,))
+
+
+def test_a_tensor_from_nowhere() -> None:
+    made: list[Any] = []
+
+    def unseen(x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            return x * 2
+
+    for function in (lambda self, x: self.fc(unseen(x)), lambda self, x: made.append(x) or unseen(made[-1])):
+        with pytest.raises(TraceError, match=rf"a tensor \[2, 4\] comes from code that tracing does not see.*{HERE}"):
+            trace_module(Forward(function), (X,))
+
+
+def test_a_tensor_from_nowhere_among_real_tensors() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            hidden = x[x > -100.0]
+        return hidden.sum() + self.fc(x)
+
+    with pytest.raises(TraceError, match="comes from code that tracing does not see"):
+        trace_module(Forward(forward), (X,))
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_random_numbers_of_python(draw: Any) -> None:
+    model = Forward(lambda self, x: x * float(draw()))
+    with pytest.raises(TraceError, match="random numbers from Python or NumPy"):
+        trace_module(model, (X,))
+    inside = Forward(lambda self, x: self.noisy(x))
+    inside.noisy = model
+    trace_module(inside, (X,), leaf=lambda path, module: path == "noisy")
+
+
+def test_assignments_to_the_module() -> None:
+    def count(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls
+
+    def average(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.table = 0.9 * self.table + x.mean(0)
+        return x - self.table
+
+    for function in (count, average):
+        model = Forward(function)
+        model.calls = 1
+        table = model.table
+        with pytest.raises(TraceError, match="assigns to its attribute '(calls|table)'"):
+            trace_module(model, (X,))
+        assert model.calls == 1 and model.table is table
+
+
+def test_what_a_forward_caches_is_gone_after_the_trace() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.cached is None:
+            self.cached = self.table.cos()
+            self.found["x"] = self.cached
+            self.register_buffer("late", self.cached + 1)
+        return x + self.cached
+
+    model = Forward(forward)
+    model.cached, model.found = None, {}
+    traced = trace_module(model, (X,))
+    assert model.cached is None and model.found == {} and "late" not in dict(model.named_buffers())
+    torch.testing.assert_close(traced(X), model(X))
+
+
+def test_a_list_that_the_forward_fills() -> None:
+    def forward(self: Any, x: torch.Tensor, y: list[Any]) -> torch.Tensor:
+        y.append(x)
+        return x
+
+    with pytest.raises(TraceError, match="changes a list or dict it was given"):
+        trace_module(Forward(forward), (X, []))
+
+
+def test_errors_of_the_forward_name_its_line() -> None:
+    with pytest.raises(TraceError, match=rf"the forward does not run: RuntimeError: .*{HERE}"):
+        trace_module(Forward(lambda self, x: x @ x), (X,))
+    with pytest.raises(TraceError, match="missing a required argument: 'x'$"):
+        trace_module(Forward(lambda self, x: x), {})
+
+
+def test_hooks_on_the_module_itself() -> None:
+    model = Forward(lambda self, x: x)
+    model.register_forward_hook(lambda *args: None)
+    with pytest.raises(TraceError, match="has hooks or a wrapped forward"):
+        trace_module(model, (X,))
+
+
+def test_unknown_tracer() -> None:
+    with pytest.raises(UnknownNameError, match="no tracer 'vale'; did you mean 'value'"):
+        trace_module(nn.Linear(4, 4), (X,), tracer="vale")
+
+
+# ---- calls that differ from the trace
+
+
+def test_calls_that_differ() -> None:
+    model = Forward(lambda self, x, y=None: x if y is None else x * y)
+    traced = trace_module(model, (X,))
+    for args, what in [
+        ((torch.randn(3, 4),), r"x is a tensor \[3, 4\] float32, traced as a tensor \[2, 4\] float32"),
+        ((X.double(),), "x is a tensor .* float64, traced as"),
+        ((X, 2.0), r"y is 2.0, traced as None"),
+        ((X, X), r"y is a tensor .*, traced as None"),
+    ]:
+        with pytest.raises(TraceError, match=what):
+            traced(*args)
+    traced = trace_module(model, (X, {"a": [1, X]}.get("a")[0]))
+    with pytest.raises(TraceError, match="y is True, traced as 1"):
+        traced(X, True)
+    torch.testing.assert_close(traced(x=X, y=1), X)
+
+
+def test_the_place_of_a_difference_is_named() -> None:
+    traced = trace_module(Forward(lambda self, x, y: x + y["a"][1]), (X, {"a": [1, X]}))
+    with pytest.raises(TraceError, match=r"y\['a'\]\[0\] is 2, traced as 1"):
+        traced(X, {"a": [2, X]})
+
+
+def test_another_mode() -> None:
+    traced = trace_module(Forward(lambda self, x: x).train(), (X,))
+    with pytest.raises(TraceError, match="is in eval mode but was traced in train mode"):
+        traced.eval()(X)
