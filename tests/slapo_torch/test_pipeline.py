@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from functools import partial
 from pathlib import Path
@@ -263,3 +264,30 @@ def _bf16(rank: int) -> tuple[float, float]:
 def test_bf16_autocast_crosses_boundaries() -> None:
     for found, expected in run_distributed(_bf16, 2):
         assert found == pytest.approx(expected, abs=2e-3)
+
+
+def _frozen_start(rank: int) -> list[float]:
+    mesh = mesh_of(pp=2)
+    data = tokens(1)
+    model = gpt2()
+    model.transformer.wte.weight.requires_grad_(False)
+    for module in (model.transformer.wpe, model.transformer.h[0], model.transformer.h[1]):
+        module.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    engine: Any = build(scheduled(model, mesh, my_part(data[0], mesh)), "torch", optimizer=adamw, microbatches=2, clip=1.0)
+    assert (engine.optimizer is None) == (rank == 0)
+    optimizer = adamw([p for p in reference.parameters() if p.requires_grad])
+    differences = []
+    for loss, batch in zip(losses(engine, mesh, data), data, strict=True):
+        optimizer.zero_grad()
+        expected = reference(input_ids=batch, labels=batch).loss
+        expected.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        differences.append(abs(loss - expected.item()))
+    return differences
+
+
+def test_a_stage_without_trainable_parameters() -> None:
+    for differences in run_distributed(_frozen_start, 2):
+        assert max(differences) < 1e-5
