@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from slapo_core.parameters import ShardSpec, facts, successor
 from slapo_core.random import get_cuda_rng_tracker, set_random_seed
 from slapo_core.testing import DistributedError, assert_equivalent, run_distributed
-from torch import nn
 
 
 class Answer(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from slapo_core.errors import PluginError
 from slapo_core.hookspecs import hookimpl
 from slapo_core.primitive import Primitive

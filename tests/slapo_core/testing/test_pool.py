@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from slapo_core.random import is_random_seed_set, set_random_seed
 from slapo_core.testing import MAX_WORKERS, DistributedError, run_distributed, shutdown_workers
 
@@ -93,7 +94,7 @@ def looks_around(rank: int) -> tuple[object, ...]:
 def one_is_done_early(rank: int) -> float:
     value = torch.full((1,), float(rank))
     if rank == 1:
-        dist.isend(value, 0)
+        dist.send(value, 0)
         return 1.0
     time.sleep(0.3)
     dist.recv(value, 1)
