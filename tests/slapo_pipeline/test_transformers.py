@@ -93,3 +93,12 @@ def test_a_cache_is_refused() -> None:
 
     with pytest.raises(TraceError, match="a DynamicCache is used by stages 0 and 1, .*use_cache=False"):
         assert_same_as_model(_model("LlamaForCausalLM", **SIZES, num_key_value_heads=1), TEXT, "model.layers.0")
+
+
+def test_experts_whose_kernels_have_no_fake_are_cut_with_weights_on_meta() -> None:
+    sizes = {**SIZES, "num_key_value_heads": 1, "num_local_experts": 2, "use_cache": False}
+    inputs = {"input_ids": IDS, "labels": IDS}
+    program = assert_same_as_model(_model("MixtralForCausalLM", **sizes), inputs, "model.layers.1")
+    program.module.to("meta")
+    assert program.replan is not None
+    assert received(program.replan(False, {name: ids[:1] for name, ids in inputs.items()})) == [[(1, 12, 32)]]

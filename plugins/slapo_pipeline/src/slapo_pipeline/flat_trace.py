@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from mmap import mmap
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from slapo_core.errors import ScheduleError, TraceError
@@ -17,8 +20,19 @@ def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) 
     """Trace the model with everything whole that no cut lies in.
 
     Modules without parameters that a model brings itself, rotary tables for one, are traced into: what they ask of a hidden
-    state is often only its shape, and then their result need not cross a boundary. Where that fails they stay whole.
+    state is often only its shape, and then their result need not cross a boundary. Where that fails they stay whole. A model
+    that runs on real tensors only, as some with experts do, gets zeros for weights that are on the meta device.
     """
+    try:
+        return _trace(root, inputs, cuts)
+    except TraceError:
+        if not any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
+            raise
+    with _zeros_for_meta(root):
+        return _trace(root, inputs, cuts)
+
+
+def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) -> TracedModule:
     opened: set[str] = set()
     try:
         return trace_module(root, inputs, leaf=_leaf(cuts, opened))
@@ -26,6 +40,35 @@ def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) 
         if not opened:
             raise
         return trace_module(root, inputs, leaf=_leaf(cuts, None))
+
+
+@contextmanager
+def _zeros_for_meta(root: nn.Module) -> Iterator[None]:
+    """Real zeros in the places of meta tensors."""
+    places = [
+        (table, name, tensor)
+        for module in root.modules()
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None and tensor.is_meta
+    ]
+    zeros: dict[int, torch.Tensor] = {}
+    for table, name, tensor in places:
+        if id(tensor) not in zeros:
+            value = _zeros(tensor)
+            zeros[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        table[name] = zeros[id(tensor)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for table, name, tensor in places:
+            table[name] = tensor  # type: ignore[assignment]
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    if like.nbytes == 0:
+        return torch.zeros(like.shape, dtype=like.dtype)
+    return torch.frombuffer(mmap(-1, like.nbytes), dtype=like.dtype).view(like.shape)  # pages nobody writes take no memory
 
 
 def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list[tuple[int, str]]:
