@@ -98,9 +98,8 @@ def main() -> None:
     measure_start("126-layer Llama 405B on meta", llama, "20 ms")
     costs = [measure_start("small blocks", blocks(size), "150 ms" if size == 12000 else "") for size in (3000, 12000, 48000)]
     ours, peer = (costs[-1][which] / costs[0][which] for which in (0, 1))
-    print(
-        f"| `create_schedule`, cost of one module in 48,000 / in 3,000 | {ours:.2f} x | linear, as the walk | {ours / peer:.2f} x the walk's |"
-    )
+    what = "`create_schedule`, cost of one module in 48,000 / in 3,000"
+    print(f"| {what} | {ours:.2f} x | as the walk | {ours / peer:.2f} x the walk's |")
     with isolated_plugins(Plugin()) as registry:
         schedule = create_schedule(llama, plugins=registry)
         measure_step("leaf module of Llama 405B", schedule["model.layers.60.mlp.act_fn"], "50 us")
