@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import ScheduleError, UnknownNameError, create_schedule, is_module_list, make
+from slapo_core import Schedule, ScheduleError, UnknownNameError, create_schedule, is_module_list, make
 from slapo_core.parameters import facts
 
 
@@ -109,6 +109,13 @@ def test_a_parent_gives_a_handle_of_the_same_schedule() -> None:
     assert create_schedule(model.h[0], path="h.0", parent=sch) == sch["h.0"]
     with pytest.raises(ScheduleError, match="is another one"):
         create_schedule(model.h[1], path="h.0", parent=sch)
+
+
+def test_the_class_starts_a_schedule_too() -> None:
+    model = Tied()
+    sch = Schedule(model, name="top")
+    assert (sch.mod, sch.name) == (model, "top")
+    assert Schedule(model.h[0], "0", "h.0", sch) == sch["h.0"]
 
 
 def test_only_modules_can_be_scheduled() -> None:

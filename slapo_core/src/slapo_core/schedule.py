@@ -99,9 +99,24 @@ class Schedule:
 
     __slots__ = ("_path", "_root")
 
-    def __init__(self, root: Root, path: str = "") -> None:
-        self._root = root
-        self._path = path
+    def __init__(
+        self,
+        mod: nn.Module,
+        name: str = "",
+        path: str = "",
+        parent: Schedule | None = None,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        """Start a schedule; see ``create_schedule``, whose arguments these are."""
+        made = create_schedule(mod, name, path, parent, group, **options)
+        self._root, self._path = made._root, made._path
+
+    @classmethod
+    def _of(cls, root: Root, path: str = "") -> Schedule:
+        handle = object.__new__(cls)
+        handle._root, handle._path = root, path
+        return handle
 
     # ---- where it points
 
@@ -132,7 +147,7 @@ class Schedule:
     @property
     def parent(self) -> Schedule | None:
         """The schedule of the module that holds this one; None at the top."""
-        return Schedule(self._root, paths.split(self._path)[0]) if self._path else None
+        return Schedule._of(self._root, paths.split(self._path)[0]) if self._path else None
 
     @property
     def child(self) -> Mapping[str, Schedule]:
@@ -146,7 +161,7 @@ class Schedule:
 
     def get_top_schedule(self) -> Schedule:
         """The schedule of the top module."""
-        return Schedule(self._root)
+        return Schedule._of(self._root)
 
     # ---- where it runs
 
@@ -240,7 +255,7 @@ class Schedule:
         return [self._at(name) for name in found]
 
     def _at(self, path: str) -> Schedule:
-        return Schedule(self._root, paths.join(self._path, path))
+        return Schedule._of(self._root, paths.join(self._path, path))
 
     # ---- taking steps
 
@@ -432,7 +447,7 @@ def create_schedule(
             "a module of the model contains itself; take it out of its inside", primitive="create_schedule"
         ) from err
     shared.metadata_of(root).tie_weights = {tensor: tensor for tensor in ties if isinstance(tensor, nn.Parameter)}
-    return Schedule(shared)
+    return Schedule._of(shared)
 
 
 def _carry_attributes(tensor: torch.Tensor, copied: torch.Tensor) -> None:
