@@ -11,6 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
+from slapo.training.launch import launch
+from slapo.training.run import run
+from slapo.training.settings import Settings
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("launcher_state"), pytest.mark.timeout(300)]
 LAYOUTS = ["--tp 1 --pp 1", "--tp 2 --pp 1", "--tp 1 --pp 2", "--tp 2 --pp 2", "--tp 1 --pp 4"]
@@ -24,31 +27,31 @@ def train(folder: Path, flags: str) -> dict[str, Any]:
     page = (folder / "report.html").read_text(encoding="utf-8")
     found = re.search(r'<script type="application/json" id="run">(.*?)</script>', page)
     assert found is not None
-    run: dict[str, Any] = json.loads(found[1])
-    return run
+    record: dict[str, Any] = json.loads(found[1])
+    return record
 
 
-def largest_difference(run: dict[str, Any]) -> float:
-    return max(abs(own - other) for own, other in zip(run["losses"], run["reference"], strict=True))
+def largest_difference(record: dict[str, Any]) -> float:
+    return max(abs(own - other) for own, other in zip(record["losses"], record["reference"], strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_thirty_steps_equal_the_unmodified_model(tmp_path: Path, layout: str):
-    run = train(tmp_path, f"{layout} --steps 30 --reference")
-    assert len(run["losses"]) == 30
-    assert largest_difference(run) <= 1e-4
-    assert run["losses"][-1] < run["losses"][0] - 1, "it learns"
+    record = train(tmp_path, f"{layout} --steps 30 --reference")
+    assert len(record["losses"]) == 30
+    assert largest_difference(record) <= 1e-4
+    assert record["losses"][-1] < record["losses"][0] - 1, "it learns"
 
 
 def test_report_and_schedule_of_a_run(tmp_path: Path):
-    run = train(tmp_path, f"--tp 2 --pp 2 {SMALL}")
-    assert {step["name"] for step in run["steps"] if step["depth"] == 0} == {"tensor_parallel", "cut_pipeline_stage"}
-    assert [rank["stages"] for rank in run["ranks"]] == [[0], [0], [1], [1]]
-    assert {event["rank"] for event in run["timeline"]} == {0, 1, 2, 3}
-    assert {event["kind"] for event in run["timeline"]} == {"F", "B"}
-    assert len(run["stage_paths"]) == 2
+    record = train(tmp_path, f"--tp 2 --pp 2 {SMALL}")
+    assert {step["name"] for step in record["steps"] if step["depth"] == 0} == {"tensor_parallel", "cut_pipeline_stage"}
+    assert [rank["stages"] for rank in record["ranks"]] == [[0], [0], [1], [1]]
+    assert {event["rank"] for event in record["timeline"]} == {0, 1, 2, 3}
+    assert {event["kind"] for event in record["timeline"]} == {"F", "B"}
+    assert len(record["stage_paths"]) == 2
     again = train(tmp_path / "again", f"--tp 2 --pp 2 {SMALL} --schedule {tmp_path / 'schedule.json'}")
-    assert again["losses"] == run["losses"]
+    assert again["losses"] == record["losses"]
 
 
 def test_a_schedule_of_ones_own(tmp_path: Path):
@@ -60,15 +63,18 @@ def test_a_schedule_of_ones_own(tmp_path: Path):
         "        layer['mlp.c_proj'].shard('weight', axis=0).sync('fwd_post', 'all_reduce')\n"
         "    sch['transformer.h.0'].cut_pipeline_stage()\n"
     )
-    run = train(tmp_path, f"--tp 2 --pp 2 {SMALL} --reference --schedule {path}")
-    assert largest_difference(run) <= 1e-4
+    record = train(tmp_path, f"--tp 2 --pp 2 {SMALL} --reference --schedule {path}")
+    assert largest_difference(record) <= 1e-4
 
 
 def test_dropout_with_a_seed_is_the_same_twice(tmp_path: Path):
     runs = [train(tmp_path / name, f"--tp 2 --pp 2 {SMALL} --dropout 0.2 --seed 3")["losses"] for name in ("one", "two")]
     assert runs[0] == runs[1]
-    plain = train(tmp_path / "plain", f"--tp 2 --pp 2 {SMALL} --seed 3")["losses"]
-    assert plain != runs[0]
+
+
+def test_started_by_an_elastic_agent_it_joins_that_world(tmp_path: Path):
+    launch(run, Settings(tp=2, layers=2, hidden=32, seq=32, steps=2, device="auto", report=str(tmp_path)))  # as torchrun does
+    assert "ranks</dt><dd>2<" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

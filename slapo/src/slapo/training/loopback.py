@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -57,8 +57,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 def use_loopback() -> None:
     """Register the backend, and keep gloo's and nccl's sockets of processes started from here on the loopback interface."""
-    if BACKEND not in rendezvous_handler_registry._registry:
-        rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
+    rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     interface = "lo0" if sys.platform == "darwin" else "lo"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)
