@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 
 from . import paths
 from .errors import ScheduleError
-from .matching import Match
+from .matching import Match, Place
 from .tracing.regions import write_regions
 from .tracing.traced_module import TracedModule, subtree
 
@@ -95,11 +95,14 @@ def extract(gm: fx.GraphModule, nodes: Sequence[Any]) -> TracedModule:
     It shares the parameters; ``gm`` is left as it is. ``replace_subgraph`` puts it in their place.
     """
     part = _Part(gm, nodes)
-    graph, values = fx.Graph(), {}
-    for node in part.inputs:
-        if isinstance(node, fx.Node):
-            values[node] = graph.placeholder(node.name)
-            values[node].meta.update(node.meta)
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for value in part.inputs:
+        known = isinstance(value, fx.Node)
+        placeholder = graph.placeholder(value.name if known else "constant")  # a constant is in the nodes already
+        if known:
+            values[value] = placeholder
+            placeholder.meta.update(value.meta)
     prefix = part.prefix()
     for node in part.nodes:
         values[node] = graph.node_copy(node, values.__getitem__)
@@ -140,7 +143,7 @@ class _Part:
         if isinstance(nodes, Match):
             known = dict(zip((node for _, node in nodes), resolve(gm, nodes)))
             self.outputs = [known[node] for node in nodes.outputs]
-            self.inputs = [resolve(gm, [value])[0] if isinstance(value, fx.Node) else value for value in nodes.inputs]
+            self.inputs = [known[v.node].all_input_nodes[v.index] if isinstance(v, Place) else v for v in nodes.inputs]
             self.nodes = sorted(known.values())
             self.inside = set(self.nodes)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -21,18 +21,30 @@ Handle: TypeAlias = tuple[str, fx.Node]
 _Bindings: TypeAlias = dict[fx.Node, Any]
 
 
+class Place(NamedTuple):
+    """Where a node of a match gets a value from outside."""
+
+    node: fx.Node
+    index: int
+
+
 class Match(list[Handle]):
     """The nodes of one occurrence, in graph order.
 
     Attributes:
         path: Path of the module whose graph they are in.
-        inputs: Values of the pattern's arguments, in their order: nodes or constants.
+        inputs: Values of the pattern's arguments, in their order: constants, or places (a node of the match and the number of
+            its input), as the node that makes a value may be replaced before this match is.
         outputs: Nodes of the pattern's results, in their order.
     """
 
     def __init__(self, path: str, nodes: Iterable[fx.Node], inputs: list[Any], outputs: list[fx.Node]) -> None:
         super().__init__((path, node) for node in sorted(nodes))
-        self.path, self.inputs, self.outputs = path, inputs, outputs
+        self.path, self.outputs = path, outputs
+        self.inputs = [self._place(value) if isinstance(value, fx.Node) else value for value in inputs]
+
+    def _place(self, value: fx.Node) -> Place:
+        return next(Place(node, node.all_input_nodes.index(value)) for _, node in self if value in node.all_input_nodes)
 
 
 def traced_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule]]:

@@ -248,9 +248,11 @@ def compile_graph(graph: fx.Graph, name: str) -> tuple[Any, str]:
     for node in graph.nodes:
         if node.op == "placeholder":
             default = f"={writer.text(node.args[0])}" if node.args else ""
-            inputs.append(f"{node.target.removeprefix('*')}{default}")
-            if node.name != inputs[-1]:
-                body.append(f"    {node.name} = {node.target.removeprefix('*')}")
+            given = str(node.target).removeprefix("*")
+            given = given if f"{given}{default}" not in inputs else node.name
+            inputs.append(f"{given}{default}")
+            if node.name != given:
+                body.append(f"    {node.name} = {given}")
         elif node.op == "output":
             body.append(f"    return {writer.text(node.args[0])}")
         else:

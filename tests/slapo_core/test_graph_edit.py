@@ -1,0 +1,277 @@
+"""Edits of a traced graph: what is allowed, what is refused, and how it is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slapo_core import create_schedule, graph_edit
+from slapo_core.errors import ScheduleError
+from slapo_core.matching import Match, call_module, find_node, find_subgraph
+from slapo_core.schedule import Schedule
+from slapo_core.tracing import TracedModule, trace_module
+
+X = torch.randn(2, 4)
+
+
+class Edits:
+    """What an edit needs of a schedule."""
+
+    path = ""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root_module = root
+        self.inverses: list[Callable[[], None]] = []
+
+    def on_undo(self, inverse: Callable[[], None]) -> None:
+        self.inverses.append(inverse)
+
+    def undo(self) -> None:
+        while self.inverses:
+            self.inverses.pop()()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).relu()
+        k = self.k(x)
+        v = self.v(x)
+        return x + self.out(F.gelu((q @ k.t()).softmax(-1) @ v) * 2)
+
+
+class Net(nn.Module):
+    def __init__(self, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class Fused(nn.Module):
+    """Three linears of one input."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return tuple(part(x) for part in self.parts)
+
+
+def traced(model: nn.Module) -> TracedModule:
+    return trace_module(model, (X,), leaf=lambda path, module: isinstance(module, nn.Linear))
+
+
+def qkv(x: torch.Tensor) -> Any:
+    return call_module(r".*\.q", x), call_module(r".*\.k", x), call_module(r".*\.v", x)
+
+
+def scaled_gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x) * 2
+
+
+def modules_of(gm: TracedModule, match: Match) -> list[nn.Module]:
+    return [gm.get_submodule(str(node.target)) for _, node in match]
+
+
+def test_several_outputs_and_undo() -> None:
+    model = Net()
+    gm = traced(model)
+    edits, before, state = Edits(gm), str(gm.graph), list(gm.state_dict())
+    for match in find_subgraph(gm, qkv):
+        path = graph_edit.replace_subgraph(edits, match, Fused(*modules_of(gm, match)), "qkv")
+        assert path.endswith(".qkv")
+    torch.testing.assert_close(gm(X), model(X))
+    assert "q" not in dict(gm.blocks[0].named_children()) and "q" in dict(model.blocks[0].named_children())
+    gm(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    gm.graph.lint()
+    edits.undo()
+    assert str(gm.graph) == before and list(gm.state_dict()) == state
+    torch.testing.assert_close(gm(X), model(X))
+
+
+def test_handles_survive_edits_and_undo() -> None:
+    model = Net(3)
+    gm = traced(model)
+    edits = Edits(gm)
+    first, second, third = find_subgraph(gm, scaled_gelu)
+    mine = Function(lambda x: F.gelu(x) * 2)
+    graph_edit.replace_subgraph(edits, second, mine)
+    edits.undo()
+    for match in (second, first, third):
+        graph_edit.replace_subgraph(edits, match, mine)
+        torch.testing.assert_close(gm(X), model(X))
+    with pytest.raises(ScheduleError, match="node 'gelu' is no longer in the graph; find it again"):
+        graph_edit.replace_subgraph(edits, first, mine)
+
+
+def test_matches_next_to_each_other() -> None:
+    model = Function(lambda x: x.sin().cos().sin().cos().sin().cos())
+    gm = trace_module(model, (X,))
+    edits = Edits(gm)
+    for match in find_subgraph(gm, lambda x: x.sin().cos()):
+        graph_edit.replace_subgraph(edits, match, Function(lambda x: x.sin().cos()), "wave")
+    assert [node.target for node in gm.graph.find_nodes(op="call_module")] == ["wave", "wave_1", "wave_2"]
+    torch.testing.assert_close(gm(X), model(X))
+
+
+def test_inputs_come_in_the_order_of_the_pattern() -> None:
+    model = Function(lambda x: x.sin() - x.cos() * 3)
+    gm = trace_module(model, (X,))
+    (match,) = find_subgraph(gm, lambda b, factor, a: a - b * factor)
+    graph_edit.replace_subgraph(Edits(gm), match, Function(lambda b, factor, a: a - b * factor))
+    torch.testing.assert_close(gm(X), model(X))
+
+
+def test_without_a_pattern_inputs_come_in_the_order_of_use() -> None:
+    model = Function(lambda x: (x.sin() - x.cos()).exp())
+    gm = trace_module(model, (X,))
+    nodes = find_node(gm, lambda node: node.target in ("sub", "exp"))
+    graph_edit.replace_subgraph(Edits(gm), nodes, lambda a, b: (a - b).exp(), "sub_exp")
+    assert "sub_exp" in str(gm.graph)
+    torch.testing.assert_close(gm(X), model(X))
+
+
+def test_default_arguments_are_respected() -> None:
+    class Scale(nn.Module):
+        def forward(self, x: torch.Tensor, factor: float = 2.0, *, shift: float = 0.0) -> torch.Tensor:
+            return F.gelu(x) * factor + shift
+
+    for concrete, expected in [(None, 0.0), ({"shift": 1.0}, 1.0)]:
+        gm = trace_module(Function(lambda x: F.gelu(x) * 2), (X,))
+        (match,) = find_subgraph(gm, scaled_gelu)
+        graph_edit.replace_subgraph(Edits(gm), match, Scale(), concrete=concrete)
+        torch.testing.assert_close(gm(X), F.gelu(X) * 2 + expected)
+
+
+def test_a_call_that_does_not_fit() -> None:
+    gm = trace_module(Function(lambda x: x.sin() + x.cos()), (X,))
+    (match,) = find_subgraph(gm, lambda x, y: x + y)
+    before = str(gm.graph)
+    for new, what in [(nn.Linear(4, 4), "does not take the 2 inputs of the subgraph"), (lambda a, b, c: a, "missing a required argument: 'c'")]:
+        with pytest.raises(ScheduleError, match=what):
+            graph_edit.replace_subgraph(Edits(gm), match, new)
+    assert str(gm.graph) == before
+
+
+@pytest.mark.parametrize(
+    ("function", "pattern", "what"),
+    [
+        (lambda x: (y := x.sin()) + y.cos() + y, lambda x: x.sin().cos(), "the value 'sin' inside the subgraph is also used outside, by 'add(_1)?'"),
+        (lambda x: (y := x.sin(), y.cos() * y)[1], lambda x: (x.sin(), x.cos() * x), None),
+        (lambda x: ((y := x.sin()), y.exp().cos())[1], lambda x, z: (x.sin(), z.cos()), "a result of the subgraph comes back into it|made from a result"),
+    ],
+)
+def test_what_is_no_call(function: Any, pattern: Any, what: str | None) -> None:
+    gm = trace_module(Function(function), (X,))
+    for match in find_subgraph(gm, pattern):
+        with pytest.raises(ScheduleError, match=what or "."):
+            graph_edit.replace_subgraph(Edits(gm), match, Function(lambda *args: args))
+
+
+def test_nodes_that_must_come_later_are_moved() -> None:
+    model = Function(lambda x: ((y := x.sin()) * 2, x.exp().cos() + y)[1] + y.tan())
+    gm = trace_module(model, (X,))
+    handles = find_node(gm, lambda node: node.target in ("sin", "cos"))
+    edits, before = Edits(gm), str(gm.graph)
+    graph_edit.replace_subgraph(edits, handles, lambda x, e: (x.sin(), e.cos()))
+    gm.graph.lint()
+    torch.testing.assert_close(gm(X), model(X))
+    edits.undo()
+    assert str(gm.graph) == before
+
+
+def test_not_across_a_region() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x.sin()
+        return y.cos()
+
+    gm = trace_module(Function(forward), (X,))
+    (match,) = find_subgraph(gm, lambda x: x.sin().cos())
+    with pytest.raises(ScheduleError, match="partly inside a no_grad or autocast region"):
+        graph_edit.replace_subgraph(Edits(gm), match, Function(lambda x: x))
+
+
+def test_shared_modules_are_kept_while_somebody_calls_them() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.fc(x).relu()).sin()
+
+    model = Twice()
+    gm = traced(model)
+    first, second = find_node(gm, "fc")
+    edits = Edits(gm)
+    graph_edit.replace_subgraph(edits, [first], nn.Identity())
+    assert gm.fc is model.fc
+    graph_edit.replace_subgraph(edits, [second], nn.Identity())
+    assert "fc" not in dict(gm.named_children())
+    edits.undo()
+    torch.testing.assert_close(gm(X), model(X))
+
+
+def test_extract_and_put_back() -> None:
+    model = Net()
+    gm = traced(model)
+    edits = Edits(gm)
+    for match in find_subgraph(gm, lambda a, b: call_module(r".*\.out", F.gelu(a) * b)):
+        part = graph_edit.extract(gm, match)
+        assert sorted(name for name, _ in part.named_parameters()) == ["out.bias", "out.weight"]
+        path = graph_edit.replace_subgraph(edits, match, part, "tail")
+        assert gm.get_submodule(path) is part
+    torch.testing.assert_close(gm(X), model(X))
+    assert {id(p) for p in gm.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_replace_primitive_and_undo_of_a_schedule() -> None:
+    model = Net()
+    expected = model(X)
+    sch = create_schedule(model, example_inputs=(X,))
+    sch.trace(flatten=True)
+    matches = sch.find(qkv)
+    for match in matches:
+        sch.replace(Fused(*modules_of(sch.mod, match)), match, name="qkv")  # type: ignore[arg-type]
+        torch.testing.assert_close(sch.mod(X), expected)
+    assert sch["blocks.1.qkv"].mod.parts is not None
+    for _ in matches:
+        sch.undo()
+    sch.replace(Fused(*modules_of(sch.mod, matches[1])), matches[1])  # type: ignore[arg-type]
+    torch.testing.assert_close(sch.mod(X), expected)
+
+
+def test_a_failing_step_restores_the_graph() -> None:
+    model = Net()
+    sch: Schedule = create_schedule(model, example_inputs=(X,))
+    sch.trace(flatten=True)
+    before = str(sch.mod.graph)
+    matches = sch.find(scaled_gelu)
+    with pytest.raises(ScheduleError):
+        sch.replace(nn.Bilinear(4, 4, 4), matches)
+    assert str(sch.mod.graph) == before
+    torch.testing.assert_close(sch.mod(X), model(X))
