@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import (
     BuildError,
@@ -23,7 +25,7 @@ from slapo_core import (
     init_target_engine,
     make,
 )
-from slapo_core.testing import isolated_plugins
+from slapo_core.testing import isolated_plugins, run_distributed
 
 
 class Recorded(Engine):
@@ -161,3 +163,25 @@ def test_classes_of_a_dialect() -> None:
     assert get_dialect_cls("log_parser", "toy", allow_none=True) is None
     with pytest.raises(UnknownNameError, match="no toy dialect class 'log_parser'; available: runtime_engine"):
         get_dialect_cls("log_parser", "toy")
+
+
+class RefusesOnRankOne:
+    @hookimpl
+    def slapo_before_build(self) -> None:
+        if dist.get_rank() == 1:
+            raise BuildError("this rank has no disk")
+
+
+def build_on_two_ranks(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with isolated_plugins(RefusesOnRankOne()):
+        try:
+            build(create_schedule(model(), mesh=mesh))
+        except BuildError as err:
+            return str(err)
+    return "built"
+
+
+@pytest.mark.multiproc
+def test_an_error_on_one_rank_fails_all_with_its_message() -> None:
+    assert run_distributed(build_on_two_ranks, 2) == ["rank 1 failed: this rank has no disk", "this rank has no disk"]

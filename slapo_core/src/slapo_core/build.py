@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .agreement import agree
 from .dialect import Dialect
 from .engine import Engine, PlainEngine
 from .errors import BuildError
@@ -51,10 +52,8 @@ def build(
 
     Raises:
         UnknownNameError: no such target.
-        BuildError: the schedule and the engine do not go together; nothing was built.
+        BuildError: the schedule and the engine do not go together, or another rank failed; nothing was built.
     """
-    root = sch._root
-    dialect = root.registry.dialect(target) if target is not None else None
     common: dict[str, Any] = {
         "optimizer": optimizer,
         "loss_fn": loss_fn,
@@ -62,21 +61,36 @@ def build(
         "precision": precision,
         "clip": clip,
     }
-    if dialect is None and (unused := [key for key, value in common.items() if value != _DEFAULTS[key]]):
-        raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
-    root.registry.hook.slapo_before_build(schedule=sch, target=target, config=config)
-    if dialect is None and config:
-        raise BuildError(f"target=None has no use for {', '.join(config)}")
-    program = build_program(sch)
-    if dialect is not None:
-        dialect.check(program, **common, **config)
-    device = program.mesh.device_type if program.mesh is not None else "cpu"
-    materialize(program.module, _held(program), param_init_fn=param_init_fn, seed=seed, device=device)
+    root, error = sch._root, None
+    try:
+        dialect, program = _prepare(sch, target, common, config)
+        device = program.mesh.device_type if program.mesh is not None else "cpu"
+        materialize(program.module, _held(program), param_init_fn=param_init_fn, seed=seed, device=device)
+    except Exception as err:
+        error = err
+    agree(error, root.mesh)
     engine: Engine = PlainEngine(program.module) if dialect is None else dialect.build(program, **common, **config)
     root.journal.seal()
     root.program = program
     root.registry.hook.slapo_after_build(engine=engine)
     return engine
+
+
+def _prepare(
+    sch: Schedule, target: str | None, common: dict[str, Any], config: dict[str, Any]
+) -> tuple[type[Dialect] | None, Program]:
+    """The dialect and the program, or an error; nothing is built and nothing communicated."""
+    hook = sch._root.registry.hook
+    dialect = sch._root.registry.dialect(target) if target is not None else None
+    if dialect is None and (unused := [key for key, value in common.items() if value != _DEFAULTS[key]]):
+        raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
+    hook.slapo_before_build(schedule=sch, target=target, config=config)
+    if dialect is None and config:
+        raise BuildError(f"target=None has no use for {', '.join(config)}")
+    program = build_program(sch)
+    if dialect is not None:
+        dialect.check(program, **common, **config)
+    return dialect, program
 
 
 def build_program(sch: Schedule) -> Program:

@@ -46,6 +46,9 @@ class Engine(ABC):
     def load(self, path: str | PathLike[str]) -> None:
         """Read what ``save`` wrote; collective."""
 
+    def close(self) -> None:
+        """Give back what the engine holds beside its module, such as process groups; collective. It trains no more."""
+
     def __iter__(self) -> Iterator[Any]:
         """Unpack as ``model, optimizer = engine``."""
         return iter((self.module, self.optimizer))
