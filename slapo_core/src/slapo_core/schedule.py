@@ -98,6 +98,8 @@ class Schedule:
     """
 
     __slots__ = ("_path", "_root")
+    _root: Root
+    _path: str
 
     def __init__(
         self,
