@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from slapo_core.errors import ScheduleError
-from slapo_core.matching import ModulePattern, Pattern, call_module, find_node, find_subgraph
+from slapo_core.matching import ModulePattern, Pattern, call_module, find_by_name, find_node, find_subgraph, match_data
 from slapo_core.tracing import TracedModule, trace_module
 
 X = torch.randn(2, 4)
@@ -194,3 +195,18 @@ def test_many_commutative_operands_are_no_explosion() -> None:
 def test_handles_are_pairs_of_path_and_node() -> None:
     ((path, node),) = find_node(trace(lambda self, x: self.fc1(x)), "fc1")
     assert path == "" and isinstance(node, fx.Node)
+
+
+def test_matches_can_be_written_down_and_found_again() -> None:
+    class Holder:
+        root_module = trace(lambda self, x: F.dropout(self.fc1(x), 0.25, True) - x)
+
+    holder: Any = Holder()
+    (match,) = find_subgraph(holder.root_module, lambda y, p, x: F.dropout(x, p, True) - y)
+    again = find_by_name(holder, json.loads(json.dumps(match_data(match))))
+    assert again == match
+    assert (again.inputs, again.outputs) == (match.inputs, match.outputs)  # type: ignore[attr-defined]
+    assert find_by_name(holder, match_data(list(match))["nodes"]) == match
+    holder.root_module = trace(lambda self, x: F.dropout(self.fc1(x), 0.25, True) + x)
+    with pytest.raises(ScheduleError, match="has no node 'sub' that calls sub; trace as when it was found"):
+        find_by_name(holder, match_data(match))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx, nn
 
+from . import paths
 from .errors import ScheduleError
 from .operators import COMMUTATIVE, Form, form, operator_of
 from .patterns import ModulePattern, Pattern, PatternTracer, call_module
 
-__all__ = ["Match", "ModulePattern", "Pattern", "call_module", "find_node", "find_subgraph", "traced_modules"]
+if TYPE_CHECKING:
+    from .schedule import Schedule
+
+__all__ = ["Match", "ModulePattern", "Pattern", "call_module", "find_by_name", "find_node", "find_subgraph", "match_data", "traced_modules"]
 
 Handle: TypeAlias = tuple[str, fx.Node]
 """Path of the module whose graph holds the node, and the node."""
@@ -84,6 +88,35 @@ def find_subgraph(root: nn.Module, pattern: Callable[..., Any] | Pattern, prefix
     """
     compiled = _Compiled(pattern)
     return [match for where, module in traced_modules(root, prefix) for match in _Search(compiled, where, module).matches()]
+
+
+def match_data(match: Sequence[Handle]) -> dict[str, Any]:
+    """A match as plain data that ``find_by_name`` understands; constants among its inputs are as they are."""
+    data: dict[str, Any] = {"nodes": [[path, node.name, node.op, str(node.target)] for path, node in match]}
+    if isinstance(match, Match):
+        data["inputs"] = [{"of": v.node.name, "index": v.index} if isinstance(v, Place) else v for v in match.inputs]
+        data["outputs"] = [node.name for node in match.outputs]
+    return data
+
+
+def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
+    """The match that ``match_data`` wrote down, in the traced modules of a schedule.
+
+    Raises:
+        ScheduleError: The graph has no such node, or another one by that name.
+    """
+    written = data if isinstance(data, dict) else {"nodes": data}
+    nodes: dict[str, fx.Node] = {}
+    for path, name, op, target in written["nodes"]:
+        module = paths.find(schedule.root_module, path)
+        named = {node.name: node for node in module.graph.nodes} if isinstance(module, fx.GraphModule) else {}
+        if name not in named or (named[name].op, str(named[name].target)) != (op, target):
+            raise ScheduleError(f"the graph of {path!r} has no node {name!r} that calls {target}; trace as when it was found", path=path)
+        nodes[name] = named[name]
+    if "inputs" not in written:
+        return [(path, nodes[name]) for path, name, *_ in written["nodes"]]
+    inputs = [Place(nodes[v["of"]], v["index"]) if isinstance(v, dict) else v for v in written["inputs"]]
+    return Match(written["nodes"][0][0], nodes.values(), inputs, [nodes[name] for name in written["outputs"]])
 
 
 class _Compiled:

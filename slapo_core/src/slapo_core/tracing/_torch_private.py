@@ -37,7 +37,7 @@ def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """Let ``fake`` pass for ``real``: an ``nn.Parameter`` where that is one, with its attributes."""
     fake.__dict__.update(real.__dict__)
     if isinstance(real, nn.Parameter):
-        fake._is_param = True  # type: ignore[attr-defined]
+        fake._is_param = True
     return fake
 
 
@@ -88,10 +88,10 @@ def intercept(module_call: Callable[..., Any], apply: Callable[..., Any]) -> Ite
             return args[0](*args[2:])
         return apply(plain_apply.__get__(None, cls), *args, **kwargs)
 
-    nn.Module.__call__ = patched_call  # type: ignore[method-assign]
+    nn.Module.__call__ = patched_call
     Function.apply = classmethod(patched_apply)  # type: ignore[assignment]
     try:
         yield
     finally:
         nn.Module.__call__ = plain_call  # type: ignore[method-assign]
-        Function.apply = plain_apply
+        Function.apply = plain_apply  # type: ignore[method-assign]

@@ -10,7 +10,6 @@ from torch import fx
 from torch.fx.node import map_arg
 
 _RANDOM = (torch.rand, torch.rand_like)
-_COMPARE = {"lt": (0.0, 1.0), "ge": (0.0, 1.0), "le": (-1e-300, 1.0), "gt": (-1e-300, 1.0)}
 
 
 class KnownValues:
@@ -40,12 +39,14 @@ class KnownValues:
             # an assignment of something unknown into a known tensor may reach others through views
             self.poisoned |= bool(node.meta.get("mutates")) and any(other in self.values for other in node.all_input_nodes)
             return
-        args = map_arg(node.args, lambda other: self.values[other])
-        kwargs = map_arg(node.kwargs, lambda other: self.values[other])
+        args: Any = map_arg(node.args, self.values.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, self.values.__getitem__)
         with torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
-            call = getattr(args[0], node.target) if node.op == "call_method" else node.target
-            value = call(*(args[1:] if node.op == "call_method" else args), **kwargs)
+            call: Any = node.target
+            if node.op == "call_method":
+                call, args = getattr(args[0], str(node.target)), args[1:]
+            value = call(*args, **kwargs)
             if torch.equal(before, torch.get_rng_state()):
                 self.values[node] = value
 

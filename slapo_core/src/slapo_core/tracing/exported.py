@@ -10,7 +10,8 @@ from torch import fx, nn
 from ..errors import TraceError
 from . import _torch_private as private
 from .structures import getter
-from .traced_module import Guard, TracedModule
+from .guard import Guard
+from .traced_module import TracedModule
 
 
 def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
@@ -43,10 +44,10 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     for node in flat.graph.nodes:
         if node.op not in ("placeholder", "output"):
             copied[node] = graph.node_copy(node, copied.__getitem__)
-    result = fx.node.map_arg(flat.graph.output_node().args[0], copied.__getitem__)
-    graph.output(graph.call_function(private.unflatten, (list(result), exported.call_spec.out_spec)))
+    result: Any = list(fx.node.map_arg(flat.graph.output_node().args[0], copied.__getitem__))  # type: ignore[arg-type]
+    graph.output(graph.call_function(private.unflatten, (result, exported.call_spec.out_spec)))
     held = {name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]}
-    constants = {}
+    constants: dict[str, torch.Tensor] = {}
     for node in graph.find_nodes(op="get_attr"):
         if node.target not in held:
             value = getter_chain(flat, str(node.target))

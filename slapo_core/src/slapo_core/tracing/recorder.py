@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import operator
-import os
-import sys
-from collections.abc import Callable, Iterator
-from traceback import walk_stack, walk_tb
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,95 +12,22 @@ from torch import fx, nn
 from ..errors import TraceError
 from . import _torch_private as private
 from . import regions
+from .calls import ASKS_VALUES, MAKES_SHAPES, SHAPES, Changes, is_metadata, model_source, name_of, node_form
 from .escapes import KnownValues, chance_decided
+from .graph_ops import Slot, Template, expect_shape, rebuild, set_state, setitem
 from .sandbox import Sandbox
-from .structures import ATOMS, Slot, Template, by_reference, contents, getter, has_tensor, rebuild, replace_tensors, walk
+from .structures import ATOMS, by_reference, contents, getter, has_tensor, replace_tensors, walk
 
-METADATA = frozenset(
-    "shape size dim ndim ndimension dtype device layout stride storage_offset numel nelement element_size itemsize nbytes "
-    "is_contiguous is_floating_point is_complex is_signed is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_leaf is_mkldnn is_xpu is_mps "
-    "is_inference requires_grad grad_fn output_nr names name _version __len__ get_device is_tensor is_same_size is_conj is_neg is_shared "
-    "is_pinned is_storage result_type can_cast type __hash__ __repr__ __format__ __dir__ _is_view retains_grad is_vulkan grad "
-    "_is_param register_hook is_set_to is_coalesced is_distributed is_xla is_ipu is_maia is_hpu is_mtia is_sparse_csr".split()
-)
-"""What Python may ask a tensor without the answer depending on its values."""
-
-SHAPES = frozenset("shape size numel nelement __len__ nbytes stride".split())
-DYNAMIC = frozenset("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave where".split())
-"""What makes tensors of a shape that depends on values."""
-
-ASKS_VALUES = frozenset(
-    "item tolist __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero equal allclose numpy __array__ data_ptr".split()
-)
-"""What Python asks for values."""
-
-_OPERATORS = {f"__{name.strip('_')}__": getattr(operator, name) for name in (
-    "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift lt le eq ne gt ge neg invert abs pos getitem".split()
-)}
-_REFLECTED = {f"__r{name.strip('_')}__": getattr(operator, name) for name in (
-    "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()
-)}
-_TORCH, _HERE = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep
-_PLUMBING = ("contextlib.py", "inspect.py", "functools.py", "copy.py")
-
-
-def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """``tensor[index] = value``, then the tensor: so that later uses depend on the assignment."""
-    tensor[index] = value
-    return tensor
-
-
-def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: list[Any]) -> None:
-    """Change parts of an object as the forward did: attributes or items of what lies at ``path`` inside ``root``."""
-    target = root
-    for key in path:
-        target = getter(target)(target, key)
-    if isinstance(target, list):
-        target[:] = [content.get(i, target[i] if i < len(target) else None) for i in range(content["len"])]
-        return
-    table = target if isinstance(target, dict) else target.__dict__
-    for key in drop:
-        del table[key]
-    table.update(content)
-
-
-def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Check a shape that depends on data and that the forward's Python code has used.
-
-    Raises:
-        TraceError: It is another one at this call.
-    """
-    if tuple(tensor.shape) != shape:
-        raise TraceError(
-            f"a shape that depends on the data is {list(tensor.shape)}, traced as {list(shape)}; keep the module that uses it whole with leaf_modules"
-        )
-
-
-def _is_dynamic(node: fx.Node) -> bool:
-    """Whether the result's shape may depend on data."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    vals = [other.meta.get("val") for other in node.all_input_nodes]
-    by_mask = name == "getitem" and any(val is not None and val.dtype in (torch.bool, torch.uint8) for val in vals[1:])
-    return node.op == "call_module" or name in DYNAMIC or by_mask or any(other.meta.get("dynamic") for other in node.all_input_nodes)
-
-
-def model_source(err: BaseException | None = None) -> str | None:
-    """``file:line`` of the model's own innermost frame: of this call, or of where ``err`` was raised; None when it has none."""
-    frames: Iterator[tuple[Any, int]] = walk_stack(sys._getframe(1))
-    if err is not None:
-        frames = reversed(list(walk_tb(err.__traceback__)))
-    inner = None
-    for frame, line in frames:
-        name = frame.f_code.co_filename
-        if name.startswith(_TORCH):
-            inner = inner or f"{name}:{line}"
-        elif not name.startswith((_HERE, "<")) and not name.endswith(_PLUMBING):
-            return f"{name}:{line}"
-    return inner
+_KEEP_WHOLE = "keep the module that does it whole with leaf_modules"
 
 
 class Tracked:
-    """An object that is no plain container, whose state calls may change: it stays one object in the graph."""
+    """An object whose state the forward may change; it stays one object in the graph.
+
+    Args:
+        value: The object, a list or a dict.
+        node: Its node; None for a container that is part of the graph, which must stay as it is.
+    """
 
     def __init__(self, value: Any, node: fx.Node | None) -> None:
         self.value, self.node = value, node
@@ -112,17 +36,16 @@ class Tracked:
 
     def refresh(self) -> None:
         """Take the state as it is now for known."""
-        if self.parts and not self.changed():
-            return
-        self.parts = {path: (part, parts) for path, part in walk(self.value) if (parts := contents(part)) is not None}
+        if not self.parts or self.changed():
+            self.parts = {path: (part, parts) for path, part in walk(self.value) if (parts := contents(part)) is not None}
 
     def changed(self) -> list[tuple[Any, ...]]:
         """Paths of the parts that are not as they were."""
-        return [path for path, (part, old) in self.parts.items() if not _same(contents(part), old)]
+        return [path for path, (part, old) in self.parts.items() if not _same(contents(part) or {}, old)]
 
 
-def _same(new: dict[Any, Any] | None, old: dict[Any, Any]) -> bool:
-    return new is not None and len(new) == len(old) and all(map(operator.is_, new.values(), old.values())) and new.keys() == old.keys()
+def _same(new: dict[Any, Any], old: dict[Any, Any]) -> bool:
+    return new.keys() == old.keys() and all(map(operator.is_, new.values(), old.values()))
 
 
 class Recorder:
@@ -135,22 +58,21 @@ class Recorder:
     """
 
     def __init__(self, module: nn.Module, path: str, sandbox: Sandbox) -> None:
-        self.path, self.sandbox = path, sandbox
+        self.label, self.sandbox = path or type(module).__name__, sandbox
         self.graph = fx.Graph()
+        self.known = KnownValues(self.graph)
         self.nodes: dict[int, fx.Node] = {}
-        self.alive: list[Any] = []
+        self.alive: list[Any] = []  # ids stay unique while the values live
         self.objects: dict[int, Tracked] = {}
         self.passed: list[Tracked] = []
-        self.containers: dict[str, Tracked] = {}
+        self.containers: list[Tracked] = []
         self.constants: dict[str, torch.Tensor] = {}
-        self.paths = {id(child): name for name, child in module.named_modules()}
-        self.modules = {id(child): child for child in module.modules()}
-        self.state = {id(t): name for name, t in [*module.named_parameters(), *module.named_buffers()]}
+        self.modules = {id(child): (name, child) for name, child in module.named_modules()}
+        self.state = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
         self.baseline = regions.current()
-        self.shared: dict[int, Any] | None = None
-        self.known = KnownValues(self.graph)
+        self._shared: dict[int, Any] | None = None
 
-    # -- values to graph arguments
+    # ---- values to arguments of nodes
 
     def argument(self, value: Any) -> Any:
         """The graph's form of a value that the forward uses."""
@@ -159,49 +81,42 @@ class Recorder:
         kind = type(value)
         if kind in ATOMS:
             return value
-        if kind in (tuple, list):
-            return kind([self.argument(part) for part in value])
-        if kind is torch.Size:
-            return tuple(value)
+        if kind in (tuple, list, torch.Size):
+            return (list if kind is list else tuple)([self.argument(part) for part in value])
         if kind is dict:
             return {key: self.argument(part) for key, part in value.items()}
         if kind is slice:
-            return slice(*(self.argument(part) for part in (value.start, value.stop, value.step)))
+            return slice(*map(self.argument, (value.start, value.stop, value.step)))
         return value if by_reference(value) else self.object(value)
 
     def tensor(self, value: torch.Tensor) -> fx.Node:
-        """The node of a tensor; an error when nothing recorded made it."""
+        """The node of a tensor: recorded, a weight, inside an object, or a constant."""
         node = self.nodes.get(id(value))
         if node is None:
-            node = self._state_node(value) or self._part_of_object(value) or self._constant(value)
+            name = self.state.get(id(value))
+            node = self._create("get_attr", name, (), {}, value) if name else self._inside_object(value) or self._constant(value)
             self._bind_tensor(node, value)
         return node
 
-    def _state_node(self, value: torch.Tensor) -> fx.Node | None:
-        name = self.state.get(id(value))
-        return None if name is None else self._create("get_attr", name, (), {}, value)
-
-    def _part_of_object(self, value: torch.Tensor) -> fx.Node | None:
+    def _inside_object(self, value: torch.Tensor) -> fx.Node | None:
         for tracked in self.objects.values():
             for path, part in walk(tracked.value):
-                if part is value:
+                if part is value and tracked.node is not None:
                     return self._follow(tracked.node, tracked.value, path, value)
         return None
 
     def _follow(self, node: fx.Node, root: Any, path: tuple[Any, ...], value: Any) -> fx.Node:
         for key in path:
-            get = getter(root)
-            root = get(root, key)
+            get, root = getter(root), getter(root)(root, key)
             node = self._create("call_function", get, (node, key), {}, root if root is value else None)
         return node
 
     def _constant(self, value: torch.Tensor) -> fx.Node:
-        if id(value) in self.sandbox.originals or isinstance(value, private.FakeTensor) or self.sandbox.is_new(value):
-            raise TraceError(
-                f"{self.path or 'the model'}: a tensor {list(value.shape)} comes from code that tracing does not see; "
-                "keep the module that makes it whole with leaf_modules",
-                source=model_source(),
-            )
+        """A tensor from outside the model that was there before; any other is an error."""
+        made_here = id(value) in self.sandbox.originals or isinstance(value, private.FakeTensor) or self.sandbox.is_new(value)
+        if made_here:
+            what = f"a tensor {list(value.shape)} comes from code that tracing does not see"
+            raise TraceError(f"{self.label}: {what}; {_KEEP_WHOLE}", source=model_source())
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = value
         return self._create("get_attr", name, (), {}, value)
@@ -212,10 +127,11 @@ class Recorder:
         if tracked is not None:
             self.write_changes(tracked)
             return tracked.node
-        if not has_tensor(value) and id(value) in self._shared_objects():
+        if id(value) in self.shared() and not has_tensor(value):
             return value
-        template, tensors = self._template(value)
-        node = self._create("call_function", rebuild, (template, tensors), {}, None)
+        memo = _Memo(self)
+        template = Template(replace_tensors(value, memo.tensor, memo), memo.slots, memo.kept)
+        node = self._create("call_function", rebuild, (template, memo.nodes), {}, None)
         self.objects[id(value)] = Tracked(value, node)
         self.passed.append(self.objects[id(value)])
         return node
@@ -228,34 +144,27 @@ class Recorder:
             if any(path[: len(outer)] == outer for outer in done):
                 continue  # the outer change brings the new inner object along
             if tracked.node is None:
-                raise TraceError(f"{self.path or 'the model'}: the forward changes a list or dict it was given; keep the module whole with leaf_modules")
+                raise TraceError(f"{self.label}: the forward changes a list or dict it was given; {_KEEP_WHOLE}")
             part, old = tracked.parts[path]
             new = contents(part) or {}
             content = {key: self.argument(v) for key, v in new.items() if key not in old or old[key] is not v}
-            if isinstance(part, list):
-                content["len"] = len(part)
             drop = [key for key in old if key not in new]
-            self._create("call_function", set_state, (tracked.node, path, content, drop), {}, None)
+            self._create("call_function", set_state, (tracked.node, path, content, drop, len(new)), {}, None)
             done += [(*path, key) for key in content]
-        if done:
-            tracked.refresh()
+        tracked.refresh()
 
-    def _template(self, value: Any) -> tuple[Template, list[fx.Node]]:
-        memo = _Memo(self)
-        copied = replace_tensors(value, memo.slot, memo)
-        return Template(copied, memo.slots, memo.kept), memo.values
+    def shared(self) -> dict[int, Any]:
+        """Objects that the modules hold, such as configs: a graph may hold them too."""
+        if self._shared is None:
+            self._shared = {id(v): v for _, module in self.modules.values() for v in vars(module).values()}
+            self._shared.update((key, module) for key, (_, module) in self.modules.items())
+        return self._shared
 
-    def _shared_objects(self) -> dict[int, Any]:
-        if self.shared is None:
-            self.shared = {id(v): v for module in self.modules.values() for v in vars(module).values()}
-        return self.shared
-
-    # -- calls to nodes
+    # ---- calls to nodes
 
     def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
         node = self.graph.create_node(op, target, args, kwargs)
-        node.meta["source"] = model_source()
-        node.meta["regions"] = regions.current(self.baseline)
+        node.meta.update(source=model_source(), regions=regions.current(self.baseline))
         if isinstance(value, torch.Tensor):
             node.meta["val"] = self.sandbox.fake_of(value)
         if not self.sandbox.fake and op not in ("placeholder", "get_attr"):
@@ -264,20 +173,20 @@ class Recorder:
 
     def parameter(self, name: str, value: Any, is_input: bool) -> None:
         """An argument of the forward: a placeholder, or part of the graph."""
-        if is_input:
-            node = self._create("placeholder", name, (), {}, value)
+        node = self._create("placeholder", name, (), {}, value) if is_input else None
+        if node is not None:
             self._bind(node, value)
         if isinstance(value, (list, dict)):
-            self.containers[name] = Tracked(value, node if is_input else None)
+            self.containers.append(Tracked(value, node))
 
     def output(self, value: Any) -> None:
         """End the graph."""
         result = self.argument(value)
-        for tracked in [*self.objects.values(), *self.containers.values()]:
+        for tracked in [*self.objects.values(), *self.containers]:
             self.write_changes(tracked)
         self.graph.output(result)
         for node in reversed(self.graph.nodes):
-            if not node.users and (node.op == "get_attr" or node.target in (operator.getitem, getattr) and not node.meta.get("mutates")):
+            if not node.users and (node.op == "get_attr" or node.target in (operator.getitem, getattr)):
                 self.graph.erase_node(node)
         regions.write_regions(self.graph)
 
@@ -285,45 +194,50 @@ class Recorder:
         """Run a module that stays whole and record the call."""
         self.passed = []
         node_args, node_kwargs = self.argument(args), self.argument(kwargs)
-        passed, changed = self.passed, _Changes(args, kwargs)
+        passed, changes = self.passed, Changes(args, kwargs)
         out = call()
-        node = self._create("call_module", self.paths[id(module)], node_args, node_kwargs, out)
+        node = self._create("call_module", self.modules[id(module)][0], node_args, node_kwargs, out)
         for tracked in passed:
             tracked.refresh()
-        return self._bind(node, out, changed.mark(node))
+        return self._bind(node, out, self._mark(node, changes))
 
     def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function and record it when it makes or changes a tensor."""
-        name = _name(func)
-        if name in METADATA and func.__name__ != "__set__":
-            if name in SHAPES and not self.sandbox.fake and isinstance(args[0], torch.Tensor):
+        name = name_of(func)
+        if is_metadata(func, name):
+            if name in SHAPES and not self.sandbox.fake:
                 self._pin_shape(args[0])
             return func(*args, **kwargs)
-        changed = _Changes(args, kwargs)
-        if name in ASKS_VALUES and changed.before:
+        changes = Changes(args, kwargs)
+        if name in ASKS_VALUES and changes.tensors:
             return self._ask(func, name, args, kwargs)
         out = func(*args, **kwargs)
-        if not changed.any() and not has_tensor(out) and func.__name__ != "__set__":
-            if changed.before and not self.sandbox.fake:
-                return self._ask(func, name, args, kwargs)
-            return out
+        if not has_tensor(out) and not changes.ids() and func.__name__ != "__set__":
+            return out if self.sandbox.fake or not changes.tensors else self._ask(func, name, args, kwargs)
         if isinstance(out, (tuple, list)) and not self.sandbox.fake:
-            for tensor, _ in changed.before:
+            for tensor in changes.tensors:
                 self._pin_shape(tensor)
-        op, target, args = _node_form(func, name, args)
+        op, target, args = node_form(func, name, args)
+        target = name if op == "call_method" else target
         node = self._create(op, target, self.argument(args), self.argument(kwargs), out)
-        mutated = changed.mark(node)
+        changed = self._mark(node, changes)
         if target is setitem:
             self._rebind(args[0], node)
             return None
-        return self._bind(node, out, mutated)
+        return self._bind(node, out, changed)
 
-    def _pin_shape(self, tensor: torch.Tensor) -> None:
+    def _mark(self, node: fx.Node, changes: Changes) -> set[int]:
+        changed = changes.ids()
+        if changed:
+            node.meta["mutates"] = True
+        return changed
+
+    def _pin_shape(self, value: Any) -> None:
         """Python sees a shape that may be another at the next call: the graph is to say so then."""
-        node = self.nodes.get(id(tensor))
+        node = self.nodes.get(id(value))
         if node is not None and node.meta.get("dynamic"):
             node.meta["dynamic"] = False
-            self._create("call_function", expect_shape, (node, tuple(tensor.shape)), {}, None)
+            self._create("call_function", expect_shape, (node, tuple(value.shape)), {}, None)
 
     def _ask(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a question for a tensor's values, if the answer is the same at every call."""
@@ -332,28 +246,24 @@ class Recorder:
             return decided
         values = [self.known.of(arg) if isinstance(arg, fx.Node) else arg for arg in node_args]
         if any(value is None for value in values):
-            raise TraceError(
-                f"{self.path or 'the model'}: the forward asks for the values of a tensor ({name.strip('_')}), so what it does depends on the data; "
-                "keep the module that does it whole with leaf_modules, or avoid the question",
-                source=model_source(),
-            )
+            what = f"the forward asks for the values of a tensor ({name.strip('_')}), so what it does depends on the data"
+            raise TraceError(f"{self.label}: {what}; {_KEEP_WHOLE}, or avoid the question", source=model_source())
         return func(*values, **kwargs)
 
-    # -- results to values
+    # ---- results to values
 
     def _bind(self, node: fx.Node, value: Any, changed: set[int] = frozenset()) -> Any:  # type: ignore[assignment]
         if isinstance(value, torch.Tensor):
+            if id(value) in changed and id(value) in self.nodes:
+                self._rebind(value, node)
+                return value
             if id(value) in self.nodes and node.op != "placeholder":
-                if id(value) in changed:
-                    self._rebind(value, node)
-                    return value
                 value = value.view_as(value)  # the call gave back what it got: its result is a value of its own
             self._bind_tensor(node, value)
-            return value
-        if isinstance(value, (dict, list, tuple)):
+        elif isinstance(value, (dict, list, tuple)):
             parts = {key: self._bind_part(node, key, part, changed) for key, part in (contents(value) or {}).items()}
             return type(value)(parts.values()) if type(value) in (list, tuple) else value
-        if not by_reference(value):
+        elif not by_reference(value):
             self.objects[id(value)] = Tracked(value, node)
             self.alive.append(value)
         return value
@@ -379,72 +289,33 @@ class _Memo(dict[int, Any]):
         super().__init__()
         self.recorder = recorder
         self.slots: list[Slot] = []
-        self.values: list[fx.Node] = []
+        self.nodes: list[fx.Node | None] = []
         self.kept: list[Any] = []
 
     def get(self, key: int, default: Any = None) -> Any:
-        if key not in self:
-            tracked = self.recorder.objects.get(key)
-            kept = self.recorder.modules.get(key, self.recorder._shared_objects().get(key))
-            if tracked is not None:
-                self.recorder.write_changes(tracked)
-                self[key] = self._slot(tracked.node)
-            elif kept is not None and not isinstance(kept, ATOMS):
-                self.kept.append(kept)
-                self[key] = kept
+        tracked, kept = self.recorder.objects.get(key), self.recorder.shared().get(key)
+        if key not in self and tracked is not None:
+            self.recorder.write_changes(tracked)
+            self[key] = self._slot(tracked.node)
+        elif key not in self and not isinstance(kept, ATOMS):
+            self.kept.append(kept)
+            self[key] = kept
         return super().get(key, default)
 
-    def slot(self, tensor: torch.Tensor) -> Slot:
+    def tensor(self, tensor: torch.Tensor) -> Slot:
+        """What stands for a tensor in the copy."""
         return self._slot(self.recorder.tensor(tensor))
 
-    def _slot(self, node: fx.Node) -> Slot:
+    def _slot(self, node: fx.Node | None) -> Slot:
         self.slots.append(Slot())
-        self.values.append(node)
+        self.nodes.append(node)
         return self.slots[-1]
 
 
-class _Changes:
-    """Which tensors among the arguments a call changes in place."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found: list[torch.Tensor] = []
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor):
-                found.append(value)
-            elif isinstance(value, (list, tuple)):
-                found += [part for part in value if isinstance(part, torch.Tensor)]
-        self.before = [(tensor, private.version(tensor)) for tensor in found]
-
-    def any(self) -> bool:
-        return any(private.version(tensor) != before for tensor, before in self.before)
-
-    def mark(self, node: fx.Node) -> set[int]:
-        changed = {id(tensor) for tensor, before in self.before if private.version(tensor) != before}
-        if changed:
-            node.meta["mutates"] = True
-        return changed
-
-
-def _name(func: Any) -> str:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        return str(func.__self__.__name__)
-    return str(name)
-
-
-def _node_form(func: Any, name: str, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
-    """The node of a call: fx's own form for operators and methods, so that graphs read like code and can be pickled."""
-    kind = getattr(func, "__name__", "")
-    if kind == "__get__":
-        return "call_function", getattr, (args[0], name)
-    if kind == "__set__":
-        return "call_function", setattr, (args[0], name, args[1])
-    if kind == "__setitem__":
-        return "call_function", setitem, args
-    if kind in _OPERATORS:
-        return "call_function", _OPERATORS[kind], args
-    if kind in _REFLECTED:
-        return "call_function", _REFLECTED[kind], (args[1], args[0])
-    if getattr(torch.Tensor, kind, None) == func:
-        return "call_method", kind, args
-    return "call_function", func, args
+def _is_dynamic(node: fx.Node) -> bool:
+    """Whether the shape of the result may depend on data."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    inputs = node.all_input_nodes
+    vals = [other.meta["val"] for other in inputs[1:] if "val" in other.meta]
+    by_mask = name == "getitem" and any(val.dtype in (torch.bool, torch.uint8) for val in vals)
+    return node.op == "call_module" or name in MAKES_SHAPES or by_mask or any(other.meta.get("dynamic") for other in inputs)

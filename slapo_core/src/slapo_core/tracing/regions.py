@@ -20,10 +20,8 @@ _DEVICES = ("cpu", "cuda")
 
 def current(baseline: State = ()) -> State:
     """The state now, without the entries that ``baseline`` has too."""
-    entries: list[Any] = [("grad", torch.is_grad_enabled())]
-    for device in _DEVICES:
-        entries.append((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
-    return tuple(entry for entry in entries if entry not in baseline)
+    autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
+    return tuple(entry for entry in (("grad", torch.is_grad_enabled()), *autocast) if entry not in baseline)
 
 
 def autocast_state() -> State:
@@ -34,23 +32,19 @@ def autocast_state() -> State:
 def enter(state: State) -> State:
     """Set the state; returns what ``leave`` needs to go back."""
     before = current()
-    _set(state)
+    leave(state)
     return before
 
 
 def leave(before: State) -> None:
     """Go back to the state before ``enter``."""
-    _set(before)
-
-
-def _set(state: State) -> None:
-    for kind, *values in state:
+    for kind, enabled, *dtype in before:
         if kind == "grad":
-            torch.set_grad_enabled(values[0])
+            torch.set_grad_enabled(enabled)
         else:
-            torch.set_autocast_enabled(kind, values[0])
-            torch.set_autocast_dtype(kind, values[1])
-            if not values[0]:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, *dtype)
+            if not enabled:
                 torch.clear_autocast_cache()
 
 
@@ -66,11 +60,12 @@ def write_regions(graph: fx.Graph) -> None:
     state: State = ()
     token: fx.Node | None = None
     for node in list(graph.nodes):
-        wanted = node.meta.get("regions", ()) if node.op in ("call_function", "call_method", "call_module") else ()
-        if wanted == state or (node.op in ("placeholder", "get_attr") and node.next is not node):
+        if node.op in ("placeholder", "get_attr"):
             continue
-        with graph.inserting_before(node):
-            if token is not None:
-                graph.call_function(leave, (token,))
-            token = graph.call_function(enter, (wanted,)) if wanted else None
-        state = wanted
+        wanted = () if node.op == "output" else node.meta.get("regions", ())
+        if wanted != state:
+            with graph.inserting_before(node):
+                if token is not None:
+                    graph.call_function(leave, (token,))
+                token = graph.call_function(enter, (wanted,)) if wanted else None
+            state = wanted

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import TraceError
 from . import _torch_private as private
-from .structures import walk
+from .structures import tensors
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks")
 
@@ -38,12 +38,8 @@ class Sandbox:
         self.before = None if fake else {id(value) for value in gc.get_objects() if issubclass(type(value), torch.Tensor)}
         self.attributes: dict[int, dict[str, Any]] = {}
         self._standins: dict[int, torch.Tensor] = {}
-        devices = [value.device for _, value in walk(inputs) if isinstance(value, torch.Tensor) and not value.is_meta]
+        devices = [tensor.device for tensor in tensors(inputs) if not tensor.is_meta]
         self.device = devices[0] if devices else torch.device("cpu")
-
-    def standin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a parameter or buffer of the model, of an input, or the tensor itself when it is none of those."""
-        return self._standins.get(id(tensor), tensor)
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor like this one, without history."""
@@ -101,11 +97,11 @@ class Sandbox:
                 for name, tensor in table.items():
                     if tensor is not None:
                         known = self._standins.get(id(tensor))
-                        table[name] = self._stand_in(tensor) if known is None else known
+                        table[name] = self._stand_in(tensor) if known is None else known  # type: ignore[assignment]
             self.attributes[id(module)] = {**module.__dict__, **module._buffers}
         for module in modules:
             if isinstance(module, nn.RNNBase):
-                module.__dict__["_flat_weights"] = [self.standin(weight) for weight in module._flat_weights]
+                module.__dict__["_flat_weights"] = [self._standins.get(id(weight), weight) for weight in module._flat_weights]
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.fake:
@@ -164,7 +160,7 @@ class OtherRandomNumbers:
     def __init__(self) -> None:
         self.numpy = sys.modules.get("numpy.random")
         self.state = random.getstate()
-        self.numpy_state = self.numpy.get_state() if self.numpy else None
+        self.numpy_state: Any = self.numpy.get_state() if self.numpy else None
 
     def changed(self) -> bool:
         """Whether numbers have been drawn."""

@@ -56,27 +56,24 @@ def getter(value: Any) -> Callable[[Any, Any], Any]:
     return operator.getitem if isinstance(value, (dict, list, tuple)) else getattr
 
 
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside."""
+    return (part for _, part in walk(value) if isinstance(part, torch.Tensor))
+
+
 def has_tensor(value: Any) -> bool:
     """Whether a tensor is anywhere inside."""
-    return any(isinstance(part, torch.Tensor) for _, part in walk(value))
-
-
-def is_object(value: Any) -> bool:
-    """Whether it is a thing with attributes that a forward may change, e.g. a cache."""
-    return not isinstance(value, (dict, list, tuple)) and contents(value) is not None
+    return isinstance(value, torch.Tensor) or any(True for _ in tensors(value))
 
 
 def is_input(value: Any) -> bool:
-    """Whether a graph has to be given the value anew at every call."""
-    return any(isinstance(part, torch.Tensor) or is_object(part) for _, part in walk(value))
+    """Whether a graph has to be given the value anew at every call: tensors, and objects a forward may change, e.g. a cache."""
+    return any(isinstance(p, torch.Tensor) or not (isinstance(p, (dict, list, tuple)) or contents(p) is None) for _, p in walk(value))
 
 
-def fingerprint(value: Any) -> Any:
+def fingerprint(value: Any, seen: dict[int, int] | None = None) -> Any:
     """Equal for values a traced graph cannot tell apart: shapes and dtypes of tensors, everything else by value."""
-    return _fingerprint(value, {})
-
-
-def _fingerprint(value: Any, seen: dict[int, int]) -> Any:
+    seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
         return torch.Tensor, tuple(value.shape), value.dtype
     if isinstance(value, ATOMS):
@@ -88,14 +85,14 @@ def _fingerprint(value: Any, seen: dict[int, int]) -> Any:
         return "seen", seen[id(value)]
     seen[id(value)] = len(seen)
     kind = tuple if isinstance(value, torch.Size) else type(value)  # a graph passes sizes on as tuples
-    return kind, {key: _fingerprint(part, seen) for key, part in parts.items()}
+    return kind, {key: fingerprint(part, seen) for key, part in parts.items()}
 
 
-def describe(print_: Any) -> str:
+def _describe(print_: Any) -> str:
     """A fingerprint in words, for messages."""
     if print_[0] is torch.Tensor:
         return f"a tensor {list(print_[1])} {str(print_[2]).removeprefix('torch.')}"
-    return repr(print_[1]) if print_[0] in ATOMS else f"a {print_[0].__name__}"
+    return repr(print_[1]) if print_[0] in ATOMS else f"a {getattr(print_[0], '__name__', 'value seen before')}"
 
 
 def difference(traced: Any, given: Any, path: str) -> str:
@@ -107,7 +104,7 @@ def difference(traced: Any, given: Any, path: str) -> str:
                 return f"{path}[{key!r}] is {'new' if key in given[1] else 'missing'}"
             if traced[1][key] != given[1][key]:
                 return difference(traced[1][key], given[1][key], f"{path}[{key!r}]")
-    return f"{path} is {describe(given)}, traced as {describe(traced)}"
+    return f"{path} is {_describe(given)}, traced as {_describe(traced)}"
 
 
 def distinct(value: Any, seen: set[int]) -> Any:
@@ -124,36 +121,6 @@ def distinct(value: Any, seen: set[int]) -> Any:
         changed = {key: distinct(part, seen) for key, part in value.items()}
         return changed if any(map(operator.is_not, changed.values(), value.values())) else value
     return value
-
-
-class Slot:
-    """Stands for a value that is known when the graph runs."""
-
-
-class Template:
-    """An object with slots in it, to be built anew at every call.
-
-    Args:
-        value: The object, its tensors replaced by slots.
-        slots: The slots in it, in the order in which ``rebuild`` gets their values.
-        shared: Objects inside that are not to be copied.
-    """
-
-    def __init__(self, value: Any, slots: list[Slot], shared: list[Any]) -> None:
-        self.value, self.slots, self.shared = value, slots, shared
-
-    def __repr__(self) -> str:
-        return f"<{type(self.value).__name__}>"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Template:
-        return self
-
-
-def rebuild(template: Template, values: list[Any]) -> Any:
-    """A new object after ``template``, with ``values`` in its slots."""
-    memo = {id(slot): value for slot, value in zip(template.slots, values)}
-    memo.update((id(value), value) for value in template.shared)
-    return copy.deepcopy(template.value, memo)
 
 
 def replace_tensors(value: Any, change: Callable[[torch.Tensor], Any], memo: dict[int, Any]) -> Any:

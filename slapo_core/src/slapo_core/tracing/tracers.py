@@ -11,7 +11,8 @@ from torch import fx, nn
 from ..errors import ScheduleError, TraceError, UnknownNameError
 from ..wrapping import is_opaque
 from .exported import trace_export
-from .traced_module import Guard, TracedModule
+from .guard import Guard
+from .traced_module import TracedModule
 from .value import Plan, trace_value
 
 Leaf = Callable[[str, nn.Module], bool]

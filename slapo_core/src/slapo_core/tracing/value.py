@@ -11,10 +11,12 @@ from torch.overrides import TorchFunctionMode
 from ..errors import TraceError
 from ..wrapping import is_opaque
 from . import _torch_private as private
-from .recorder import Recorder, model_source
+from .calls import model_source
+from .guard import Guard
+from .recorder import Recorder
 from .sandbox import OtherRandomNumbers, Sandbox
 from .structures import distinct, replace_tensors
-from .traced_module import Guard, TracedModule
+from .traced_module import TracedModule
 
 Kind = Literal["leaf", "inline", "graph"]
 Plan = Callable[[str, nn.Module], Kind]
@@ -45,7 +47,7 @@ class _Session(TorchFunctionMode):
                 return call(module, *args, **kwargs)
             with private.unrecorded():
                 return self.record(call, module, args, kwargs)
-        if id(module) not in recorder.paths:
+        if id(module) not in recorder.modules:
             return call(module, *args, **kwargs)
         path = self.paths[id(module)]
         kind = "leaf" if is_opaque(module) else self.plan(path, module)

@@ -1,0 +1,89 @@
+"""Python code of a graph.
+
+fx's own generator spells every function and constant as text, which breaks on many; here what has no plain spelling is a global.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from typing import Any
+
+from torch import fx
+
+_serial = itertools.count()
+
+
+def compile_graph(graph: fx.Graph, name: str) -> tuple[Any, str]:
+    """A function ``run(self, *inputs)`` and its source; values are freed after their last use."""
+    writer = _Writer(graph)
+    last = {node: user for user in graph.nodes for node in user.all_input_nodes}
+    dying: dict[fx.Node, list[str]] = {}
+    for node, user in last.items():
+        dying.setdefault(user, []).append(node.name)
+    inputs, body = {writer.root: ""}, ["    pass"]
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            given = str(node.target).removeprefix("*")
+            given = node.name if given in inputs else given
+            inputs[given] = f"={writer.text(node.args[0])}" if node.args else ""
+            body.append(f"    {node.name} = {given}")
+        elif node.op == "output":
+            body.append(f"    return {writer.text(node.args[0])}")
+        else:
+            freed = dying.get(node, []) if node.users else [*dying.get(node, []), node.name]
+            body.append("; ".join([f"    {node.name} = {writer.call(node)}", *(f"{other} = None" for other in freed)]))
+    arguments = ", ".join(f"{given}{default}" for given, default in inputs.items())
+    source = "\n".join([f"def run({arguments}):", *body]) + "\n"
+    file = f"<{name}.{next(_serial)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
+    exec(compile(source, file, "exec"), writer.names)  # noqa: S102
+    return writer.names["run"], source
+
+
+class _Writer:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.taken = {name for node in graph.nodes for name in (node.name, str(node.target))}
+        self.names: dict[str, Any] = {}
+        self.known: dict[int, str] = {}
+        self.root = self._free("self")
+
+    def _free(self, name: str) -> str:
+        while name in self.taken:
+            name += "_"
+        return name
+
+    def text(self, value: Any) -> str:
+        """A value as an expression."""
+        if isinstance(value, fx.Node):
+            return value.name
+        if isinstance(value, (tuple, list)) and type(value).__module__ in ("builtins", "torch.fx.immutable_collections"):
+            inner = ", ".join(map(self.text, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{self.text(key)}: {self.text(part)}" for key, part in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"{self.named(slice)}({', '.join(map(self.text, (value.start, value.stop, value.step)))})"
+        return repr(value) if type(value) in (type(None), bool, int, str) else self.named(value)
+
+    def named(self, value: Any) -> str:
+        """The global that holds ``value``."""
+        if id(value) not in self.known:
+            label = str(getattr(value, "__name__", type(value).__name__))
+            name = self._free(f"_{len(self.known)}_{label if label.isidentifier() else ''}")
+            self.known[id(value)], self.names[name] = name, value
+        return self.known[id(value)]
+
+    def call(self, node: fx.Node) -> str:
+        """A node as an expression."""
+        arguments = [*map(self.text, node.args)]
+        named = [f"{key}={self.text(value)}" for key, value in node.kwargs.items()]
+        if node.op == "call_method":
+            return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *named])})"
+        if node.op == "call_function":
+            return f"{self.named(node.target)}({', '.join([*arguments, *named])})"
+        *parents, name = str(node.target).split(".")
+        holder = self.root + "".join(f"._modules[{parent!r}]" for parent in parents)
+        if node.op == "call_module":
+            return f"{holder}._modules[{name!r}]({', '.join([*arguments, *named])})"
+        return f"getattr({holder}, {name!r})"

@@ -1,0 +1,71 @@
+"""Functions that stand in traced graphs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from ..errors import TraceError
+from .structures import getter
+
+
+def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """``tensor[index] = value``, then the tensor: so that later uses depend on the assignment."""
+    tensor[index] = value
+    return tensor
+
+
+def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: list[Any], length: int) -> None:
+    """Change parts of an object as the forward did: attributes or items of what lies at ``path`` inside ``root``."""
+    target = root
+    for key in path:
+        target = getter(target)(target, key)
+    if isinstance(target, list):
+        target[:] = [content[i] if i in content else target[i] for i in range(length)]
+        return
+    table = target if isinstance(target, dict) else target.__dict__
+    for key in drop:
+        del table[key]
+    table.update(content)
+
+
+def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Check a shape that depends on data and that the forward's Python code has used.
+
+    Raises:
+        TraceError: It is another one at this call.
+    """
+    if tuple(tensor.shape) != shape:
+        raise TraceError(
+            f"a shape that depends on the data is {list(tensor.shape)}, traced as {list(shape)}; "
+            "keep the module that uses it whole with leaf_modules"
+        )
+
+
+class Slot:
+    """Stands for a value that is known when the graph runs."""
+
+
+class Template:
+    """An object with slots in it, to be built anew at every call.
+
+    Args:
+        value: The object, its tensors replaced by slots.
+        slots: The slots in it, in the order in which ``rebuild`` gets their values.
+        shared: Objects inside that are not to be copied.
+    """
+
+    def __init__(self, value: Any, slots: list[Slot], shared: list[Any]) -> None:
+        self.value, self.slots, self.shared = value, slots, shared
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__name__}>"
+
+
+def rebuild(template: Template, values: list[Any]) -> Any:
+    """A new object after ``template``, with ``values`` in its slots."""
+    memo = {id(slot): value for slot, value in zip(template.slots, values, strict=True)}
+    memo.update((id(value), value) for value in template.shared)
+    return copy.deepcopy(template.value, memo)

@@ -1,0 +1,100 @@
+"""Fails when torch moves or changes one of the private things that tracing uses."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import slapo_core
+from slapo_core.tracing import _torch_private as private
+
+
+def test_private_names_stay_in_one_module() -> None:
+    for file in Path(slapo_core.__file__).parent.joinpath("tracing").glob("*.py"):
+        names = [node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+        modules = [node.module or "" for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert file.name == "_torch_private.py" or not [name for name in modules if name.startswith("torch._")], file
+        assert "_C" not in names or file.name == "_torch_private.py", file
+
+
+def test_fakes_claim_a_device_and_take_no_memory() -> None:
+    real = nn.Parameter(torch.empty(3, 2, device="meta").t())
+    real.mark = 1  # type: ignore[attr-defined]
+    fake = private.as_parameter(private.fake_like(private.FakeTensorMode(), real, torch.device("cpu")), real)
+    assert isinstance(fake, nn.Parameter) and isinstance(fake, private.FakeTensor)
+    assert (fake.device.type, fake.shape, fake.stride(), fake.requires_grad, fake.is_leaf, fake.mark) == ("cpu", (2, 3), (1, 2), True, True, 1)
+    assert private.fake_like(private.FakeTensorMode(), torch.eye(2).to_sparse()).shape == (2, 2)
+
+
+def test_real_and_fake_tensors_mix() -> None:
+    mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        assert isinstance(torch.ones(2) + private.fake_like(mode, torch.ones(2)), private.FakeTensor)
+
+
+def test_version_counts_changes() -> None:
+    tensor = torch.zeros(2)
+    before = private.version(tensor)
+    tensor.add_(1)
+    assert private.version(tensor) == before + 1
+    with torch.inference_mode():
+        assert private.version(torch.zeros(2)) == 0
+
+
+def test_unrecorded_hides_calls_and_recorded_shows_them_again() -> None:
+    seen: list[object] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode(), private.unrecorded():
+        torch.zeros(1)
+        with private.recorded():
+            torch.ones(1)
+    assert seen == [torch.ones]
+
+
+def test_calls_are_intercepted_and_then_no_more() -> None:
+    calls: list[str] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x * 2
+
+    def module_call(call, module, *args):  # type: ignore[no-untyped-def]
+        calls.append(type(module).__name__)
+        return call(module, *args)
+
+    def apply(call, *args):  # type: ignore[no-untyped-def]
+        calls.append(call.__self__.__name__)
+        return call(*args)
+
+    model, x = nn.Sequential(nn.Identity()), torch.ones(1)
+    with pytest.raises(ZeroDivisionError), private.intercept(module_call, apply):
+        assert Twice.apply(model(x)) == 2
+        assert torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True) == x.sin()
+        raise ZeroDivisionError
+    assert calls == ["Sequential", "Identity", "Twice"]
+    Twice.apply(model(x))
+    assert len(calls) == 3
+
+
+def test_fake_tensors_log_to_a_known_logger() -> None:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    with private.quiet():
+        assert not logger.isEnabledFor(logging.ERROR)
+    assert logger.level == before
+
+
+def test_pytree_paths() -> None:
+    assert private.leaf_paths(((1, [2]), {"a": {"b": 3}})) == [(0, 0), (0, 1, 0), (1, "a", "b")]
