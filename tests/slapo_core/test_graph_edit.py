@@ -103,12 +103,14 @@ def test_several_outputs_and_undo() -> None:
         path = graph_edit.replace_subgraph(edits, match, Fused(*modules_of(gm, match)), "qkv")
         assert path.endswith(".qkv")
     torch.testing.assert_close(gm(X), model(X))
-    assert "q" not in dict(gm.blocks[0].named_children()) and "q" in dict(model.blocks[0].named_children())
+    assert "q" not in dict(gm.blocks[0].named_children())
+    assert "q" in dict(model.blocks[0].named_children())
     gm(X).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     gm.graph.lint()
     edits.undo()
-    assert str(gm.graph) == before and list(gm.state_dict()) == state
+    assert str(gm.graph) == before
+    assert list(gm.state_dict()) == state
     torch.testing.assert_close(gm(X), model(X))
 
 
@@ -170,7 +172,10 @@ def test_a_call_that_does_not_fit() -> None:
     gm = trace_module(Function(lambda x: x.sin() + x.cos()), (X,))
     (match,) = find_subgraph(gm, lambda x, y: x + y)
     before = str(gm.graph)
-    for new, what in [(nn.Linear(4, 4), "does not take the 2 inputs of the subgraph"), (lambda a, b, c: a, "missing a required argument: 'c'")]:
+    for new, what in [
+        (nn.Linear(4, 4), "does not take the 2 inputs of the subgraph"),
+        (lambda a, b, c: a, "missing a required argument: 'c'"),
+    ]:
         with pytest.raises(ScheduleError, match=what):
             graph_edit.replace_subgraph(Edits(gm), match, new)
     assert str(gm.graph) == before
@@ -179,9 +184,17 @@ def test_a_call_that_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("function", "pattern", "what"),
     [
-        (lambda x: (y := x.sin()) + y.cos() + y, lambda x: x.sin().cos(), "the value 'sin' inside the subgraph is also used outside, by 'add(_1)?'"),
+        (
+            lambda x: (y := x.sin()) + y.cos() + y,
+            lambda x: x.sin().cos(),
+            "the value 'sin' inside the subgraph is also used outside, by 'add(_1)?'",
+        ),
         (lambda x: (y := x.sin(), y.cos() * y)[1], lambda x: (x.sin(), x.cos() * x), None),
-        (lambda x: ((y := x.sin()), y.exp().cos())[1], lambda x, z: (x.sin(), z.cos()), "a result of the subgraph comes back into it|made from a result"),
+        (
+            lambda x: ((y := x.sin()), y.exp().cos())[1],
+            lambda x, z: (x.sin(), z.cos()),
+            "a result of the subgraph comes back into it|made from a result",
+        ),
     ],
 )
 def test_what_is_no_call(function: Any, pattern: Any, what: str | None) -> None:

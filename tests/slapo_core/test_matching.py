@@ -49,7 +49,9 @@ def test_a_name_matches_fully() -> None:
 
 def test_a_node_by_predicate_with_the_path_of_its_module() -> None:
     outer = nn.Sequential(trace(lambda self, x: F.relu(self.fc1(x))))
-    assert find_node(outer, lambda node: node.target is F.relu, prefix="a.b") == [("a.b.0", outer[0].graph.find_nodes(op="call_function", target=F.relu)[0])]
+    assert find_node(outer, lambda node: node.target is F.relu, prefix="a.b") == [
+        ("a.b.0", outer[0].graph.find_nodes(op="call_function", target=F.relu)[0])
+    ]
 
 
 SAME: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
@@ -105,7 +107,10 @@ def test_data_flow_counts_and_not_order() -> None:
 
 
 def test_occurrences_do_not_overlap() -> None:
-    assert found(lambda self, x: x.sin().sin().sin().sin().sin(), lambda x: x.sin().sin()) == [["sin", "sin_1"], ["sin_2", "sin_3"]]
+    assert found(lambda self, x: x.sin().sin().sin().sin().sin(), lambda x: x.sin().sin()) == [
+        ["sin", "sin_1"],
+        ["sin_2", "sin_3"],
+    ]
 
 
 def test_constants_given_to_the_pattern_are_its_inputs() -> None:
@@ -194,7 +199,8 @@ def test_many_commutative_operands_are_no_explosion() -> None:
 
 def test_handles_are_pairs_of_path_and_node() -> None:
     ((path, node),) = find_node(trace(lambda self, x: self.fc1(x)), "fc1")
-    assert path == "" and isinstance(node, fx.Node)
+    assert path == ""
+    assert isinstance(node, fx.Node)
 
 
 def test_matches_can_be_written_down_and_found_again() -> None:

@@ -113,21 +113,49 @@ _BATCHES = {"text": _text, "masked": _masked, "seq2seq": _seq2seq, "image": _ima
 
 _TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA = {
-    **_TOKENS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    **_TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 32,
-}  # fmt: skip
+}
 _NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 _GPT = {**_TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 _MOE = {**_LLAMA, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _BERT = {**_NEOX, "type_vocab_size": 2}
 _D_MODEL = {
-    **_TOKENS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 32, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
-}  # fmt: skip
-_T5 = {**_TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    **_TOKENS,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 32,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+}
+_T5 = {
+    **_TOKENS,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 _VIT = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
 
 
 def _causal(name: str, inputs: str = "text", **config: Any) -> Family:
@@ -155,7 +183,16 @@ _ALL = [
     _causal("gpt_bigcode", **_GPT),
     _causal("openai-gpt", **_GPT),
     _causal("ctrl", dff=48, **_GPT),
-    _causal("gpt_neo", hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=4, max_position_embeddings=32, **_TOKENS),
+    _causal(
+        "gpt_neo",
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
+        max_position_embeddings=32,
+        **_TOKENS,
+    ),
     _causal("gpt_neox", **_NEOX),
     _causal("opt", ffn_dim=48, word_embed_proj_dim=32, **_NEOX),
     _causal("bloom", hidden_size=32, n_layer=2, n_head=4, **_TOKENS),
@@ -194,7 +231,20 @@ _ALL = [
     _causal("olmoe", **_MOE),
     _causal("granitemoe", **_MOE),
     _causal("gpt_oss", head_dim=8, sliding_window=4, **_MOE),
-    _causal("deepseek_v3", n_routed_experts=4, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, **{**_MOE, "num_key_value_heads": 4}),
+    _causal(
+        "deepseek_v3",
+        n_routed_experts=4,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        **{**_MOE, "num_key_value_heads": 4},
+    ),
     # encoders
     _encoder("bert", **_BERT),
     _encoder("roberta", **_BERT),
@@ -206,9 +256,24 @@ _ALL = [
     _encoder("mpnet", **_BERT),
     _encoder("rembert", input_embedding_size=16, output_embedding_size=16, **_BERT),
     _encoder("roformer", embedding_size=32, **_BERT),
-    _encoder("squeezebert", embedding_size=32, q_groups=2, k_groups=2, v_groups=2, post_attention_groups=1, intermediate_groups=2, output_groups=2, **_BERT),
+    _encoder(
+        "squeezebert",
+        embedding_size=32,
+        q_groups=2,
+        k_groups=2,
+        v_groups=2,
+        post_attention_groups=1,
+        intermediate_groups=2,
+        output_groups=2,
+        **_BERT,
+    ),
     _encoder("mobilebert", embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16, **_BERT),
-    Family("fnet", "AutoModelForMaskedLM", "text", {"type_vocab_size": 2, **{k: v for k, v in _NEOX.items() if k != "num_attention_heads"}}),
+    Family(
+        "fnet",
+        "AutoModelForMaskedLM",
+        "text",
+        {"type_vocab_size": 2, **{k: v for k, v in _NEOX.items() if k != "num_attention_heads"}},
+    ),
     _encoder("convbert", embedding_size=16, head_ratio=2, num_groups=1, **_BERT),
     _encoder("megatron-bert", **_BERT),
     _encoder("esm", **_BERT),
@@ -226,7 +291,9 @@ _ALL = [
     _encoder_decoder("blenderbot", **_D_MODEL),
     _encoder_decoder("m2m_100", **_D_MODEL),
     _encoder_decoder("plbart", **_D_MODEL),
-    _encoder_decoder("led", attention_window=4, max_encoder_position_embeddings=32, max_decoder_position_embeddings=32, **_D_MODEL),
+    _encoder_decoder(
+        "led", attention_window=4, max_encoder_position_embeddings=32, max_decoder_position_embeddings=32, **_D_MODEL
+    ),
     # images, sound, pairs
     _vision("vit", **_VIT),
     _vision("beit", use_relative_position_bias=True, **_VIT),
@@ -234,10 +301,40 @@ _ALL = [
     _vision("swin", image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4),
     _vision("convnext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
     _vision("resnet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
-    _vision("poolformer", hidden_sizes=[8, 16], depths=[1, 1], num_encoder_blocks=2, patch_sizes=[4, 3], strides=[4, 2], padding=[1, 1]),
-    _vision("segformer", hidden_sizes=[8, 16], depths=[1, 1], num_encoder_blocks=2, num_attention_heads=[1, 2], sr_ratios=[2, 1], patch_sizes=[7, 3], strides=[4, 2], mlp_ratios=[2, 2]),
-    Family("whisper", "AutoModelForSpeechSeq2Seq", "speech", {**_D_MODEL, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}),
+    _vision(
+        "poolformer",
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        num_encoder_blocks=2,
+        patch_sizes=[4, 3],
+        strides=[4, 2],
+        padding=[1, 1],
+    ),
+    _vision(
+        "segformer",
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        num_encoder_blocks=2,
+        num_attention_heads=[1, 2],
+        sr_ratios=[2, 1],
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        mlp_ratios=[2, 2],
+    ),
+    Family(
+        "whisper",
+        "AutoModelForSpeechSeq2Seq",
+        "speech",
+        {
+            **_D_MODEL,
+            "num_mel_bins": 8,
+            "max_source_positions": 16,
+            "max_target_positions": 32,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
+    ),
     Family("clip", "AutoModel", "pair", {"text_config": {**_BERT}, "vision_config": {**_VIT}, "projection_dim": 16}),
-]  # fmt: skip
+]
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}

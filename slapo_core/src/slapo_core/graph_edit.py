@@ -22,6 +22,7 @@ from .tracing.traced_module import TracedModule, subtree
 if TYPE_CHECKING:
     from .schedule import Schedule
 
+
 def check_replace(schedule: Schedule, nodes: Sequence[Any], new: Any, *, concrete: Mapping[str, Any] | None = None) -> None:
     """Raise ``ScheduleError`` where ``replace_subgraph`` with these arguments would."""
     part = _Part(traced_module_of(schedule, nodes), nodes)
@@ -34,8 +35,8 @@ def replace_subgraph(
 ) -> str:
     """Put one call in the place of ``nodes``.
 
-    It gets the subgraph's inputs by position: of a ``Match`` in the order of the pattern's arguments, else in the order of first
-    use. Parameters that the inputs leave over keep their defaults. Submodules that no other node uses are dropped.
+    It gets the subgraph's inputs by position: of a ``Match`` in the order of the pattern's arguments, else in the order of
+    first use. Parameters that the inputs leave over keep their defaults. Submodules that no other node uses are dropped.
 
     Args:
         schedule: Its ``root_module`` holds the traced module; its ``on_undo`` gets the inverse actions.
@@ -68,7 +69,7 @@ def replace_subgraph(
             results.append(edit.create(results[-1], "call_function", operator.getitem, (call, index), {}, output.meta))
         results.pop(0)
     edit.move_after(results[-1], part.late)
-    for output, result in zip(part.outputs, results):
+    for output, result in zip(part.outputs, results, strict=True):
         edit.reroute(output, result, part.inside)
     edit.erase(reversed(part.nodes))
     if part.late:
@@ -85,7 +86,9 @@ def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule
     path = next(iter(where))
     module = paths.find(schedule.root_module, path)
     if len(where) > 1 or not isinstance(module, fx.GraphModule):
-        raise ScheduleError(f"no traced module holds all nodes of the subgraph; they are in {sorted(where)}", path=schedule.path)
+        raise ScheduleError(
+            f"no traced module holds all nodes of the subgraph; they are in {sorted(where)}", path=schedule.path
+        )
     return module
 
 
@@ -112,7 +115,9 @@ def extract(gm: fx.GraphModule, nodes: Sequence[Any]) -> TracedModule:
     graph.output(results[0] if len(results) == 1 else tuple(results))
     write_regions(graph)
     root = gm.get_submodule(prefix)
-    return TracedModule(subtree(root, [str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")]), graph)
+    return TracedModule(
+        subtree(root, [str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")]), graph
+    )
 
 
 def resolve(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
@@ -141,15 +146,17 @@ class _Part:
     def __init__(self, gm: fx.GraphModule, nodes: Sequence[Any]) -> None:
         self.gm = gm
         if isinstance(nodes, Match):
-            known = dict(zip((node for _, node in nodes), resolve(gm, nodes)))
+            known = dict(zip((node for _, node in nodes), resolve(gm, nodes), strict=True))
             self.outputs = [known[node] for node in nodes.outputs]
-            self.inputs = [known[v.node].all_input_nodes[v.index] if isinstance(v, Place) else v for v in nodes.inputs]
+            self.inputs = [known[v.node].all_input_nodes[v.number] if isinstance(v, Place) else v for v in nodes.inputs]
             self.nodes = sorted(known.values())
             self.inside = set(self.nodes)
         else:
             self.nodes = sorted(resolve(gm, nodes))
             self.inside = set(self.nodes)
-            self.inputs = [*dict.fromkeys(other for node in self.nodes for other in node.all_input_nodes if other not in self.inside)]
+            self.inputs = [
+                *dict.fromkeys(other for node in self.nodes for other in node.all_input_nodes if other not in self.inside)
+            ]
             self.outputs = [node for node in self.nodes if any(user not in self.inside for user in node.users)]
         if not self.outputs:
             raise ScheduleError("nothing uses the results of the subgraph; it can be left out of the model instead")
@@ -162,14 +169,18 @@ class _Part:
                 raise ScheduleError(f"node {node.name!r} is a {node.op}; a subgraph consists of operations and module calls")
             outside = [user.name for user in node.users if user not in self.inside]
             if outside and node not in self.outputs:
-                raise ScheduleError(
-                    f"the value {node.name!r} inside the subgraph is also used outside, by {outside[0]!r}; make it an output of the pattern"
-                )
+                what = f"the value {node.name!r} inside the subgraph is also used outside, by {outside[0]!r}"
+                raise ScheduleError(f"{what}; make it an output of the pattern")
         missing = [
-            other.name for node in self.nodes for other in node.all_input_nodes if other not in self.inside and other not in self.inputs
+            other.name
+            for node in self.nodes
+            for other in node.all_input_nodes
+            if other not in self.inside and other not in self.inputs
         ]
         if missing:
-            raise ScheduleError(f"the subgraph also needs the value {missing[0]!r}, which is no argument of the pattern; make it one")
+            raise ScheduleError(
+                f"the subgraph also needs the value {missing[0]!r}, which is no argument of the pattern; make it one"
+            )
         regions = {node.meta.get("regions", ()) for node in self.nodes}
         if len(regions) > 1:
             raise ScheduleError("the subgraph is partly inside a no_grad or autocast region; take nodes of one region")
@@ -180,7 +191,9 @@ class _Part:
         todo = [user for node in self.outputs for user in node.users if user not in self.inside]
         for node in todo:
             if node in self.inside:
-                raise ScheduleError(f"a result of the subgraph comes back into it over nodes outside, at {node.name!r}; include those nodes")
+                raise ScheduleError(
+                    f"a result of the subgraph comes back into it over nodes outside, at {node.name!r}; include those nodes"
+                )
             if node not in seen and node < last:
                 seen.add(node)
                 todo += node.users
@@ -199,7 +212,7 @@ class _Part:
         if not parents:
             return ""
         common = []
-        for names in zip(*parents):
+        for names in zip(*parents, strict=False):
             if len(set(names)) > 1:
                 break
             common.append(names[0])
@@ -225,9 +238,15 @@ class _Edit:
 
     def __init__(self, gm: fx.GraphModule, on_undo: Callable[[Callable[[], None]], None]) -> None:
         self.gm, self.graph, self.on_undo = gm, gm.graph, on_undo
-        on_undo(gm.recompile)
+        on_undo(self._recompile)
 
-    def create(self, after: fx.Node, op: str, target: Any, args: Any, kwargs: Any, meta: Mapping[str, Any], name: str | None = None) -> fx.Node:
+    def _recompile(self) -> None:
+        self.gm.recompile()
+
+    def create(
+        self, after: fx.Node, op: str, target: Any, args: Any, kwargs: Any, meta: Mapping[str, Any], name: str | None = None
+    ) -> fx.Node:
+        """A node behind ``after``, with the ``meta`` of what it stands for."""
         with self.graph.inserting_after(after):
             node = self.graph.create_node(op, target, args, kwargs, name)
         node.meta.update({key: meta[key] for key in ("source", "regions", "val") if key in meta})
@@ -263,7 +282,7 @@ class _Edit:
         name, meta = node.name, dict(node.meta)
 
         def put_back() -> None:
-            known = dict(zip(inputs, resolve(self.gm, inputs)))
+            known = dict(zip(inputs, resolve(self.gm, inputs), strict=True))
             place = resolve(self.gm, [before])[0] if before.op != "root" else before
             with self.graph.inserting_after(place):
                 new = self.graph.create_node(op, target, map_arg(args, known.__getitem__), map_arg(kwargs, known.__getitem__))

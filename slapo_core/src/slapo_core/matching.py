@@ -12,13 +12,23 @@ from torch import fx, nn
 
 from . import paths
 from .errors import ScheduleError
-from .operators import COMMUTATIVE, Form, form, operator_of
+from .operators import COMMUTATIVE, Form, arguments_of, form, operator_of
 from .patterns import ModulePattern, Pattern, PatternTracer, call_module
 
 if TYPE_CHECKING:
     from .schedule import Schedule
 
-__all__ = ["Match", "ModulePattern", "Pattern", "call_module", "find_by_name", "find_node", "find_subgraph", "match_data", "traced_modules"]
+__all__ = [
+    "Match",
+    "ModulePattern",
+    "Pattern",
+    "call_module",
+    "find_by_name",
+    "find_node",
+    "find_subgraph",
+    "match_data",
+    "traced_modules",
+]
 
 Handle: TypeAlias = tuple[str, fx.Node]
 """Path of the module whose graph holds the node, and the node."""
@@ -29,7 +39,7 @@ class Place(NamedTuple):
     """Where a node of a match gets a value from outside."""
 
     node: fx.Node
-    index: int
+    number: int
 
 
 class Match(list[Handle]):
@@ -94,7 +104,7 @@ def match_data(match: Sequence[Handle]) -> dict[str, Any]:
     """A match as plain data that ``find_by_name`` understands; constants among its inputs are as they are."""
     data: dict[str, Any] = {"nodes": [[path, node.name, node.op, str(node.target)] for path, node in match]}
     if isinstance(match, Match):
-        data["inputs"] = [{"of": v.node.name, "index": v.index} if isinstance(v, Place) else v for v in match.inputs]
+        data["inputs"] = [{"of": v.node.name, "input": v.number} if isinstance(v, Place) else v for v in match.inputs]
         data["outputs"] = [node.name for node in match.outputs]
     return data
 
@@ -111,11 +121,13 @@ def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
         module = paths.find(schedule.root_module, path)
         named = {node.name: node for node in module.graph.nodes} if isinstance(module, fx.GraphModule) else {}
         if name not in named or (named[name].op, str(named[name].target)) != (op, target):
-            raise ScheduleError(f"the graph of {path!r} has no node {name!r} that calls {target}; trace as when it was found", path=path)
+            raise ScheduleError(
+                f"the graph of {path!r} has no node {name!r} that calls {target}; trace as when it was found", path=path
+            )
         nodes[name] = named[name]
     if "inputs" not in written:
         return [(path, nodes[name]) for path, name, *_ in written["nodes"]]
-    inputs = [Place(nodes[v["of"]], v["index"]) if isinstance(v, dict) else v for v in written["inputs"]]
+    inputs = [Place(nodes[v["of"]], v["input"]) if isinstance(v, dict) else v for v in written["inputs"]]
     return Match(written["nodes"][0][0], nodes.values(), inputs, [nodes[name] for name in written["outputs"]])
 
 
@@ -125,17 +137,19 @@ class _Compiled:
     def __init__(self, pattern: Callable[..., Any] | Pattern) -> None:
         self.tracer = PatternTracer()
         if isinstance(pattern, ModulePattern):
-            name, pattern = pattern.name, _one_module(pattern.name)
+            pattern = _one_module(pattern.name)
         elif not isinstance(pattern, (Pattern, FunctionType)):
             raise TypeError(f"find takes a function or a Pattern, not {type(pattern).__name__}")
         try:
-            self.graph = self.tracer.trace(pattern)  # type: ignore[arg-type]
+            self.graph = self.tracer.trace(pattern)
         except Exception as err:  # a user's function may raise anything
-            raise ScheduleError(f"find: the pattern cannot be traced: {type(err).__name__}: {err}; use plain operations on its arguments") from err
+            raise ScheduleError(
+                f"find: the pattern cannot be traced: {type(err).__name__}: {err}; use plain operations on its arguments"
+            ) from err
         self.root = self.tracer.root
         self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-        result = self.graph.output_node().args[0]
-        self.outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+        result: Any = self.graph.output_node().args[0]
+        self.outputs: list[fx.Node] = list(result) if isinstance(result, (tuple, list)) else [result]
         if not all(isinstance(node, fx.Node) and node.op.startswith("call") for node in self.outputs):
             raise ScheduleError("find: a pattern returns results of operations; this one returns an input or a constant")
         self.forms = {node: self._form(node) for node in self.graph.nodes if node.op.startswith("call")}
@@ -180,7 +194,9 @@ class _Search:
         key = self.pattern.forms[wanted][0]
         if isinstance(key, (re.Pattern, tuple)):
             return list(self.module.graph.find_nodes(op="call_module"))
-        return [node for node in self.module.graph.nodes if node.op in ("call_function", "call_method") and operator_of(node) == key]
+        return [
+            node for node in self.module.graph.nodes if node.op in ("call_function", "call_method") and operator_of(node) == key
+        ]
 
     def _outputs(self, wanted: list[fx.Node], bound: _Bindings) -> Iterator[_Bindings]:
         """Ways to find the other outputs, from what is bound already forward."""
@@ -214,7 +230,11 @@ class _Search:
                 yield bound
         elif wanted.op == "placeholder":
             yield {**bound, wanted: node}
-        elif isinstance(node, fx.Node) and node not in self.used and not any(value is node and key in self.pattern.forms for key, value in bound.items()):
+        elif (
+            isinstance(node, fx.Node)
+            and node not in self.used
+            and not any(value is node and key in self.pattern.forms for key, value in bound.items())
+        ):
             key, arguments = self.pattern.forms[wanted]
             if isinstance(key, (re.Pattern, tuple)):
                 found = self._module_arguments(key, arguments, node)
@@ -231,7 +251,9 @@ class _Search:
             self.forms[node] = form(node)
         return self.forms[node]
 
-    def _module_arguments(self, key: Any, arguments: dict[str, Any], node: fx.Node) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    def _module_arguments(
+        self, key: Any, arguments: dict[str, Any], node: fx.Node
+    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
         if node.op != "call_module":
             return None
         module = self.module.get_submodule(str(node.target))
@@ -241,8 +263,7 @@ class _Search:
             fits = (type(module), module.extra_repr()) == key
         if not fits:
             return None
-        written = _Call("call_module", node.target, arguments["args"], arguments["kwargs"])
-        return form(written, module)[1], form(node, module)[1]  # type: ignore[arg-type]
+        return arguments_of(node.target, None, arguments["args"], arguments["kwargs"], module), form(node, module)[1]
 
     def _values(self, wanted: Any, value: Any, bound: _Bindings) -> Iterator[_Bindings]:
         """Ways to make an argument of the pattern equal to one of the graph."""
@@ -253,7 +274,7 @@ class _Search:
                 yield from self._all([(wanted[key], value[key]) for key in wanted], bound)
         elif isinstance(wanted, (tuple, list)):
             if isinstance(value, (tuple, list)) and len(wanted) == len(value):
-                yield from self._all(list(zip(wanted, value)), bound)
+                yield from self._all(list(zip(wanted, value, strict=True)), bound)
         elif isinstance(wanted, slice):
             if isinstance(value, slice):
                 yield from self._values([wanted.start, wanted.stop, wanted.step], [value.start, value.stop, value.step], bound)
@@ -266,13 +287,6 @@ class _Search:
             return
         for more in self._values(*pairs[0], bound):
             yield from self._all(pairs[1:], more)
-
-
-class _Call:
-    """A call as written in a pattern, in the shape of a node."""
-
-    def __init__(self, op: str, target: Any, args: Any, kwargs: Any) -> None:
-        self.op, self.target, self.args, self.kwargs = op, target, args, kwargs
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -8,17 +8,20 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
 COMMUTATIVE = frozenset("add mul bitwise_and bitwise_or bitwise_xor logical_and logical_or eq ne maximum minimum".split())
-_ALIASES = {
-    "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "mod": "remainder",
-    "and_": "bitwise_and", "or_": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not", "inv": "bitwise_not", "floordiv": "floor_divide",
-    "concat": "cat", "concatenate": "cat", "swapaxes": "transpose", "swapdims": "transpose", "absolute": "abs", "less": "lt", "greater": "gt",
-    "less_equal": "le", "greater_equal": "ge", "not_equal": "ne", "type_as": "type_as", "iadd": "add_", "isub": "sub_", "imul": "mul_",
-    "itruediv": "div_", "iand": "bitwise_and_", "ior": "bitwise_or_", "clip": "clamp", "fix": "trunc",
-}  # fmt: skip
+_ALIASES = dict(
+    pair.split("=")
+    for pair in (
+        "truediv=div true_divide=div divide=div multiply=mul subtract=sub negative=neg mod=remainder and_=bitwise_and "
+        "or_=bitwise_or xor=bitwise_xor invert=bitwise_not inv=bitwise_not floordiv=floor_divide concat=cat concatenate=cat swapaxes=transpose "
+        "swapdims=transpose absolute=abs "
+        "less=lt greater=gt less_equal=le greater_equal=ge not_equal=ne iadd=add_ isub=sub_ "
+        "imul=mul_ itruediv=div_ iand=bitwise_and_ ior=bitwise_or_ clip=clamp"
+    ).split()
+)
 _TORCH = ("torch", "_operator", "operator")
 
 Form = tuple[Any, dict[str, Any]]
@@ -39,23 +42,28 @@ def operator_of(node: fx.Node) -> Any:
     return _ALIASES.get(name, name)
 
 
-def form(node: fx.Node, module: torch.nn.Module | None = None) -> Form:
+def form(node: fx.Node, module: nn.Module | None = None) -> Form:
     """The node in normal form.
 
     Args:
         node: A call.
         module: The module that a ``call_module`` node calls.
     """
-    operator = operator_of(node)
-    signatures = _module_signature(type(module)) if module else _signatures(node.target if node.op == "call_function" else node.target)
-    if node.op == "call_method" or not isinstance(operator, str) or not signatures:
-        signatures = signatures if module else _method_signatures(operator) if isinstance(operator, str) else signatures
-    args, kwargs = list(node.args), {("self" if key == "input" else key): value for key, value in node.kwargs.items()}
+    return operator_of(node), arguments_of(node.target, operator_of(node), node.args, node.kwargs, module)
+
+
+def arguments_of(target: Any, operator: Any, args: Any, kwargs: Any, module: nn.Module | None = None) -> dict[str, Any]:
+    """The arguments of a call by parameter name, those equal to the default left out."""
+    if module is not None:
+        signatures = _module_signature(type(module).forward)
+    else:
+        signatures = _function_signature(target) or (_aten_signatures(operator) if isinstance(operator, str) else ())
+    named = {("self" if key == "input" else key): value for key, value in kwargs.items()}
     for signature in signatures:
-        bound = _bind(signature, args, kwargs)
+        bound = _bind(signature, list(args), named)
         if bound is not None:
-            return operator, bound
-    return operator, {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+            return bound
+    return {**{str(index): arg for index, arg in enumerate(args)}, **named}
 
 
 def _bind(signature: Sequence[inspect.Parameter], args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -66,7 +74,7 @@ def _bind(signature: Sequence[inspect.Parameter], args: list[Any], kwargs: dict[
         if not positional or "List" not in str(positional[-1].annotation) or len(positional) > 2:
             return None
         args = [*args[: len(positional) - 1], args[len(positional) - 1 :]]  # x.view(2, 3) is x.view((2, 3))
-    bound = dict(zip((p.name for p in positional), args))
+    bound = dict(zip((p.name for p in positional), args, strict=False))
     if bound.keys() & kwargs.keys() or not kwargs.keys() <= known.keys():
         return None
     bound.update(kwargs)
@@ -83,14 +91,13 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 @cache
-def _method_signatures(name: str) -> tuple[tuple[inspect.Parameter, ...], ...]:
+def _aten_signatures(name: str) -> tuple[tuple[inspect.Parameter, ...], ...]:
     packet = getattr(torch.ops.aten, name, None)
-    found = get_signature_for_torch_op(packet) if packet is not None else None
-    return tuple(_parameters(signature) for signature in found or ())
+    return tuple(map(_parameters, get_signature_for_torch_op(packet) or ())) if packet is not None else ()
 
 
 @cache
-def _signatures(target: Any) -> tuple[tuple[inspect.Parameter, ...], ...]:
+def _function_signature(target: Any) -> tuple[tuple[inspect.Parameter, ...], ...]:
     if isinstance(target, str) or inspect.isbuiltin(target):
         return ()
     try:
@@ -100,9 +107,10 @@ def _signatures(target: Any) -> tuple[tuple[inspect.Parameter, ...], ...]:
 
 
 @cache
-def _module_signature(kind: type) -> tuple[tuple[inspect.Parameter, ...], ...]:
-    return (_parameters(inspect.signature(kind.forward))[1:],)
+def _module_signature(forward: Any) -> tuple[tuple[inspect.Parameter, ...], ...]:
+    return (_parameters(inspect.signature(forward))[1:],)
 
 
 def _parameters(signature: inspect.Signature) -> tuple[inspect.Parameter, ...]:
-    return tuple(p.replace(name="self") if p.name == "input" else p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    return tuple(p.replace(name="self") if p.name == "input" else p for p in named)

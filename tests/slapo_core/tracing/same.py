@@ -42,7 +42,8 @@ def assert_same(model: nn.Module, traced: TracedModule, inputs: Mapping[str, Any
     assert type(found) is type(expected)
     assert [path for path, _ in walk(found)] == [path for path, _ in walk(expected)]
     for one, other in zip(tensors(found), tensors(expected), strict=True):
-        assert one.dtype == other.dtype and one.requires_grad == other.requires_grad
+        assert one.dtype == other.dtype
+        assert one.requires_grad == other.requires_grad
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
     for name, gradient in gradients.items():
         assert (gradient is None) == (found_gradients[name] is None), name

@@ -95,7 +95,8 @@ def test_assignments_to_the_module() -> None:
         table = model.table
         with pytest.raises(TraceError, match="assigns to its attribute '(calls|table)'"):
             trace_module(model, (X,))
-        assert model.calls == 1 and model.table is table
+        assert model.calls == 1
+        assert model.table is table
 
 
 def test_what_a_forward_caches_is_gone_after_the_trace() -> None:
@@ -109,7 +110,9 @@ def test_what_a_forward_caches_is_gone_after_the_trace() -> None:
     model = Forward(forward)
     model.cached, model.found = None, {}
     traced = trace_module(model, (X,))
-    assert model.cached is None and model.found == {} and "late" not in dict(model.named_buffers())
+    assert model.cached is None
+    assert model.found == {}
+    assert "late" not in dict(model.named_buffers())
     torch.testing.assert_close(traced(X), model(X))
 
 

@@ -74,7 +74,8 @@ def test_what_gets_a_graph(options: dict[str, Any], paths: set[str]) -> None:
     assert traced_paths(sch.mod) == paths
     assert_same(model, sch.mod, {"x": X})  # type: ignore[arg-type]
     sch.undo()
-    assert sch.mod is model and traced_paths(model) == set()
+    assert sch.mod is model
+    assert traced_paths(model) == set()
 
 
 def test_a_part_gets_the_inputs_of_the_run() -> None:
@@ -186,7 +187,9 @@ def test_refusals_change_nothing(path: str, options: dict[str, Any], error: type
     schedule = sch[path] if path else sch
     with pytest.raises(error, match=what):
         schedule.trace(**options)
-    assert sch.mod is model and traced_paths(model) == set() and len(sch.journal) == 0
+    assert sch.mod is model
+    assert traced_paths(model) == set()
+    assert len(sch.journal) == 0
 
 
 def test_no_example_inputs() -> None:

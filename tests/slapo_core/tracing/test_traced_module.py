@@ -49,7 +49,9 @@ def test_names_and_attributes_are_the_originals() -> None:
     model, gm = traced()
     assert list(gm.state_dict()) == list(model.state_dict())
     assert [name for name, _ in gm.named_buffers()] == [name for name, _ in model.named_buffers()]
-    assert gm.unused is model.unused and gm.layers[0] is model.layers[0] and gm.note is model.note
+    assert gm.unused is model.unused
+    assert gm.layers[0] is model.layers[0]
+    assert gm.note is model.note
     assert_same(model, gm, {"x": X})
 
 
@@ -97,7 +99,9 @@ def test_copies(make: Any) -> None:
     assert_same(gm, copied.train(), {"x": X}) if make is None else None
     torch.testing.assert_close(copied(X), gm(X))
     assert not {id(p) for p in copied.parameters()} & {id(p) for p in gm.parameters()}
-    assert [n.meta["val"].shape for n in copied.graph.nodes if "val" in n.meta] == [n.meta["val"].shape for n in gm.graph.nodes if "val" in n.meta]
+    assert [n.meta["val"].shape for n in copied.graph.nodes if "val" in n.meta] == [
+        n.meta["val"].shape for n in gm.graph.nodes if "val" in n.meta
+    ]
     copied.graph.erase_node(copied.graph.output_node())
     assert gm.graph.output_node() is not None
 
@@ -122,7 +126,8 @@ def test_errors_show_the_line_of_the_graph() -> None:
 def test_values_are_freed_after_their_last_use() -> None:
     gm = trace_module(Forward(lambda self, x: x.sin().cos().tan()), (X,))
     gm(X)
-    assert "sin = None" in gm.code and "cos = None" in gm.code
+    assert "sin = None" in gm.code
+    assert "cos = None" in gm.code
 
 
 def test_a_graph_without_guard() -> None:

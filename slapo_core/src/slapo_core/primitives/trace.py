@@ -53,7 +53,9 @@ class TracePrimitive(Primitive):
         named_leaves(schedule.mod, leaf_modules or ())
         if example_inputs is None and schedule.example_inputs is None:
             raise ScheduleError(
-                "tracing runs the model once; give example_inputs, here or to create_schedule", path=schedule.path, primitive="trace"
+                "tracing runs the model once; give example_inputs, here or to create_schedule",
+                path=schedule.path,
+                primitive="trace",
             )
 
     @staticmethod

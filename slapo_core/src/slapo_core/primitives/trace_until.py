@@ -51,7 +51,9 @@ class TraceUntilPrimitive(Primitive):
         root, target = (schedule.mod, "") if own else (schedule.root_module, schedule.path)
         traced = trace(root, flatten=True, leaf_modules=leaves, target=target, **kwargs)
         called = {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
-        missing = [path for path in named if path not in called and named[path] not in [traced.get_submodule(name) for name in called]]
+        missing = [
+            path for path in named if path not in called and named[path] not in [traced.get_submodule(name) for name in called]
+        ]
         if missing and kwargs.get("tracer", "value") != "export":
             raise TraceError(f"the forward does not call {missing[0]!r} on the example inputs; trace until another module")
         install(schedule, traced)
@@ -62,6 +64,8 @@ def _named(schedule: Schedule, paths: str | list[str]) -> dict[str, nn.Module]:
     for pattern in [paths] if isinstance(paths, str) else paths:
         matches = dict(module_paths.select(schedule.mod, pattern))
         if not matches:
-            raise ScheduleError(f"no module at {pattern!r}; give paths or globs below this module", path=schedule.path, primitive="trace_until")
+            raise ScheduleError(
+                f"no module at {pattern!r}; give paths or globs below this module", path=schedule.path, primitive="trace_until"
+            )
         found.update(matches)
     return found

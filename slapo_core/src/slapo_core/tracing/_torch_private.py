@@ -15,7 +15,20 @@ from torch.autograd import Function
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["FakeTensor", "FakeTensorMode", "as_parameter", "fake_like", "intercept", "is_unrecorded", "leaf_paths", "quiet", "recorded", "unflatten", "unrecorded", "version"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "as_parameter",
+    "fake_like",
+    "intercept",
+    "is_unrecorded",
+    "leaf_paths",
+    "quiet",
+    "recorded",
+    "unflatten",
+    "unrecorded",
+    "version",
+]
 
 unrecorded: Callable[[], Any] = DisableTorchFunction
 """Context in which no torch function mode sees what is called."""
@@ -26,7 +39,7 @@ is_unrecorded: Callable[[], bool] = _is_torch_function_all_disabled
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A fake of ``tensor`` without its autograd history, on ``device`` where given: about a sixth of the cost of ``from_tensor``."""
+    """A fake of ``tensor`` without its autograd history, on ``device`` where given: a sixth of ``from_tensor``'s cost."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -74,7 +87,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def intercept(module_call: Callable[..., Any], apply: Callable[..., Any]) -> Iterator[None]:
-    """Send every call of a module to ``module_call(call, module, ...)`` and of an autograd function to ``apply(call, ...)``.
+    """Send calls of modules to ``module_call(call, module, ...)``, of autograd functions to ``apply(call, ...)``.
 
     Reentrant checkpoints are no operation of the model's: their function runs as if it were called.
     """
@@ -88,7 +101,7 @@ def intercept(module_call: Callable[..., Any], apply: Callable[..., Any]) -> Ite
             return args[0](*args[2:])
         return apply(plain_apply.__get__(None, cls), *args, **kwargs)
 
-    nn.Module.__call__ = patched_call
+    nn.Module.__call__ = patched_call  # type: ignore[method-assign]
     Function.apply = classmethod(patched_apply)  # type: ignore[assignment]
     try:
         yield

@@ -15,7 +15,8 @@ from . import _torch_private as private
 from .graph_ops import setitem
 
 ASKS_VALUES = frozenset(
-    "item tolist __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero equal allclose numpy __array__".split()
+    "item tolist __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero equal allclose numpy "
+    "__array__".split()
 )
 SHAPES = frozenset("shape size numel nelement __len__ nbytes stride".split())
 _METADATA = SHAPES | frozenset(

@@ -1,6 +1,7 @@
 """Python code of a graph.
 
-fx's own generator spells every function and constant as text, which breaks on many; here what has no plain spelling is a global.
+fx's own generator spells every function and constant as text, which breaks on many; here what has no plain spelling is a
+global.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from torch import fx, nn
 
 from ..errors import TraceError
 from . import _torch_private as private
-from .structures import getter
 from .guard import Guard
+from .structures import getter
 from .traced_module import TracedModule
 
 
@@ -24,7 +24,9 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         exported = torch.export.export(module, args, kwargs, strict=False)
     except Exception as err:  # export raises errors of many types
-        raise TraceError(f"tracer 'export' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}; use tracer='value'") from err
+        raise TraceError(
+            f"tracer 'export' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}; use tracer='value'"
+        ) from err
     flat = exported.module(check_guards=False)
     assert isinstance(flat, fx.GraphModule)
     graph = fx.Graph()
@@ -46,7 +48,9 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             copied[node] = graph.node_copy(node, copied.__getitem__)
     result: Any = list(fx.node.map_arg(flat.graph.output_node().args[0], copied.__getitem__))  # type: ignore[arg-type]
     graph.output(graph.call_function(private.unflatten, (result, exported.call_spec.out_spec)))
-    held = {name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]}
+    held = {
+        name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    }
     constants: dict[str, torch.Tensor] = {}
     for node in graph.find_nodes(op="get_attr"):
         if node.target not in held:

@@ -94,7 +94,9 @@ class Recorder:
         node = self.nodes.get(id(value))
         if node is None:
             name = self.state.get(id(value))
-            node = self._create("get_attr", name, (), {}, value) if name else self._inside_object(value) or self._constant(value)
+            node = (
+                self._create("get_attr", name, (), {}, value) if name else self._inside_object(value) or self._constant(value)
+            )
             self._bind_tensor(node, value)
         return node
 

@@ -87,9 +87,11 @@ class Sandbox:
             was = self.attributes[id(module)]
             for name, value in {**module.__dict__, **module._buffers}.items():
                 if was.get(name) is not None and _differs(value, was[name]) and not moved(value, was[name]):
-                    raise TraceError(f"the forward of a {type(module).__name__} assigns to its attribute {name!r}, which a graph cannot repeat; keep it whole with leaf_modules")
+                    what = f"the forward of a {type(module).__name__} assigns to its attribute {name!r}"
+                    raise TraceError(f"{what}, which a graph cannot repeat; keep it whole with leaf_modules")
         if self.random_numbers.changed():
-            raise TraceError("the forward draws random numbers from Python or NumPy, which a graph cannot repeat; keep the module that does it whole with leaf_modules")
+            what = "the forward draws random numbers from Python or NumPy, which a graph cannot repeat"
+            raise TraceError(f"{what}; keep the module that does it whole with leaf_modules")
 
     def _swap(self, modules: list[nn.Module]) -> None:
         for module in modules:

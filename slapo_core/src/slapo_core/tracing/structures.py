@@ -68,7 +68,9 @@ def has_tensor(value: Any) -> bool:
 
 def is_input(value: Any) -> bool:
     """Whether a graph has to be given the value anew at every call: tensors, and objects a forward may change, e.g. a cache."""
-    return any(isinstance(p, torch.Tensor) or not (isinstance(p, (dict, list, tuple)) or contents(p) is None) for _, p in walk(value))
+    return any(
+        isinstance(p, torch.Tensor) or not (isinstance(p, (dict, list, tuple)) or contents(p) is None) for _, p in walk(value)
+    )
 
 
 def fingerprint(value: Any, seen: dict[int, int] | None = None) -> Any:

@@ -62,11 +62,12 @@ def check_traceable(module: nn.Module, tracer: str) -> None:
     if tracer not in TRACERS:
         raise UnknownNameError.of("tracer", tracer, TRACERS)
     if is_opaque(module):
-        raise TraceError(f"the {type(module).__name__} has hooks or a wrapped forward, which a graph would lose; trace it before, or trace what is inside it")
+        what = f"the {type(module).__name__} has hooks or a wrapped forward, which a graph would lose"
+        raise TraceError(f"{what}; trace it before, or trace what is inside it")
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of one call: a mapping is keywords, a tuple or list positions, anything else the only one."""
+    """Positional and keyword arguments: a mapping is keywords, a tuple or list positions, anything else the only one."""
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
@@ -128,7 +129,9 @@ def trace(
         ScheduleError: No example inputs, or a leaf that is nowhere in the module.
     """
     if example_inputs is None:
-        raise ScheduleError("tracing runs the model once: give example_inputs, here or to create_schedule", path=target, primitive="trace")
+        raise ScheduleError(
+            "tracing runs the model once: give example_inputs, here or to create_schedule", path=target, primitive="trace"
+        )
     module = model.get_submodule(target)
     check_traceable(module, tracer)
     kept = named_leaves(module, leaf_modules or ())
@@ -138,7 +141,9 @@ def trace(
 
     if tracer != "value":
         if target:
-            raise ScheduleError(f"tracer {tracer!r} needs the example_inputs of the module itself", path=target, primitive="trace")
+            raise ScheduleError(
+                f"tracer {tracer!r} needs the example_inputs of the module itself", path=target, primitive="trace"
+            )
         return trace_module(
             module,
             example_inputs,

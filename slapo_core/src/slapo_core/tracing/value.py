@@ -98,7 +98,11 @@ class _Session(TorchFunctionMode):
         """Whether a tensor has the values of another, on the device and in the type of today."""
         for recorder, _ in self.graphs.values():
             node = recorder.nodes.get(id(new))
-            if node is not None and node.target in ("to", "cpu", "cuda", "type_as") and node.args[0] is recorder.nodes.get(id(old)):
+            if (
+                node is not None
+                and node.target in ("to", "cpu", "cuda", "type_as")
+                and node.args[0] is recorder.nodes.get(id(old))
+            ):
                 return True
         return False
 
@@ -164,7 +168,9 @@ def _assemble(root: nn.Module, session: _Session, target: str) -> TracedModule:
     for path, (recorder, guard) in sorted(session.graphs.items(), key=lambda item: -len(item[0])):
         if guard.refuse and path != target:
             continue
-        inner = {name.removeprefix(f"{path}.") if path else name: module for name, module in made.items() if _inside(name, path)}
+        inner = {
+            name.removeprefix(f"{path}.") if path else name: module for name, module in made.items() if _inside(name, path)
+        }
         made[path] = TracedModule(root.get_submodule(path), recorder.graph, guard, recorder.constants, inner)
     traced = made[target]
     assert isinstance(traced, TracedModule)
