@@ -17,10 +17,10 @@ from slapo_core.program import Program
 
 from .batches import Batch, counted_labels, fingerprint, signature, split
 from .checkpoint import load_checkpoint, save_checkpoint
-from .gradients import reduce_gradients
 from .holdings import Holdings
 from .modes import Modes
 from .options import Options
+from .replicas import Replicas
 from .stage_call import StageCall
 from .step import StepResult, run_whole
 
@@ -56,10 +56,13 @@ class TorchEngine(Engine):
         self.module: nn.Module = self._stage.module
         self.optimizer: torch.optim.Optimizer | None = None
         self._holdings = Holdings(program)
+        self._replicas: Replicas | None = None
+        self._unused = False
         try:
             self._holdings.check_same_start()
             self._together(self._make_optimizer)
             self._holdings.release_others()
+            self._together(self._make_replicas)
         except Exception:
             self.close()
             raise
@@ -102,6 +105,9 @@ class TorchEngine(Engine):
     def close(self) -> None:
         """Give back the process groups this engine made and forget its plans."""
         self._plans.clear()
+        if self._replicas is not None:
+            self._replicas.close()
+            self._replicas = None
         self._holdings.close()
 
     # ---- one step
@@ -130,7 +136,7 @@ class TorchEngine(Engine):
     def _runner(self, part: Batch, training: bool) -> Runner:
         if len(self._program.stages) == 1:
             call = StageCall(self._stage, None, self._options, self._device.type)
-            return lambda parts, labels: run_whole(call, parts, labels, training)
+            return lambda parts, labels: run_whole(call, parts, labels, training, self._replicas)
         from .pipeline import StagePlan  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
         key = (training, signature(part))
@@ -138,7 +144,7 @@ class TorchEngine(Engine):
             assert self._program.replan is not None
             with torch.set_grad_enabled(training), StageCall(self._stage, None, self._options, self._device.type).precision():
                 program = self._program.replan(training, part)
-            self._plans[key] = StagePlan(program, self._options, training)
+            self._plans[key] = StagePlan(program, self._options, training, self._replicas)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
         plan: StagePlan = self._plans[key]
@@ -174,23 +180,36 @@ class TorchEngine(Engine):
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
         if self._program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
             own = torch.zeros((), dtype=torch.float64)
-        failed = torch.tensor(float(result.failure is not None), dtype=torch.float64)
-        total, failures = all_reduce(torch.stack([own.cpu(), failed]).to(self._device), self._mesh)
+        counts = torch.tensor([result.failure is not None, result.unused], dtype=torch.float64)
+        total, failures, unused = all_reduce(torch.cat([own.cpu().reshape(1), counts]).to(self._device), self._mesh)
+        self._unused = bool(unused.item())
         if failures.item():
-            self.module.zero_grad(set_to_none=True)
+            self._start_over()
             agree(result.failure, self._mesh)
         mean: torch.Tensor = total / self._program.axis_size("dp")
         return mean.float()
 
+    def _start_over(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+        if self._replicas is not None:  # a backward that broke off may have left its bookkeeping, which plans use, incomplete
+            self._plans.clear()
+            self._replicas.close()
+            self._make_replicas()
+
     def _reduce(self) -> None:
+        """What is left to do about gradients once the backwards have averaged them over replicas."""
+        if self._replicas is not None and self._unused:
+            self._replicas.drop_unused()
         self._holdings.reduce_ties()
-        replicas = self._program.axis_size("dp")
-        if replicas > 1:
-            assert self._mesh is not None
-            reduce_gradients(self._holdings.trainable, self._mesh["dp"].get_group(), 1 / replicas)
 
     def _clip(self) -> float | None:
         return float(self._holdings.clip(self._options.clip)) if self._options.clip else None
+
+    def _make_replicas(self) -> None:
+        # DistributedDataParallel refuses a stage without trainable parameters, which has nothing to reduce
+        if self._program.axis_size("dp") > 1 and self._holdings.trainable and self._options.optimizer is not None:
+            assert self._mesh is not None
+            self._replicas = Replicas(self.module, self._mesh["dp"].get_group())
 
     def _make_optimizer(self) -> None:
         trainable = self._holdings.trainable

@@ -1,4 +1,4 @@
-"""Gradients across ranks: the mean over replicas, the sum over the stages that share a parameter."""
+"""Gradients of tied parameters: the sum over the stages that share one."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ BUCKET_BYTES = 25 * 2**20
 Bucket = list[torch.nn.Parameter]
 
 
-def reduce_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup, scale: float = 1.0) -> None:
-    """Sum gradients over a group, times ``scale``; collective.
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum gradients over a group; collective.
 
     Args:
         parameters: The same ones in the same order on every rank of the group. One without a gradient counts as zero, and
             keeps None where no rank has one.
         group: The ranks to sum over.
-        scale: ``1 / size`` gives the mean.
     """
     pending = [(bucket, *_start(bucket, group)) for bucket in _buckets(parameters)]
     for bucket, flat, work in pending:
         work.wait()
-        _finish(bucket, flat, scale)
+        _finish(bucket, flat)
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[Bucket]:
@@ -56,16 +55,15 @@ def _start(bucket: Bucket, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist
     return flat, work
 
 
-def _finish(bucket: Bucket, flat: torch.Tensor, scale: float) -> None:
+def _finish(bucket: Bucket, flat: torch.Tensor) -> None:
     sizes = [parameter.numel() for parameter in bucket]
     *pieces, present = torch.split(flat, [*sizes, len(bucket)])
     for parameter, piece, ranks in zip(bucket, pieces, present.tolist(), strict=True):
         if ranks > 0:
-            reduced = piece.view_as(parameter) * scale if scale != 1.0 else piece.view_as(parameter).clone()
             if parameter.grad is None:
-                parameter.grad = reduced
+                parameter.grad = piece.view_as(parameter).clone()
             else:
-                parameter.grad.copy_(reduced)
+                parameter.grad.copy_(piece.view_as(parameter))
 
 
 def by_stages(ties: Sequence[tuple[tuple[int, ...], torch.nn.Parameter]]) -> dict[tuple[int, ...], Bucket]:

@@ -14,7 +14,8 @@ from slapo_core.grad_norm import clip_grad_norm_
 from slapo_core.parameters import successor
 from slapo_core.program import Program, TieGroup
 
-from .gradients import by_stages, reduce_gradients
+from .batches import fingerprint
+from .gradients import by_stages, sum_gradients
 
 TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other when they sum gradients of tied parameters."""
@@ -53,7 +54,7 @@ class Holdings:
     def reduce_ties(self) -> None:
         """Sum the gradients of tied parameters over the stages that share them."""
         for group, bucket in self._shared:
-            reduce_gradients(bucket, group)
+            sum_gradients(bucket, group)
 
     def close(self) -> None:
         """Give back the process groups."""
@@ -66,20 +67,30 @@ class Holdings:
         """Refuse to train when replicas, or the stages of a tie, start from different numbers. Collective.
 
         Raises:
-            BuildError: on every rank; names a parameter.
+            BuildError: on every rank; names a parameter, or says that the replicas' parameters are not the same ones.
         """
         mesh = self._program.mesh
-        error = None
-        if mesh is not None and self._program.axis_size("dp") > 1:
-            named = dict(self._stage.named_parameters())
-            wrong = _different(list(named.values()), mesh["dp"].get_group())
-            if wrong:
-                error = BuildError(
-                    f"the replicas start from different values of {list(named)[wrong[0]]!r}; seed all ranks alike"
-                )
+        error = self._check_replicas()
         for tie, parameter in self._mine:
             error = self._check_tie(tie, parameter) or error
         agree(error, mesh)
+
+    def _check_replicas(self) -> BuildError | None:
+        mesh, named = self._program.mesh, dict(self._stage.named_parameters())
+        if mesh is None or self._program.axis_size("dp") == 1:
+            return None
+        group = mesh["dp"].get_group()
+        mark = fingerprint([(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named.items()])
+        marks = torch.tensor([mark, -mark], device=mesh.device_type)
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
+        if marks.sum().item():
+            return BuildError(
+                "the replicas have parameters of different names, shapes or requires_grad; build and freeze alike on all ranks"
+            )
+        wrong = _different(list(named.values()), group) if named else []
+        if not wrong:
+            return None
+        return BuildError(f"the replicas start from different values of {list(named)[wrong[0]]!r}; seed all ranks alike")
 
     def _check_tie(self, tie: TieGroup, parameter: nn.Parameter) -> BuildError | None:
         groups = [group for group, bucket in self._shared if any(parameter is shared for shared in bucket)]

@@ -17,6 +17,7 @@ from slapo_core.program import Boundary, Program
 
 from .batches import Batch
 from .options import Options
+from .replicas import Replicas
 from .stage_call import StageCall
 from .step import StepResult
 
@@ -26,16 +27,19 @@ _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 class RunningStage(PipelineStage):
     """A stage that takes its inputs by micro-batch number, and that never leaves its neighbours waiting.
 
-    After an error it goes on sending what they wait for, as zeros; the engine refuses the step at its end on all ranks.
+    After an error it goes on sending what they wait for, as zeros; the engine refuses the step at its end on all ranks. With
+    replicas the runtime sees their wrapper, which it keeps from reducing before the last backward.
     """
 
-    def __init__(self, call: StageCall, program: Program, rank: int, result: StepResult) -> None:
+    def __init__(
+        self, call: StageCall, program: Program, rank: int, result: StepResult, replicas: Replicas | None = None
+    ) -> None:
         assert program.mesh is not None
         device = torch.device(program.mesh.device_type)
         last = rank == len(program.stages) - 1
         outputs = (torch.empty((), device="meta", requires_grad=True),) if last else _metas(call.outputs or ())
         super().__init__(
-            call,
+            call if replicas is None else replicas.wrapped,
             rank,
             len(program.stages),
             torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device,
@@ -45,7 +49,9 @@ class RunningStage(PipelineStage):
         )
         self.feed: list[dict[str, Any]] = []
         self.result = result
+        self._num_inputs = len(call.inputs)
         self._outputs = outputs
+        self._replicas = replicas
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
@@ -71,7 +77,9 @@ class RunningStage(PipelineStage):
         self._attempt("B", bwd_chunk_id, lambda: run(bwd_chunk_id, loss, full_backward, last_backward))
         if self.result.failure is not None:
             self.fwd_cache.pop(bwd_chunk_id, None)
-            self.bwd_cache[bwd_chunk_id] = (None,) * len(self.submod.inputs)  # type: ignore[arg-type]
+            self.bwd_cache[bwd_chunk_id] = (None,) * self._num_inputs
+        if last_backward and self._replicas is not None:
+            self.result.unused = self._replicas.finish()
 
     def _attempt(self, kind: str, microbatch: int, run: Callable[[], Any]) -> Any:
         if self.result.failure is not None:
@@ -90,7 +98,7 @@ class RunningStage(PipelineStage):
 class StagePlan:
     """One stage made ready for one shape of micro-batch, in one mode."""
 
-    def __init__(self, program: Program, options: Options, training: bool) -> None:
+    def __init__(self, program: Program, options: Options, training: bool, replicas: Replicas | None = None) -> None:
         assert program.mesh is not None
         self.program = program
         rank = program.axis_rank("pp")
@@ -99,7 +107,9 @@ class StagePlan:
         self._training = training
         self._result = StepResult()
         call = StageCall(program.stages[rank], outputs, options, program.mesh.device_type)
-        self._stage = RunningStage(call, program, rank, self._result)
+        replicas = replicas if training else None
+        self._stage = RunningStage(call, program, rank, self._result, replicas)
+        self._call = {"call": call} if replicas is not None else {}
         schedule = _SCHEDULES[options.pipeline_schedule] if training else ScheduleGPipe
         # the loss comes scaled out of the last stage; without a loss function the schedule runs forwards only
         self._schedule = schedule(self._stage, options.microbatches, loss_fn=_identity if training else None, scale_grads=False)
@@ -109,7 +119,7 @@ class StagePlan:
         """Run all micro-batches, forward and, in training, backward; errors are in the result."""
         result = self._stage.result = StepResult()
         self._stage.feed = [
-            {"batch": {name: part[name] for name in self._names if name in part}, "labels": label}
+            {"batch": {name: part[name] for name in self._names if name in part}, "labels": label, **self._call}
             for part, label in zip(parts, labels, strict=True)
         ]
         with torch.set_grad_enabled(self._training):

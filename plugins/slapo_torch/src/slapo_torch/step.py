@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .batches import Batch
+from .replicas import Replicas
 from .stage_call import StageCall
 
 
@@ -19,11 +21,13 @@ class StepResult:
     Args:
         losses: Each micro-batch's share of the mean loss; empty on ranks without the last stage.
         failure: The first error, if any.
+        unused: How many trainable parameters of this rank no micro-batch used; counted where there are replicas.
         actions: When each forward (``"F"``) and backward (``"B"``) ran, in seconds since the epoch.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
     failure: Exception | None = None
+    unused: int = 0
     actions: list[dict[str, Any]] = field(default_factory=list)
 
     def record(self, stage: int, kind: str, microbatch: int, start: float) -> None:
@@ -31,20 +35,33 @@ class StepResult:
         self.actions.append({"stage": stage, "kind": kind, "microbatch": microbatch, "start": start, "end": time.time()})
 
 
-def run_whole(call: StageCall, parts: list[Batch], labels: list[Any], training: bool) -> StepResult:
-    """Run all micro-batches through a model in one piece; gradients add up."""
+def run_whole(
+    call: StageCall, parts: list[Batch], labels: list[Any], training: bool, replicas: Replicas | None = None
+) -> StepResult:
+    """Run all micro-batches through a model in one piece; gradients add up, and are averaged over replicas."""
     result = StepResult()
+    replicas = replicas if training else None
     try:
         for index, (part, label) in enumerate(zip(parts, labels, strict=True)):
-            start = time.time()
-            with torch.set_grad_enabled(training):
-                loss = call(batch=part, labels=label)
-            result.record(0, "F", index, start)
-            if training:
-                start = time.time()
-                loss.backward()
-                result.record(0, "B", index, start)
-            result.losses.append(loss.detach())
+            waits = replicas is not None and index + 1 < len(parts)
+            with replicas.accumulating() if replicas is not None and waits else nullcontext():
+                _run_one(call, index, {"batch": part, "labels": label}, training, replicas, result)
     except Exception as err:
         result.failure = err
+    if replicas is not None:
+        result.unused = replicas.finish()
     return result
+
+
+def _run_one(
+    call: StageCall, index: int, inputs: dict[str, Any], training: bool, replicas: Replicas | None, result: StepResult
+) -> None:
+    start = time.time()
+    with torch.set_grad_enabled(training):
+        loss = call(**inputs) if replicas is None else replicas.run(call, **inputs)
+    result.record(0, "F", index, start)
+    if training:
+        start = time.time()
+        loss.backward()
+        result.record(0, "B", index, start)
+    result.losses.append(loss.detach())
