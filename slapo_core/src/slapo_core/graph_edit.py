@@ -228,7 +228,7 @@ def _check_call(new: Any, inputs: list[Any], concrete: Mapping[str, Any]) -> Non
         signature.bind(*inputs, **concrete)
     except TypeError as err:
         raise ScheduleError(
-            f"{getattr(new, '__name__', type(new).__name__)}{signature} does not take the {len(inputs)} inputs of the subgraph: {err}; "
+            f"{getattr(new, '__name__', type(new).__name__)}{signature} does not take {len(inputs)} inputs: {err}; "
             "give it as many parameters, or the rest by concrete"
         ) from err
 

@@ -16,8 +16,8 @@ _ALIASES = dict(
     pair.split("=")
     for pair in (
         "truediv=div true_divide=div divide=div multiply=mul subtract=sub negative=neg mod=remainder and_=bitwise_and "
-        "or_=bitwise_or xor=bitwise_xor invert=bitwise_not inv=bitwise_not floordiv=floor_divide concat=cat concatenate=cat swapaxes=transpose "
-        "swapdims=transpose absolute=abs "
+        "or_=bitwise_or xor=bitwise_xor invert=bitwise_not inv=bitwise_not floordiv=floor_divide concat=cat concatenate=cat "
+        "swapaxes=transpose swapdims=transpose absolute=abs "
         "less=lt greater=gt less_equal=le greater_equal=ge not_equal=ne iadd=add_ isub=sub_ "
         "imul=mul_ itruediv=div_ iand=bitwise_and_ ior=bitwise_or_ clip=clamp"
     ).split()
