@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import fx, nn
 from torch.fx.node import map_arg
@@ -74,7 +76,7 @@ def replace_subgraph(
     edit.erase(reversed(part.nodes))
     if part.late:
         write_regions(gm.graph)
-    gm.recompile()
+    edit.close()
     return target if op == "call_module" else call.name
 
 
@@ -233,14 +235,34 @@ def _check_call(new: Any, inputs: list[Any], concrete: Mapping[str, Any]) -> Non
         ) from err
 
 
+_USES: WeakKeyDictionary[fx.Graph, tuple[int, Counter[str]]] = WeakKeyDictionary()
+"""Per edited graph its length and how many nodes use each module or something in it."""
+
+
+def _holders(node: fx.Node) -> list[str]:
+    """The module a node uses and those that hold it."""
+    names = str(node.target).split(".") if node.op in ("call_module", "get_attr") else []
+    return [".".join(names[: depth + 1]) for depth in range(len(names))]
+
+
 class _Edit:
     """Changes of one graph module, each with its inverse."""
 
     def __init__(self, gm: fx.GraphModule, on_undo: Callable[[Callable[[], None]], None]) -> None:
         self.gm, self.graph, self.on_undo = gm, gm.graph, on_undo
-        on_undo(self._recompile)
+        length, uses = _USES.pop(self.graph, (-1, Counter()))
+        if length != len(self.graph.nodes):  # the first edit, or others have edited
+            uses = Counter(path for node in self.graph.nodes for path in _holders(node))
+        self.uses = uses
+        on_undo(self._undone)
 
-    def _recompile(self) -> None:
+    def _undone(self) -> None:
+        _USES.pop(self.graph, None)
+        self.gm.recompile()
+
+    def close(self) -> None:
+        """The edit is done."""
+        _USES[self.graph] = len(self.graph.nodes), self.uses
         self.gm.recompile()
 
     def create(
@@ -251,6 +273,7 @@ class _Edit:
             node = self.graph.create_node(op, target, args, kwargs, name)
         node.meta.update({key: meta[key] for key in ("source", "regions", "val") if key in meta})
         self._undo_by_name(self.graph.erase_node, node)
+        self.uses.update(_holders(node))
         return node
 
     def reroute(self, old: fx.Node, new: fx.Node, inside: set[fx.Node]) -> None:
@@ -289,6 +312,7 @@ class _Edit:
             new.name = name
             new.meta.update(meta)
 
+        self.uses.subtract(_holders(node))
         self.graph.erase_node(node)
         self.on_undo(put_back)
         if op in ("call_module", "get_attr"):
@@ -298,20 +322,10 @@ class _Edit:
                 self._erase(other)
 
     def _drop_unused(self, path: str) -> None:
-        if not path or self._is_used(path):
+        if not path or self.uses[path]:
             return
         parent, _, name = path.rpartition(".")
         self._set_modules(self.gm.get_submodule(parent), name, None)
-
-    def _is_used(self, path: str) -> bool:
-        module = self.gm.get_submodule(path)
-        if any(True for _ in self.graph.find_nodes(op="call_module", target=path, sort=False)):
-            return True
-        inside = [f"{path}.{name}" for name, _ in module.named_modules() if name]
-        if any(self.graph.find_nodes(op="call_module", target=name, sort=False) for name in inside):
-            return True
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        return any(self.graph.find_nodes(op="get_attr", target=f"{path}.{name}", sort=False) for name, _ in tensors)
 
     def add_module(self, prefix: str, name: str, module: nn.Module) -> str:
         """Register a module under a free name; returns its path."""
@@ -324,14 +338,17 @@ class _Edit:
 
     def _set_modules(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         table = parent._modules
-        before = dict(table)
+        old, names = table.get(name), list(table) if name in table else []
         if module is None:
             del table[name]
         else:
             table[name] = module
 
         def put_back() -> None:
-            table.clear()
-            table.update(before)
+            table.pop(name, None)
+            if names:  # in its old place
+                rest = {**table, name: old}
+                table.clear()
+                table.update({key: rest.pop(key) for key in names if key in rest} | rest)
 
         self.on_undo(put_back)
