@@ -123,23 +123,33 @@ def extract(gm: fx.GraphModule, nodes: Sequence[Any]) -> TracedModule:
 
 
 def resolve(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
-    """The nodes of ``gm`` now that the handles mean: by name where an undo has made them anew, in graph order."""
-    names: dict[str, fx.Node] | None = None
+    """The nodes of ``gm`` now that the handles mean: by name where an undo has made them anew.
+
+    Raises:
+        ScheduleError: A node is no longer in the graph.
+    """
     found = []
     for handle in nodes:
-        node = handle[1] if isinstance(handle, tuple) else handle
-        if node.graph is not gm.graph or node not in _alive(node):
-            names = {other.name: other for other in gm.graph.nodes} if names is None else names
-            if node.name not in names:
-                raise ScheduleError(f"node {node.name!r} is no longer in the graph; find it again")
-            node = names[node.name]
-        found.append(node)
+        node: fx.Node = handle[1] if isinstance(handle, tuple) else handle
+        found.append(node if _is_in(gm.graph, node) else _by_name(gm.graph, node.name))
     return found
 
 
-def _alive(node: fx.Node) -> Iterable[fx.Node]:
-    """The node, if it is linked into its graph."""
-    return (node,) if node.prev.next is node else ()
+_NAMES: WeakKeyDictionary[fx.Graph, dict[str, fx.Node]] = WeakKeyDictionary()
+
+
+def _is_in(graph: fx.Graph, node: fx.Node) -> bool:
+    return node.graph is graph and node.prev.next is node
+
+
+def _by_name(graph: fx.Graph, name: str) -> fx.Node:
+    node = _NAMES.get(graph, {}).get(name)
+    if node is None or not _is_in(graph, node) or node.name != name:
+        _NAMES[graph] = {other.name: other for other in graph.nodes}
+        node = _NAMES[graph].get(name)
+    if node is None:
+        raise ScheduleError(f"node {name!r} is no longer in the graph; find it again")
+    return node
 
 
 class _Part:
@@ -311,6 +321,7 @@ class _Edit:
                 new = self.graph.create_node(op, target, map_arg(args, known.__getitem__), map_arg(kwargs, known.__getitem__))
             new.name = name
             new.meta.update(meta)
+            _NAMES.setdefault(self.graph, {})[name] = new
 
         self.uses.subtract(_holders(node))
         self.graph.erase_node(node)
