@@ -96,7 +96,6 @@ def test_copies(make: Any) -> None:
     _, gm = traced()
     copied = make(gm)
     assert str(copied.graph) == str(gm.graph)
-    assert_same(gm, copied.train(), {"x": X}) if make is None else None
     torch.testing.assert_close(copied(X), gm(X))
     assert not {id(p) for p in copied.parameters()} & {id(p) for p in gm.parameters()}
     assert [n.meta["val"].shape for n in copied.graph.nodes if "val" in n.meta] == [
@@ -145,11 +144,3 @@ def test_inputs_on_another_device_move_the_graphs_constants() -> None:
     assert gm(X.to("meta")).device.type == "meta"
     gm.fc.to_empty(device="cpu"), gm.register_buffer("table", torch.ones(4))
     assert gm(X).device.type == "cpu"
-
-
-@pytest.mark.gpu
-def test_traced_on_one_device_and_run_on_another() -> None:
-    model, batch = FAMILIES["llama"].model(), FAMILIES["llama"].batch()
-    gm = trace_module(model, batch).cuda()
-    loss = gm(**{key: value.cuda() for key, value in batch.items()}).loss
-    torch.testing.assert_close(loss.cpu(), model.cpu()(**batch).loss, rtol=1e-4, atol=1e-4)
