@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -198,3 +199,32 @@ def test_files_that_are_not_there_or_of_no_known_kind(tmp_path: Path) -> None:
         load_schedule(fresh(), tmp_path / "none.json")
     with pytest.raises(ScheduleError, match=r"cannot tell the format of 's.yaml'; end it in .json or .py"):
         create_schedule(fresh()).save(tmp_path / "s.yaml")
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.relu(self.up(x)) * 2.0)
+
+
+def relu_twice(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.relu(x) * 2.0
+
+
+@pytest.mark.parametrize("suffix", [".json", ".py"])
+def test_a_replaced_subgraph_is_replayed(tmp_path: Path, suffix: str) -> None:
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(2, 4)
+    fresh_model = copy.deepcopy(model)
+    sch = create_schedule(model, example_inputs=(x,))
+    sch.trace()
+    (found,) = sch.find(relu_twice)
+    sch.replace(nn.SiLU(), found)
+    sch.save(tmp_path / f"s{suffix}")
+    again = load_schedule(fresh_model, tmp_path / f"s{suffix}", example_inputs=(x,))
+    assert torch.equal(again.mod(x), sch.mod(x))
+    assert not torch.equal(again.mod(x), Gated()(x))
+    assert str(again.journal) == str(sch.journal)
