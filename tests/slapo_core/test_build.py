@@ -149,6 +149,19 @@ def test_build_ends_what_can_be_undone_and_frees_it() -> None:
 
 
 @pytest.mark.usefixtures("plugin")
+def test_after_a_build_for_an_engine_there_are_no_more_steps() -> None:
+    """They would change the model behind the engine's back."""
+    sch = create_schedule(model())
+    build(sch, "toy")
+    with pytest.raises(ScheduleError, match="replace\\('1'\\): the schedule was built for .toy., whose engine"):
+        sch["1"].replace(make(nn.ReLU))
+    with pytest.raises(BuildError, match="the schedule was built for 'toy' already"):
+        build(sch, "toy")
+    with pytest.raises(BuildError, match="cannot build a Linear"):
+        build(nn.Linear(2, 2), "toy")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("plugin")
 def test_a_program_of_one_stage_runs_the_model() -> None:
     top = model()
     program = build_program(create_schedule(top))

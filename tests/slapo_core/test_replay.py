@@ -228,3 +228,32 @@ def test_a_replaced_subgraph_is_replayed(tmp_path: Path, suffix: str) -> None:
     assert torch.equal(again.mod(x), sch.mod(x))
     assert not torch.equal(again.mod(x), Gated()(x))
     assert str(again.journal) == str(sch.journal)
+
+
+class Difference(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * 2.0 - b
+
+
+def minus_first(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return b - a
+
+
+@pytest.mark.parametrize("suffix", [".json", ".py"])
+def test_a_replayed_subgraph_keeps_the_order_of_its_inputs(tmp_path: Path, suffix: str) -> None:
+    x, y = torch.rand(2, 4) + 1, torch.rand(2, 4) + 1
+    sch = create_schedule(Difference(), example_inputs=(x, y))
+    sch.trace()
+    (found,) = sch.find(minus_first)
+    sch.replace(nn.functional.linear, found)
+    sch.save(tmp_path / f"s{suffix}")
+    again = load_schedule(Difference(), tmp_path / f"s{suffix}", example_inputs=(x, y))
+    expected = nn.functional.linear(y, x * 2.0)  # by the pattern's arguments, not by first use
+    assert torch.equal(sch.mod(x, y), expected)
+    assert torch.equal(again.mod(x, y), expected)
+
+
+@pytest.mark.parametrize("value", [torch.special.xlogy, type("Local", (nn.Module,), {"__module__": "__main__"})])
+def test_what_could_not_be_loaded_again_is_not_saved(value: Any) -> None:
+    with pytest.raises(ScheduleError, match="cannot write down"):
+        encode(value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import Primitive, Schedule, ScheduleError, Step, UnknownNameError, create_schedule, hookimpl
+from slapo_core import Primitive, Schedule, ScheduleError, SlapoError, Step, UnknownNameError, create_schedule, hookimpl
 from slapo_core.parameters import facts, successor
 from slapo_core.testing import isolated_plugins
 from slapo_core.wrapping import wrap_forward
@@ -233,6 +233,31 @@ def test_an_unknown_primitive_is_named_with_its_neighbour() -> None:
 def test_values_written_in_place_cannot_be_undone_and_that_is_said() -> None:
     with pytest.raises(Exception, match="wrote into a parameter in place, which cannot be undone"):
         create_schedule(model())["0"].in_place()
+
+
+class Quiet(Primitive):
+    """Writes in place and says nothing."""
+
+    name = "quiet"
+
+    @staticmethod
+    def apply(schedule: Schedule) -> None:
+        with torch.no_grad():
+            schedule.mod.weight.add_(1)
+
+
+class QuietPlugin:
+    @hookimpl
+    def slapo_primitives(self) -> dict[str, type[Primitive]]:
+        return {"quiet": Quiet}
+
+
+def test_a_step_that_writes_in_place_is_refused_at_once() -> None:
+    with isolated_plugins(QuietPlugin()):
+        sch = create_schedule(model())
+        with pytest.raises(SlapoError, match="wrote into a parameter in place, which cannot be undone"):
+            sch["0"].quiet()
+        assert len(sch.journal) == 0
 
 
 def test_only_a_step_may_change_the_model() -> None:

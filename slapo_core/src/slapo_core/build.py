@@ -61,6 +61,8 @@ def build(
         "precision": precision,
         "clip": clip,
     }
+    if not isinstance(sch, Schedule):
+        raise BuildError(f"cannot build a {type(sch).__name__}; give what create_schedule returned")
     root, error = sch._root, None
     try:
         dialect, program = _prepare(sch, target, common, config)
@@ -71,7 +73,7 @@ def build(
     agree(error, root.mesh)
     engine: Engine = PlainEngine(program.module) if dialect is None else dialect.build(program, **common, **config)
     root.journal.seal()
-    root.program = program
+    root.program, root.target = program, target
     root.registry.hook.slapo_after_build(engine=engine)
     return engine
 
@@ -81,6 +83,8 @@ def _prepare(
 ) -> tuple[type[Dialect] | None, Program]:
     """The dialect and the program, or an error; nothing is built and nothing communicated."""
     hook = sch._root.registry.hook
+    if sch._root.target is not None:
+        raise BuildError(f"the schedule was built for {sch._root.target!r} already; start a new schedule to build again")
     dialect = sch._root.registry.dialect(target) if target is not None else None
     if dialect is None and (unused := [key for key, value in common.items() if value != _DEFAULTS[key]]):
         raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")

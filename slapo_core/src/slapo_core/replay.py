@@ -27,6 +27,8 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     if target.suffix not in writers:
         raise ScheduleError(f"cannot tell the format of {target.name!r}; end it in .json or .py", primitive="save")
     text = writers[target.suffix](schedule)
+    if not target.parent.is_dir():
+        raise ScheduleError(f"no folder {str(target.parent)!r} to save {target.name!r} in", primitive="save")
     with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, delete=False, encoding="utf-8") as file:
         file.write(text)
     os.replace(file.name, target)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import matching, paths
 from .errors import ScheduleError, UnknownNameError
+from .gather import full_state
 from .holders import Holders, Place
 from .journal import Journal, Step
 from .parameters import ParamFacts, facts
@@ -66,7 +67,8 @@ class Root:
         self.metadata: WeakKeyDictionary[nn.Module, ScheduleMetadata] = WeakKeyDictionary()
         self.transaction: Transaction | None = None
         self.children: list[Step] = []  # steps taken inside the step under way
-        self.program: Program | None = None  # since the last build
+        self.program: Program | None = None  # of the last build
+        self.target: str | None = None  # the dialect that has built an engine from the model
 
     def metadata_of(self, module: nn.Module) -> ScheduleMetadata:
         """The metadata of one module, made when first asked for."""
@@ -303,7 +305,7 @@ class Schedule:
         Raises:
             ScheduleError: a step has an argument that cannot be written down; names it. No file is written.
         """
-        from .replay import save_schedule  # replay imports this module
+        from .replay import save_schedule  # noqa: PLC0415  replay imports this module
 
         save_schedule(self, path)
 
@@ -383,8 +385,6 @@ class Schedule:
         Returns:
             Original name to detached tensor; a tied parameter stands under each of its names.
         """
-        from .gather import full_state  # torch.distributed work that plain scheduling does not need
-
         return full_state(self._root.module, self._root.program, kind)
 
     # ---- Python's own
@@ -435,6 +435,8 @@ def create_schedule(
         if handle.mod is not root:
             raise ScheduleError(f"the module at {path or name!r} is another one", path=parent.path, primitive="create_schedule")
         return handle
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ScheduleError(f"mesh is a {type(mesh).__name__}; give a torch DeviceMesh", primitive="create_schedule")
     axes = mesh.mesh_dim_names if mesh is not None else ()
     if mesh is not None and (not axes or list(axes) != [axis for axis in ("pp", "dp", "tp") if axis in axes]):
         raise ScheduleError(

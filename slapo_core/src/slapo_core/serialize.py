@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from .errors import ScheduleError
+from .matching import find_by_name, match_data
 
 _RECIPE = "_slapo_recipe"
 _PLAIN = (type(None), bool, int, str)
@@ -65,7 +66,7 @@ def decode(data: Any, trust: Sequence[str] = (), context: Any = None) -> Any:
         if key == "$import":
             return _import(inner, trust)
         if key == "$match":
-            return _find_nodes(inner, context)
+            return find_by_name(context, again(inner))
         if key[:1] == "$" and key[1:] in _KINDS:
             return _KINDS[key[1:]][2](inner, again)
     raise ScheduleError(f"not a value of a saved schedule: {data!r}")
@@ -85,7 +86,7 @@ def to_source(value: Any) -> str:
     if isinstance(value, torch.device):
         return f"torch.device({str(value)!r})"
     if _is_match(value):
-        return f"slapo_core.match(sch, {_match_data(value)!r})"
+        return f"slapo_core.match(sch, {to_source(match_data(value))})"
     if type(value) in (list, tuple, set):
         return _sequence_source(value)
     if type(value) is dict:
@@ -106,7 +107,7 @@ def imports_of(value: Any) -> set[str]:
         cls, args, kwargs = _recipe(value)
         return {"slapo_core"}.union(*map(imports_of, [cls, *args, *kwargs.values()]))
     if _is_match(value):
-        return {"slapo_core"}
+        return {"slapo_core"} | imports_of(match_data(value))
     if isinstance(value, (list, tuple, set)):
         return set().union(*map(imports_of, value))
     if isinstance(value, dict):
@@ -130,7 +131,8 @@ def _is_importable(value: Any) -> bool:
 def _import_path(value: Any) -> str:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     for home in (module, "torch.nn.functional", "torch"):  # torch's built-in functions do not know their public home
-        if home and _resolve(home, name) is value:
+        public = home and not any(word.startswith("_") for word in f"{home}.{name}".split("."))
+        if public and _resolve(home, name) is value:
             return f"{home}:{name}"
     raise ScheduleError(f"cannot write down {_describe(value)}; {_advice(value)}")
 
@@ -220,16 +222,6 @@ def _is_match(value: Any) -> bool:
     )
 
 
-def _match_data(value: Any) -> list[list[str]]:
-    return [[parent, node.name, node.op, str(node.target)] for parent, node in value]
-
-
-def _find_nodes(data: Any, context: Any) -> Any:
-    from .matching import find_by_name  # matching imports this module's neighbours
-
-    return find_by_name(context, data)
-
-
 def _describe(value: Any) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, nn.Module):
@@ -259,7 +251,7 @@ def _items(value: Any) -> list[Any]:
 
 _Kind = tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[Any, Any], Any]]
 _KINDS: dict[str, _Kind] = {  # kind: (matches, to data, from data); tried in this order
-    "match": (_is_match, _match_data, lambda data, again: None),
+    "match": (_is_match, lambda v: encode(match_data(v)), lambda data, again: None),
     "list": (lambda v: type(v) is list, _items, lambda data, again: None),
     "tuple": (lambda v: isinstance(v, tuple), _items, lambda data, again: tuple(again(data))),
     "set": (

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply a primitive, transactionally. Steps taken inside a step become its children."""
     cls = root.registry.primitive(name)
+    if root.target is not None:
+        built = f"the schedule was built for {root.target!r}, whose engine would not see the step; start a new schedule"
+        raise ScheduleError(built, path=schedule.path, primitive=name)
     module = schedule.mod
     root.registry.hook.slapo_before_apply(schedule=schedule, name=name, args=args, kwargs=kwargs)
     _check_arguments(cls, schedule, name, args, kwargs)
@@ -43,6 +46,8 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
     try:
         metadata.primitives.setdefault(name, cls.init_metadata())
         value = cls.apply(schedule, *args, **kwargs)
+        if transaction.wrote_in_place():
+            raise ScheduleError("writes into a parameter in place", path=schedule.path, primitive=name)  # rollback says more
         if cls.scope != "module":
             root.holders.drop()
         step = Step(schedule.path, name, args, kwargs, root.registry.provider("primitive", name), tuple(root.children))

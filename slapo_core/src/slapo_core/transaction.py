@@ -60,13 +60,17 @@ class Transaction:
         self._inverses = [it for it in self._inverses if not isinstance(it, _Memory) or it.settle()]
         self._seen.clear()
 
+    def wrote_in_place(self) -> bool:
+        """Whether the step changed values of a parameter or buffer where they are, which nothing can put back."""
+        return any(isinstance(it, _TensorMemory) and it.was_written() for it in self._inverses)
+
     def rollback(self) -> None:
         """Undo everything, newest first.
 
         Raises:
             SlapoError: the step wrote into a parameter in place; all else is undone.
         """
-        written = any(isinstance(it, _TensorMemory) and it.was_written() for it in self._inverses)
+        written = self.wrote_in_place()
         while self._inverses:
             self._inverses.pop()()
         if written:
