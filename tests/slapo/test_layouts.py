@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from slapo_core.testing import run_distributed
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo
+from slapo_core.testing import run_distributed
 
 LAYERS = 4
 Numbers = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]

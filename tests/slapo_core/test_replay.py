@@ -182,7 +182,8 @@ def write(tmp_path: Path, name: str, text: str) -> Path:
         ),
         (
             "s.json",
-            '{"slapo_schedule": 1, "steps": [{"path": "0", "name": "annotate", "args": ["weight", "a", {"$import": "os:system"}], "kwargs": {}}]}',
+            '{"slapo_schedule": 1, "steps": [{"path": "0", "name": "annotate", '
+            '"args": ["weight", "a", {"$import": "os:system"}], "kwargs": {}}]}',
             "step 1: 'os:system' is not from a trusted module",
         ),
     ],

@@ -60,11 +60,8 @@ class ReplacePrimitive(Primitive):
             raise ScheduleError(f"{new!r} is neither a module nor a function", path=schedule.path, primitive="replace")
         matches = as_matches(schedule, subgraph)
         if len(matches) > 1 and isinstance(new, nn.Module) and any(True for _ in [*new.parameters(), *new.buffers()]):
-            raise ScheduleError(
-                f"{len(matches)} subgraphs would share the weights of one {type(new).__name__}; replace each with its own module",
-                path=schedule.path,
-                primitive="replace",
-            )
+            shared = f"{len(matches)} subgraphs would share the weights of one {type(new).__name__}"
+            raise ScheduleError(f"{shared}; replace each with its own module", path=schedule.path, primitive="replace")
         for match in matches:
             graph_edit.check_replace(schedule, match, new)
 
