@@ -131,8 +131,9 @@ def _is_importable(value: Any) -> bool:
 def _import_path(value: Any) -> str:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     for home in (module, "torch.nn.functional", "torch"):  # torch's built-in functions do not know their public home
-        public = home and not any(word.startswith("_") for word in f"{home}.{name}".split("."))
-        if public and _resolve(home, name) is value:
+        if not home or any(word.startswith("_") for word in f"{home}.{name}".split(".")):
+            continue  # what is private, __main__ included, could not be imported again
+        if _resolve(home, name) is value:
             return f"{home}:{name}"
     raise ScheduleError(f"cannot write down {_describe(value)}; {_advice(value)}")
 
