@@ -29,7 +29,7 @@ def refusal(*flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tp 3", "--tp 3: 4 heads are not divisible by 3 ranks; use 1, 2 or 4"),
+        ("--tp 3", "--tp 3: 4 heads cannot be divided among 3 ranks; use 1, 2 or 4"),
         ("--pp 5", "--pp 5: the model has 4 layers, fewer than 5 stages; use --pp 4 or fewer, or --layers 5 or more"),
         ("--pp 4 --microbatches 2", "needs at least as many micro-batches as stages, got 2 for 4"),
         ("--data /no/such/file", "--data /no/such/file: cannot be read, no such file or directory; give a readable file"),
@@ -47,6 +47,24 @@ def test_an_empty_data_file(tmp_path: Path):
     path = tmp_path / "nothing"
     path.touch()
     assert refusal("--data", str(path)) == f"--data {path}: the file is empty; give a file with text in it"
+
+
+@pytest.mark.parametrize(("below", "reason"), [("", "file exists"), ("deep/report", "not a directory")])
+def test_a_report_that_cannot_be_written(tmp_path: Path, below: str, reason: str):
+    (tmp_path / "taken").touch()
+    folder = tmp_path / "taken" / below
+    assert refusal("--report", str(folder)) == f"--report {folder}: cannot be written to, {reason}; give a folder that can be"
+
+
+@pytest.mark.parametrize("flags", ["--tp 2", "--tp 2 --pp 2"])
+def test_a_schedule_without_the_syncs_its_shards_need(tmp_path: Path, flags: str):
+    path = tmp_path / "mine.py"
+    cut = "    sch['transformer.h.1'].cut_pipeline_stage()\n" if "--pp" in flags else ""
+    path.write_text(f"def schedule(sch):\n    sch['transformer.h.0.mlp.c_fc'].shard(['weight', 'bias'], axis=1)\n{cut}")
+    report = tmp_path / "report"
+    message = refusal("--schedule", str(path), "--report", str(report), *flags.split())
+    assert re.search(r"transformer\.h\.0\.mlp\.c_fc.*sync", message)
+    assert not report.exists()
 
 
 @pytest.mark.parametrize(

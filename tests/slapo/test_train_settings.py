@@ -30,9 +30,9 @@ FAMILIES = [
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"tp": 3}, r"--tp 3: 4 heads are not divisible by 3 ranks; use 1, 2 or 4"),
+        ({"tp": 3}, r"--tp 3: 4 heads cannot be divided among 3 ranks; use 1, 2 or 4"),
         ({"pp": 6}, r"--pp 6: the model has 4 layers, fewer than 6 stages; use --pp 4 or fewer, or --layers 6 or more"),
-        ({"batch": 10}, r"--batch 10: not divisible by 1 data-parallel ranks x 4 micro-batches; use a multiple of 4"),
+        ({"batch": 10}, r"--batch 10: not divisible by 1 data-parallel rank x 4 micro-batches; use a multiple of 4"),
         ({"heads": 5}, r"--heads 5: --hidden 64 is not divisible by it; use 1, 2, 4, 8, 16, 32 or 64"),
         ({"steps": 0}, r"--steps 0: not a positive number; use 1 or more"),
         ({"tp": 0}, r"--tp 0: not a positive number"),

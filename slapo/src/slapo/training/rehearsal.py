@@ -20,6 +20,9 @@ from .settings import Settings, engine_options
 
 AXES = ("pp", "dp", "tp")
 
+COMMON = ("microbatches", "precision")
+"""Options that every target has; plugins see the others alone, as in ``slapo.build``."""
+
 
 def rehearse(settings: Settings) -> None:
     """Do all that a rank does before it has weights.
@@ -34,8 +37,11 @@ def rehearse(settings: Settings) -> None:
     # tracing runs the model once, and dropout in a sharded region draws from a state that has to be there
     set_random_seed(settings.seed, dp_rank=0, pp_rank=0, tp_rank=0)
     with _pretended_mesh(settings) as mesh:
-        program = build_program(schedule_model(model, settings, mesh))
-        dialect.check(program, **engine_options(settings))
+        sch = schedule_model(model, settings, mesh)
+        config = engine_options(settings)
+        common = {name: config.pop(name) for name in COMMON if name in config}
+        default_registry().hook.slapo_before_build(schedule=sch, target=settings.target, config=config)
+        dialect.check(build_program(sch), **common, **config)
 
 
 @contextmanager

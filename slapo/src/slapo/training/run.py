@@ -10,9 +10,10 @@ import torch
 from slapo_core.errors import SlapoError
 
 from .failures import RankError
+from .folder import make_folder
 from .launch import launch
 from .rehearsal import rehearse
-from .settings import Settings, SettingsError
+from .settings import Settings, SettingsError, counted
 from .worker import work
 
 
@@ -26,12 +27,15 @@ def run(settings: Settings) -> None:
     settings = replace(settings, device=_device(settings))
     if "RANK" in os.environ:
         _check_world(settings, int(os.environ["WORLD_SIZE"]))
+        if os.environ["RANK"] == "0":  # which writes the report; the others may be on machines where that cannot be
+            make_folder(settings)
         try:
             work(settings)
         except SlapoError as err:
             raise RankError(f"rank {os.environ['RANK']}: {err}") from err
     else:
         rehearse(settings)
+        make_folder(settings)
         launch(work, settings)
 
 
@@ -40,7 +44,7 @@ def _device(settings: Settings) -> str:
     num_gpus = torch.cuda.device_count()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size))
     if settings.device == "cuda" and num_gpus < num_ranks:
-        raise SettingsError(f"--device cuda: {num_ranks} ranks, but {num_gpus} GPUs; use fewer ranks or --device cpu")
+        raise SettingsError(f"--device cuda: {counted(num_ranks, 'rank')}, but {counted(num_gpus, 'GPU')}; use fewer ranks or --device cpu")
     if settings.device == "auto":
         return "cuda" if num_gpus >= num_ranks else "cpu"
     return settings.device

@@ -81,7 +81,8 @@ class Settings:
         parts = self.dp * self.microbatches
         if self.batch % parts:
             raise SettingsError(
-                f"--batch {self.batch}: not divisible by {self.dp} data-parallel ranks x {self.microbatches} micro-batches; "
+                f"--batch {self.batch}: not divisible by {counted(self.dp, 'data-parallel rank')} x "
+                f"{counted(self.microbatches, 'micro-batch', 'micro-batches')}; "
                 f"use a multiple of {parts}"
             )
         if not self.schedule:
@@ -90,11 +91,11 @@ class Settings:
     def _check_default_schedule(self) -> None:
         if self.heads % self.tp:
             raise SettingsError(
-                f"--tp {self.tp}: {self.heads} heads are not divisible by {self.tp} ranks; use {_divisors(self.heads)}"
+                f"--tp {self.tp}: {counted(self.heads, 'head')} cannot be divided among {self.tp} ranks; use {_divisors(self.heads)}"
             )
         if self.layers < self.pp:
             raise SettingsError(
-                f"--pp {self.pp}: the model has {self.layers} layers, fewer than {self.pp} stages; "
+                f"--pp {self.pp}: the model has {counted(self.layers, 'layer')}, fewer than {self.pp} stages; "
                 f"use --pp {self.layers} or fewer, or --layers {self.pp} or more"
             )
 
@@ -105,6 +106,11 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     if settings.target == "torch":
         options |= {"pipeline_schedule": settings.schedule_kind, "record_timeline": bool(settings.report)}
     return options
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number with its noun: ``1 rank``, ``2 ranks``."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _positive(name: str, value: int) -> None:
