@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 from slapo.cli.app import create_app, main
 from slapo_core import ScheduleError, hookimpl
 from slapo_core.testing import isolated_plugins
+from tests.distributions import write_distribution
 
 
 @hookimpl
@@ -40,6 +44,24 @@ def test_an_error_made_on_purpose_is_one_sentence_and_status_2(
         main()
     assert exit.value.code == 2
     assert capsys.readouterr().err == "slapo: hello('h.0'): no such greeting\n"
+
+
+def test_version_names_the_distributions() -> None:
+    lines = CliRunner().invoke(create_app(), ["--version"]).output.splitlines()
+    assert {"slapo 0.1.0", "slapo-core 0.1.0", "slapo-torch 0.1.0"} < set(lines)
+    assert [line.split()[0] for line in lines][:2] == ["python", "platform"]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("command", ["plugins", "primitives", "train --help"])
+def test_a_plugin_that_fails_is_told_of_once(command: str, tmp_path: Path) -> None:
+    write_distribution(tmp_path, "slapo-broken", "raise RuntimeError('no luck')")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    script = "from slapo.cli.app import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", script, *command.split()], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert (result.stdout + result.stderr).count("RuntimeError: no luck") == 1
 
 
 def test_primitives_are_listed_with_their_providers() -> None:

@@ -9,11 +9,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 from slapo.report.axis import linear_axis, log_axis, step_axis
 from slapo.report.page import page, write_report
+from slapo.training import worker
+from slapo.training.data import Corpus
 from slapo.training.record import ModuleRecord, RankRecord, RunRecord, StepRecord
 from slapo.training.settings import Settings
+from slapo_core.errors import VerifyError
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;"
 VOID = {"meta", "link", "img", "br", "path"}
@@ -112,6 +117,14 @@ def test_every_string_from_outside_is_escaped():
     assert len(parsed.scripts) == 2
     assert json.loads(parsed.scripts[0])["source"] == HOSTILE
     assert not [tag for tag, attrs in parsed.elements if tag == "img" or any(name.startswith("on") for name in attrs)]
+
+
+def test_losses_that_differ_are_told_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    record = make_record()
+    monkeypatch.setattr(worker, "reference_losses", lambda settings, corpus: iter([5.5, 5.0, 4.6]))
+    with pytest.raises(VerifyError, match="largest difference 1.0e-01, at step 3: NOT the same: above 1e-04"):
+        worker.conclude(record, Corpus(torch.zeros(1), "a file"), Console())
+    assert "NOT" not in capsys.readouterr().out
 
 
 def test_losses_that_differ_are_called_so():

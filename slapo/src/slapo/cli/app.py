@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 
+from slapo.versions import versions
 from slapo_core.errors import SlapoError
+from slapo_core.logger import get_logger
 from slapo_core.registry import default_registry
 
 from . import listing, train
@@ -21,6 +27,7 @@ def create_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback()(_options)
     for commands in (train, listing):
         commands.register(app)
     default_registry().call_each("slapo_commands", app=app)
@@ -30,7 +37,46 @@ def create_app() -> typer.Typer:
 def main() -> None:
     """Run the command line; an error made on purpose is one sentence on stderr and exit status 2."""
     try:
+        if sys.argv[1:2] and sys.argv[1] in listing.NAMES:
+            with _without_failures():
+                default_registry()
         create_app()(prog_name="slapo")
     except SlapoError as error:
         print(f"slapo: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print what is installed, and exit.", is_eager=True, callback=_print_versions)
+    ] = False,
+) -> None:
+    """Train large PyTorch models by schedule."""
+
+
+def _print_versions(asked: bool) -> None:
+    if asked:
+        for name, version in versions().items():
+            typer.echo(f"{name} {version}")
+        raise typer.Exit
+
+
+@contextmanager
+def _without_failures() -> Iterator[None]:
+    """Leave out the warnings about plugins that did not load, for a command that lists them itself."""
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        held.append(record)
+        return False
+
+    logger = get_logger()
+    logger.addFilter(hold)
+    try:
+        yield
+    finally:
+        logger.removeFilter(hold)
+    failures = {record.failure for record in default_registry().records}
+    for record in held:
+        if record.getMessage() not in failures:
+            logger.handle(record)

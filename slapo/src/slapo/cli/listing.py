@@ -19,6 +19,10 @@ from slapo_core.registry import Registry, default_registry
 AsJson = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
 
 
+NAMES = ("primitives", "dialects", "plugins")
+"""The commands; each says itself which plugins did not load."""
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(primitives)

@@ -56,7 +56,7 @@ def _lines(console: Console, title: str, losses: Iterable[float], num_steps: int
 
 
 def compare(console: Console, record: RunRecord) -> None:
-    """Print both losses of each step and their difference."""
+    """Print both losses of each step, their difference, and the verdict; a bad one is the error that the run then ends with."""
     table = Table("step", "scheduled", "reference", "difference", title="loss")
     for column in table.columns:
         column.justify = "right"
@@ -65,7 +65,8 @@ def compare(console: Console, record: RunRecord) -> None:
         if step % every == 0 or step in (1, record.largest[1]):
             table.add_row(str(step), f"{own:.6f}", f"{other:.6f}", f"{abs(own - other):.1e}")
     console.print(table)
-    console.print(verdict(record), highlight=False, soft_wrap=True)
+    if not record.refuted:
+        console.print(verdict(record), highlight=False, soft_wrap=True)
 
 
 def verdict(record: RunRecord) -> str:

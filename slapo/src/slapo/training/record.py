@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from typing import Any
 
 from torch import nn
 
+from slapo.versions import versions
 from slapo_core.journal import Step
 
 from .settings import Settings
-
-PACKAGES = ("slapo-core", "slapo-sharding", "slapo-pipeline", "slapo-memory", "slapo-torch", "torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class RunRecord:
     seconds: float = 0.0
     reference: list[float] = field(default_factory=list)
     timeline: list[dict[str, Any]] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=lambda: versions())
+    versions: dict[str, str] = field(default_factory=versions)
 
     @property
     def differences(self) -> list[float]:
@@ -99,6 +95,11 @@ class RunRecord:
     def agrees(self) -> bool:
         """Whether the losses are the reference's within the tolerance."""
         return self.largest[0] <= self.settings.tolerance
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the reference shows that something else was computed; with dropout it cannot, as the masks differ."""
+        return bool(self.reference) and not self.settings.dropout and not self.agrees
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -120,14 +121,3 @@ def step_records(steps: tuple[Step, ...], depth: int = 0) -> list[StepRecord]:
         records.append(StepRecord(step.path, step.name, str(step), step.provider, depth))
         records += step_records(step.children, depth + 1)
     return records
-
-
-def versions() -> dict[str, str]:
-    """What was installed."""
-    found = {"python": platform.python_version(), "platform": sys.platform}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found

@@ -44,7 +44,8 @@ def _device(settings: Settings) -> str:
     num_gpus = torch.cuda.device_count()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size))
     if settings.device == "cuda" and num_gpus < num_ranks:
-        raise SettingsError(f"--device cuda: {counted(num_ranks, 'rank')}, but {counted(num_gpus, 'GPU')}; use fewer ranks or --device cpu")
+        ranks, gpus = counted(num_ranks, "rank"), counted(num_gpus, "GPU")
+        raise SettingsError(f"--device cuda: {ranks}, but {gpus}; use fewer ranks or --device cpu")
     if settings.device == "auto":
         return "cuda" if num_gpus >= num_ranks else "cpu"
     return settings.device

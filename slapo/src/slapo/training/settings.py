@@ -91,7 +91,8 @@ class Settings:
     def _check_default_schedule(self) -> None:
         if self.heads % self.tp:
             raise SettingsError(
-                f"--tp {self.tp}: {counted(self.heads, 'head')} cannot be divided among {self.tp} ranks; use {_divisors(self.heads)}"
+                f"--tp {self.tp}: {counted(self.heads, 'head')} cannot be divided among {self.tp} ranks; "
+                f"use {_divisors(self.heads)}"
             )
         if self.layers < self.pp:
             raise SettingsError(

@@ -74,7 +74,7 @@ def conclude(record: RunRecord, corpus: Corpus, console: Console) -> None:
         compare(console, record)
     if settings.report:
         console.print(f"report: {write_report(record, Path(settings.report))}", highlight=False, soft_wrap=True)
-    if settings.reference and not settings.dropout and not record.agrees:
+    if record.refuted:
         raise VerifyError(verdict(record))
 
 
