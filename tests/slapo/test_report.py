@@ -84,8 +84,12 @@ def test_page_says_what_happened():
         "sch['h.0'].shard('weight', axis=0)",
         "25.0%",
         "2.13.0",
+        "ms per step: the mean over all steps of the scheduled run, 3,",
+        "busy: the share of the time from the first forward to the last backward",
     ):
         assert word in text
+    assert "a GPU's bars" not in text
+    assert "a GPU's bars" in Page(page(make_record(settings=Settings(device="cuda", reference=True)))).text
 
 
 def test_page_needs_nothing_but_itself():

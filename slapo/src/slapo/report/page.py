@@ -56,7 +56,7 @@ def page(record: RunRecord) -> str:
 <main>
 <section><h2>Loss</h2><div class="charts">{_charts(record)}</div>
 <details class="more"><summary>All values</summary>{loss_table(record)}</details></section>
-<section><h2>Pipeline</h2>{timeline(record.timeline)}</section>
+<section><h2>Pipeline</h2>{timeline(record.timeline, settings.device)}</section>
 <section><h2>Ranks</h2>{rank_table(record)}{stage_table(record)}</section>
 <section><h2>Modules and schedule</h2>{module_tree(record)}</section>
 <section class="two">
@@ -98,7 +98,15 @@ def _cards(record: RunRecord) -> str:
         "stages": str(len(record.stage_paths)),
         "ms per step": f"{per_step:.0f}",
     }
-    return f'<dl class="cards">{"".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cards.items())}</dl>'
+    shown = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cards.items())
+    return f'<dl class="cards">{shown}</dl><p class="note">{_step_time(len(record.losses))}</p>'
+
+
+def _step_time(steps: int) -> str:
+    return (
+        f"ms per step: the mean over all steps of the scheduled run, {steps}, the slower first one among them; "
+        "without building the model and without the reference."
+    )
 
 
 def _charts(record: RunRecord) -> str:

@@ -26,6 +26,7 @@ section { background: var(--card); border: 1px solid var(--rule); border-radius:
   min-width: 0; }
 code, .name { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 13px; }
 small { color: var(--soft); font-size: 12px; }
+.note { color: var(--soft); font-size: 12px; margin: 8px 0 0; }
 .empty { color: var(--soft); margin: 0 0 8px; }
 .verdict { margin: 0 0 14px; padding: 10px 14px; border-radius: 8px; border: 1px solid var(--rule); background: var(--card); }
 .verdict.good { border-color: var(--good); background: var(--good-tint); } .verdict.good b { color: var(--good); }

@@ -10,9 +10,21 @@ from .axis import linear_axis
 
 KINDS = {"F": "forward", "B": "backward"}
 
+BUSY = (
+    "busy: the share of the time from the first forward to the last backward of all ranks that this rank was inside of one; "
+    "waiting for another stage is idle, waiting for tensor-parallel or data-parallel ranks within a forward or backward is busy"
+)
 
-def timeline(events: Sequence[Mapping[str, Any]]) -> str:
-    """The timeline of one step as an HTML ``figure``, times in milliseconds from the first event."""
+ON_GPUS = "; a GPU's bars are the times at which it was given the work, not those at which it did it"
+
+
+def timeline(events: Sequence[Mapping[str, Any]], device: str = "cpu") -> str:
+    """The timeline of one step as an HTML ``figure``, times in milliseconds from the first event.
+
+    Args:
+        events: Actions as in ``RunRecord.timeline``, their times taken on the host.
+        device: ``"cpu"`` or ``"cuda"``, where they ran.
+    """
     if not events:
         return '<p class="empty">The engine recorded no timeline for this run.</p>'
     origin, end = min(event["start"] for event in events), max(event["end"] for event in events)
@@ -26,6 +38,7 @@ def timeline(events: Sequence[Mapping[str, Any]]) -> str:
 {rows}
 <div class="row axis" aria-hidden="true"><span></span><div class="track">{_ticks(span)}</div><span></span></div>
 <div class="x-label">milliseconds; the number in a bar is its micro-batch</div>
+<p class="note">{BUSY}{ON_GPUS if device == "cuda" else ""}.</p>
 </figure>"""
 
 
