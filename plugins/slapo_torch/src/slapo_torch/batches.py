@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slapo_core.errors import BuildError
@@ -63,6 +65,25 @@ def counted_labels(parts: list[Batch]) -> tuple[int, int]:
             f"{', '.join(str(whole) for whole, _ in counts)}; pad so that they are equal, or use microbatches=1"
         )
     return counts[0]
+
+
+def check_labels(batch: Mapping[str, Any], module: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+    """Raise ``BuildError`` where the loss function has no labels, or the labels nobody who takes them."""
+    if loss_fn is not None and "labels" not in batch:
+        raise BuildError("loss_fn needs labels, but the batch has none; pass labels=")
+    if loss_fn is None and "labels" in batch and not _takes(module, "labels"):
+        raise BuildError(
+            f"the forward of {type(module).__name__} takes no labels; build with loss_fn=, a function of (outputs, labels), "
+            "or leave them out of the batch if the model returns its loss without them"
+        )
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    """Whether the module can be called with an argument of this name, as far as its signature tells."""
+    if "forward" in module.__dict__ or module._forward_pre_hooks or isinstance(module, fx.GraphModule):
+        return True  # what these do with an argument, only a call shows
+    parameters = inspect.signature(type(module).forward).parameters
+    return name in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values())
 
 
 def _count(labels: Any) -> tuple[int, int]:

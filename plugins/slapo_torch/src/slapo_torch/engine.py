@@ -15,7 +15,7 @@ from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
-from .batches import Batch, counted_labels, fingerprint, signature, split
+from .batches import Batch, check_labels, counted_labels, fingerprint, signature, split
 from .checkpoint import load_checkpoint, save_checkpoint
 from .holdings import Holdings
 from .modes import Modes
@@ -126,10 +126,9 @@ class TorchEngine(Engine):
         """Cut the batch and find what runs it; touches no other rank."""
         parts = split(batch, self._options.microbatches)
         self._facts = [fingerprint([signature(part) for part in parts[:1]]), *counted_labels(parts)]
+        check_labels(batch, self._program.module, self._options.loss_fn)
         labels: list[Any] = [None] * len(parts)
         if self._options.loss_fn is not None:
-            if "labels" not in batch:
-                raise BuildError("loss_fn needs labels, but the batch has none; pass labels=")
             labels = [part.pop("labels") for part in parts]
         return self._runner(parts[0], training), parts, labels
 
