@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -15,14 +16,18 @@ PAGE = """# Benchmarks
 Run by hand with `make bench`; no test asserts a time. Each compares with a peer measured in the same run: read the ratios, the
 seconds are this machine's.
 
-{cores} cores, {machine}, Python {python}, torch {torch}
+{cores} cores, {machine}, Python {python}, torch {torch}, transformers {transformers}
 """
 
 
 def main() -> int:
     """Print the page; the status is that of the worst benchmark."""
     page = PAGE.format(
-        cores=os.cpu_count(), machine=platform.machine(), python=platform.python_version(), torch=torch.__version__
+        cores=os.cpu_count(),
+        machine=platform.machine(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=version("transformers"),
     )
     print(page, flush=True)
     status = 0

@@ -93,7 +93,7 @@ def measure_step(label: str, schedule: Any, target: str, repeat: int = 300) -> N
 def main() -> None:
     torch.set_num_threads(1)
     default_registry()  # plugins are loaded once per process, which benchmarks/plugins.py measures
-    print("| what | time | target | ratio |\n|---|---|---|---|")
+    print("## Scheduling\n\n| what | time | target | ratio |\n|---|---|---|---|")
     llama = llama_405b()
     measure_start("126-layer Llama 405B on meta", llama, "20 ms")
     costs = [measure_start("small blocks", blocks(size), "150 ms" if size == 12000 else "") for size in (3000, 12000, 48000)]

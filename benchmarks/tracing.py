@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import graph_edit
+from slapo_core import create_schedule, graph_edit
 from slapo_core.matching import call_module, find_subgraph
 from slapo_core.tracing import TracedModule, trace_module
 
@@ -57,17 +57,6 @@ class Chain(nn.Module):
         return x
 
 
-class Undo:
-    """Stands for a schedule: collects inverse actions."""
-
-    path = ""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.root_module = root
-        self.inverses: list[Callable[[], None]] = []
-        self.on_undo = self.inverses.append
-
-
 def pattern(x: torch.Tensor) -> torch.Tensor:
     return nn.functional.gelu(call_module(r"fc\.\d+", x)) + x
 
@@ -89,7 +78,10 @@ def main() -> None:
         if num_layers == 48:
             small = {key: value.to("meta") for key, value in batch.items()}
             peer = seconds(lambda: torch.export.export(model, (), small, strict=False), repeats=1)  # noqa: B023
-        print(f"| {num_layers} | {ours:.3f} | {peer or '-'} | {f'{ours / peer:.3f}' if peer else '-'} |", flush=True)
+        print(
+            f"| {num_layers} | {ours:.3f} | {f'{peer:.3f}' if peer else '-'} | {f'{ours / peer:.3f}' if peer else '-'} |",
+            flush=True,
+        )
 
     print("\n## find of a 3-operation pattern\n")
     print("| nodes | matches | find (s) | microseconds per node |\n|---|---|---|---|")
@@ -103,16 +95,17 @@ def main() -> None:
     print("| nodes in the graph | replace all (s) | undo all (s) | stale handles |\n|---|---|---|---|")
     for num_nodes in (2_304, 10_500):
         traced = chain(num_nodes)
-        undo, before = Undo(traced), str(traced.graph)
-        matches = find_subgraph(traced, pattern)[:768]
-        size, start = len(traced.graph.nodes), time.perf_counter()
+        before, size = str(traced.graph), len(traced.graph.nodes)
+        sch = create_schedule(traced)
+        matches = sch.find(pattern)[:768]
+        start = time.perf_counter()
         for match in matches:
-            graph_edit.replace_subgraph(undo, match, nn.Identity(), "fused")  # type: ignore[arg-type]
+            sch.replace(nn.Identity(), match)
         middle = time.perf_counter()
-        while undo.inverses:
-            undo.inverses.pop()()
+        while len(sch.journal):
+            sch.undo()
         end = time.perf_counter()
-        stale = sum(len(graph_edit.resolve(traced, match)) != len(match) for match in matches[:10])
+        stale = sum(len(graph_edit.resolve(traced, match)) != len(match) for match in matches)
         assert str(traced.graph) == before
         print(f"| {size} | {middle - start:.3f} | {end - middle:.3f} | {stale} |", flush=True)
 
