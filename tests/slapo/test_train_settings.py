@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slapo.training.models import build_config, build_model
-from slapo.training.settings import Settings, SettingsError
+from slapo.training.settings import Settings, SettingsError, counted
 from slapo_core.errors import UnknownNameError
 from slapo_core.weights import init_empty_weights
 
@@ -44,6 +44,11 @@ FAMILIES = [
 def test_flags_that_do_not_fit(flags: dict[str, int], message: str):
     with pytest.raises(SettingsError, match=message):
         Settings(**flags).check()
+
+
+@pytest.mark.parametrize(("number", "words"), [(1, "1 micro-batch"), (2, "2 micro-batches")])
+def test_a_number_and_its_noun_agree(number: int, words: str):
+    assert counted(number, "micro-batch", "micro-batches") == words
 
 
 def test_defaults_fit():

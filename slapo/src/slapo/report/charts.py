@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from slapo.training.settings import counted
+
 from .axis import Axis
 
 
@@ -89,4 +91,4 @@ def _number(value: float) -> str:
 
 
 def _describe(values: Sequence[float]) -> str:
-    return f"from {values[0]:.4g} to {values[-1]:.4g} in {len(values)} steps" if values else "no values"
+    return f"from {values[0]:.4g} to {values[-1]:.4g} in {counted(len(values), 'step')}" if values else "no values"

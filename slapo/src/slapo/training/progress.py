@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table  # noqa: TID253
 
 from .record import RunRecord
-from .settings import Settings
+from .settings import Settings, counted
 
 ROWS = 50
 """Longest table of losses; longer runs show every so many steps."""
@@ -19,9 +19,14 @@ ROWS = 50
 def announce(console: Console, settings: Settings, source: str) -> None:
     """Say what is about to be trained."""
     layout = f"pp {settings.pp} x dp {settings.dp} x tp {settings.tp}"
-    ranks = f"{settings.world_size} {'rank' if settings.world_size == 1 else 'ranks'}"
-    model = f"{settings.model}: {settings.layers} layers, hidden {settings.hidden}, {settings.heads} heads"
-    batch = f"batch {settings.batch} x {settings.seq} bytes, {settings.microbatches} micro-batches"
+    ranks, layers, heads = (
+        counted(settings.world_size, "rank"),
+        counted(settings.layers, "layer"),
+        counted(settings.heads, "head"),
+    )
+    model = f"{settings.model}: {layers}, hidden {settings.hidden}, {heads}"
+    parts = counted(settings.microbatches, "micro-batch", "micro-batches")
+    batch = f"batch {settings.batch} x {settings.seq} bytes, {parts}"
     console.print(
         f"[bold]{escape(model)}[/]; {batch}; {ranks} ({layout}) on {settings.device}", highlight=False, soft_wrap=True
     )

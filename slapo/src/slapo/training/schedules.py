@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from slapo_core.replay import load_schedule
 from slapo_core.schedule import Schedule, create_schedule
 
-from .settings import Settings, SettingsError
+from .settings import Settings, SettingsError, counted
 
 
 def schedule_model(model: nn.Module, settings: Settings, mesh: DeviceMesh | None) -> Schedule:
@@ -49,7 +49,7 @@ def find_layers(model: nn.Module, settings: Settings) -> list[str]:
     ]
     if not lists:
         raise SettingsError(
-            f"--model {settings.model}: it has no list of {settings.layers} layers; "
+            f"--model {settings.model}: it has no list of {counted(settings.layers, 'layer')}; "
             "say with --schedule FILE where to cut and what to checkpoint"
         )
     _, path, module = max(lists, key=lambda entry: entry[0])
