@@ -165,3 +165,13 @@ def test_a_wrong_annotation_is_an_error(name: str, key: str, message: str) -> No
 
 def test_make_builds_as_written() -> None:
     assert make(nn.Linear, 4, 8, bias=False).weight.shape == (8, 4)
+
+
+def test_replace_all_that_casts_the_old_modules_is_undone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    values = model[0].weight.detach().clone()
+    sch = create_schedule(model)
+    sch.replace_all(nn.Linear, lambda old: old.half())
+    assert model[0].weight.dtype == torch.half
+    sch.undo()
+    assert torch.equal(model[0].weight, values)

@@ -258,3 +258,38 @@ def test_a_replayed_subgraph_keeps_the_order_of_its_inputs(tmp_path: Path, suffi
 def test_what_could_not_be_loaded_again_is_not_saved(value: Any) -> None:
     with pytest.raises(ScheduleError, match="cannot write down"):
         encode(value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["torch.nn.modules.module:Module.half", "torch.nn.modules.module:register_module_forward_pre_hook", "torch.nn.init:zeros_"],
+)
+def test_of_torch_only_modules_and_functionals_are_taken(path: str) -> None:
+    with pytest.raises(ScheduleError, match="no class or function|import path"):
+        decode({"$import": path})
+
+
+NEGATIVE = '{"$make": {"class": {"$import": "torch.nn.modules.linear:Linear"}, "args": [-1, 3], "kwargs": {}}}'
+
+
+def replacing(value: str) -> str:
+    return '{"slapo_schedule": 1, "steps": [{"path": "1", "name": "replace", "args": [VALUE], "kwargs": {}}]}'.replace(
+        "VALUE", value
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("s.py", "import sys\ndef schedule(sch):\n    sys.exit(0)\n", r"s.py: leaves the program \(sys.exit\)"),
+        ("s.py", "def schedule():\n    pass\n", r"s.py: schedule\(\) does not take one argument"),
+        ("s.json", "[" * 100_000, "s.json: not a schedule"),
+        ("s.json", '{"a": ' + "1" * 5000 + "}", "s.json: not a schedule"),
+        ("s.json", replacing('{"$make": {}}'), "s.json: step 1: KeyError"),
+        ("s.json", replacing('{"$device": "foo"}'), "s.json: step 1: RuntimeError"),
+        ("s.json", replacing(NEGATIVE), "s.json: step 1: RuntimeError"),
+    ],
+)
+def test_odd_files_are_one_sentence(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        load_schedule(fresh(), write(tmp_path, name, text))

@@ -103,6 +103,8 @@ def _run_json(schedule: Schedule, source: Path, text: str, trust: Sequence[str])
         data = json.loads(text)
     except json.JSONDecodeError as err:
         raise ScheduleError(f"{source}:{err.lineno}: not JSON: {err.msg}") from err
+    except (RecursionError, ValueError) as err:
+        raise ScheduleError(f"{source}: not a schedule: {err}") from err
     if not isinstance(data, dict) or data.get("slapo_schedule") != FORMAT or not isinstance(data.get("steps"), list):
         raise ScheduleError(f"{source}: not a saved schedule of format {FORMAT}")
     for number, entry in enumerate(data["steps"], 1):
@@ -131,10 +133,14 @@ def _run_python(schedule: Schedule, source: Path, text: str) -> None:
         if not callable(function):
             raise ScheduleError(f"{source}: defines no function 'schedule(sch)'")
         function(schedule)
+    except SystemExit as err:
+        raise ScheduleError(f"{source}: leaves the program (sys.exit); a schedule returns") from err
     except SyntaxError as err:
         raise ScheduleError(f"{source}:{err.lineno}: {err.msg}") from err
     except Exception as err:
         lines = [frame.lineno for frame in traceback.extract_tb(err.__traceback__) if frame.filename == str(source)]
+        if not lines and isinstance(err, TypeError) and callable(namespace.get("schedule")):
+            raise ScheduleError(f"{source}: schedule() does not take one argument, the schedule: {err}") from err
         if not lines:
             raise
         kind = "" if isinstance(err, SlapoError) else f"{type(err).__name__}: "
@@ -142,7 +148,7 @@ def _run_python(schedule: Schedule, source: Path, text: str) -> None:
 
 
 class _Located:
-    """Put a place in front of any error of the project's own, raised inside the ``with``."""
+    """Put a place in front of any error raised inside the ``with``."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -151,5 +157,6 @@ class _Located:
         return None
 
     def __exit__(self, kind: Any, err: BaseException | None, trace: Any) -> None:
-        if isinstance(err, (SlapoError, TypeError, ValueError)):
-            raise ScheduleError(f"{self._place}: {err}") from err
+        if isinstance(err, Exception):
+            name = "" if isinstance(err, SlapoError) else f"{type(err).__name__}: "
+            raise ScheduleError(f"{self._place}: {name}{err}") from err

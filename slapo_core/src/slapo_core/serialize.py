@@ -153,13 +153,18 @@ def _import(path: Any, trust: Sequence[str]) -> Any:
     words = [*module.split("."), *name.split(".")]
     if not all(word.isidentifier() and not keyword.iskeyword(word) and not word.startswith("_") for word in words):
         raise ScheduleError(f"not an import path: {path!r}")
-    homes = ("torch.nn", *trust)
-    if not any(module == home or module.startswith(f"{home}.") for home in homes):
+    trusted = _is_below(module, trust)
+    if not (trusted or _is_below(module, ["torch.nn"])):
         raise ScheduleError(f"{path!r} is not from a trusted module; pass trust=[{module!r}] if you trust it")
     found = _resolve(module, name)
-    if not (_is_importable(found) and _at_home(found, module)):
+    fit = isinstance(found, type) and issubclass(found, nn.Module) or module == "torch.nn.functional" or trusted
+    if not (_is_importable(found) and _at_home(found, module) and fit):
         raise ScheduleError(f"{path!r} is no class or function of {module!r}")
     return found
+
+
+def _is_below(module: str, homes: Sequence[str]) -> bool:
+    return any(module == home or module.startswith(f"{home}.") for home in homes)
 
 
 def _at_home(value: Any, module: str) -> bool:

@@ -169,7 +169,10 @@ class _TensorMemory(_Memory):
 
     def _has_other_data(self) -> bool:
         data = self.data
-        return data is not None and (self.subject.data_ptr() != data.data_ptr() or self.subject.shape != data.shape)
+        if data is None:
+            return False
+        now = self.subject
+        return (now.data_ptr(), now.shape, now.dtype, now.device) != (data.data_ptr(), data.shape, data.dtype, data.device)
 
 
 def _former(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -45,9 +45,10 @@ class ReplaceAllPrimitive(Primitive):
     def apply(schedule: Schedule, target: type[nn.Module] | str, make: Callable[[nn.Module], nn.Module]) -> None:
         """Make and swap each; several places of one module get one new module."""
         for handle in _targets(schedule, target):
+            for module in handle.mod.modules():
+                schedule.touch(module)  # make may change the old module instead of making a new one
             new = make(handle.mod)
             check_module(handle, new, "replace_all")
-            schedule.touch(handle.mod)
             swap(handle, new)
 
 
