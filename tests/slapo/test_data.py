@@ -78,3 +78,8 @@ def test_data_that_cannot_be_used(tmp_path: Path, content: bytes | None, message
 def test_a_folder_is_no_file(tmp_path: Path):
     with pytest.raises(SettingsError, match="cannot be read, is a directory"):
         read_corpus(Settings(data=(str(tmp_path),)))
+
+
+def test_a_device_without_end_is_no_data():
+    with pytest.raises(SettingsError, match="--data /dev/zero: not a file of a known size"):
+        read_corpus(Settings(data=("/dev/zero",)))

@@ -38,6 +38,9 @@ FAMILIES = [
         ({"tp": 0}, r"--tp 0: not a positive number"),
         ({"seq": 1}, r"--seq 1: nothing to predict"),
         ({"dropout": 1.0}, r"--dropout 1.0: not a probability"),
+        ({"lr": float("nan")}, r"--lr nan: not a learning rate; use a positive number"),
+        ({"lr": -1.0}, r"--lr -1.0: not a learning rate"),
+        ({"seed": 2**63}, r"--seed 9223372036854775808: out of range"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -59,6 +59,8 @@ def read_corpus(settings: Settings) -> Corpus:
 
 
 def _read(path: Path) -> bytes:
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise SettingsError(f"--data {path}: not a file of a known size; give files")
     try:
         content = path.read_bytes()
     except OSError as err:

@@ -72,6 +72,10 @@ class Settings:
             _positive(name, getattr(self, name))
         if self.seq < 2:
             raise SettingsError(f"--seq {self.seq}: nothing to predict in a sequence of one byte; use 2 or more")
+        if not 0 < self.lr < float("inf"):
+            raise SettingsError(f"--lr {self.lr}: not a learning rate; use a positive number")
+        if not 0 <= self.seed < 2**63:
+            raise SettingsError(f"--seed {self.seed}: out of range; use a number from 0 to below 2**63")
         if not 0 <= self.dropout < 1:
             raise SettingsError(f"--dropout {self.dropout}: not a probability; use a value from 0 to below 1")
         if self.hidden % self.heads:
