@@ -291,3 +291,40 @@ def _frozen_start(rank: int) -> list[float]:
 def test_a_stage_without_trainable_parameters() -> None:
     for differences in run_distributed(_frozen_start, 2):
         assert max(differences) < 1e-5
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer that its last part reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.n += 1
+        return self.b(self.a(x)).pow(2).mean() * self.n.clone()
+
+
+def _counting(rank: int) -> list[float]:
+    import slapo_pipeline.plugin
+    import slapo_torch.plugin
+    from slapo_core.registry import Registry
+    from slapo_core.schedule import create_schedule
+
+    mesh = mesh_of(pp=2)
+    torch.manual_seed(0)
+    model = Counting()
+    reference, x = copy.deepcopy(model), torch.randn(8, 4)
+    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    schedule = create_schedule(model, mesh=mesh, example_inputs={"x": x}, plugins=plugins)
+    schedule["a"].cut_pipeline_stage()
+    engine: Any = build(schedule, "torch", optimizer=adamw, microbatches=4)
+    loss = engine.train_batch(x=x).item()
+    return [loss, torch.stack([reference(part) for part in x.chunk(4)]).mean().item()]
+
+
+def test_a_changed_buffer_is_sent_as_it_was_at_its_micro_batch() -> None:
+    for found, expected in run_distributed(_counting, 2):
+        assert found == pytest.approx(expected, rel=1e-6)

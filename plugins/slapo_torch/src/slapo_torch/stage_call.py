@@ -59,7 +59,19 @@ class StageCall(nn.Module):
             if real != planned:  # a gradient nobody sends back would be lost without a word
                 what = "(shape, dtype, requires_grad)"
                 raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
-        return tuple(tensor.contiguous() for tensor in result)
+        held = {_storage(tensor) for tensor in [*self.module.parameters(), *self.module.buffers()]}
+        return tuple(_copy(tensor, _storage(tensor) in held) for tensor in result)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _copy(tensor: torch.Tensor, held: bool) -> torch.Tensor:
+    """The tensor to send: the next micro-batches may change a module's own memory before it has gone."""
+    if held or not tensor.requires_grad:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
 
 
 def loss_of(output: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None, labels: Any) -> torch.Tensor:
