@@ -29,7 +29,7 @@ def full_state(module: nn.Module, program: Program | None, kind: str) -> State:
         if program is not None and owners:
             full = _from_stage(parameter, read, program, owners.get(name, 0))
         else:
-            full = _over_group(parameter, read)
+            full = over_group(parameter, read)
         for original in facts(parameter).names or (name,):
             state[original] = full
     return state
@@ -52,7 +52,7 @@ def _from_stage(
     assert program.mesh is not None
     pipeline = program.mesh["pp"]
     mine = pipeline.get_local_rank() == stage
-    full = _over_group(parameter, read) if mine else None
+    full = over_group(parameter, read) if mine else None
     source = dist.get_global_rank(pipeline.get_group(), stage)
     device = torch.device(program.mesh.device_type)
     present = torch.tensor(full is not None, dtype=torch.uint8, device=device)
@@ -66,9 +66,10 @@ def _from_stage(
     return buffer
 
 
-def _over_group(parameter: nn.Parameter, read: Callable[[nn.Parameter], torch.Tensor | None]) -> torch.Tensor | None:
+def over_group(parameter: nn.Parameter, read: Callable[[nn.Parameter], torch.Tensor | None]) -> torch.Tensor | None:
+    """The full tensor of what ``read`` gives for a parameter; None where no rank of its group has any. Collective."""
     local, spec = read(parameter), shard_spec(parameter)
-    if spec is None or spec.num_shards == 1 or spec.group is None:
+    if spec is None or spec.num_shards == 1:
         return local.clone() if local is not None else None
     present = torch.tensor(local is not None, dtype=torch.uint8, device=parameter.device)
     dist.all_reduce(present, group=spec.group)

@@ -55,10 +55,13 @@ def fingerprint(value: Any) -> int:
 def counted_labels(parts: list[Batch]) -> tuple[int, int]:
     """How many labels of a micro-batch enter its mean: all of them, and without each row's first (next-token losses).
 
+    Labels are the argument ``labels`` and every other integer one that holds ``IGNORE_INDEX``, whatever its name.
+
     Raises:
         BuildError: the micro-batches differ, so that the mean of their means is not the mean of the batch.
     """
-    counts = [_count(part.get("labels")) for part in parts]
+    names = {"labels"} | {name for part in parts for name, value in part.items() if _ignores(value)}
+    counts = [_total([_count(part.get(name)) for name in names]) for part in parts]
     if len(set(counts)) > 1:
         raise BuildError(
             f"the micro-batches have different numbers of labels that are not {IGNORE_INDEX}: "
@@ -84,6 +87,14 @@ def _takes(module: nn.Module, name: str) -> bool:
         return True  # what these do with an argument, only a call shows
     parameters = inspect.signature(type(module).forward).parameters
     return name in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values())
+
+
+def _ignores(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and bool((value == IGNORE_INDEX).any())
+
+
+def _total(counts: list[tuple[int, int]]) -> tuple[int, int]:
+    return sum(whole for whole, _ in counts), sum(rest for _, rest in counts)
 
 
 def _count(labels: Any) -> tuple[int, int]:

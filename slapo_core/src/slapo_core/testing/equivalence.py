@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ..parameters import facts, shard_spec
+from ..gather import over_group
+from ..parameters import facts
 from ..random import rng_state, set_rng_state
 
 Leaves = list[tuple[str, Any]]
@@ -150,18 +150,8 @@ def _named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for original in facts(parameter).names or (name,):
             if original not in found:
-                found[original] = _full_gradient(parameter)
+                found[original] = over_group(parameter, lambda held: held.grad)
     return found
-
-
-def _full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    spec = shard_spec(parameter)
-    if spec is None or spec.num_shards == 1:
-        return parameter.grad
-    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    shards = [torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in range(spec.num_shards)]
-    dist.all_gather(shards, grad.contiguous(), group=spec.group)
-    return spec.assemble(shards)
 
 
 def _compare_leaves(what: str, expected: Leaves, actual: Leaves, tolerance: Tolerance) -> None:
