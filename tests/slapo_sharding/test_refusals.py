@@ -92,6 +92,11 @@ def _replaced_head(sch: Schedule) -> None:
     sch.root_module.late = late
 
 
+def _replaced_after(sch: Schedule) -> None:
+    sch["emb"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+    sch["emb"].replace(nn.Embedding(8, 4))
+
+
 BUILDS: dict[str, tuple[Callable[[Schedule], object], str]] = {
     "column": (_column, "'up': the gradient of its input is partial; needs sync('bwd_post', 'all_reduce')"),
     "row": (_row, "'down': its output is partial; needs sync('fwd_post', 'all_reduce')"),
@@ -120,6 +125,15 @@ BUILDS: dict[str, tuple[Callable[[Schedule], object], str]] = {
         lambda sch: sch["up"].shard("weight", axis=0, gathered=True).sync("bwd_post", "all_reduce"),
         "'up': sharded with gathered=True; needs sync('fwd_post', 'all_gather', axis=-1)",
     ),
+    "nothing sharded": (
+        lambda sch: sch["up"].sync("fwd_post", "all_reduce"),
+        "'up': sync('fwd_post', 'all_reduce') adds up what is the same on every rank, as nothing in it is sharded",
+    ),
+    "gradient of nothing sharded": (
+        lambda sch: sch["up"].sync("bwd_post", "all_reduce"),
+        "'up': sync('bwd_post', 'all_reduce') adds up what is the same on every rank",
+    ),
+    "replaced after": (_replaced_after, "'emb': sync('fwd_post', 'all_reduce') adds up what is the same on every rank"),
     "unaware": (_replaced_head, "'late' holds 'weight' that is sharded elsewhere; shard it here in the same way"),
 }
 

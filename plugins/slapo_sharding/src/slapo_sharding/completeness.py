@@ -20,10 +20,12 @@ def check_syncs(schedule: Schedule) -> None:
     """Go through all modules of the model.
 
     Raises:
-        BuildError: names the first module whose sync is missing, doubled or impossible, or that holds a shard unawares.
+        BuildError: names the first module whose sync is missing, doubled or impossible, that reduces where nothing is
+            sharded, or that holds a shard unawares.
     """
     modules = dict(schedule.root_module.named_modules())
     for path, module in modules.items():
+        _check_stray(path, module)
         applied = applied_cut(module)
         if applied is None:
             _check_unawares(path, module)
@@ -39,6 +41,22 @@ def _check_unawares(path: str, module: nn.Module) -> None:
         spec = shard_spec(tensor)
         if spec is not None and spec.num_shards > 1:
             raise BuildError(f"{path!r} holds {name!r} that is sharded elsewhere; shard it here in the same way")
+
+
+def _check_stray(path: str, module: nn.Module) -> None:
+    """A sum over ranks that all hold the same is that many times too large."""
+    stray = next((sync for sync in _syncs(module) if sync.op in REDUCING), None)
+    if stray is None or any(_is_cut(inside) for inside in module.modules()):
+        return
+    raise BuildError(
+        f"{path!r}: sync({stray.mode!r}, {stray.op!r}) adds up what is the same on every rank, as nothing in it is sharded; "
+        f"shard it, after any replace, or leave the sync out; {_OFF}"
+    )
+
+
+def _is_cut(module: nn.Module) -> bool:
+    applied = applied_cut(module)
+    return applied is not None and applied.spec.num_shards > 1
 
 
 def _check_output(path: str, applied: AppliedCut, own: list[Sync], above: list[Sync]) -> None:
