@@ -13,7 +13,7 @@ from slapo_core.errors import BuildError, ScheduleError, TraceError
 from slapo_core.wrapping import wrap_forward
 
 from .staged import cut
-from .toys import Skips, Stateful, TwiceNormed
+from .toys import Counts, Skips, Stateful, TwiceNormed
 
 X = {"x": torch.randn(4, 8), "labels": torch.randn(4, 1)}
 
@@ -95,6 +95,21 @@ def test_an_object_that_both_stages_change() -> None:
 def test_running_statistics_of_two_stages() -> None:
     with pytest.raises(TraceError, match="'norm' keeps running statistics and runs in stages 0 and 1"):
         build_program(cut(TwiceNormed(), {"x": torch.randn(4, 8)}, "b"))
+
+
+@pytest.mark.parametrize(("changes", "reads"), [((0, 2), ()), ((0, 2), (2,)), ((2,), (0,)), ((0, 1, 2), (0, 1, 2))])
+def test_a_buffer_that_would_drift_apart(changes: tuple[int, ...], reads: tuple[int, ...]) -> None:
+    with pytest.raises(TraceError, match="'calls' is changed in stages? .* and used in stages 0 and 1"):
+        build_program(cut(Counts(changes, reads), {"x": torch.randn(4, 8)}, "a"))
+
+
+def test_a_buffer_that_only_training_changes_is_read_in_its_stage() -> None:
+    x = torch.randn(4, 8)
+    program = build_program(cut(Counts((0,), (2,), in_eval=False), {"x": x}, "a"))
+    assert program.replan is not None
+    with pytest.raises(TraceError, match="'calls' is changed in stage 0 and used in stages 0 and 1"):
+        program.replan(False, {"x": x})
+    program.replan(True, {"x": x[:2]})
 
 
 def test_a_stage_says_what_it_was_made_for() -> None:

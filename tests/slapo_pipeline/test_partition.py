@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core.build import build_program
 
 from .staged import assert_same, assert_same_as_model, cut, loss_of, received
-from .toys import InPlace, Regions, Skips, Structures
+from .toys import Counts, InPlace, Regions, Skips, Structures
 
 SKIPS = {"x": torch.randn(4, 8), "labels": torch.randn(4, 1)}
 
@@ -139,3 +139,8 @@ def test_any_cut_of_any_wiring(cuts: set[int], data: st.DataObject) -> None:
     model = Wired()
     assert_same_as_model(model, {"x": torch.randn(2, 4)}, *(f"blocks.{index}" for index in sorted(cuts)))
     assert loss_of(model(torch.zeros(1, 4))).isfinite()
+
+
+@pytest.mark.parametrize(("changes", "reads"), [((0,), (0, 2)), ((2,), (2,)), ((0,), ())])
+def test_a_changed_buffer_of_one_stage(changes: tuple[int, ...], reads: tuple[int, ...]) -> None:
+    assert_same_as_model(Counts(changes, reads), {"x": torch.randn(4, 8)}, "a")

@@ -175,3 +175,24 @@ class TwiceNormed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.b(self.norm(self.a(x)))).pow(2).mean()
+
+
+class Counts(nn.Module):
+    """Changes and reads a buffer in chosen places: before, between and after its two parts."""
+
+    def __init__(self, changes: tuple[int, ...], reads: tuple[int, ...], in_eval: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.ones(()))
+        self.changes, self.reads, self.in_eval = changes, reads, in_eval
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self._at(1, self.a(self._at(0, x))))
+        return self._at(2, x).pow(2).mean()
+
+    def _at(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        if place in self.reads:
+            x = x * self.calls.clone()
+        if place in self.changes and (self.training or self.in_eval):
+            self.calls.add_(1)
+        return x

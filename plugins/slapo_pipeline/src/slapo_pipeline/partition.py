@@ -26,6 +26,7 @@ from .assignment import Assigner, Assignment
 from .cut_pipeline_stage import cuts
 from .flat_trace import cut_positions, trace_flat
 from .stage_module import read_from_batch, stage_module
+from .state import State
 from .tree import divide
 
 _KEPT_PLANS = 16
@@ -64,6 +65,7 @@ class Partitioner:
     def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None) -> None:
         self.root, self.places, self.mesh = root, places, mesh
         self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._state = State(root)
 
     def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
         """The program for a mode and for inputs like these; see ``Program.replan``."""
@@ -89,6 +91,7 @@ class Partitioner:
             for module, mode in modes:
                 module.training = mode
         _check_statistics(root, parts)
+        self._state.check(parts)
         stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
         named = dict(root.named_parameters())
         return Program(

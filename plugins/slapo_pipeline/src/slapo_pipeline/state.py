@@ -1,0 +1,75 @@
+"""Buffers and parameters that the forward changes have one owner: each rank has its own copy of them."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import fx, nn
+
+from slapo_core.errors import TraceError
+
+from .assignment import Assignment
+
+
+class State:
+    """Which stages change and which use each buffer and parameter, over all plans of one model.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._changed: dict[str, set[int]] = {}
+        self._used: dict[str, set[int]] = {}
+
+    def check(self, parts: Assignment) -> None:
+        """Add a plan to what is known.
+
+        Raises:
+            TraceError: one stage changes what another one uses too, other than as a value it receives.
+        """
+        names = self._names()
+        changed, used = copy.deepcopy((self._changed, self._used))
+        for stage, nodes in enumerate(parts.nodes):
+            for node in nodes:
+                for name in self._touched(node, names):
+                    used.setdefault(name, set()).add(stage)
+                for name in self._written(node, parts, names):
+                    changed.setdefault(name, set()).add(stage)
+        for name, by in changed.items():
+            if len(everywhere := by | used.get(name, set())) > 1:
+                raise TraceError(
+                    f"{name!r} is changed in {_stages(by)} and used in {_stages(everywhere)}, which have a copy each; "
+                    "cut so that one stage uses it"
+                )
+        self._changed, self._used = changed, used
+
+    def _names(self) -> dict[int, str]:
+        """One name for each tensor, wherever it is registered."""
+        root = self._root
+        named = [*root.named_buffers(), *root.named_parameters()]
+        return {id(tensor): name for name, tensor in named}
+
+    def _touched(self, node: fx.Node, names: dict[int, str]) -> set[str]:
+        if node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            tensor = getattr(self._root.get_submodule(path), name, None)
+            return {names[id(tensor)]} if id(tensor) in names else set()
+        if node.op == "call_module":
+            module = self._root.get_submodule(str(node.target))
+            return {names[id(tensor)] for tensor in [*module.buffers(), *module.parameters()]}
+        return set()
+
+    def _written(self, node: fx.Node, parts: Assignment, names: dict[int, str]) -> set[str]:
+        owners = parts.memory.touched_by([node])
+        written = {name for owner in owners if owner.op == "get_attr" for name in self._touched(owner, names)}
+        if node.op == "call_module":
+            for module in self._root.get_submodule(str(node.target)).modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    written |= {names[id(tensor)] for tensor in module.buffers()}
+        return written
+
+
+def _stages(numbers: set[int]) -> str:
+    return ("stages " if len(numbers) > 1 else "stage ") + " and ".join(map(str, sorted(numbers)))
