@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from slapo_core.random import RNGState, rng_state, set_rng_state
 
 from .arguments import Arguments
+from .buffers import StartBuffers
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keyword arguments that are torch's, not the function's."""
@@ -22,7 +25,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
 
     As ``torch.utils.checkpoint.checkpoint``, with these differences: the random states that Slapo tracks beside the
     default one are put back for the recompute too, keyword arguments reach ``function`` in both modes, and without
-    gradients ``function`` is just called.
+    gradients ``function`` is just called. What ``function`` itself changes, buffers of modules that it calls for one,
+    changes again in the recompute; ``sch.checkpoint()`` takes care of the module's buffers.
 
     Args:
         function: What to run, and to run again in the backward pass.
@@ -46,7 +50,7 @@ def checkpointed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The forward wrapper that ``sch.checkpoint()`` puts around a module; every keyword is the module's."""
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
-    region = _Region(call, args, kwargs)
+    region = _Region(call, args, kwargs, module=_module_of(call))
     return torch_checkpoint.checkpoint(region, *region.arguments.tensors, use_reentrant=False)
 
 
@@ -54,20 +58,37 @@ class _Region:
     """The function with its arguments: called once for the forward, and once for each recompute."""
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool = True
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        preserve_rng_state: bool = True,
+        module: nn.Module | None = None,
     ) -> None:
         self.function = function
         self.arguments = Arguments(args, kwargs)
         self._original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._state = rng_state() if preserve_rng_state else None
+        self._buffers = StartBuffers(module)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._original is not None:  # the forward: what it does to its arguments, the caller sees
             (args, kwargs), self._original = self._original, None
-            return self.function(*args, **kwargs)
+            result = self.function(*args, **kwargs)
+            self._buffers.keep_changed()
+            return result
         args, kwargs = self.arguments.rebuild(tensors)
-        with _random_state(self._state):
+        with _random_state(self._state), self._buffers.in_place():
             return self.function(*args, **kwargs)
+
+
+def _module_of(call: Callable[..., Any]) -> nn.Module | None:
+    """The module whose forward is innermost in ``call``; None for a forward that is no method."""
+    inner: Any = call
+    while isinstance(inner, partial):
+        inner = inner.args[0]
+    owner = getattr(inner, "__self__", inner)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 @contextmanager

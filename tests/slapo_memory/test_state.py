@@ -1,0 +1,109 @@
+"""What a checkpointed forward changes or draws is as without the checkpoint: state advances once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_memory.plugin
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import isolated_plugins
+
+
+@pytest.fixture(autouse=True)
+def only_memory() -> Iterator[None]:
+    with isolated_plugins(slapo_memory.plugin):
+        yield
+
+
+class Counter(nn.Module):
+    """Scales by how often it ran, counted in place or in a new tensor."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.in_place = in_place
+        self.register_buffer("runs", torch.zeros(()))
+        self.register_buffer("unused", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_place:
+            self.runs += 1
+        else:
+            self.runs = self.runs + 1
+        return self.fc(x * self.runs).tanh() * self.runs
+
+
+class Functional(nn.Module):
+    """Batch norm by hand: the kernel writes to a buffer of a class of our own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.var, training=True).tanh()
+
+
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), Counter(True))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [normalized, Functional, spectral, mixed, lambda: Counter(True), lambda: Counter(False)],
+    ids=["batch-norm", "functional", "spectral-norm", "mixed", "in-place", "new-tensor"],
+)
+@pytest.mark.parametrize("nested", [False, True], ids=["once", "nested"])
+def test_buffers_and_gradients_equal_the_unmodified_model(body: Callable[[], nn.Module], nested: bool) -> None:
+    torch.manual_seed(0)
+    before = nn.Sequential(nn.Linear(4, 4), body(), nn.Linear(4, 4))
+    after = copy.deepcopy(before)
+    sch = create_schedule(after)
+    sch["1"].checkpoint()
+    if nested:
+        sch.checkpoint()
+    for _ in range(2):
+        x = torch.randn(8, 4)
+        for model in (before, after):
+            model(x).square().sum().backward()
+    for (name, expected), found in zip(before.state_dict().items(), after.state_dict().values(), strict=True):
+        assert torch.equal(expected, found), name
+    for expected, found in zip(before.parameters(), after.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+
+
+def test_the_buffers_stay_the_same_tensors() -> None:
+    module = nn.BatchNorm1d(4)
+    held = dict(module.named_buffers())
+    create_schedule(module).checkpoint()
+    module(torch.randn(8, 4, requires_grad=True)).sum().backward()
+    assert all(buffer is held[name] for name, buffer in module.named_buffers())
+    assert module.num_batches_tracked == 1
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    """As micro-batches in a pipeline: each recompute sees the buffers of its own forward."""
+    before = Counter(False)
+    after = copy.deepcopy(before)
+    create_schedule(after).checkpoint()
+    x = torch.randn(3, 4)
+    for model in (before, after):
+        first, second = model(x), model(2 * x)
+        first.sum().backward()
+        second.sum().backward()
+    assert torch.equal(before.runs, after.runs)
+    assert torch.equal(before.fc.weight.grad, after.fc.weight.grad)
