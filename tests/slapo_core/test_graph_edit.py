@@ -288,3 +288,26 @@ def test_a_failing_step_restores_the_graph() -> None:
         sch.replace(nn.Bilinear(4, 4, 4), matches)
     assert str(sch.mod.graph) == before
     torch.testing.assert_close(sch.mod(X), model(X))
+
+
+class Chunks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        return a.sigmoid() * b
+
+
+def chunked_gate(h: torch.Tensor) -> torch.Tensor:
+    parts = h.chunk(2, -1)
+    return parts[0].sigmoid() * parts[1]
+
+
+def test_undo_of_a_subgraph_with_getitem() -> None:
+    model = Chunks()
+    sch: Schedule = create_schedule(model, example_inputs=(X,))
+    sch.trace(flatten=True)
+    before = str(sch.mod.graph)
+    sch.replace(chunked_gate, sch.find(chunked_gate)[0])
+    torch.testing.assert_close(sch.mod(X), model(X))
+    sch.undo()
+    assert str(sch.mod.graph) == before
+    torch.testing.assert_close(sch.mod(X), model(X))

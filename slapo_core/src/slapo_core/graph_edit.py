@@ -307,7 +307,8 @@ class _Edit:
     def erase(self, nodes: Iterable[fx.Node]) -> None:
         """Take nodes out, with the weights only they used and the modules nobody else calls."""
         for node in nodes:
-            self._erase(node)
+            if _is_in(self.graph, node):  # not gone already with its last user
+                self._erase(node)
 
     def _erase(self, node: fx.Node) -> None:
         inputs = node.all_input_nodes
