@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core.build import build
-from slapo_core.errors import ScheduleError
+from slapo_core.errors import BuildError, ScheduleError
 from slapo_core.parameters import shard_spec
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
@@ -104,6 +104,27 @@ def _gathered_projection(rank: int) -> None:
 
 def test_correctness_09_a_gathered_projection_leaves_the_counts_alone():
     run_distributed(_gathered_projection, 2)
+
+
+def _only_queries(rank: int) -> str:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2)
+    sch = _schedule(nn.Sequential(LlamaAttention(config, layer_idx=0)))
+    sch["0.q_proj"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    sch["0.o_proj"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    with pytest.raises(BuildError) as caught:
+        build(sch)
+    for name in ("k_proj", "v_proj"):
+        sch["0"][name].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    build(sch)
+    return str(caught.value)
+
+
+def test_correctness_09_projections_of_one_attention_are_sharded_together():
+    message = run_distributed(_only_queries, 2)[0]
+    assert "'0': q_proj make local heads, k_proj, v_proj all of them; shard all projections" in message
 
 
 def _undone(rank: int) -> tuple[int, int]:

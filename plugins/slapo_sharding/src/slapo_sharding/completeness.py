@@ -10,6 +10,7 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import shard_spec
 from slapo_core.schedule import Schedule
 
+from . import attention
 from .rules import AppliedCut, applied_cut
 from .syncing import REDUCING, Sync
 
@@ -21,11 +22,12 @@ def check_syncs(schedule: Schedule) -> None:
 
     Raises:
         BuildError: names the first module whose sync is missing, doubled or impossible, that reduces where nothing is
-            sharded, or that holds a shard unawares.
+            sharded, or that holds a shard unawares; or the attention module that has only some projections sharded.
     """
     modules = dict(schedule.root_module.named_modules())
     for path, module in modules.items():
         _check_stray(path, module)
+        _check_heads(path, module)
         applied = applied_cut(module)
         if applied is None:
             _check_unawares(path, module)
@@ -52,6 +54,24 @@ def _check_stray(path: str, module: nn.Module) -> None:
         f"{path!r}: sync({stray.mode!r}, {stray.op!r}) adds up what is the same on every rank, as nothing in it is sharded; "
         f"shard it, after any replace, or leave the sync out; {_OFF}"
     )
+
+
+def _check_heads(path: str, owner: nn.Module) -> None:
+    """Local heads of one projection would be paired with all heads of another."""
+    local: dict[bool, list[str]] = {True: [], False: []}
+    for name, child in owner.named_children():
+        if attention.makes_heads(owner, name) and next(child.parameters(), None) is not None:
+            local[_makes_local_heads(child)].append(name)
+    if local[True] and local[False]:
+        raise BuildError(
+            f"{path!r}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "
+            f"shard all projections of the attention or none; {_OFF}"
+        )
+
+
+def _makes_local_heads(module: nn.Module) -> bool:
+    applied = applied_cut(module)
+    return _is_cut(module) and applied is not None and applied.cut.output == "sharded" and not applied.gathered
 
 
 def _is_cut(module: nn.Module) -> bool:
