@@ -202,7 +202,8 @@ def _different_start(rank: int, layout: dict[str, int]) -> str:
     mesh = mesh_of(**layout)
     model = gpt2()
     with torch.no_grad():
-        model.transformer.wte.weight[0, 0] += rank
+        for weight in (model.transformer.wte.weight, model.transformer.ln_f.weight):
+            weight.view(-1)[0] += rank
     return message_of(lambda: build(scheduled(model, mesh, my_part(tokens(2)[0], mesh)), "torch", microbatches=2))
 
 
@@ -211,6 +212,7 @@ def _different_start(rank: int, layout: dict[str, int]) -> str:
     [
         ({"pp": 2}, r"stages \(0, 1\) start from different values of the tied 'transformer.wte.weight'"),
         ({"dp": 2}, "the replicas start from different values of 'transformer.wte.weight'"),
+        ({"tp": 2}, "the tensor-parallel ranks start from different values of 'transformer.ln_f.weight'"),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
 from slapo_core.grad_norm import clip_grad_norm_
-from slapo_core.parameters import successor
+from slapo_core.parameters import shard_spec, successor
 from slapo_core.program import Program, TieGroup
 
 from .batches import fingerprint
@@ -64,33 +64,38 @@ class Holdings:
         self._shared.clear()
 
     def check_same_start(self) -> None:
-        """Refuse to train when replicas, or the stages of a tie, start from different numbers. Collective.
+        """Refuse to train when ranks that hold the same parameters start from different numbers. Collective.
+
+        Compares replicas, what tensor-parallel ranks hold whole, and the stages of a tie.
 
         Raises:
             BuildError: on every rank; names a parameter, or says that the replicas' parameters are not the same ones.
         """
         mesh = self._program.mesh
-        error = self._check_replicas()
+        named = dict(self._stage.named_parameters())
+        whole = {name: parameter for name, parameter in named.items() if shard_spec(parameter) is None}
+        error = self._check_equal("dp", "replicas", named)
+        error = self._check_equal("tp", "tensor-parallel ranks", whole) or error
         for tie, parameter in self._mine:
             error = self._check_tie(tie, parameter) or error
         agree(error, mesh)
 
-    def _check_replicas(self) -> BuildError | None:
-        mesh, named = self._program.mesh, dict(self._stage.named_parameters())
-        if mesh is None or self._program.axis_size("dp") == 1:
+    def _check_equal(self, axis: str, ranks: str, named: dict[str, nn.Parameter]) -> BuildError | None:
+        mesh = self._program.mesh
+        if mesh is None or self._program.axis_size(axis) == 1:
             return None
-        group = mesh["dp"].get_group()
+        group = mesh[axis].get_group()
         mark = fingerprint([(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named.items()])
         marks = torch.tensor([mark, -mark], device=mesh.device_type)
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
         if marks.sum().item():
             return BuildError(
-                "the replicas have parameters of different names, shapes or requires_grad; build and freeze alike on all ranks"
+                f"the {ranks} have parameters of different names, shapes or requires_grad; build and freeze alike on all ranks"
             )
         wrong = _different(list(named.values()), group) if named else []
         if not wrong:
             return None
-        return BuildError(f"the replicas start from different values of {list(named)[wrong[0]]!r}; seed all ranks alike")
+        return BuildError(f"the {ranks} start from different values of {list(named)[wrong[0]]!r}; seed all ranks alike")
 
     def _check_tie(self, tie: TieGroup, parameter: nn.Parameter) -> BuildError | None:
         groups = [group for group, bucket in self._shared if any(parameter is shared for shared in bucket)]
