@@ -80,6 +80,21 @@ def test_random_numbers_of_python(draw: Any) -> None:
     trace_module(inside, (X,), leaf=lambda path, module: path == "noisy")
 
 
+@pytest.mark.parametrize("weights", ["input", "weight"])
+def test_hooks_on_tensors(weights: str) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x) if weights == "input" else self.fc.weight
+        y.register_hook(lambda grad: grad * 3)
+        return x + y.sum()
+
+    model = Forward(forward)
+    with pytest.raises(TraceError, match=rf"calls register_hook on a tensor.*{HERE}"):
+        trace_module(model, (X,))
+    inside = Forward(lambda self, x: self.hooked(x))
+    inside.hooked = model
+    trace_module(inside, (X,), leaf=lambda path, module: path == "hooked")
+
+
 def test_assignments_to_the_module() -> None:
     def count(self: Any, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1

@@ -210,6 +210,9 @@ class Recorder:
             if name in SHAPES and not self.sandbox.fake:
                 self._pin_shape(args[0])
             return func(*args, **kwargs)
+        if name in ("register_hook", "register_post_accumulate_grad_hook"):
+            what = f"the forward calls {name} on a tensor, which a graph cannot repeat"
+            raise TraceError(f"{self.label}: {what}; {_KEEP_WHOLE}", source=model_source())
         changes = Changes(args, kwargs)
         if name in ASKS_VALUES and changes.tensors:
             return self._ask(func, name, args, kwargs)
