@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -107,3 +109,37 @@ def test_two_forwards_before_their_backwards() -> None:
         second.sum().backward()
     assert torch.equal(before.runs, after.runs)
     assert torch.equal(before.fc.weight.grad, after.fc.weight.grad)
+
+
+class LayerDrop(nn.Module):
+    """Skips a layer at random, as a number of Python's or NumPy's says."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.draw() < 0.5:
+                x = layer(x).tanh()
+        return x * self.draw()
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["python", "numpy"])
+def test_the_recompute_draws_the_same_and_leaves_the_state_alone(draw: Callable[[], float]) -> None:
+    before = LayerDrop(draw)
+    after = LayerDrop(draw)
+    after.load_state_dict(before.state_dict())
+    create_schedule(after).checkpoint()
+    following: list[float] = []
+    for model in (before, after):
+        random.seed(5)
+        numpy.random.seed(5)
+        for scale in (1.0, 2.0):
+            model(scale * torch.ones(2, 4, requires_grad=True)).square().sum().backward()
+        following.append(draw())
+    assert following[0] == following[1]
+    for expected, found in zip(before.parameters(), after.parameters(), strict=True):
+        assert (expected.grad is None) == (found.grad is None)
+        assert expected.grad is None or torch.equal(expected.grad, found.grad)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from slapo_core.random import RNGState, rng_state, set_rng_state
-
 from .arguments import Arguments
 from .buffers import StartBuffers
+from .randomness import RandomState
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keyword arguments that are torch's, not the function's."""
@@ -24,9 +23,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
     """Checkpoint a model or part of the model.
 
     As ``torch.utils.checkpoint.checkpoint``, with these differences: the random states that Slapo tracks beside the
-    default one are put back for the recompute too, keyword arguments reach ``function`` in both modes, and without
-    gradients ``function`` is just called. What ``function`` itself changes, buffers of modules that it calls for one,
-    changes again in the recompute; ``sch.checkpoint()`` takes care of the module's buffers.
+    default one, Python's and NumPy's are put back for the recompute too, keyword arguments reach ``function`` in both
+    modes, and without gradients ``function`` is just called. What ``function`` itself changes, buffers of modules that
+    it calls for one, changes again in the recompute; ``sch.checkpoint()`` takes care of the module's buffers.
 
     Args:
         function: What to run, and to run again in the backward pass.
@@ -68,7 +67,7 @@ class _Region:
         self.function = function
         self.arguments = Arguments(args, kwargs)
         self._original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._state = rng_state() if preserve_rng_state else None
+        self._random = RandomState() if preserve_rng_state else None
         self._buffers = StartBuffers(module)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -78,7 +77,7 @@ class _Region:
             self._buffers.keep_changed()
             return result
         args, kwargs = self.arguments.rebuild(tensors)
-        with _random_state(self._state), self._buffers.in_place():
+        with self._random.again() if self._random else nullcontext(), self._buffers.in_place():
             return self.function(*args, **kwargs)
 
 
@@ -89,16 +88,3 @@ def _module_of(call: Callable[..., Any]) -> nn.Module | None:
         inner = inner.args[0]
     owner = getattr(inner, "__self__", inner)
     return owner if isinstance(owner, nn.Module) else None
-
-
-@contextmanager
-def _random_state(state: RNGState | None) -> Iterator[None]:
-    if state is None:
-        yield
-        return
-    now = rng_state()
-    set_rng_state(state)
-    try:
-        yield
-    finally:
-        set_rng_state(now)
