@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from slapo_core.build import build
@@ -310,23 +311,68 @@ class Counting(nn.Module):
 
 
 def _counting(rank: int) -> list[float]:
+    mesh = mesh_of(pp=2)
+    torch.manual_seed(0)
+    model = Counting()
+    reference, x = copy.deepcopy(model), torch.randn(8, 4)
+    loss = _cut_after_a(model, mesh, {"x": x}, optimizer=adamw, microbatches=4).train_batch(x=x).item()
+    return [loss, torch.stack([reference(part) for part in x.chunk(4)]).mean().item()]
+
+
+def _cut_after_a(model: nn.Module, mesh: DeviceMesh, example: dict[str, torch.Tensor], **config: Any) -> Any:
     import slapo_pipeline.plugin
     import slapo_torch.plugin
     from slapo_core.registry import Registry
     from slapo_core.schedule import create_schedule
 
-    mesh = mesh_of(pp=2)
-    torch.manual_seed(0)
-    model = Counting()
-    reference, x = copy.deepcopy(model), torch.randn(8, 4)
     plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
-    schedule = create_schedule(model, mesh=mesh, example_inputs={"x": x}, plugins=plugins)
+    schedule = create_schedule(model, mesh=mesh, example_inputs=example, plugins=plugins)
     schedule["a"].cut_pipeline_stage()
-    engine: Any = build(schedule, "torch", optimizer=adamw, microbatches=4)
-    loss = engine.train_batch(x=x).item()
-    return [loss, torch.stack([reference(part) for part in x.chunk(4)]).mean().item()]
+    return build(schedule, "torch", **config)
 
 
 def test_a_changed_buffer_is_sent_as_it_was_at_its_micro_batch() -> None:
     for found, expected in run_distributed(_counting, 2):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Failing(torch.optim.SGD):
+    """Raises in its second step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        if self.steps == 2:
+            raise ValueError("no second step")
+        super().step()
+
+
+class Sparse(nn.Module):
+    """Begins with an embedding of sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)).pow(2).mean()
+
+
+def _update_errors(rank: int) -> list[str]:
+    mesh = mesh_of(pp=2)
+    torch.manual_seed(0)
+    x, tokens_ = torch.randn(8, 4), torch.arange(8) % 4
+    one = _cut_after_a(
+        Counting(), mesh, {"x": x}, optimizer=partial(Failing if rank else torch.optim.SGD, lr=0.1), microbatches=2
+    )
+    sparse = _cut_after_a(Sparse(), mesh, {"x": tokens_}, optimizer=partial(torch.optim.SGD, lr=0.1), microbatches=2, clip=1.0)
+    steps = [message_of(partial(one.train_batch, x=x)) for _ in range(3)]
+    return [*steps, message_of(partial(sparse.train_batch, x=tokens_))]
+
+
+def test_an_error_of_one_ranks_update_fails_all() -> None:
+    for first, second, third, sparse in run_distributed(_update_errors, 2):
+        assert first == third == "no error"
+        assert "no second step" in second
+        assert "the sparse gradient of 'a.weight' cannot be clipped" in sparse

@@ -33,7 +33,7 @@ class TorchEngine(Engine):
     """Trains or evaluates one stage, or the whole model, on this rank.
 
     Every method is collective over the mesh. An error on one rank is raised on all of them, and the engine can go on with
-    the next batch.
+    the next batch; after one in the optimizer's step, though, the other ranks have stepped: load a checkpoint.
 
     Attributes:
         module: This rank's stage, or the model.
@@ -81,9 +81,9 @@ class TorchEngine(Engine):
         self.module.zero_grad(set_to_none=True)
         loss = self._step(batch, training=True)
         self._reduce()
-        self.grad_norm = self._clip()
-        if self.optimizer is not None:
-            self.optimizer.step()
+        if self._options.clip:
+            self._together(self._holdings.check_clippable)
+        self._together(self._update)
         return loss
 
     def eval_batch(self, **batch: Any) -> torch.Tensor:
@@ -203,6 +203,11 @@ class TorchEngine(Engine):
 
     def _clip(self) -> float | None:
         return float(self._holdings.clip(self._options.clip)) if self._options.clip else None
+
+    def _update(self) -> None:
+        self.grad_norm = self._clip()
+        if self.optimizer is not None:
+            self.optimizer.step()
 
     def _make_replicas(self) -> None:
         # DistributedDataParallel refuses a stage without trainable parameters, which has nothing to reduce

@@ -117,6 +117,18 @@ class Holdings:
                         empty.setdefault(id(parameter), successor(parameter, parameter.detach().to("meta")))
                         module._parameters[name] = empty[id(parameter)]  # type: ignore[assignment]
 
+    def check_clippable(self) -> None:
+        """Find what would break off ``clip`` on this rank while the others wait in it.
+
+        Raises:
+            BuildError: a gradient is sparse.
+        """
+        for name, parameter in self._stage.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise BuildError(
+                    f"the sparse gradient of {name!r} cannot be clipped; build it with sparse=False, or without clip"
+                )
+
     def clip(self, largest: float) -> torch.Tensor:
         """Scale all gradients so that their norm over the model is at most ``largest``; returns the one before. Collective."""
         rank = self._program.axis_rank("pp")
