@@ -68,6 +68,19 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, code: i
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_ranks_and_the_fork_server_end_when_the_launcher_is_killed(tmp_path: Path):
+    process = subprocess.Popen([sys.executable, "-m", "tests.slapo.launched", str(tmp_path)], start_new_session=True)
+    _started(tmp_path, 2)
+    assert len(_session(process.pid)) > 3, "the launcher, its fork server and two ranks"
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while _session(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _session(process.pid) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_rendezvous_listens_on_the_loopback_address_alone():
     _store, port = _listen()
     listening = [
@@ -87,6 +100,19 @@ def _started(folder: Path, number: int) -> list[int]:
             return pids
         time.sleep(0.1)
     raise TimeoutError(f"{number} ranks did not start")
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a session that run."""
+    running = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _parent, _group, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(session) == leader and state != "Z":
+            running.append(int(stat.parent.name))
+    return running
 
 
 def _alive(pid: int) -> bool:

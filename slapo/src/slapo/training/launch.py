@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -87,6 +88,7 @@ def _start_method() -> str:
 
 def _run_rank(work: Work, settings: Settings, folder: str) -> None:
     """Run the work in a process of its own and leave the error, if any, in ``folder``."""
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the terminal sends Ctrl-C to every rank: end without a traceback
     try:
         work(settings)
@@ -103,6 +105,14 @@ def _run_rank(work: Work, settings: Settings, folder: str) -> None:
         if record["bystander"]:
             time.sleep(BYSTANDER_SECONDS)
         raise
+
+
+def _end_with_launcher() -> None:
+    """End this rank when the process that launched it has gone, killed even; the fork server goes with its last rank."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os._exit(1)
 
 
 def _lost_connection(err: Exception) -> bool:
