@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 
 import pytest
@@ -33,6 +34,16 @@ def _wrap(module: nn.Module) -> nn.Module:
     return module
 
 
+def _hooked(module: nn.Module, register: str) -> nn.Module:
+    getattr(module, register)(lambda *args: None)
+    return module
+
+
+def _own_forward(module: nn.Module) -> nn.Module:
+    module.forward = types.MethodType(lambda self, x: nn.functional.linear(x, self.weight) * 2, module)
+    return module
+
+
 SHARDS = {
     "name": (lambda: nn.Linear(4, 8), ("wait", 0), "shard('0'): no parameter 'wait'; available: weight, bias"),
     "no bias": (lambda: nn.Linear(4, 8, bias=False), ("bias", 0), "no parameter 'bias'; available: weight"),
@@ -48,6 +59,11 @@ SHARDS = {
     "frequency": (lambda: nn.Embedding(8, 4, scale_grad_by_freq=True), ("weight", 0), "scale_grad_by_freq counts indices"),
     "blocks": (lambda: nn.Embedding(8, 4), ("weight", 0, 2), "'weight' cannot be split along 0 in blocks"),
     "wrapped": (lambda: _wrap(nn.Linear(4, 8)), ("weight", 1), "forward is wrapped already; shard it before"),
+    "hook": (lambda: _hooked(nn.Linear(4, 8), "register_forward_hook"), ("weight", 1), "it has a forward hook of its own"),
+    "pre-hook": (lambda: _hooked(nn.Linear(4, 8), "register_forward_pre_hook"), ("weight", 1), "a forward pre-hook of its own"),
+    "backward": (lambda: _hooked(nn.Linear(4, 8), "register_full_backward_hook"), ("weight", 0), "a backward hook of its own"),
+    "instance": (lambda: _own_forward(nn.Linear(4, 8)), ("weight", 0), "it has a forward of its own that would see a part"),
+    "wrapped instance": (lambda: _wrap(_own_forward(nn.Linear(4, 8))), ("weight", 0), "it has a forward of its own"),
 }
 
 
@@ -163,6 +179,8 @@ def _accepted(rank: int) -> None:
         lambda sch: _row(sch).sync("fwd_post", lambda module, args, output: output),
         lambda sch: (sch["emb"].shard("weight", axis=0), sch.sync("fwd_post", "all_reduce")),
         lambda sch: sch["emb"].shard("weight", axis=1),
+        lambda sch: (sch["down"].sync("fwd_post", "all_reduce"), _row(sch)),
+        lambda sch: (_wrap(sch["up"].mod), _column(sch).sync("bwd_post", "all_reduce")),
     ):
         sch = _schedule(Net())
         steps(sch)

@@ -135,7 +135,7 @@ def _facts(rank: int) -> None:
     sch = _schedule(model)
     facts(weight).tags.add("tagged")
     model[0].bias.register_hook(lambda grad: grad * 3)
-    model[0].register_forward_hook(lambda module, args, output: output + 1)
+    sch["0"].sync("fwd_post", lambda module, args, output: output + 1)
     model[0].bias.grad = torch.arange(8.0)
     sch["0"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
     new = model[0].weight

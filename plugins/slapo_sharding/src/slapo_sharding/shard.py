@@ -36,7 +36,8 @@ class ShardPrimitive(Primitive):
 
     Raises:
         ScheduleError: no such parameter, axis out of range, no rule for the module, already sharded, not divisible by the
-            group size, heads that would be split, or a fused projection whose blocks are not known.
+            group size, heads that would be split, a fused projection whose blocks are not known, or a hook or forward of
+            the module's own.
     """
 
     name = "shard"

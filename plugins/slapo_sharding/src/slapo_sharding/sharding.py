@@ -6,6 +6,7 @@ import dataclasses
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from slapo_core.wrapping import forward_wrappers
 
 from . import attention, layers  # noqa: F401  (layers registers its rules)
 from .rules import AppliedCut, Cut, applied_cut, find_cut, record_cut
+from .syncing import Sync
 
 Blocks = int | Sequence[int] | None
 
@@ -184,7 +186,12 @@ class Sharder:
         return owner
 
     def _check_forward(self, module: nn.Module, cut: Cut) -> None:
-        """A forward of our own goes to the innermost place, which must be free."""
+        """A forward of our own goes to the innermost place, which must be free; what the user put there would see a part."""
+        if self.size > 1 and (own := _user_code(module)):
+            where = "it" if module is self.module else f"the tied {type(module).__name__}"
+            raise self._error(
+                f"{where} has a {own} of its own that would see a part only; remove it or put it on a module around"
+            )
         if self.size > 1 and _needs_forward(module, cut) and ("forward" in module.__dict__ or forward_wrappers(module)):
             raise self._error("the module's forward is wrapped already; shard it before what wraps it (checkpoint, fork_rng)")
 
@@ -243,6 +250,21 @@ def _turn_local(module: nn.Module, cut: Cut, num_shards: int) -> None:
     if _needs_forward(module, cut):
         assert cut.forward is not None
         module.__dict__["forward"] = types.MethodType(cut.forward, module)
+
+
+def _user_code(module: nn.Module) -> str | None:
+    """What the user has put on this one module to run with it, or None; syncs and wrappers are the schedule's own."""
+    tables: dict[str, dict[int, Any]] = {
+        "forward pre-hook": module._forward_pre_hooks,
+        "forward hook": module._forward_hooks,
+        "backward pre-hook": module._backward_pre_hooks,
+        "backward hook": module._backward_hooks,
+    }
+    for kind, table in tables.items():
+        if any(not isinstance(hook, Sync) for hook in table.values()):
+            return kind
+    own = "_slapo_inner_forward" in module.__dict__ or ("forward" in module.__dict__ and not forward_wrappers(module))
+    return "forward" if own else None
 
 
 def _needs_forward(module: nn.Module, cut: Cut) -> bool:
