@@ -167,6 +167,7 @@ def _refusals(rank: int) -> dict[str, str]:
         assert not sch.journal
 
     refused("unknown model", nn.Sequential(nn.Linear(4, 4)))
+    refused("traced", torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4))))
     refused("sequence parallel", _gpt2(), sequence_parallel=True)
     refused("style", _gpt2(), {"transformer.h.*.mlp.c_fc": "columnwise"})
     refused("no match", _gpt2(), {"transformer.h.*.mlp.fc": "colwise"})
@@ -183,6 +184,7 @@ def _refusals(rank: int) -> dict[str, str]:
 def test_what_no_plan_can_do_is_refused_and_nothing_changes():
     messages = run_distributed(_refusals, 2)[0]
     assert messages["unknown model"].startswith("tensor_parallel(''): no plan is known for Sequential; give plan=")
+    assert messages["traced"].endswith("call tensor_parallel before trace")
     assert "sequence_parallel is not supported yet" in messages["sequence parallel"]
     assert "'columnwise', which is not supported; did you mean 'colwise'?" in messages["style"]
     assert "the plan's 'transformer.h.*.mlp.fc' matches no module" in messages["no match"]

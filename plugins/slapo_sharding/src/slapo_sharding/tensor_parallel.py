@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
@@ -71,6 +71,8 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel
         if not found and plan is not None:
             raise error(f"the plan's {key!r} matches no module; give a path or glob below {schedule.path!r}")
         steps.update(dict.fromkeys(found, style))
+    if not steps and isinstance(schedule.mod, fx.GraphModule):
+        raise error("the model is traced already, its plan is found on the model itself; call tensor_parallel before trace")
     if not steps:
         kind = type(schedule.mod).__name__
         raise error(f"no plan is known for {kind}; give plan={{path or glob: style}}, styles: {', '.join(STYLES)}")
