@@ -114,6 +114,31 @@ def test_assignments_to_the_module() -> None:
         assert model.table is table
 
 
+def remember(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x if self.kept is None else x + self.kept
+    self.kept = y.detach()
+    return y
+
+
+def collect(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.history.append(x.detach())
+    return x + self.history[0]
+
+
+def count_in_a_dict(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.counts["n"] += 1
+    return x * self.counts["n"]
+
+
+@pytest.mark.parametrize("function", [remember, collect, count_in_a_dict])
+def test_state_that_the_next_call_reads(function: Any) -> None:
+    model = Forward(function)
+    model.kept, model.history, model.counts = None, [], {"n": 0}
+    with pytest.raises(TraceError, match="its attribute '(kept|history|counts)' or changes it"):
+        trace_module(model, (X,))
+    assert (model.kept, model.history, model.counts) == (None, [], {"n": 0})
+
+
 def test_what_a_forward_caches_is_gone_after_the_trace() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if self.cached is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
@@ -18,6 +20,8 @@ from ..errors import TraceError
 from . import _torch_private as private
 from .structures import tensors
 
+_CONTAINERS = (list, dict, set, deque)
+_OF_TORCH = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, _CONTAINERS))
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks")
 
 
@@ -75,10 +79,13 @@ class Sandbox:
             for undo in restore:
                 undo()
 
-    def check_unchanged(self, modules: Iterable[nn.Module], moved: Callable[[Any, Any], bool]) -> None:
+    def check_unchanged(
+        self, modules: Iterable[nn.Module], moved: Callable[[Any, Any], bool], varies: Callable[[Any], bool]
+    ) -> None:
         """A forward whose assignments a graph would lose is refused.
 
-        What fills an attribute that was None or not there, or only moves a tensor (``moved(new, old)``), is none of those.
+        What fills an attribute that was None or not there, or only moves a tensor (``moved(new, old)``), is none of those,
+        unless it holds a tensor made from an input (``varies(new)``): that is state, not something computed once.
 
         Raises:
             TraceError: It assigned to an attribute or buffer of one of ``modules``, or drew Python's or NumPy's random numbers.
@@ -86,8 +93,9 @@ class Sandbox:
         for module in modules:
             was = self.attributes[id(module)]
             for name, value in {**module.__dict__, **module._buffers}.items():
-                if was.get(name) is not None and _differs(value, was[name]) and not moved(value, was[name]):
-                    what = f"the forward of a {type(module).__name__} assigns to its attribute {name!r}"
+                old = was.get(name)
+                if name not in _OF_TORCH and (varies(value) if old is None else _differs(value, old, varies, moved)):
+                    what = f"the forward of a {type(module).__name__} assigns to its attribute {name!r} or changes it"
                     raise TraceError(f"{what}, which a graph cannot repeat; keep it whole with leaf_modules")
         if self.random_numbers.changed():
             what = "the forward draws random numbers from Python or NumPy, which a graph cannot repeat"
@@ -100,10 +108,13 @@ class Sandbox:
                     if tensor is not None:
                         known = self._standins.get(id(tensor))
                         table[name] = self._stand_in(tensor) if known is None else known  # type: ignore[assignment]
-            self.attributes[id(module)] = {**module.__dict__, **module._buffers}
         for module in modules:
             if isinstance(module, nn.RNNBase):
                 module.__dict__["_flat_weights"] = [self._standins.get(id(weight), weight) for weight in module._flat_weights]
+            state = {**module.__dict__, **module._buffers}
+            self.attributes[id(module)] = {
+                name: copy.copy(value) if isinstance(value, _CONTAINERS) else value for name, value in state.items()
+            }
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.fake:
@@ -150,9 +161,17 @@ def _restore(state: dict[str, Any], before: dict[str, Any], kept: list[tuple[Any
         container.extend(content) if isinstance(container, list) else container.update(content)
 
 
-def _differs(value: Any, was: Any) -> bool:
+def _differs(value: Any, was: Any, varies: Callable[[Any], bool], moved: Callable[[Any, Any], bool]) -> bool:
     if isinstance(value, torch.Tensor) or isinstance(was, torch.Tensor):
-        return value is not was
+        return value is not was and not moved(value, was)
+    if isinstance(value, dict) and isinstance(was, dict):  # a new entry is a cache's when it is a constant tensor
+        news = [new for key, new in value.items() if key not in was]
+        kept = all(key in value and not _differs(value[key], old, varies, moved) for key, old in was.items())
+        return not kept or any(varies(new) or isinstance(new, (bool, int, float, str)) for new in news)
+    if isinstance(value, (list, deque)) and isinstance(was, (list, deque)):
+        return len(value) != len(was) or any(_differs(new, old, varies, moved) for new, old in zip(value, was, strict=True))
+    if isinstance(value, set) and isinstance(was, set):
+        return value != was
     return isinstance(value, (bool, int, float, str)) and value != was
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import TraceError
@@ -106,6 +107,20 @@ class _Session(TorchFunctionMode):
                 return True
         return False
 
+    def varies(self, value: Any) -> bool:
+        """Whether a tensor, or a tensor inside a container, is made from an input of its graph."""
+        if type(value) in (tuple, list, dict):
+            return any(map(self.varies, value.values() if type(value) is dict else value))
+        if not isinstance(value, torch.Tensor):
+            return False
+        todo = [recorder.nodes[id(value)] for recorder, _ in self.graphs.values() if id(value) in recorder.nodes]
+        seen: set[fx.Node] = set()
+        for node in todo:
+            if node not in seen:
+                seen.add(node)
+                todo += node.all_input_nodes
+        return any(node.op == "placeholder" for node in seen)
+
     def apply(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """An autograd function is recorded as one call."""
         recorder = self.stack[-1]
@@ -156,7 +171,7 @@ def _run(root: nn.Module, args: Any, kwargs: Any, plan: Plan, target: str, *, fa
                 raise
             except Exception as err:
                 raise _ForwardFailed from err
-        sandbox.check_unchanged([session.target, *session.inlined.values()], session.moved)
+        sandbox.check_unchanged([session.target, *session.inlined.values()], session.moved, session.varies)
     if target not in session.graphs:
         raise TraceError(f"{target!r} is not called when the model runs on the example inputs; trace another module")
     return session
