@@ -36,6 +36,12 @@ def forward_wrappers(module: nn.Module) -> tuple[Wrapper, ...]:
     return wrappers
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether somebody else gave this very module a forward of its own, wrapped or not."""
+    state = module.__dict__
+    return _INNER in state or ("forward" in state and _WRAPPERS not in state)
+
+
 def is_opaque(module: nn.Module) -> bool:
     """Whether what happens when the module is called is more than its class's forward: wrappers or hooks.
 

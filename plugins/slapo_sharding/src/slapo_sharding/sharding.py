@@ -14,7 +14,7 @@ from torch import nn
 from slapo_core.errors import ScheduleError
 from slapo_core.parameters import ShardSpec, facts, shard_spec, successor
 from slapo_core.schedule import Schedule
-from slapo_core.wrapping import forward_wrappers
+from slapo_core.wrapping import forward_wrappers, has_own_forward
 
 from . import attention, layers  # noqa: F401  (layers registers its rules)
 from .rules import AppliedCut, Cut, applied_cut, find_cut, record_cut
@@ -263,8 +263,7 @@ def _user_code(module: nn.Module) -> str | None:
     for kind, table in tables.items():
         if any(not isinstance(hook, Sync) for hook in table.values()):
             return kind
-    own = "_slapo_inner_forward" in module.__dict__ or ("forward" in module.__dict__ and not forward_wrappers(module))
-    return "forward" if own else None
+    return "forward" if has_own_forward(module) else None
 
 
 def _needs_forward(module: nn.Module, cut: Cut) -> bool:
