@@ -5,6 +5,7 @@ A transaction keeps references, never copies of values. What it cannot see, a pr
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +88,7 @@ class Transaction:
         self.on_undo(restore)
 
 
-class _Memory:
+class _Memory(ABC):
     """What one object was like. Calling it puts back what differs; after ``settle``, what differed by then."""
 
     subject: Any
@@ -97,13 +98,13 @@ class _Memory:
         if self.settled or self.settle():
             self.put_back()
 
+    @abstractmethod
     def settle(self) -> bool:
         """Forget what is as it was; whether anything is left."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put_back(self) -> None:
         """Restore what was not forgotten."""
-        raise NotImplementedError
 
 
 class _ModuleMemory(_Memory):
