@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,15 +93,6 @@ def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
     """How the tensor is sharded, or None."""
     found: ParamFacts | None = tensor.__dict__.get(_FACTS)
     return found.spec if found else None
-
-
-def holders(root: nn.Module, tensor: torch.Tensor) -> Iterator[tuple[nn.Module, str]]:
-    """Every (module, attribute name) under ``root`` that holds this very parameter or buffer: more than one when tied."""
-    for module in root.modules():
-        for table in (module._parameters, module._buffers):
-            for name, value in table.items():
-                if value is tensor:
-                    yield module, name
 
 
 def successor(old: torch.Tensor, data: torch.Tensor, **changes: Any) -> torch.Tensor:

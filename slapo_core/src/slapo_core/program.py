@@ -29,11 +29,6 @@ class Boundary:
     dtype: torch.dtype
     requires_grad: bool
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one micro-batch in one direction."""
-        return torch.empty((), dtype=self.dtype).element_size() * torch.Size(self.shape).numel()
-
 
 @dataclass(frozen=True)
 class Stage:
