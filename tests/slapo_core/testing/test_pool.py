@@ -202,7 +202,7 @@ import os, time
 from slapo_core.testing import run_distributed
 
 def pid(rank, stay):
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())  # one write: two ranks share the pipe
     time.sleep(stay)
     return os.getpid()
 
@@ -216,19 +216,21 @@ def test_no_process_outlives_the_script(tmp_path: Path, end: str) -> None:
     """However the script ends, also in the middle of a job; no pytest involved."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("STAY", "0" if end == "exit" else "600"))
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    pids = [int(process.stdout.readline()) for _ in range(2)]
-    if end == "SIGINT":
-        process.send_signal(2)
-    elif end == "SIGKILL":
-        process.kill()
-    assert (process.wait(30) == 0) == (end == "exit")
-    limit = time.monotonic() + 10
-    while any(map(_alive, pids)) and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert not any(map(_alive, pids))
-    process.stdout.close()
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            pids = [int(process.stdout.readline()) for _ in range(2)]
+            if end == "SIGINT":
+                process.send_signal(2)
+            elif end == "SIGKILL":
+                process.kill()
+            assert (process.wait(30) == 0) == (end == "exit")
+            limit = time.monotonic() + 10
+            while any(map(_alive, pids)) and time.monotonic() < limit:
+                time.sleep(0.05)
+            assert not any(map(_alive, pids))
+        finally:
+            process.kill()
 
 
 def _alive(pid: int) -> bool:
