@@ -15,6 +15,7 @@ from slapo_core import (
     Dialect,
     Engine,
     Program,
+    Schedule,
     ScheduleError,
     UnknownNameError,
     build,
@@ -198,3 +199,74 @@ def build_on_two_ranks(rank: int) -> str:
 @pytest.mark.multiproc
 def test_an_error_on_one_rank_fails_all_with_its_message() -> None:
     assert run_distributed(build_on_two_ranks, 2) == ["rank 1 failed: this rank has no disk", "this rank has no disk"]
+
+
+def steps_of_one_rank(rank: int, axes: tuple[str, ...]) -> str:
+    """A schedule that asks for the rank; the other ranks hold one step less."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=axes) if axes else None
+    sch = create_schedule(model(), mesh=mesh)
+    sch["1"].replace(make(nn.SiLU))
+    if rank == 0:
+        sch["1"].replace(make(nn.ReLU))
+    return built(sch)
+
+
+def other_arguments(rank: int) -> str:
+    sch = create_schedule(model(), group=dist.group.WORLD)
+    sch["1"].replace(make(nn.ELU, alpha=1.0 + rank))
+    return built(sch)
+
+
+def other_options(rank: int) -> str:
+    with isolated_plugins(Plugin()):
+        return built(create_schedule(model()), target="toy", microbatches=1 + rank)
+
+
+def other_models(rank: int) -> str:
+    return built(create_schedule(nn.Sequential(nn.Linear(2, 2, bias=rank == 0))))
+
+
+def equal_but_for_addresses(rank: int) -> str:
+    sch = create_schedule(model())
+    sch["0"].annotate("weight", "owner", object())
+    return built(sch)
+
+
+def built(sch: Schedule, **options: Any) -> str:
+    try:
+        build(sch, **options)
+    except BuildError as err:
+        return str(err)
+    return "built"
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("function", "args", "difference"),
+    [
+        (
+            steps_of_one_rank,
+            [("tp",)],
+            "step 2, sch['1'].replace(slapo_core.make(torch.nn.modules.activation.ReLU)), on rank 0 and nothing more on rank 1",
+        ),
+        (steps_of_one_rank, [("dp",)], "on rank 0 and nothing more on rank 1"),
+        (steps_of_one_rank, [()], "on rank 0 and nothing more on rank 1"),
+        (
+            other_arguments,
+            [],
+            "ELU, alpha=1.0)), on rank 0 and step 1, sch['1'].replace(",
+        ),
+        (other_options, [], "build('toy') with {'microbatches': 1, 'precision': 'fp32', 'clip': 0.0} on rank 0"),
+        (other_models, [], "the parameter '0.bias' on rank 0 and nothing more on rank 1"),
+    ],
+)
+def test_ranks_with_different_schedules_are_refused(function: Any, args: list[Any], difference: str) -> None:
+    messages = run_distributed(function, 2, *args)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("the ranks have different schedules: ")
+    assert difference in messages[0]
+
+
+@pytest.mark.multiproc
+def test_addresses_are_no_difference() -> None:
+    assert run_distributed(equal_but_for_addresses, 2) == ["built", "built"]

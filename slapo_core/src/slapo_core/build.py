@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .agreement import agree
+from .agreement import agree, compare
 from .dialect import Dialect
 from .engine import Engine, PlainEngine
 from .errors import BuildError
@@ -17,6 +18,7 @@ from .registry import Registry, default_registry
 from .schedule import Schedule
 from .weights import Initialiser, materialize
 
+_OF_THIS_RANK = r"( at)? 0x[0-9a-f]+|(?<=cuda):\d+"
 _DEFAULTS: dict[str, Any] = {"optimizer": None, "loss_fn": None, "microbatches": 1, "precision": "fp32", "clip": 0.0}
 
 
@@ -35,6 +37,9 @@ def build(
 ) -> Engine:
     """Hand the scheduled model to an engine. Ends what ``undo`` can take back.
 
+    Collective over the ranks of the schedule: those of its mesh and group, and without these the world. All of them hold the
+    same schedule.
+
     Args:
         sch: Any handle of the schedule.
         target: Name of an installed dialect, e.g. ``"torch"``; None gives the plain module.
@@ -52,7 +57,8 @@ def build(
 
     Raises:
         UnknownNameError: no such target.
-        BuildError: the schedule and the engine do not go together, or another rank failed; nothing was built.
+        BuildError: the schedule and the engine do not go together, another rank failed, or has another schedule; nothing was
+            built.
     """
     common: dict[str, Any] = {
         "optimizer": optimizer,
@@ -64,18 +70,33 @@ def build(
     if not isinstance(sch, Schedule):
         raise BuildError(f"cannot build a {type(sch).__name__}; give what create_schedule returned")
     root, error = sch._root, None
+    ranks = (root.mesh, sch.group if root.mesh is None else root.group)
+    compare(_written(sch), *ranks)
     try:
         dialect, program = _prepare(sch, target, common, config)
         device = program.mesh.device_type if program.mesh is not None else "cpu"
         materialize(program.module, _held(program), param_init_fn=param_init_fn, seed=seed, device=device)
     except Exception as err:
         error = err
-    agree(error, root.mesh)
+    agree(error, *ranks)
+    compare(_planned(target, common, program), *ranks)
     engine: Engine = PlainEngine(program.module) if dialect is None else dialect.build(program, **common, **config)
     root.journal.seal()
     root.program, root.target = program, target
     root.registry.hook.slapo_after_build(engine=engine)
     return engine
+
+
+def _written(sch: Schedule) -> list[str]:
+    """The steps, without what differs between ranks that take the same ones: addresses, and the number of the GPU."""
+    return [f"step {number}, {re.sub(_OF_THIS_RANK, '', str(step))}," for number, step in enumerate(sch.journal, 1)]
+
+
+def _planned(target: str | None, common: dict[str, Any], program: Program) -> list[str]:
+    """What else all ranks of one engine have in common."""
+    options = {key: common[key] for key in ("microbatches", "precision", "clip")}
+    stages = [f"a stage {stage.index} of {', '.join(stage.paths)}" for stage in program.stages]
+    return [f"build({target!r}) with {options}", *stages, *(f"the parameter {name!r}" for name in program.original_names)]
 
 
 def _prepare(
