@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy
 import pytest
@@ -14,6 +17,7 @@ from torch import nn
 import slapo_memory.plugin
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import isolated_plugins
+from slapo_memory.recompute import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +56,25 @@ class Functional(nn.Module):
         return nn.functional.batch_norm(x, self.mean, self.var, training=True).tanh()
 
 
+class Remembering(nn.Module):
+    """Scales by what it keeps in plain attributes, some of them not there at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.calls, self.sums, self.total = 0, {"all": [0]}, torch.ones(())
+        self.recent, self.seen = deque([1], maxlen=2), set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.sums["all"].append(self.sums["all"][-1] + self.calls)
+        self.recent.append(self.calls)
+        self.seen.add(len(self.sums["all"]))
+        self.total += len(self.seen)
+        self.last = getattr(self, "last", 0) + sum(self.recent)
+        return self.fc(x * self.sums["all"][-1] + self.last).tanh() * self.total
+
+
 def normalized() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
 
@@ -66,8 +89,8 @@ def mixed() -> nn.Module:
 
 @pytest.mark.parametrize(
     "body",
-    [normalized, Functional, spectral, mixed, lambda: Counter(True), lambda: Counter(False)],
-    ids=["batch-norm", "functional", "spectral-norm", "mixed", "in-place", "new-tensor"],
+    [normalized, Functional, spectral, mixed, lambda: Counter(True), lambda: Counter(False), Remembering],
+    ids=["batch-norm", "functional", "spectral-norm", "mixed", "in-place", "new-tensor", "attributes"],
 )
 @pytest.mark.parametrize("nested", [False, True], ids=["once", "nested"])
 def test_buffers_and_gradients_equal_the_unmodified_model(body: Callable[[], nn.Module], nested: bool) -> None:
@@ -86,6 +109,51 @@ def test_buffers_and_gradients_equal_the_unmodified_model(body: Callable[[], nn.
         assert torch.equal(expected, found), name
     for expected, found in zip(before.parameters(), after.parameters(), strict=True):
         assert torch.equal(expected.grad, found.grad)
+
+
+def attributes(module: Remembering) -> tuple[object, ...]:
+    return module.calls, module.sums, module.total, module.recent, module.seen, module.last
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda module: module,
+        lambda module: module.forward,
+        lambda module: partial(module.forward),
+        lambda module: lambda x: module(x),
+        lambda module: partial(nn.Module.__call__, module),
+    ],
+    ids=["module", "method", "partial", "closure", "argument"],
+)
+def test_the_function_advances_state_once(call: Callable[[nn.Module], Callable[..., Any]], use_reentrant: bool) -> None:
+    before = nn.ModuleList([Counter(True), Remembering(), nn.BatchNorm1d(4)])
+    after = copy.deepcopy(before)
+    for _ in range(2):
+        x = torch.randn(8, 4, requires_grad=True)
+        y, z = x, x
+        for module, again in zip(before, after, strict=True):
+            y, z = module(y), checkpoint(call(again), z, use_reentrant=use_reentrant)
+        y.square().sum().backward()
+        z.square().sum().backward()
+    assert attributes(before[1]) == attributes(after[1])
+    for expected, found in zip(before.buffers(), after.buffers(), strict=True):
+        assert torch.equal(expected, found)
+    for expected, found in zip(before.parameters(), after.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+
+
+def test_attributes_advance_once_and_stay_the_same_objects() -> None:
+    before = Remembering()
+    after = copy.deepcopy(before)
+    create_schedule(after).checkpoint()
+    held = after.sums, after.total, after.recent
+    for model in (before, after):
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    assert attributes(before) == attributes(after)
+    assert all(one is other for one, other in zip(held, (after.sums, after.total, after.recent), strict=True))
 
 
 def test_the_buffers_stay_the_same_tensors() -> None:

@@ -22,8 +22,10 @@ class CheckpointPrimitive(Primitive):
         sch["mlp"].checkpoint():      y = mlp(x)     -->  y = checkpoint(mlp, x)
         sch.checkpoint(match):        y = a(b(x))    -->  y = checkpoint(a . b, x)
 
-    Random states, the tracked ones included, and autocast are as in the forward. Hooks of the module stay outside, so
-    collectives that ``sync`` puts on it run once. Without gradients the forward just runs.
+    Random states, the tracked ones included, and autocast are as in the forward. So are buffers and attributes of the
+    module and those below, with lists, dicts and sets in them: what a forward counts there, it counts once. State it
+    keeps elsewhere, in an object of another kind or a global, advances again in the recompute. Hooks of the module stay
+    outside, so collectives that ``sync`` puts on it run once. Without gradients the forward just runs.
 
     Args:
         subgraph: One match, or a list of matches, of ``sch.find`` in this traced module. Each becomes a submodule

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from .arguments import Arguments
-from .buffers import StartBuffers
 from .randomness import RandomState
+from .state import StartState
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keyword arguments that are torch's, not the function's."""
@@ -24,8 +25,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
 
     As ``torch.utils.checkpoint.checkpoint``, with these differences: the random states that Slapo tracks beside the
     default one, Python's and NumPy's are put back for the recompute too, keyword arguments reach ``function`` in both
-    modes, and without gradients ``function`` is just called. What ``function`` itself changes, buffers of modules that
-    it calls for one, changes again in the recompute; ``sch.checkpoint()`` takes care of the module's buffers.
+    modes, and without gradients ``function`` is just called. Buffers and attributes that a forward changes advance once,
+    in the modules that ``function`` is, is a method of, has among its arguments, or refers to as a closure or ``partial``.
+    What it changes elsewhere, in an object of another kind or a global for one, changes again in the recompute.
 
     Args:
         function: What to run, and to run again in the backward pass.
@@ -40,7 +42,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    region = _Region(function, args, kwargs, options.get("preserve_rng_state", True))
+    modules = _modules_in((function, args, kwargs), set())
+    region = _Region(function, args, kwargs, modules, options.get("preserve_rng_state", True))
     tensors = region.arguments.tensors
     return torch_checkpoint.checkpoint(region, *tensors, use_reentrant=use_reentrant, **options)
 
@@ -49,7 +52,7 @@ def checkpointed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The forward wrapper that ``sch.checkpoint()`` puts around a module; every keyword is the module's."""
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
-    region = _Region(call, args, kwargs, module=_module_of(call))
+    region = _Region(call, args, kwargs, _modules_in(call, set()))
     return torch_checkpoint.checkpoint(region, *region.arguments.tensors, use_reentrant=False)
 
 
@@ -61,30 +64,39 @@ class _Region:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        modules: list[nn.Module],
         preserve_rng_state: bool = True,
-        module: nn.Module | None = None,
     ) -> None:
         self.function = function
         self.arguments = Arguments(args, kwargs)
         self._original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._random = RandomState() if preserve_rng_state else None
-        self._buffers = StartBuffers(module)
+        self._state = StartState(modules)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._original is not None:  # the forward: what it does to its arguments, the caller sees
             (args, kwargs), self._original = self._original, None
             result = self.function(*args, **kwargs)
-            self._buffers.keep_changed()
+            self._state.keep_changed()
             return result
         args, kwargs = self.arguments.rebuild(tensors)
-        with self._random.again() if self._random else nullcontext(), self._buffers.in_place():
+        with self._random.again() if self._random else nullcontext(), self._state.again():
             return self.function(*args, **kwargs)
 
 
-def _module_of(call: Callable[..., Any]) -> nn.Module | None:
-    """The module whose forward is innermost in ``call``; None for a forward that is no method."""
-    inner: Any = call
-    while isinstance(inner, partial):
-        inner = inner.args[0]
-    owner = getattr(inner, "__self__", inner)
-    return owner if isinstance(owner, nn.Module) else None
+def _modules_in(value: Any, seen: set[int]) -> list[nn.Module]:
+    """The modules that a call can see to change: itself, its object, its arguments, what it closes over."""
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        return [value]
+    inside: list[Any] = [getattr(value, "__self__", None), getattr(value, "__wrapped__", None)]
+    if isinstance(value, partial):
+        inside += [value.func, value.args, value.keywords]
+    elif isinstance(value, FunctionType):
+        inside += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        inside += [value.__defaults__, value.__kwdefaults__]
+    elif isinstance(value, (tuple, list, dict)):
+        inside += value.values() if isinstance(value, dict) else value
+    return [module for item in inside if item is not None for module in _modules_in(item, seen)]

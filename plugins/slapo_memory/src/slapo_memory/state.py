@@ -1,0 +1,123 @@
+"""What a forward changes in its modules beside their parameters: a recompute sees what the forward saw.
+
+These are buffers, such as BatchNorm's running statistics, and plain attributes, such as a counter, with the lists, dicts
+and sets in them. The recompute gets copies of the tensors, so that they advance once, and autograd may keep the copies.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
+_TORCHS_OWN = frozenset(nn.Module().__dict__)
+"""Parameters, children and hooks: a wrapper that swaps these in a forward, as sharded data parallelism does, knows why."""
+
+
+class StartState:
+    """The state of modules, and of all modules below them, as of now.
+
+    Args:
+        modules: Where to look.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._places: dict[int, _Place] = {}
+        self._tensors: dict[int, _TensorCopy] = {}
+        for module in {below for top in modules for below in top.modules()}:
+            self._visit(module.__dict__, _TORCHS_OWN)
+            self._visit(module._buffers)
+
+    def keep_changed(self) -> None:
+        """Forget what is as it was; call it after the forward."""
+        self._tensors = {key: tensor for key, tensor in self._tensors.items() if tensor.changed()}
+        self._places = {key: place for key, place in self._places.items() if place.changed() or place.holds(self._tensors)}
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run a block with the state of the start; afterwards it is that of before the block."""
+        places = self._places.values()
+        now = [(place, place.read()) for place in places]
+        fresh = {key: tensor.copy.clone() for key, tensor in self._tensors.items()}
+        for place in places:
+            place.write(place.start, fresh)
+        try:
+            yield
+        finally:
+            for place, content in now:
+                place.write(content, {})
+
+    def _visit(self, live: Any, hidden: frozenset[str] = frozenset()) -> None:
+        if id(live) in self._places:
+            return
+        place = self._places[id(live)] = _Place(live, hidden)
+        for value in _values(place.start):
+            if type(value) in _CONTAINERS:
+                self._visit(value)
+            elif isinstance(value, torch.Tensor) and not value.requires_grad and id(value) not in self._tensors:
+                self._tensors[id(value)] = _TensorCopy(value)
+
+
+class _Place:
+    """One container that a forward may change, with its content at the start."""
+
+    def __init__(self, live: Any, hidden: frozenset[str]) -> None:
+        self.live, self.hidden = live, hidden
+        self.start = self.read()
+
+    def read(self) -> Any:
+        if not self.hidden:
+            return copy.copy(self.live)
+        return {name: value for name, value in self.live.items() if name not in self.hidden}
+
+    def write(self, content: Any, instead: Mapping[int, torch.Tensor]) -> None:
+        """Make this the content, with other tensors for those of some ids."""
+        if isinstance(self.live, dict):
+            kept = {name: value for name, value in self.live.items() if name in self.hidden}
+            self.live.clear()
+            self.live.update({**kept, **{name: instead.get(id(value), value) for name, value in content.items()}})
+            return
+        self.live.clear()
+        add = self.live.update if isinstance(self.live, set) else self.live.extend
+        add([instead.get(id(value), value) for value in content])
+
+    def changed(self) -> bool:
+        now = self.read()
+        if isinstance(now, set):
+            return bool(now != self.start)
+        names = isinstance(now, dict) and list(now) != list(self.start)
+        return names or list(map(id, _values(now))) != list(map(id, _values(self.start)))
+
+    def holds(self, tensors: Mapping[int, Any]) -> bool:
+        return any(id(value) in tensors for value in _values(self.start))
+
+
+class _TensorCopy:
+    """A tensor that a forward may write to in place, and its value at the start."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.copy, self.version = tensor, tensor.detach().clone(), _version(tensor)
+
+    def changed(self) -> bool:
+        """Whether it was or may have been written to."""
+        return _version(self.tensor) != self.version or _is_statistic(self.tensor)
+
+
+def _values(content: Any) -> Iterable[Any]:
+    return content.values() if isinstance(content, dict) else content
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often the tensor was written to; an inference tensor does not count it, nor may a forward with gradients write."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_statistic(tensor: torch.Tensor) -> bool:
+    """Whether it may be a mean or a variance: batch norm's kernels write to these vectors without counting a version."""
+    return tensor.dim() == 1 and tensor.is_floating_point()
