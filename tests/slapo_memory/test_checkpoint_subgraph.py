@@ -107,3 +107,27 @@ def test_an_empty_match_is_an_error(nothing: list[object]) -> None:
     _, sch = traced()
     with pytest.raises(ScheduleError, match="the subgraph is empty"):
         sch.checkpoint(nothing)
+
+
+class Interleaved(nn.Module):
+    """Draws a mask between two operations that are checkpointed together."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.checkpointed = nn.Linear(8, 8), nn.Linear(8, 8), checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed:
+            right = F.dropout(self.b(x), 0.3, self.training)
+            return torch.tanh(F.dropout(self.a(x), 0.5, self.training)) * right
+        left = F.dropout(self.a(x), 0.5, self.training)
+        right = F.dropout(self.b(x), 0.3, self.training)
+        return torch.tanh(left) * right
+
+
+def test_dropouts_draw_in_the_order_in_which_the_checkpointed_graph_runs() -> None:
+    sch = create_schedule(Interleaved(), example_inputs=(torch.randn(2, 8),)).trace()
+    sch.checkpoint(sch.find(lambda x: torch.tanh(F.dropout(x, 0.5, True))))
+    by_hand = Interleaved(checkpointed=True)
+    by_hand.load_state_dict(sch.mod.state_dict())
+    assert_equivalent(by_hand, sch.mod, torch.randn(2, 8), atol=0, rtol=0)

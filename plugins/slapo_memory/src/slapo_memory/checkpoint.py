@@ -27,6 +27,9 @@ class CheckpointPrimitive(Primitive):
     keeps elsewhere, in an object of another kind or a global, advances again in the recompute. Hooks of the module stay
     outside, so collectives that ``sync`` puts on it run once. Without gradients the forward just runs.
 
+    A subgraph runs where its last operation was. Dropouts between its operations then draw before those in it: their masks
+    are other ones than the unmodified model's for the same seed, as random and as independent.
+
     Args:
         subgraph: One match, or a list of matches, of ``sch.find`` in this traced module. Each becomes a submodule
             ``checkpointed``; modules in it must have no weights, as these would change their names.

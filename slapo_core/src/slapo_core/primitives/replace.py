@@ -37,6 +37,9 @@ class ReplacePrimitive(Primitive):
     A replaced module's hooks, training mode and ``requires_grad`` carry over, each parameter of ``new`` with the name and
     shape of an old one takes its original name, and a module that several places share is replaced at all of them.
 
+    ``new`` runs where the subgraph's last operation was. If it draws random numbers, dropouts between the subgraph's
+    operations draw before it: their masks are other ones than the unmodified model's for the same seed, and as random.
+
     Args:
         new: The module; for a subgraph also a function of the subgraph's inputs.
         subgraph: One match, or a list of matches, of ``sch.find``. Several matches share ``new``, which must then hold no
