@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import enum
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -151,7 +153,38 @@ def test_values_survive_the_file(value: Any) -> None:
 
 @given(values)
 def test_source_evaluates_to_the_value(value: Any) -> None:
-    assert eval(to_source(value), {"torch": torch, "inf": math.inf}) == value  # noqa: S307 - our own output
+    assert eval(to_source(encode(value)), {"torch": torch, "inf": math.inf}) == value  # noqa: S307 - our own output
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [(torch.Size([2, 3]), (2, 3)), (frozenset({1}), {1}), (Color.RED, 1), (numpy.float64(0.5), 0.5), ({"$import": 1}, None)],
+)
+def test_what_is_written_reads_the_same_as_data_and_as_source(value: Any, plain: Any) -> None:
+    data = json.loads(json.dumps(encode(value)))
+    assert decode(data) == eval(to_source(data)) == (plain or value)  # noqa: S307 - our own output
+
+
+class Costly(nn.Module):
+    """Its constructor cannot be tried out, and its attributes cannot be compared."""
+
+    def __init__(self, loaded: bool = False) -> None:
+        super().__init__()
+        self.table = torch.ones(3)
+        if not loaded:
+            raise OSError("no file to load")
+
+
+def test_a_module_that_cannot_be_made_again_is_shown_and_not_written() -> None:
+    sch = create_schedule(fresh())
+    sch["1"].replace(Costly(loaded=True))
+    assert str(sch.journal) == f"sch['1'].replace(<the module {__name__}.Costly>)"
+    with pytest.raises(ScheduleError, match=r"cannot write down the module .*Costly; build it with slapo.make\(cls, ...\)"):
+        encode(sch["1"].mod)
 
 
 def write(tmp_path: Path, name: str, text: str) -> Path:

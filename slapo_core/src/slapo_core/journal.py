@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ScheduleError
-from .serialize import to_source
+from .serialize import encode, to_source
 from .transaction import Transaction
 
 
@@ -32,8 +32,8 @@ class Step:
     children: tuple[Step, ...] = ()
 
     def __str__(self) -> str:
-        words = [to_source(value) for value in self.args]
-        words += [f"{key}={to_source(value)}" for key, value in self.kwargs.items()]
+        words = [to_source(encode(value, strict=False)) for value in self.args]
+        words += [f"{key}={to_source(encode(value, strict=False))}" for key, value in self.kwargs.items()]
         target = f"sch[{self.path!r}]" if self.path else "sch"
         return f"{target}.{self.name}({', '.join(words)})"
 

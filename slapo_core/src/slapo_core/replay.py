@@ -90,8 +90,7 @@ def _as_python(schedule: Schedule) -> str:
     modules: set[str] = set()
     for number, step in enumerate(schedule.journal, 1):
         with _Located(f"step {number}, {step}"):
-            encode([*step.args, *step.kwargs.values()])
-            modules |= imports_of([*step.args, *step.kwargs.values()])
+            modules |= imports_of(encode([*step.args, *step.kwargs.values()]))
     imports = "".join(f"import {module}\n" for module in sorted(modules - {"builtins"}))
     body = "\n".join(f"    {step}" for step in schedule.journal) or "    pass"
     doc = f'"""A schedule of {type(schedule.root_module).__name__}."""\n\n'

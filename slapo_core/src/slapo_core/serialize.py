@@ -1,13 +1,13 @@
-"""Arguments of steps as data (JSON) and as Python source. Nothing here can run what a file merely mentions."""
+"""Arguments of steps as data (JSON), and that data as Python source. Nothing here can run what a file merely mentions."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
-import keyword
+import json
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -16,7 +16,7 @@ from .errors import ScheduleError
 from .matching import find_by_name, match_data
 
 _RECIPE = "_slapo_recipe"
-_PLAIN = (type(None), bool, int, str)
+_PLAIN = (type(None), bool, int, float, str)
 
 
 def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
@@ -29,99 +29,96 @@ def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
     return module
 
 
-def encode(value: Any) -> Any:
-    """A value as JSON data.
+def encode(value: Any, strict: bool = True) -> Any:
+    """A value as JSON data: plain values, lists, dicts as they are, anything else as ``{"$kind": data}``.
+
+    Args:
+        value: An argument of a step.
+        strict: False describes what has no such form, for ``to_source`` to show.
 
     Raises:
         ScheduleError: the value has no such form; says which and what to do.
     """
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, float):
-        return value if value - value == 0 else {"$float": repr(value)}
-    for kind, (matches, to_data, _) in _KINDS.items():
-        if matches(value):
-            return {f"${kind}": to_data(value)} if kind != "list" else to_data(value)
-    raise ScheduleError(f"cannot write down {_describe(value)}; {_advice(value)}")
+    if isinstance(value, _PLAIN) and not _is_endless(value):
+        return json.loads(json.dumps(value))  # a subclass, NumPy's float64 or an enum say, becomes what it is beneath
+    try:
+        for name, kind in _KINDS.items():
+            if kind.fits(value):
+                return {name: encode(kind.parts(value), strict)}
+        if type(value) is list:
+            return [encode(item, strict) for item in value]
+        if type(value) is dict:
+            return {key: encode(item, strict) for key, item in value.items()}
+        raise _unwritable(value)
+    except ScheduleError:
+        if strict:
+            raise
+        return {"$unknown": _describe(value)}
 
 
-def decode(data: Any, trust: Sequence[str] = (), context: Any = None) -> Any:
+def decode(data: Any, trust: Sequence[str] = (), schedule: Any = None) -> Any:
     """The value that ``encode`` wrote.
 
     Args:
         data: JSON data.
         trust: Modules, besides ``torch.nn``, whose classes and functions may be imported.
-        context: The schedule the step is for, to find graph nodes by name in.
+        schedule: The schedule the step is for, to find graph nodes by name in.
 
     Raises:
         ScheduleError: malformed data, or an object from a module that is not trusted.
     """
-    if isinstance(data, (*_PLAIN, float)):
-        return data
-    again = functools.partial(decode, trust=trust, context=context)
     if isinstance(data, list):
-        return [again(item) for item in data]
-    if isinstance(data, dict) and len(data) == 1:
-        ((key, inner),) = data.items()
-        if key == "$import":
-            return _import(inner, trust)
-        if key == "$match":
-            return find_by_name(context, again(inner))
-        if key[:1] == "$" and key[1:] in _KINDS:
-            return _KINDS[key[1:]][2](inner, again)
-    raise ScheduleError(f"not a value of a saved schedule: {data!r}")
+        return [decode(item, trust, schedule) for item in data]
+    if not isinstance(data, dict):
+        return data
+    parts = {key: decode(item, trust, schedule) for key, item in data.items()}
+    if not any(key.startswith("$") for key in data):
+        return parts
+    name = next(iter(data))
+    if len(data) > 1 or name not in _KINDS:
+        raise ScheduleError(f"not a value of a saved schedule: {data!r}")
+    if name == "$match":
+        return find_by_name(schedule, parts[name])
+    return _import(parts[name], trust) if name == "$import" else _KINDS[name].build(parts[name])
 
 
-def to_source(value: Any) -> str:
-    """A value as a Python expression; what has none is shown as ``<...>``, which does not parse."""
-    if isinstance(value, nn.Module):
-        try:
-            cls, args, kwargs = _recipe(value)
-        except ScheduleError:
-            return f"<{type(value).__module__}.{type(value).__qualname__} module>"
-        words = [_import_path(cls).replace(":", "."), *map(to_source, args)]
-        return f"slapo_core.make({', '.join([*words, *(f'{key}={to_source(item)}' for key, item in kwargs.items())])})"
-    if isinstance(value, (torch.dtype, float)):
-        return f'float("{value}")' if isinstance(value, float) and value - value != 0 else repr(value)
-    if isinstance(value, torch.device):
-        return f"torch.device({str(value)!r})"
-    if _is_match(value):
-        return f"slapo_core.match(sch, {to_source(match_data(value))})"
-    if type(value) in (list, tuple, set):
-        return _sequence_source(value)
-    if type(value) is dict:
-        return "{" + ", ".join(f"{to_source(key)}: {to_source(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    try:
-        return _import_path(value).replace(":", ".")
-    except ScheduleError:
-        return f"<{_describe(value)}>"
+def to_source(data: Any) -> str:
+    """What ``encode`` wrote as a Python expression; what cannot be written down is ``<...>``, which does not parse."""
+    if isinstance(data, list):
+        return _Code([to_source(item) for item in data])
+    if not isinstance(data, dict):
+        return _Code(repr(data))
+    for name, inner in data.items():
+        if name.startswith("$"):
+            return _Code(_KINDS[name].source(inner) if name in _KINDS else f"<{inner}>")
+    return _Code({key: to_source(item) for key, item in data.items()})
 
 
-def imports_of(value: Any) -> set[str]:
-    """The modules that ``to_source(value)`` needs imported."""
-    if isinstance(value, (torch.dtype, torch.device)):
-        return {"torch"}
-    if isinstance(value, nn.Module):
-        cls, args, kwargs = _recipe(value)
-        return {"slapo_core"}.union(*map(imports_of, [cls, *args, *kwargs.values()]))
-    if _is_match(value):
-        return {"slapo_core"} | imports_of(match_data(value))
-    if isinstance(value, (list, tuple, set)):
-        return set().union(*map(imports_of, value))
-    if isinstance(value, dict):
-        return imports_of([*value, *value.values()])
-    return {_import_path(value).partition(":")[0]} if _is_importable(value) else set()
+def imports_of(data: Any) -> set[str]:
+    """The modules that ``to_source(data)`` needs imported."""
+    if isinstance(data, dict):
+        own = {data["$import"].partition(":")[0]} if "$import" in data else {_IMPORTS[key] for key in data if key in _IMPORTS}
+        return own | imports_of(list(data.values()))
+    return set().union(*map(imports_of, data)) if isinstance(data, list) else set()
 
 
-def _sequence_source(value: Any) -> str:
-    items = [to_source(item) for item in (sorted(value, key=repr) if isinstance(value, set) else value)]
-    if isinstance(value, list):
-        return f"[{', '.join(items)}]"
-    if isinstance(value, set):
-        return f"{{{', '.join(items)}}}" if items else "set()"
-    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+class _Code(str):
+    """Source, which stands as it is in the ``repr`` of a container."""
+
+    __repr__ = str.__str__
+
+
+def _is_endless(value: Any) -> bool:
+    return isinstance(value, float) and value - value != 0  # infinite or no number, for which JSON has no word
+
+
+def _is_match(value: Any) -> bool:
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], fx.Node) for item in value)
+
+
+def _is_odd_dict(value: Any) -> bool:
+    return type(value) is dict and any(type(key) is not str or key.startswith("$") for key in value)
 
 
 def _is_importable(value: Any) -> bool:
@@ -135,23 +132,12 @@ def _import_path(value: Any) -> str:
             continue  # what is private, __main__ included, could not be imported again
         if _resolve(home, name) is value:
             return f"{home}:{name}"
-    raise ScheduleError(f"cannot write down {_describe(value)}; {_advice(value)}")
-
-
-def _resolve(module: str, name: str) -> Any:
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError):
-        return None
-    return found
+    raise _unwritable(value)
 
 
 def _import(path: Any, trust: Sequence[str]) -> Any:
     module, _, name = path.partition(":") if isinstance(path, str) else ("", "", "")
-    words = [*module.split("."), *name.split(".")]
-    if not all(word.isidentifier() and not keyword.iskeyword(word) and not word.startswith("_") for word in words):
+    if not all(word.isidentifier() and not word.startswith("_") for word in [*module.split("."), *name.split(".")]):
         raise ScheduleError(f"not an import path: {path!r}")
     trusted = _is_below(module, trust)
     if not (trusted or _is_below(module, ["torch.nn"])):
@@ -161,6 +147,13 @@ def _import(path: Any, trust: Sequence[str]) -> Any:
     if not (_is_importable(found) and _at_home(found, module) and fit):
         raise ScheduleError(f"{path!r} is no class or function of {module!r}")
     return found
+
+
+def _resolve(module: str, name: str) -> Any:
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError):
+        return None
 
 
 def _is_below(module: str, homes: Sequence[str]) -> bool:
@@ -173,59 +166,56 @@ def _at_home(value: Any, module: str) -> bool:
     return bool(owner == module or owner.startswith(("torch.nn.", "torch._C")))
 
 
-def _make(data: Any, again: Callable[[Any], Any]) -> nn.Module:
-    cls = again(data["class"])
+def _make(recipe: dict[str, Any]) -> nn.Module:
+    cls = recipe["class"]
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise ScheduleError(f"only modules can be made, not {data['class']!r}")
-    return make(cls, *again(data["args"]), **{key: again(item) for key, item in data["kwargs"].items()})
+        raise ScheduleError(f"only modules can be made, not {_describe(cls)}")
+    return make(cls, *recipe["args"], **recipe["kwargs"])
 
 
-def _make_data(module: nn.Module) -> dict[str, Any]:
-    cls, args, kwargs = _recipe(module)
-    return {"class": encode(cls), "args": encode(list(args)), "kwargs": {key: encode(item) for key, item in kwargs.items()}}
+def _make_source(data: Any) -> str:
+    words = [data["class"], *data["args"]]
+    kwargs = [f"{key}={to_source(item)}" for key, item in data["kwargs"].items()]
+    return f"slapo_core.make({', '.join([*map(to_source, words), *kwargs])})"
 
 
-def _recipe(module: nn.Module) -> tuple[type[nn.Module], tuple[Any, ...], dict[str, Any]]:
-    recorded = module.__dict__.get(_RECIPE)
-    if recorded is not None:
-        return recorded  # type: ignore[no-any-return]
+def _recipe(module: nn.Module) -> dict[str, Any]:
+    if _RECIPE in module.__dict__:
+        cls, args, kwargs = module.__dict__[_RECIPE]
+        return {"class": cls, "args": list(args), "kwargs": kwargs}
     cls = type(module)
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(cls).parameters.values()
-    if all(parameter.default is not parameter.empty or parameter.kind in variadic for parameter in parameters):
+    try:
+        inspect.signature(cls).bind()
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            plain = cls()
-        if _same_configuration(plain, module):
-            return cls, (), {}
-    raise ScheduleError(f"cannot write down {_describe(module)}; {_advice(module)}")
+            if _configuration(cls()) == _configuration(module):
+                return {"class": cls, "args": [], "kwargs": {}}
+    except Exception as err:  # needs arguments, or is a user's class, whose constructor may raise anything
+        raise _unwritable(module) from err
+    raise _unwritable(module)
 
 
-def _same_configuration(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules differ in their weights' values at most."""
+def _configuration(module: nn.Module) -> list[Any]:
+    """All of a module but the values of its weights."""
     hidden = {"_parameters", "_buffers", "_modules", "training", _RECIPE}
 
-    def shape(module: nn.Module) -> Any:
-        tensors = {**module._parameters, **module._buffers}
-        return {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    def own(inner: nn.Module) -> Any:
+        tensors = {**inner._parameters, **inner._buffers}
+        shapes = {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        return type(inner), shapes, {key: value for key, value in inner.__dict__.items() if key not in hidden}
 
-    def plain(module: nn.Module) -> Any:
-        return {key: value for key, value in module.__dict__.items() if key not in hidden}
-
-    return (
-        type(one) is type(other)
-        and shape(one) == shape(other)
-        and plain(one) == plain(other)
-        and list(one._modules) == list(other._modules)
-        and all(_same_configuration(a, b) for a, b in zip(one.children(), other.children(), strict=True))
-    )
+    return [(name, own(inner)) for name, inner in module.named_modules()]
 
 
-def _is_match(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], fx.Node) for item in value)
-    )
+def _unwritable(value: Any) -> ScheduleError:
+    if isinstance(value, nn.Module):
+        advice = "build it with slapo.make(cls, ...)"
+    elif callable(value):
+        advice = "define it at the top level of an importable module"
+    elif isinstance(value, torch.Tensor):
+        advice = "give tensors to create_schedule(..., example_inputs=...)"
+    else:
+        advice = "use plain data, importable functions and classes, or slapo.make(cls, ...)"
+    return ScheduleError(f"cannot write down {_describe(value)}; {advice}")
 
 
 def _describe(value: Any) -> str:
@@ -237,45 +227,37 @@ def _describe(value: Any) -> str:
     return f"{value!r} of type {kind}" if len(repr(value)) < 80 else f"a {kind}"
 
 
-def _advice(value: Any) -> str:
-    if isinstance(value, nn.Module):
-        return "build it with slapo.make(cls, ...)"
-    if callable(value):
-        return "define it at the top level of an importable module"
-    if isinstance(value, torch.Tensor):
-        return "give tensors to create_schedule(..., example_inputs=...)"
-    return "use plain data, importable functions and classes, or slapo.make(cls, ...)"
-
-
-def _pairs(value: dict[Any, Any]) -> list[list[Any]]:
-    return [[encode(key), encode(item)] for key, item in value.items()]
-
-
-def _items(value: Any) -> list[Any]:
-    return [encode(item) for item in value]
-
-
-_Kind = tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[Any, Any], Any]]
-_KINDS: dict[str, _Kind] = {  # kind: (matches, to data, from data); tried in this order
-    "match": (_is_match, lambda v: encode(match_data(v)), lambda data, again: None),
-    "list": (lambda v: type(v) is list, _items, lambda data, again: None),
-    "tuple": (lambda v: isinstance(v, tuple), _items, lambda data, again: tuple(again(data))),
-    "set": (
-        lambda v: isinstance(v, (set, frozenset)),
-        lambda v: _items(sorted(v, key=repr)),
-        lambda data, again: set(again(data)),
-    ),
-    "dict": (lambda v: type(v) is dict, _pairs, lambda data, again: {again(key): again(item) for key, item in data}),
-    "dtype": (lambda v: isinstance(v, torch.dtype), lambda v: str(v).removeprefix("torch."), lambda data, again: _dtype(data)),
-    "device": (lambda v: isinstance(v, torch.device), str, lambda data, again: torch.device(data)),
-    "float": (lambda v: False, repr, lambda data, again: float(data)),
-    "make": (lambda v: isinstance(v, nn.Module), _make_data, _make),
-    "import": (_is_importable, _import_path, lambda data, again: None),
-}
-
-
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ScheduleError(f"no dtype {name!r}")
     return found
+
+
+def _one_of(*types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types)
+
+
+class _Kind(NamedTuple):
+    """What JSON has no word for: ``{"$kind": data of its parts}``."""
+
+    fits: Callable[[Any], bool]
+    parts: Callable[[Any], Any]
+    build: Callable[[Any], Any]
+    """The value, of its parts; ``decode`` itself does what needs the schedule or trust."""
+    source: Callable[[Any], str]
+    """Python, of the data."""
+
+
+_KINDS = {  # tried in this order
+    "$float": _Kind(_is_endless, repr, float, lambda data: f"float({data!r})"),
+    "$match": _Kind(_is_match, match_data, lambda parts: None, lambda data: f"slapo_core.match(sch, {to_source(data)})"),
+    "$tuple": _Kind(_one_of(tuple), list, tuple, lambda data: repr(tuple(map(to_source, data)))),
+    "$set": _Kind(_one_of(set, frozenset), lambda value: sorted(value, key=repr), set, lambda data: f"set({to_source(data)})"),
+    "$dict": _Kind(_is_odd_dict, lambda value: list(map(list, value.items())), dict, lambda data: f"dict({to_source(data)})"),
+    "$dtype": _Kind(_one_of(torch.dtype), lambda value: str(value)[len("torch.") :], _dtype, lambda data: f"torch.{data}"),
+    "$device": _Kind(_one_of(torch.device), str, torch.device, lambda data: f"torch.device({data!r})"),
+    "$make": _Kind(_one_of(nn.Module), _recipe, _make, _make_source),
+    "$import": _Kind(_is_importable, _import_path, lambda parts: None, lambda data: data.replace(":", ".")),
+}
+_IMPORTS = {"$dtype": "torch", "$device": "torch", "$make": "slapo_core", "$match": "slapo_core"}
