@@ -6,6 +6,7 @@ import copy
 import inspect
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
         ({"micro_batches": 2}, "no option of target 'torch' 'micro_batches'; did you mean 'microbatches'"),
         ({"microbatches": 0}, "microbatches is 0; give a whole number from 1 on"),
         ({"clip": -1.0}, "clip is -1.0"),
+        ({"ignore_index": "pad"}, "ignore_index is 'pad'; give the label value"),
         ({"pipeline_schedule": "zigzag"}, "no pipeline_schedule 'zigzag'; available: 1f1b, gpipe"),
         ({"precision": "fp16"}, "cannot do precision:fp16"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "optimizer is a SGD object; give a factory"),
@@ -148,6 +150,34 @@ def test_batches_that_cannot_be_averaged(batch: dict[str, torch.Tensor], message
     engine = _engine(Classifier(), microbatches=2)
     with pytest.raises(BuildError, match=message):
         engine.train_batch(**batch)
+
+
+PADDED = torch.tensor([0, 1, 2, 1, 2, 2, 1, 2])
+"""Labels of which one in the first half, none in the second is 0."""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"loss_fn": nn.CrossEntropyLoss(ignore_index=0)},
+        {"loss_fn": partial(F.cross_entropy, ignore_index=0)},
+        {"loss_fn": lambda out, labels: F.cross_entropy(out, labels, ignore_index=0), "ignore_index": 0},
+    ],
+    ids=["module", "partial", "said"],
+)
+def test_labels_that_the_loss_ignores_by_another_number(config: dict[str, Any]) -> None:
+    engine = _engine(nn.Linear(4, 3), microbatches=2, **config)
+    with pytest.raises(BuildError, match="different numbers of labels that are not 0: 3, 4"):
+        engine.train_batch(input=X, labels=PADDED)
+    torch.testing.assert_close(
+        engine.eval_batch(input=X, labels=PADDED[[0, 1, 2, 3] * 2]),
+        config["loss_fn"](engine.module(X), PADDED[[0, 1, 2, 3] * 2]).detach(),
+    )
+
+
+def test_an_argument_with_zeros_is_no_label_even_where_zero_is_ignored() -> None:
+    engine = _engine(nn.Embedding(4, 3), microbatches=2, ignore_index=0, loss_fn=F.cross_entropy)
+    assert engine.train_batch(input=torch.tensor([0, 1, 2, 3]), labels=torch.tensor([1, 2, 1, 2])) > 0
 
 
 def test_no_optimizer_only_evaluates() -> None:

@@ -13,9 +13,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slapo_core.errors import BuildError
 
-IGNORE_INDEX = -100
-"""Label value that losses leave out."""
-
 Batch = dict[str, Any]
 
 
@@ -52,19 +49,24 @@ def fingerprint(value: Any) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def counted_labels(parts: list[Batch]) -> tuple[int, int]:
+def counted_labels(parts: list[Batch], ignored: int) -> tuple[int, int]:
     """How many labels of a micro-batch enter its mean: all of them, and without each row's first (next-token losses).
 
-    Labels are the argument ``labels`` and every other integer one that holds ``IGNORE_INDEX``, whatever its name.
+    Labels are the argument ``labels``, and every other integer one that holds the ignored value, where that is negative:
+    0 and more are ordinary numbers there.
+
+    Args:
+        parts: The micro-batches.
+        ignored: Label value that the loss leaves out.
 
     Raises:
         BuildError: the micro-batches differ, so that the mean of their means is not the mean of the batch.
     """
-    names = {"labels"} | {name for part in parts for name, value in part.items() if _ignores(value)}
-    counts = [_total([_count(part.get(name)) for name in names]) for part in parts]
+    names = {"labels"} | {name for part in parts for name, value in part.items() if ignored < 0 and _holds(value, ignored)}
+    counts = [_total([_count(part.get(name), ignored) for name in names]) for part in parts]
     if len(set(counts)) > 1:
         raise BuildError(
-            f"the micro-batches have different numbers of labels that are not {IGNORE_INDEX}: "
+            f"the micro-batches have different numbers of labels that are not {ignored}: "
             f"{', '.join(str(whole) for whole, _ in counts)}; pad so that they are equal, or use microbatches=1"
         )
     return counts[0]
@@ -89,18 +91,18 @@ def _takes(module: nn.Module, name: str) -> bool:
     return name in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values())
 
 
-def _ignores(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_floating_point() and bool((value == IGNORE_INDEX).any())
+def _holds(value: Any, number: int) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and bool((value == number).any())
 
 
 def _total(counts: list[tuple[int, int]]) -> tuple[int, int]:
     return sum(whole for whole, _ in counts), sum(rest for _, rest in counts)
 
 
-def _count(labels: Any) -> tuple[int, int]:
+def _count(labels: Any, ignored: int) -> tuple[int, int]:
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() == 0:
         return 0, 0
-    used = labels != IGNORE_INDEX
+    used = labels != ignored
     return int(used.sum()), int(used[..., 1:].sum())
 
 

@@ -125,7 +125,10 @@ class TorchEngine(Engine):
     def _prepare(self, batch: Batch, training: bool) -> tuple[Runner, list[Batch], list[Any]]:
         """Cut the batch and find what runs it; touches no other rank."""
         parts = split(batch, self._options.microbatches)
-        self._facts = [fingerprint([signature(part) for part in parts[:1]]), *counted_labels(parts)]
+        self._facts = [
+            fingerprint([signature(part) for part in parts[:1]]),
+            *counted_labels(parts, self._options.ignored_label),
+        ]
         check_labels(batch, self._program.module, self._options.loss_fn)
         labels: list[Any] = [None] * len(parts)
         if self._options.loss_fn is not None:
@@ -171,7 +174,7 @@ class TorchEngine(Engine):
             agree(error, self._mesh)
         high, low = bounds[:4], [-bound for bound in bounds[4:]]
         if high != low:
-            raise BuildError(_difference(high, low))
+            raise BuildError(_difference(high, low, self._options.ignored_label))
         return value
 
     def _settle(self, result: StepResult) -> torch.Tensor:
@@ -234,10 +237,10 @@ def _parameter_device(module: nn.Module) -> str:
     return first.device.type if first is not None else "cpu"
 
 
-def _difference(high: list[int], low: list[int]) -> str:
+def _difference(high: list[int], low: list[int], ignored: int) -> str:
     if high[1:3] != low[1:3]:
         return (
-            f"the ranks have different numbers of labels that are not -100 in a micro-batch, from {low[1]} to {high[1]}; "
+            f"the ranks have different numbers of labels that are not {ignored} in a micro-batch, from {low[1]} to {high[1]}; "
             "pad so that they are equal"
         )
     if high[0] != low[0]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 
 from slapo_core.errors import BuildError, UnknownNameError
+
+IGNORE_INDEX = -100
+"""Label value that losses leave out unless told otherwise."""
 
 SCHEDULES = ("1f1b", "gpipe")
 """Pipeline schedules."""
@@ -25,6 +29,8 @@ class Options:
         microbatches: Equal parts a batch is cut into along dimension 0.
         precision: ``"fp32"``, or ``"bf16"`` for autocast.
         clip: Largest gradient norm over all ranks; 0 is off.
+        ignore_index: Label value that the loss leaves out, so that means over unequal numbers of labels are refused; None
+            takes it from ``loss_fn`` where that is a module or a ``partial`` that has one, else -100. Say it for a function.
         pipeline_schedule: One of ``SCHEDULES``.
         record_timeline: Keep when each forward and backward of the last step ran, in ``engine.timeline``.
     """
@@ -34,8 +40,18 @@ class Options:
     microbatches: int = 1
     precision: str = "fp32"
     clip: float = 0.0
+    ignore_index: int | None = None
     pipeline_schedule: str = "1f1b"
     record_timeline: bool = False
+
+    @property
+    def ignored_label(self) -> int:
+        """The label value that the loss leaves out."""
+        if self.ignore_index is not None:
+            return self.ignore_index
+        given = self.loss_fn.keywords if isinstance(self.loss_fn, partial) else {}
+        own = getattr(self.loss_fn, "ignore_index", IGNORE_INDEX)
+        return int(given.get("ignore_index", own))
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Options:
@@ -57,6 +73,10 @@ class Options:
             raise BuildError(f"microbatches is {self.microbatches!r}; give a whole number from 1 on")
         if not isinstance(self.clip, (int, float)) or not self.clip >= 0:
             raise BuildError(f"clip is {self.clip!r}; give the largest gradient norm, or 0 for no clipping")
+        if self.ignore_index is not None and type(self.ignore_index) is not int:
+            raise BuildError(
+                f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"
+            )
         if self.pipeline_schedule not in SCHEDULES:
             raise BuildError(str(UnknownNameError.of("pipeline_schedule", str(self.pipeline_schedule), SCHEDULES)))
         if self.optimizer is not None and not callable(self.optimizer):
