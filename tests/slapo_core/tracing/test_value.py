@@ -77,6 +77,17 @@ def test_outputs_of_any_structure(build: Any) -> None:
     check(Forward(lambda self, x: build(self.fc(x), x * 2)), X)
 
 
+def test_sizes_come_out_as_sizes() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: torch.Tensor, size: torch.Size) -> torch.Tensor:
+            return x * size.numel()
+
+    model = Forward(lambda self, x: (self.counts(x.view(x.shape), x.shape), x.shape, {"more": [x.size()]}))
+    model.counts = Counts()
+    out = check(model, X, leaf=lambda path, module: path == "counts")(X)
+    assert (type(out[1]), type(out[2]["more"][0])) == (torch.Size, torch.Size)
+
+
 def test_the_same_tensor_given_twice_stays_two_inputs() -> None:
     model = Forward(lambda self, x, y: self.fc(x) - self.fc2(y))
     traced = trace_module(model, (X, X))

@@ -46,7 +46,8 @@ def partition(schedule: Schedule) -> Program | None:
     mesh, root = schedule.mesh, schedule.root_module
     ranks = mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else 1
     if mesh is not None and ranks != len(places) + 1:
-        raise BuildError(f"{len(places)} cuts make {len(places) + 1} stages, but the mesh has pp={ranks}; they must be equal")
+        cut = "1 cut makes" if len(places) == 1 else f"{len(places)} cuts make"
+        raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; they must be equal")
     _check_open(root, places)
     if schedule.example_inputs is None:
         raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")

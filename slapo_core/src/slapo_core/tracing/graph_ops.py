@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import TraceError
-from .structures import getter
+from .structures import contents, fill, getter
 
 
 def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
@@ -17,18 +17,12 @@ def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     return tensor
 
 
-def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: list[Any], length: int) -> None:
+def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: list[Any]) -> None:
     """Change parts of an object as the forward did: attributes or items of what lies at ``path`` inside ``root``."""
     target = root
     for key in path:
         target = getter(target)(target, key)
-    if isinstance(target, list):
-        target[:] = [content[i] if i in content else target[i] for i in range(length)]
-        return
-    table = target if isinstance(target, dict) else target.__dict__
-    for key in drop:
-        del table[key]
-    table.update(content)
+    fill(target, {key: part for key, part in (contents(target) or {}).items() if key not in drop} | content)
 
 
 def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ from .calls import ASKS_VALUES, MAKES_SHAPES, SHAPES, Changes, is_metadata, mode
 from .escapes import KnownValues, chance_decided
 from .graph_ops import Slot, Template, expect_shape, rebuild, set_state, setitem
 from .sandbox import Sandbox
-from .structures import ATOMS, by_reference, contents, getter, has_tensor, replace_tensors, walk
+from .structures import ATOMS, Snapshot, by_reference, contents, getter, has_tensor, replace_tensors, walk
 
 _KEEP_WHOLE = "keep the module that does it whole with leaf_modules"
 
@@ -31,21 +31,12 @@ class Tracked:
 
     def __init__(self, value: Any, node: fx.Node | None) -> None:
         self.value, self.node = value, node
-        self.parts: dict[tuple[Any, ...], tuple[Any, dict[Any, Any]]] = {}
-        self.refresh()
+        self.known = Snapshot(value)
 
     def refresh(self) -> None:
         """Take the state as it is now for known."""
-        if not self.parts or self.changed():
-            self.parts = {path: (part, parts) for path, part in walk(self.value) if (parts := contents(part)) is not None}
-
-    def changed(self) -> list[tuple[Any, ...]]:
-        """Paths of the parts that are not as they were."""
-        return [path for path, (part, old) in self.parts.items() if not _same(contents(part) or {}, old)]
-
-
-def _same(new: dict[Any, Any], old: dict[Any, Any]) -> bool:
-    return new.keys() == old.keys() and all(map(operator.is_, new.values(), old.values()))
+        if self.known.changed():
+            self.known = Snapshot(self.value)
 
 
 class Recorder:
@@ -74,17 +65,24 @@ class Recorder:
 
     # ---- values to arguments of nodes
 
-    def argument(self, value: Any) -> Any:
-        """The graph's form of a value that the forward uses."""
+    def argument(self, value: Any, exact: bool = False) -> Any:
+        """The graph's form of a value that the forward uses.
+
+        Args:
+            value: Of any kind.
+            exact: A size stays a ``torch.Size``; a graph itself has tuples, which torch's functions take as well.
+        """
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         kind = type(value)
         if kind in ATOMS:
             return value
+        if kind is torch.Size and exact:
+            return self._create("call_function", torch.Size, (tuple(value),), {}, None)
         if kind in (tuple, list, torch.Size):
-            return (list if kind is list else tuple)([self.argument(part) for part in value])
+            return (list if kind is list else tuple)([self.argument(part, exact) for part in value])
         if kind is dict:
-            return {key: self.argument(part) for key, part in value.items()}
+            return {key: self.argument(part, exact) for key, part in value.items()}
         if kind is slice:
             return slice(*map(self.argument, (value.start, value.stop, value.step)))
         return value if by_reference(value) else self.object(value)
@@ -142,16 +140,16 @@ class Recorder:
         """Record what Python code changed in a tracked object that the graph is about to use."""
         self.passed.append(tracked)
         done: list[tuple[Any, ...]] = []
-        for path in tracked.changed():
+        for path in tracked.known.changed():
             if any(path[: len(outer)] == outer for outer in done):
                 continue  # the outer change brings the new inner object along
             if tracked.node is None:
                 raise TraceError(f"{self.label}: the forward changes a list or dict it was given; {_KEEP_WHOLE}")
-            part, old = tracked.parts[path]
+            part, old = tracked.known.parts[path]
             new = contents(part) or {}
             content = {key: self.argument(v) for key, v in new.items() if key not in old or old[key] is not v}
             drop = [key for key in old if key not in new]
-            self._create("call_function", set_state, (tracked.node, path, content, drop, len(new)), {}, None)
+            self._create("call_function", set_state, (tracked.node, path, content, drop), {}, None)
             done += [(*path, key) for key in content]
         tracked.refresh()
 
@@ -183,7 +181,7 @@ class Recorder:
 
     def output(self, value: Any) -> None:
         """End the graph."""
-        result = self.argument(value)
+        result = self.argument(value, exact=True)
         for tracked in [*self.objects.values(), *self.containers]:
             self.write_changes(tracked)
         self.graph.output(result)
@@ -195,7 +193,7 @@ class Recorder:
     def call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
         """Run a module that stays whole and record the call."""
         self.passed = []
-        node_args, node_kwargs = self.argument(args), self.argument(kwargs)
+        node_args, node_kwargs = self.argument(args, exact=True), self.argument(kwargs, exact=True)
         passed, changes = self.passed, Changes(args, kwargs)
         out = call()
         node = self._create("call_module", self.modules[id(module)][0], node_args, node_kwargs, out)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 import enum
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from . import _torch_private as private
 
+_PLAIN = (dict, list, tuple, set, frozenset, deque)
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_ATOM_TYPES = frozenset(ATOMS)
 _BY_REFERENCE = (
     *(type, enum.Enum, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
-    *(torch.Generator, range, type(Ellipsis)),
+    *(torch.Generator, range, type(Ellipsis), fx.Graph, fx.Node),
 )
 
 
@@ -28,32 +31,81 @@ def by_reference(value: Any) -> bool:
 
 
 def contents(value: Any) -> dict[Any, Any] | None:
-    """What a list, tuple, dict or object consists of, by index, key or attribute; None for a value without parts."""
+    """What a container or object consists of, by index, key or attribute; None for a value without parts."""
     if isinstance(value, torch.Tensor) or by_reference(value):
         return None
     if isinstance(value, dict):
         return dict(value)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return dict.fromkeys(value)
     return dict(vars(value)) if hasattr(value, "__dict__") else None
+
+
+def fill(value: Any, parts: dict[Any, Any]) -> None:
+    """Let a container or object consist of these parts, the reverse of ``contents``."""
+    if isinstance(value, (tuple, frozenset)):
+        return
+    table = value if isinstance(value, (dict, list, set, deque)) else vars(value)
+    table.clear()
+    table.extend(parts.values()) if isinstance(table, (list, deque)) else table.update(parts)
 
 
 def walk(value: Any, path: tuple[Any, ...] = (), seen: set[int] | None = None) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Every value inside ``value``, itself first, with the path to it: attribute names of objects, else keys."""
     seen = set() if seen is None else seen
-    if id(value) in seen:
-        return
-    yield path, value
-    parts = contents(value)
-    if parts:
-        seen.add(id(value))
-        for key, part in parts.items():
-            yield from walk(part, (*path, key), seen)
+    todo = [(path, value)]
+    while todo:
+        path, value = todo.pop()
+        if id(value) in seen:
+            continue
+        yield path, value
+        parts = contents(value)
+        if parts:
+            seen.add(id(value))
+            todo += [((*path, key), part) for key, part in reversed(parts.items())]
+
+
+class Snapshot:
+    """What a value consists of now, down to the last object inside, to compare with and to put back.
+
+    Args:
+        value: A container or an object.
+        seen: Ids of objects that another snapshot holds; those of this one are added.
+    """
+
+    def __init__(self, value: Any, seen: set[int] | None = None) -> None:
+        seen = set() if seen is None else seen
+        self.parts: dict[tuple[Any, ...], tuple[Any, dict[Any, Any]]] = {}
+        todo: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+        while todo:
+            path, part = todo.pop()
+            if type(part) in _ATOM_TYPES or id(part) in seen or (parts := contents(part)) is None:
+                continue
+            seen.add(id(part))
+            self.parts[path] = part, parts
+            todo += [((*path, key), inner) for key, inner in parts.items() if type(inner) not in _ATOM_TYPES]
+
+    def changed(self) -> list[tuple[Any, ...]]:
+        """Paths of the parts that are not as they were."""
+        return [path for path, (part, old) in self.parts.items() if not same(contents(part) or {}, old)]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for part, old in self.parts.values():
+            if not same(contents(part) or {}, old):
+                fill(part, old)
+
+
+def same(new: dict[Any, Any], old: dict[Any, Any]) -> bool:
+    """Whether two tables hold the very same values."""
+    return new.keys() == old.keys() and all(map(operator.is_, map(new.__getitem__, old), old.values()))
 
 
 def getter(value: Any) -> Callable[[Any, Any], Any]:
     """How to get the part of ``value`` that ``contents`` calls by a key: ``getter(value)(value, key)``."""
-    return operator.getitem if isinstance(value, (dict, list, tuple)) else getattr
+    return operator.getitem if isinstance(value, (dict, list, tuple, deque)) else getattr
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -69,15 +121,25 @@ def has_tensor(value: Any) -> bool:
 def is_input(value: Any) -> bool:
     """Whether a graph has to be given the value anew at every call: tensors, and objects a forward may change, e.g. a cache."""
     return any(
-        isinstance(p, torch.Tensor) or not (isinstance(p, (dict, list, tuple)) or contents(p) is None) for _, p in walk(value)
+        isinstance(p, torch.Tensor) or not (isinstance(p, _PLAIN) or contents(p) is None) for _, p in walk(value)
     )
 
 
-def fingerprint(value: Any, seen: dict[int, int] | None = None) -> Any:
-    """Equal for values a traced graph cannot tell apart: shapes and dtypes of tensors, everything else by value."""
+def _shape(tensor: torch.Tensor) -> Any:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def fingerprint(value: Any, tensor: Callable[[torch.Tensor], Any] = _shape, seen: dict[int, int] | None = None) -> Any:
+    """Equal for values a traced graph cannot tell apart: tensors by shape and dtype, everything else by value.
+
+    Args:
+        value: Of any kind.
+        tensor: What of a tensor counts instead.
+        seen: Objects met on the way, numbered.
+    """
     seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
-        return torch.Tensor, tuple(value.shape), value.dtype
+        return torch.Tensor, tensor(value)
     if isinstance(value, ATOMS):
         return type(value), value
     parts = contents(value)
@@ -86,14 +148,13 @@ def fingerprint(value: Any, seen: dict[int, int] | None = None) -> Any:
     if id(value) in seen:
         return "seen", seen[id(value)]
     seen[id(value)] = len(seen)
-    kind = tuple if isinstance(value, torch.Size) else type(value)  # a graph passes sizes on as tuples
-    return kind, {key: fingerprint(part, seen) for key, part in parts.items()}
+    return type(value), {key: fingerprint(part, tensor, seen) for key, part in parts.items()}
 
 
 def _describe(print_: Any) -> str:
     """A fingerprint in words, for messages."""
     if print_[0] is torch.Tensor:
-        return f"a tensor {list(print_[1])} {str(print_[2]).removeprefix('torch.')}"
+        return f"a tensor {list(print_[1][0])} {str(print_[1][1]).removeprefix('torch.')}"
     return repr(print_[1]) if print_[0] in ATOMS else f"a {getattr(print_[0], '__name__', 'value seen before')}"
 
 
