@@ -95,6 +95,12 @@ def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
     return found.spec if found else None
 
 
+def is_part(tensor: torch.Tensor | None) -> bool:
+    """Whether this rank holds only a part of the tensor."""
+    spec = shard_spec(tensor) if tensor is not None else None
+    return spec is not None and spec.num_shards > 1
+
+
 def successor(old: torch.Tensor, data: torch.Tensor, **changes: Any) -> torch.Tensor:
     """A tensor with new ``data`` that takes the place of ``old``: same kind, ``requires_grad``, attributes, hooks, facts.
 

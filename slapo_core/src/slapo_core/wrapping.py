@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from .parameters import is_part
+
 Wrapper = Callable[..., Any]
 """``wrapper(call, *args, **kwargs)``: ``call`` is the forward inside; a picklable function or object."""
 
@@ -43,9 +45,9 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """Whether what happens when the module is called is more than its class's forward: wrappers or hooks.
+    """Whether what happens when the module is called is more than its class's forward: wrappers, hooks, or sharded tensors.
 
-    Tracing keeps such a module whole, as tracing into it would lose them.
+    Tracing keeps such a module whole: a graph would lose the first two, and use a part as if it were all.
     """
     return bool(
         "forward" in module.__dict__
@@ -53,6 +55,7 @@ def is_opaque(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
+        or any(is_part(tensor) for tensor in [*module._parameters.values(), *module._buffers.values()])
     )
 
 

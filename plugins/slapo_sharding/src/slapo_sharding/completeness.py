@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from slapo_core.errors import BuildError
-from slapo_core.parameters import shard_spec
+from slapo_core.parameters import is_part
 from slapo_core.schedule import Schedule
 
 from . import attention
@@ -38,10 +38,14 @@ def check_syncs(schedule: Schedule) -> None:
             _check_input(path, applied, own, above)
 
 
+def cut_modules(root: nn.Module) -> list[nn.Module]:
+    """The modules that hold only a part on this rank."""
+    return [module for module in root.modules() if _is_cut(module)]
+
+
 def _check_unawares(path: str, module: nn.Module) -> None:
     for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-        spec = shard_spec(tensor)
-        if spec is not None and spec.num_shards > 1:
+        if is_part(tensor):
             raise BuildError(f"{path!r} holds {name!r} that is sharded elsewhere; shard it here in the same way")
 
 

@@ -21,8 +21,10 @@ def slapo_primitives() -> Mapping[str, str]:
 
 @hookimpl
 def slapo_before_build(schedule: Any, config: dict[str, Any]) -> None:
-    """Refuse shards without the syncs they need; ``check=False`` in the configuration turns this off."""
-    from .completeness import check_syncs  # noqa: PLC0415  (finding plugins must stay cheap)
+    """Refuse shards that lack a sync or that others read; ``check=False`` in the configuration turns this off."""
+    from .completeness import check_syncs, cut_modules  # noqa: PLC0415  (finding plugins must stay cheap)
+    from .foreign_reads import watch  # noqa: PLC0415
 
     if config.pop("check", True):
         check_syncs(schedule)
+        watch(cut_modules(schedule.root_module))
