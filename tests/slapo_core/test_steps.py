@@ -264,3 +264,50 @@ def test_only_a_step_may_change_the_model() -> None:
     sch = create_schedule(model())
     with pytest.raises(AssertionError, match="only a primitive's apply"):
         sch["0"].set_parameter("weight", nn.Parameter(torch.ones(4, 4)))
+
+
+class Rewire(Primitive):
+    """Edit a traced module's graph by hand, then maybe fail."""
+
+    name = "rewire"
+
+    @staticmethod
+    def apply(schedule: Schedule, fail: bool = False) -> None:
+        for node in schedule.mod.graph.find_nodes(op="call_module", target="0"):
+            node.replace_all_uses_with(node.args[0])
+            schedule.mod.graph.erase_node(node)
+        schedule.mod.recompile()
+        if fail:
+            raise RuntimeError("half-way")
+
+
+class Around(Primitive):
+    """Takes a step inside that edits a graph, and fails then."""
+
+    name = "around"
+    scope = "module"
+
+    @staticmethod
+    def apply(schedule: Schedule) -> None:
+        schedule.rewire()
+        raise RuntimeError("half-way")
+
+
+def test_a_graph_edited_by_hand_is_put_back() -> None:
+    x = torch.randn(2, 4)
+    plugin = type("P", (), {"slapo_primitives": hookimpl(lambda self: {"rewire": Rewire, "around": Around})})()
+    with isolated_plugins(plugin):
+        sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), example_inputs=(x,)).trace()
+        (handle,) = sch.find("0")
+        expected, before = sch.mod(x), str(sch.mod.graph)
+        for failing in (lambda: sch.rewire(fail=True), sch.around):
+            with pytest.raises(RuntimeError, match="half-way"):
+                failing()
+            assert str(sch.mod.graph) == before
+            torch.testing.assert_close(sch.mod(x), expected)
+        sch.rewire()
+        assert not torch.equal(sch.mod(x), expected)
+        sch.undo()
+        torch.testing.assert_close(sch.mod(x), expected)
+        sch.replace(nn.Identity(), [handle])
+        torch.testing.assert_close(sch.mod(x), x.relu())

@@ -78,12 +78,17 @@ class Transaction:
             raise SlapoError("a primitive wrote into a parameter in place, which cannot be undone; use a new tensor")
 
     def _touch_graph(self, module: fx.GraphModule) -> None:
-        saved = fx.Graph()
-        result = saved.graph_copy(module.graph, {})
-        saved.output(result)
+        graph, saved = module.graph, fx.Graph()
+        saved.output(saved.graph_copy(graph, {}))
 
-        def restore() -> None:
-            module.graph = saved
+        def restore() -> None:  # in the same graph object, to which the module's own memory goes back
+            for node in reversed(list(graph.nodes)):
+                graph.erase_node(node)
+            copies: dict[fx.Node, fx.Node] = {}
+            graph.output(graph.graph_copy(saved, copies))
+            for node, copied in copies.items():
+                copied.name = node.name
+            module.recompile()
 
         self.on_undo(restore)
 
