@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -18,34 +19,29 @@ from torch.fx.node import map_arg
 from . import paths
 from .errors import ScheduleError
 from .matching import Match, Place
-from .tracing.regions import write_regions
+from .tracing.regions import is_region_node, write_regions
 from .tracing.traced_module import TracedModule, subtree
 
 if TYPE_CHECKING:
     from .schedule import Schedule
 
 
-def check_replace(schedule: Schedule, nodes: Sequence[Any], new: Any, *, concrete: Mapping[str, Any] | None = None) -> None:
+def check_replace(schedule: Schedule, nodes: Sequence[Any], new: Any) -> None:
     """Raise ``ScheduleError`` where ``replace_subgraph`` with these arguments would."""
-    part = _Part(traced_module_of(schedule, nodes), nodes)
-    part.check_convex()
-    _check_call(new, part.inputs, concrete or {})
+    _check_call(new, _Part(traced_module_of(schedule, nodes), nodes).inputs)
 
 
-def replace_subgraph(
-    schedule: Schedule, nodes: Sequence[Any], new: Any, name: str | None = None, *, concrete: Mapping[str, Any] | None = None
-) -> str:
+def replace_subgraph(schedule: Schedule, nodes: Sequence[Any], new: Any, name: str | None = None) -> str:
     """Put one call in the place of ``nodes``.
 
     It gets the subgraph's inputs by position: of a ``Match`` in the order of the pattern's arguments, else in the order of
     first use. Parameters that the inputs leave over keep their defaults. Submodules that no other node uses are dropped.
 
     Args:
-        schedule: Its ``root_module`` holds the traced module; its ``on_undo`` gets the inverse actions.
+        schedule: Its ``root_module`` holds the traced module; its ``touch`` and ``on_undo`` get what undoes the edit.
         nodes: A ``Match``, or (path, node) pairs of one graph; nodes of before an undo are found by their names.
         new: A module or a function; returns what the subgraph returns: a tensor, or a tuple when there are several outputs.
         name: What to call the new submodule; a name that is taken gets a number.
-        concrete: Further keyword arguments of the call.
 
     Returns:
         The path of the new module in the traced module; of a function, the name of the node.
@@ -55,28 +51,36 @@ def replace_subgraph(
     """
     gm = traced_module_of(schedule, nodes)
     part = _Part(gm, nodes)
-    part.check_convex()
-    _check_call(new, part.inputs, concrete or {})
-    edit = _Edit(gm, schedule.on_undo)
+    _check_call(new, part.inputs)
+    made: list[fx.Node] = []
+    schedule.on_undo(_put_back(gm, part, made))
     label = name or (type(new).__name__ if isinstance(new, nn.Module) else new.__name__.strip("<>")).lower()
     op, target = "call_function", new
     if isinstance(new, nn.Module):
-        op, target = "call_module", edit.add_module(part.prefix(), label, new)
-    first, last = part.outputs[0], part.nodes[-1]
-    meta = {**last.meta, "val": first.meta.get("val")} if len(part.outputs) == 1 else {"source": last.meta.get("source")}
-    call = edit.create(last, op, target, tuple(part.inputs), dict(concrete or {}), meta, label)
+        op, target = "call_module", _add_module(schedule, gm.get_submodule(part.prefix()), part.prefix(), label, new)
+
+    def insert(op: str, target: Any, args: tuple[Any, ...], name: str | None, like: fx.Node) -> fx.Node:
+        with gm.graph.inserting_after([part.nodes[-1], *made][-1]):
+            made.append(gm.graph.create_node(op, target, args, {}, name))
+        made[-1].meta.update({key: like.meta[key] for key in ("source", "regions", "val") if key in like.meta})
+        return made[-1]
+
+    call = insert(op, target, tuple(part.inputs), label, part.outputs[0])
     results = [call]
     if len(part.outputs) > 1:
-        for index, output in enumerate(part.outputs):
-            results.append(edit.create(results[-1], "call_function", operator.getitem, (call, index), {}, output.meta))
-        results.pop(0)
-    edit.move_after(results[-1], part.late)
+        call.meta.pop("val", None)
+        get = operator.getitem
+        results = [insert("call_function", get, (call, index), None, output) for index, output in enumerate(part.outputs)]
+    for node, place in zip(part.late, [made[-1], *part.late], strict=False):
+        place.append(node)
     for output, result in zip(part.outputs, results, strict=True):
-        edit.reroute(output, result, part.inside)
-    edit.erase(reversed(part.nodes))
+        output.replace_all_uses_with(result, delete_user_cb=lambda user: user not in part.inside)
+    for node in reversed(part.nodes):
+        gm.graph.erase_node(node)
+    _drop_modules(schedule, gm, {str(node.target) for node in part.nodes if node.op == "call_module"})
     if part.late:
         write_regions(gm.graph)
-    edit.close()
+    gm.recompile()
     return target if op == "call_module" else call.name
 
 
@@ -111,15 +115,13 @@ def extract(gm: fx.GraphModule, nodes: Sequence[Any]) -> TracedModule:
     prefix = part.prefix()
     for node in part.nodes:
         values[node] = graph.node_copy(node, values.__getitem__)
-        if node.op in ("get_attr", "call_module"):
-            values[node].target = str(node.target)[len(prefix) + 1 if prefix else 0 :]
+        if node.op == "call_module":
+            values[node].target = str(node.target).removeprefix(f"{prefix}.")
     results = [values[node] for node in part.outputs]
     graph.output(results[0] if len(results) == 1 else tuple(results))
     write_regions(graph)
-    root = gm.get_submodule(prefix)
-    return TracedModule(
-        subtree(root, [str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")]), graph
-    )
+    called = [str(node.target) for node in graph.find_nodes(op="call_module")]
+    return TracedModule(subtree(gm.get_submodule(prefix), called), graph)
 
 
 def resolve(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
@@ -128,11 +130,7 @@ def resolve(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
     Raises:
         ScheduleError: A node is no longer in the graph.
     """
-    found = []
-    for handle in nodes:
-        node: fx.Node = handle[1] if isinstance(handle, tuple) else handle
-        found.append(node if _is_in(gm.graph, node) else _by_name(gm.graph, node.name))
-    return found
+    return [_now(gm.graph, node) for _, node in nodes]
 
 
 _NAMES: WeakKeyDictionary[fx.Graph, dict[str, fx.Node]] = WeakKeyDictionary()
@@ -142,225 +140,149 @@ def _is_in(graph: fx.Graph, node: fx.Node) -> bool:
     return node.graph is graph and node.prev.next is node
 
 
-def _by_name(graph: fx.Graph, name: str) -> fx.Node:
-    node = _NAMES.get(graph, {}).get(name)
-    if node is None or not _is_in(graph, node) or node.name != name:
+def _now(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if _is_in(graph, node):
+        return node
+    found = _NAMES.get(graph, {}).get(node.name)
+    if found is None or not _is_in(graph, found) or found.name != node.name:
         _NAMES[graph] = {other.name: other for other in graph.nodes}
-        node = _NAMES[graph].get(name)
-    if node is None:
-        raise ScheduleError(f"node {name!r} is no longer in the graph; find it again")
-    return node
+        found = _NAMES[graph].get(node.name)
+    if found is None:
+        raise ScheduleError(f"node {node.name!r} is no longer in the graph; find it again")
+    return found
 
 
 class _Part:
-    """Some nodes of a graph, seen from outside: their inputs and outputs."""
+    """Some nodes of a graph that can be one call, seen from outside.
+
+    Attributes:
+        nodes: Themselves, in graph order.
+        inputs: Values from outside.
+        outputs: Those of the nodes that are used outside.
+        late: Nodes outside that stand between them and need an output, and so must come after the call.
+    """
 
     def __init__(self, gm: fx.GraphModule, nodes: Sequence[Any]) -> None:
-        self.gm = gm
+        now = resolve(gm, nodes)
+        self.nodes, self.inside = sorted(now), set(now)
         if isinstance(nodes, Match):
-            known = dict(zip((node for _, node in nodes), resolve(gm, nodes), strict=True))
+            known = dict(zip((node for _, node in nodes), now, strict=True))
             self.outputs = [known[node] for node in nodes.outputs]
             self.inputs = [known[v.node].all_input_nodes[v.number] if isinstance(v, Place) else v for v in nodes.inputs]
-            self.nodes = sorted(known.values())
-            self.inside = set(self.nodes)
         else:
-            self.nodes = sorted(resolve(gm, nodes))
-            self.inside = set(self.nodes)
-            self.inputs = [
-                *dict.fromkeys(other for node in self.nodes for other in node.all_input_nodes if other not in self.inside)
-            ]
+            inputs = dict.fromkeys(other for node in self.nodes for other in node.all_input_nodes)
+            self.inputs = [other for other in inputs if other not in self.inside]
             self.outputs = [node for node in self.nodes if any(user not in self.inside for user in node.users)]
         if not self.outputs:
             raise ScheduleError("nothing uses the results of the subgraph; it can be left out of the model instead")
-        self._check()
-        self.late: list[fx.Node] = []
-
-    def _check(self) -> None:
         for node in self.nodes:
-            if not node.op.startswith("call"):
-                raise ScheduleError(f"node {node.name!r} is a {node.op}; a subgraph consists of operations and module calls")
-            outside = [user.name for user in node.users if user not in self.inside]
-            if outside and node not in self.outputs:
-                what = f"the value {node.name!r} inside the subgraph is also used outside, by {outside[0]!r}"
-                raise ScheduleError(f"{what}; make it an output of the pattern")
-        missing = [
-            other.name
-            for node in self.nodes
-            for other in node.all_input_nodes
-            if other not in self.inside and other not in self.inputs
-        ]
-        if missing:
-            raise ScheduleError(
-                f"the subgraph also needs the value {missing[0]!r}, which is no argument of the pattern; make it one"
-            )
-        regions = {node.meta.get("regions", ()) for node in self.nodes}
-        if len(regions) > 1:
+            self._check(node)
+        if len({node.meta.get("regions", ()) for node in self.nodes}) > 1:
             raise ScheduleError("the subgraph is partly inside a no_grad or autocast region; take nodes of one region")
+        self.late = self._late()
 
-    def check_convex(self) -> None:
-        """No way from an output back in over nodes outside; those that must come after the call are noted in ``late``."""
-        last, seen = self.nodes[-1], set()
-        todo = [user for node in self.outputs for user in node.users if user not in self.inside]
-        for node in todo:
-            if node in self.inside:
-                raise ScheduleError(
-                    f"a result of the subgraph comes back into it over nodes outside, at {node.name!r}; include those nodes"
-                )
-            if node not in seen and node < last:
-                seen.add(node)
-                todo += node.users
-        self.late = sorted(seen)
-        for node in self.inputs:
-            if isinstance(node, fx.Node) and node in seen:
-                raise ScheduleError(f"the input {node.name!r} is made from a result of the subgraph; include the nodes between")
-        if seen and any(node.meta.get("mutates") for node in [*self.nodes, *self.late]):
+    def _check(self, node: fx.Node) -> None:
+        if not node.op.startswith("call"):
+            raise ScheduleError(f"node {node.name!r} is a {node.op}; a subgraph consists of operations and module calls")
+        outside = [user.name for user in node.users if user not in self.inside]
+        if outside and node not in self.outputs:
+            what = f"the value {node.name!r} inside the subgraph is also used outside, by {outside[0]!r}"
+            raise ScheduleError(f"{what}; make it an output of the pattern")
+        for other in node.all_input_nodes:
+            if other not in self.inside and other not in self.inputs:
+                what = f"the subgraph also needs the value {other.name!r}, which is no argument of the pattern"
+                raise ScheduleError(f"{what}; make it one")
+
+    def _late(self) -> list[fx.Node]:
+        span = [self.nodes[0]]
+        while span[-1] is not self.nodes[-1]:
+            span.append(span[-1].next)
+        late: dict[fx.Node, None] = {}
+        for node in span:
+            needed = [other for other in node.all_input_nodes if other in late]
+            if node in self.inside and needed:
+                what = f"a result of the subgraph comes back into it over nodes outside, at {node.name!r}"
+                raise ScheduleError(f"{what}; include those nodes")
+            if needed or (node not in self.inside and any(output in node.all_input_nodes for output in self.outputs)):
+                late[node] = None
+        for value in self.inputs:
+            if isinstance(value, fx.Node) and (value in late or value in self.inside):
+                what = f"the input {value.name!r} is made from a result of the subgraph"
+                raise ScheduleError(f"{what}; include the nodes between")
+        if len(span) > len(self.nodes) and any(node.meta.get("mutates") for node in span):
             raise ScheduleError("an operation in place keeps the subgraph from being one call; take fewer nodes")
+        return list(late)
 
     def prefix(self) -> str:
-        """Path of the innermost module that holds everything the nodes use."""
-        used = [str(node.target).split(".") for node in self.nodes if node.op == "call_module"]
-        used += [str(n.target).split(".") for n in self.inputs if isinstance(n, fx.Node) and n.op == "get_attr"]
-        parents = [path[:-1] for path in used]
-        if not parents:
-            return ""
-        common = []
-        for names in zip(*parents, strict=False):
-            if len(set(names)) > 1:
-                break
-            common.append(names[0])
-        return ".".join(common)
+        """Path of the innermost module that holds every module the nodes call."""
+        parents = [str(node.target).split(".")[:-1] for node in self.nodes if node.op == "call_module"]
+        return ".".join(os.path.commonprefix(parents))
 
 
-def _check_call(new: Any, inputs: list[Any], concrete: Mapping[str, Any]) -> None:
+def _check_call(new: Any, inputs: list[Any]) -> None:
     try:
         signature = inspect.signature(new.forward if isinstance(new, nn.Module) else new)
     except ValueError:  # a builtin function without a signature
         return
     try:
-        signature.bind(*inputs, **concrete)
+        signature.bind(*inputs)
     except TypeError as err:
         raise ScheduleError(
             f"{getattr(new, '__name__', type(new).__name__)}{signature} does not take {len(inputs)} inputs: {err}; "
-            "give it as many parameters, or the rest by concrete"
+            "give it as many parameters"
         ) from err
 
 
-_USES: WeakKeyDictionary[fx.Graph, tuple[int, Counter[str]]] = WeakKeyDictionary()
-"""Per edited graph its length and how many nodes use each module or something in it."""
+def _put_back(gm: fx.GraphModule, part: _Part, made: list[fx.Node]) -> Callable[[], None]:
+    """What gives a part of a graph back as it is now, without the nodes ``made`` since; erased ones are made anew."""
+    places = []
+    for node in sorted([*part.nodes, *part.late]):
+        before = node.prev
+        while is_region_node(before):  # these come and go: they are written anew
+            before = before.prev
+        places.append((node, before))
+    has_regions = any(node.prev is not before for node, before in places) or bool(part.late)
+    changed = {*part.inside, *part.late, *(user for node in part.outputs for user in node.users)}
+    arguments = [(node, (node.args, node.kwargs)) for node in changed]
+
+    def put_back() -> None:
+        graph = gm.graph
+        now = partial(_now, graph)
+        for node, before in places:
+            if _is_in(graph, node):
+                now(before).append(node)
+                continue
+            with graph.inserting_after(now(before)):
+                new = graph.create_node(node.op, node.target)
+            new.name = node.name
+            new.meta.update(node.meta)
+            _NAMES.setdefault(graph, {})[new.name] = new
+        for node, former in arguments:
+            now(node).args, now(node).kwargs = map_arg(former, now)
+        for node in reversed(made):
+            graph.erase_node(now(node))
+        if has_regions:
+            write_regions(graph)
+        gm.recompile()
+
+    return put_back
 
 
-def _holders(node: fx.Node) -> list[str]:
-    """The module a node uses and those that hold it."""
-    names = str(node.target).split(".") if node.op in ("call_module", "get_attr") else []
-    return [".".join(names[: depth + 1]) for depth in range(len(names))]
+def _add_module(schedule: Schedule, parent: nn.Module, path: str, name: str, module: nn.Module) -> str:
+    """Register a module under a free name; returns its path."""
+    free, number = name, 1
+    while hasattr(parent, free):
+        free, number = f"{name}_{number}", number + 1
+    schedule.touch(parent)
+    parent._modules[free] = module
+    return paths.join(path, free)
 
 
-class _Edit:
-    """Changes of one graph module, each with its inverse."""
-
-    def __init__(self, gm: fx.GraphModule, on_undo: Callable[[Callable[[], None]], None]) -> None:
-        self.gm, self.graph, self.on_undo = gm, gm.graph, on_undo
-        length, uses = _USES.pop(self.graph, (-1, Counter()))
-        if length != len(self.graph.nodes):  # the first edit, or others have edited
-            uses = Counter(path for node in self.graph.nodes for path in _holders(node))
-        self.uses = uses
-        on_undo(self._undone)
-
-    def _undone(self) -> None:
-        _USES.pop(self.graph, None)
-        self.gm.recompile()
-
-    def close(self) -> None:
-        """The edit is done."""
-        _USES[self.graph] = len(self.graph.nodes), self.uses
-        self.gm.recompile()
-
-    def create(
-        self, after: fx.Node, op: str, target: Any, args: Any, kwargs: Any, meta: Mapping[str, Any], name: str | None = None
-    ) -> fx.Node:
-        """A node behind ``after``, with the ``meta`` of what it stands for."""
-        with self.graph.inserting_after(after):
-            node = self.graph.create_node(op, target, args, kwargs, name)
-        node.meta.update({key: meta[key] for key in ("source", "regions", "val") if key in meta})
-        self._undo_by_name(self.graph.erase_node, node)
-        self.uses.update(_holders(node))
-        return node
-
-    def reroute(self, old: fx.Node, new: fx.Node, inside: set[fx.Node]) -> None:
-        """Let the users of ``old`` outside the subgraph use ``new``."""
-        for user in list(old.users):
-            if user not in inside and user is not new:
-                user.replace_input_with(old, new)
-                self._undo_by_name(lambda user, old, new: user.replace_input_with(new, old), user, old, new)
-
-    def _undo_by_name(self, action: Callable[..., None], *nodes: fx.Node) -> None:
-        self.on_undo(lambda: action(*resolve(self.gm, nodes)))
-
-    def move_after(self, place: fx.Node, nodes: list[fx.Node]) -> None:
-        """Move nodes behind ``place``, in their order."""
-        for node in nodes:
-            before = node.prev
-            place.append(node)
-            place = node
-            self._undo_by_name(lambda before, node: before.append(node), before, node)
-
-    def erase(self, nodes: Iterable[fx.Node]) -> None:
-        """Take nodes out, with the weights only they used and the modules nobody else calls."""
-        for node in nodes:
-            if _is_in(self.graph, node):  # not gone already with its last user
-                self._erase(node)
-
-    def _erase(self, node: fx.Node) -> None:
-        inputs = node.all_input_nodes
-        before, op, target, args, kwargs = node.prev, node.op, node.target, node.args, node.kwargs
-        name, meta = node.name, dict(node.meta)
-
-        def put_back() -> None:
-            known = dict(zip(inputs, resolve(self.gm, inputs), strict=True))
-            place = resolve(self.gm, [before])[0] if before.op != "root" else before
-            with self.graph.inserting_after(place):
-                new = self.graph.create_node(op, target, map_arg(args, known.__getitem__), map_arg(kwargs, known.__getitem__))
-            new.name = name
-            new.meta.update(meta)
-            _NAMES.setdefault(self.graph, {})[name] = new
-
-        self.uses.subtract(_holders(node))
-        self.graph.erase_node(node)
-        self.on_undo(put_back)
-        if op in ("call_module", "get_attr"):
-            self._drop_unused(str(target) if op == "call_module" else str(target).rpartition(".")[0])
-        for other in inputs:
-            if not other.users and (other.op == "get_attr" or other.target in (operator.getitem, getattr)):
-                self._erase(other)
-
-    def _drop_unused(self, path: str) -> None:
-        if not path or self.uses[path]:
-            return
-        parent, _, name = path.rpartition(".")
-        self._set_modules(self.gm.get_submodule(parent), name, None)
-
-    def add_module(self, prefix: str, name: str, module: nn.Module) -> str:
-        """Register a module under a free name; returns its path."""
-        parent = self.gm.get_submodule(prefix)
-        free, number = name, 1
-        while hasattr(parent, free):
-            free, number = f"{name}_{number}", number + 1
-        self._set_modules(parent, free, module)
-        return f"{prefix}.{free}" if prefix else free
-
-    def _set_modules(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        table = parent._modules
-        old, names = table.get(name), list(table) if name in table else []
-        if module is None:
-            del table[name]
-        else:
-            table[name] = module
-
-        def put_back() -> None:
-            table.pop(name, None)
-            if names:  # in its old place
-                rest = {**table, name: old}
-                table.clear()
-                table.update({key: rest.pop(key) for key in names if key in rest} | rest)
-
-        self.on_undo(put_back)
+def _drop_modules(schedule: Schedule, gm: fx.GraphModule, called: set[str]) -> None:
+    """Remove the modules at these paths that no node uses any more, nor anything in them."""
+    targets = {str(node.target) for op in ("call_module", "get_attr") for node in gm.graph.find_nodes(op=op, sort=False)}
+    for path in called:
+        if path not in targets and not any(target.startswith(f"{path}.") for target in targets):
+            parent, name = paths.split(path)
+            schedule.touch(gm.get_submodule(parent))
+            del gm.get_submodule(parent)._modules[name]
