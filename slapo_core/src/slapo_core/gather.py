@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .agreement import agree
 from .errors import ScheduleError
-from .parameters import facts, shard_spec
+from .parameters import facts, is_part, shard_spec
 from .program import Program
+from .whole_gradients import compare_gradients
 
 State = dict[str, torch.Tensor | None]
 
@@ -22,6 +24,8 @@ def full_state(module: nn.Module, program: Program | None, kind: str) -> State:
     """
     if kind not in ("param", "grad"):
         raise ScheduleError(f"kind is {kind!r}; give 'param' or 'grad'", primitive="full_state")
+    if kind == "grad":
+        _refuse_parts(module, program)
     read: Callable[[nn.Parameter], torch.Tensor | None] = (lambda p: p.detach()) if kind == "param" else (lambda p: p.grad)
     owners = _owners(program)
     state: State = {}
@@ -33,6 +37,14 @@ def full_state(module: nn.Module, program: Program | None, kind: str) -> State:
         for original in facts(parameter).names or (name,):
             state[original] = full
     return state
+
+
+def _refuse_parts(module: nn.Module, program: Program | None) -> None:
+    """Nobody sums the gradients of whole parameters here, so they must be whole as well."""
+    held = {name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta}
+    whole = {name: parameter for name, parameter in held.items() if parameter.requires_grad and not is_part(parameter)}
+    wrong, _ = compare_gradients(held, whole)
+    agree(ScheduleError(wrong, primitive="full_state") if wrong else None, program.mesh if program is not None else None)
 
 
 def _owners(program: Program | None) -> dict[str, int]:
@@ -69,7 +81,7 @@ def _from_stage(
 def over_group(parameter: nn.Parameter, read: Callable[[nn.Parameter], torch.Tensor | None]) -> torch.Tensor | None:
     """The full tensor of what ``read`` gives for a parameter; None where no rank of its group has any. Collective."""
     local, spec = read(parameter), shard_spec(parameter)
-    if spec is None or spec.num_shards == 1:
+    if spec is None or not is_part(parameter):
         return local.clone() if local is not None else None
     present = torch.tensor(local is not None, dtype=torch.uint8, device=parameter.device)
     dist.all_reduce(present, group=spec.group)

@@ -36,7 +36,7 @@ def total_grad_norm(
     buckets: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {None: []}
     for tensor in tensors:
         spec = shard_spec(tensor)
-        bucket = buckets.setdefault(spec.group if spec is not None and spec.num_shards > 1 else None, [])
+        bucket = buckets.setdefault(spec.group if spec is not None else None, [])
         if tensor.grad is not None and counts(tensor):
             bucket.append(tensor.grad.detach())
     parts = [_over(_power(grads, norm_type, device), norm_type, group) for group, grads in buckets.items()]

@@ -12,10 +12,11 @@ _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_per
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
 _WIDTHS = ("split_size", "embed_dim", "all_head_size", "inner_dim")
 _FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "in_proj", "gate_up_proj")
-_PROJECTIONS = {
+PROJECTIONS = {
     *_FUSED[:-1],
     *("q_attn", "q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v", "q_lin", "k_lin", "v_lin"),
 }
+_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 _LOCAL = "_slapo_local_heads"
 
 
@@ -37,7 +38,7 @@ def fused_blocks(owner: nn.Module | None, child: str, width: int) -> tuple[int, 
 
 def makes_heads(owner: nn.Module | None, child: str) -> bool:
     """Whether ``child`` of ``owner`` is a projection whose output is attention heads."""
-    return owner is not None and child in _PROJECTIONS and _head_size(owner) is not None
+    return owner is not None and child in PROJECTIONS and _head_size(owner) is not None
 
 
 def whole_heads(owner: nn.Module, blocks: tuple[int, ...], num_shards: int) -> str | None:
@@ -64,6 +65,13 @@ def count_local_heads(owner: nn.Module, num_shards: int) -> None:
     for name in (*_COUNTS, *_WIDTHS):
         if (value := _integer(owner, name)) is not None:
             setattr(owner, name, value // num_shards)
+
+
+def norms_heads(owner: nn.Module, child: str) -> bool:
+    """Whether ``child`` of ``owner`` normalises single heads: all it has is as long as one, and its name says so."""
+    size, module = _head_size(owner), owner._modules.get(child)
+    shapes = {tuple(parameter.shape) for parameter in module.parameters()} if module is not None else set()
+    return size is not None and child in _HEAD_NORMS and shapes == {(size,)}
 
 
 def counts_local_heads(owner: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from slapo_core.schedule import Schedule
 
 from . import attention
 from .rules import AppliedCut, applied_cut
-from .syncing import REDUCING, Sync
+from .syncing import REDUCING, Sync, sums_gradient
 
 _OFF = "check=False turns this check off"
 
@@ -25,6 +25,8 @@ def check_syncs(schedule: Schedule) -> None:
             sharded, or that holds a shard unawares; or the attention module that has only some projections sharded.
     """
     modules = dict(schedule.root_module.named_modules())
+    if not cut_modules(schedule.root_module):
+        _check_summed(schedule.root_module)
     for path, module in modules.items():
         _check_stray(path, module)
         _check_heads(path, module)
@@ -58,6 +60,12 @@ def _check_stray(path: str, module: nn.Module) -> None:
         f"{path!r}: sync({stray.mode!r}, {stray.op!r}) adds up what is the same on every rank, as nothing in it is sharded; "
         f"shard it, after any replace, or leave the sync out; {_OFF}"
     )
+
+
+def _check_summed(root: nn.Module) -> None:
+    for name, parameter in root.named_parameters():
+        if sums_gradient(parameter):
+            raise BuildError(f"the gradient of {name!r} is summed, but nothing is sharded; leave the sync out; {_OFF}")
 
 
 def _check_heads(path: str, owner: nn.Module) -> None:

@@ -7,7 +7,8 @@ The styles are those Transformers publishes in ``base_model_tp_plan``:
     colwise_gather_output          output gathered: both sides replicated
     rowwise_split_input            input cut first: both sides replicated
     embedding_rowwise              vocabulary split over the ranks
-    replicated_with_grad_allreduce parameters are whole, but used on sharded values, so their gradients are summed
+    replicated_with_grad_allreduce parameters are whole, but used on sharded values, so their gradients are summed:
+                                   ``sync("grad", "all_reduce")``
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from . import attention
 from .layers import is_conv1d
 from .rules import find_cut
 
@@ -75,6 +77,16 @@ def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
             if steps.keys().isdisjoint(_ancestors(name)):
                 found.append(name)
     return found
+
+
+def head_norms(model: nn.Module, steps: Plan) -> Iterator[str]:
+    """Paths of the norms of single heads on which a plan that splits the heads is silent: each rank has the part of its own."""
+    for name in undeclared_parameters(model, steps):
+        path = name.rpartition(".")[0]
+        owner, _, child = path.rpartition(".")
+        heads = any(f"{owner}.{other}" in steps for other in attention.PROJECTIONS)
+        if heads and attention.norms_heads(model.get_submodule(owner), child):
+            yield path
 
 
 def _ancestors(path: str) -> Iterator[str]:

@@ -13,22 +13,24 @@ from slapo_core.schedule import Schedule
 
 from . import attention
 from .rules import applied_cut
-from .syncing import Sync
+from .syncing import Sync, sums_gradient, trainable
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
-_MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",)}
+_MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
 _ARGUMENTS = {"fwd_pre": (2, 3), "fwd_post": (3, 4), "bwd_post": (3, 3)}
 """How many arguments a function takes: without and with the keyword inputs."""
 
 
 class SyncPrimitive(Primitive):
-    """Communicate over the tensor-parallel group before or after a module's forward, or after its backward.
+    """Communicate over the tensor-parallel group before or after a module's forward, or in its backward.
 
     ============  ======================================================================================================
     ``fwd_pre``   the operation is applied to the first floating-point input, positional or keyword
     ``fwd_post``  the operation is applied to the output, or the first tensor in a tuple, list, mapping or dataclass
     ``bwd_post``  ``all_reduce``: the gradients of all the module's inputs are summed, also those of keyword and nested
                   inputs; forward changes nothing
+    ``grad``      ``all_reduce``: the gradients of the module's own parameters, not of those inside it, are summed: for whole
+                  parameters that each rank uses on its own part of a value, as a norm of heads or of a split sequence
     ============  ======================================================================================================
 
     ``all_reduce`` makes a partial tensor whole; ``all_gather`` puts shards together along ``axis``, ``scatter`` keeps this
@@ -41,15 +43,15 @@ class SyncPrimitive(Primitive):
     rank an operation does nothing; a function is called all the same.
 
     Args:
-        mode: ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``.
+        mode: ``"fwd_pre"``, ``"fwd_post"``, ``"bwd_post"`` or ``"grad"``.
         sync_op_or_fn: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"scatter"`` or a function.
         axis: Dimension of the tensor to gather, scatter or reduce-scatter along; may be negative.
         backward: For ``all_gather``: ``"split"`` where what follows is replicated or declares its own syncs (default after
             the module), ``"reduce_scatter"`` where each rank goes on to use its own shard (default before the module).
 
     Raises:
-        ScheduleError: unknown mode or operation, one that this mode does not take, a missing axis, or a function with other
-            arguments.
+        ScheduleError: unknown mode or operation, one that this mode does not take, a missing axis, a function with other
+            arguments, or gradients that are whole, or summed already.
     """
 
     name = "sync"
@@ -80,7 +82,11 @@ class SyncPrimitive(Primitive):
         sync, module = _make(schedule, mode, sync_op_or_fn, axis, backward), schedule.mod
         if sync.fn is None and schedule.world_size <= 1:
             return
-        if mode == "fwd_post":
+        if mode == "grad":
+            for parameter in trainable(module):
+                handle = parameter.register_hook(sync.run)  # type: ignore[no-untyped-call]
+                schedule.on_undo(handle.remove)
+        elif mode == "fwd_post":
             module.register_forward_hook(sync, with_kwargs=True)
         elif mode == "bwd_post" and sync.fn is not None:
             module.register_full_backward_hook(sync)
@@ -96,6 +102,8 @@ def _make(schedule: Schedule, mode: str, op: str | Callable[..., Any], axis: int
 
     if mode not in _MODES:
         raise error(f"no mode {mode!r}; available: {', '.join(_MODES)}")
+    if mode == "grad":
+        _check_grad(schedule, op, error)
     if not isinstance(op, str):
         return Sync(mode, "function", fn=op, takes_kwargs=_takes_kwargs(mode, op, error))
     if re.fullmatch("[RS][RS]->[RS][RS]", op):
@@ -103,9 +111,7 @@ def _make(schedule: Schedule, mode: str, op: str | Callable[..., Any], axis: int
     if op not in _OPS:
         raise error(f"no operation {op!r}; available: {', '.join(_OPS)}, or a function")
     if op not in _MODES[mode]:
-        raise error(
-            f"bwd_post takes all_reduce or a function, not {op!r}, which has its own backward; use it in a forward mode"
-        )
+        raise error(f"bwd_post takes all_reduce or a function, not {op!r}, which has its own backward; use a forward mode")
     if (axis is None) != (op == "all_reduce") or isinstance(axis, bool) or not isinstance(axis, int | None):
         raise error(f"axis is {axis!r}; {op} {'takes none' if op == 'all_reduce' else 'needs the dimension it works along'}")
     if backward is not None and (op != "all_gather" or backward not in ("split", "reduce_scatter")):
@@ -136,3 +142,15 @@ def _check_gather(schedule: Schedule, mode: str, op: str, error: Callable[[str],
         return
     if attention.counts_local_heads(parent.mod) and attention.makes_heads(parent.mod, schedule.name):
         raise error("the attention module counts local heads already; shard with gathered=True before gathering")
+
+
+def _check_grad(schedule: Schedule, op: Any, error: Callable[[str], ScheduleError]) -> None:
+    own = trainable(schedule.mod)
+    if op != "all_reduce":
+        raise error(f"grad takes all_reduce, not {op!r}; sum the gradients")
+    if applied_cut(schedule.mod) is not None:
+        raise error("the module is sharded, so the gradients of its parameters are right already; leave this sync out")
+    if not own:
+        raise error("the module itself has no trainable parameters; take one inside of it")
+    if any(map(sums_gradient, own)):
+        raise error("the gradients of its parameters are summed already; sync them once")

@@ -23,10 +23,10 @@ REDUCING = ("all_reduce", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Sync:
-    """One sync of a module; registered as a hook of torch that is given keyword inputs.
+    """One sync of a module; registered as a hook of torch that is given keyword inputs, or ``run`` as one of a parameter.
 
     Args:
-        mode: ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``.
+        mode: ``"fwd_pre"``, ``"fwd_post"``, ``"bwd_post"`` or ``"grad"``.
         op: Name of the operation, or ``"function"``.
         axis: Dimension it works along.
         group: Ranks that take part.
@@ -109,6 +109,17 @@ class Sync:
             last = self.axis in (-1, x.dim() - 1)
             bias = collectives.scatter(bias, 0, self.group) if last else collectives.all_reduce_grad(bias, self.group)
         return x + bias.to(x.dtype)
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of the module itself that get a gradient."""
+    return [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+
+
+def sums_gradient(parameter: torch.Tensor) -> bool:
+    """Whether a sync sums the gradient of this parameter over the group."""
+    hooks = (parameter._backward_hooks or {}).values()
+    return any(isinstance(getattr(hook, "__self__", None), Sync) for hook in hooks)
 
 
 def map_input(

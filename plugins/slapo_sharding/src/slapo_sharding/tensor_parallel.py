@@ -6,16 +6,16 @@ import difflib
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
 from torch import fx, nn
 
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
-from . import attention, collectives, dropout
-from .plan import STYLES, tensor_parallel_plan, undeclared_parameters, vocabulary
+from . import attention, dropout
+from .plan import STYLES, head_norms, tensor_parallel_plan, undeclared_parameters, vocabulary
 from .rules import Cut, find_rule
+from .syncing import trainable
 
 
 class TensorParallelPrimitive(Primitive):
@@ -77,6 +77,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel
         kind = type(schedule.mod).__name__
         raise error(f"no plan is known for {kind}; give plan={{path or glob: style}}, styles: {', '.join(STYLES)}")
     if plan is None:
+        steps.update(dict.fromkeys(head_norms(schedule.mod, steps), "replicated_with_grad_allreduce"))
         if undeclared := undeclared_parameters(schedule.mod, steps):
             raise error(
                 f"{undeclared[0]!r} may be used on sharded or on replicated values, the published plan is silent; give plan="
@@ -115,17 +116,9 @@ def _embedding_rowwise(schedule: Schedule) -> None:
 
 
 def _reduce_gradients(schedule: Schedule) -> None:
-    """Sum each parameter's gradient over the group as it arrives; micro-batches then add up as always."""
-    if schedule.world_size <= 1:
-        return
-    for parameter in schedule.mod.parameters():
-        if parameter.requires_grad:
-            handle = parameter.register_hook(partial(_sum_gradient, schedule.group))  # type: ignore[no-untyped-call]
-            schedule.on_undo(handle.remove)
-
-
-def _sum_gradient(group: collectives.Group, grad: torch.Tensor) -> torch.Tensor:
-    return collectives.all_reduce(grad, group)
+    for _, handle in schedule.named_schedules():
+        if trainable(handle.mod):
+            handle.sync("grad", "all_reduce")
 
 
 _STYLES: dict[str, Callable[[Schedule], None]] = {

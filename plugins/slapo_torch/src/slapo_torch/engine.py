@@ -58,6 +58,7 @@ class TorchEngine(Engine):
         self._holdings = Holdings(program)
         self._replicas: Replicas | None = None
         self._unused = False
+        self._unchecked: torch.Tensor | int = 0
         try:
             self._holdings.check_same_start()
             self._together(self._make_optimizer)
@@ -80,6 +81,7 @@ class TorchEngine(Engine):
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
         self.module.zero_grad(set_to_none=True)
         loss = self._step(batch, training=True)
+        self._check_gradients()
         self._reduce()
         if self._options.clip:
             self._together(self._holdings.check_clippable)
@@ -116,7 +118,7 @@ class TorchEngine(Engine):
         self._modes.set(training)
         runner, parts, labels = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
         result = runner(parts, labels)
-        loss = self._settle(result)
+        loss = self._settle(result, training)
         if self._options.record_timeline:
             rank = dist.get_rank() if dist.is_initialized() else 0
             self.timeline = [{"rank": rank, **action} for action in result.actions]
@@ -177,19 +179,31 @@ class TorchEngine(Engine):
             raise BuildError(_difference(high, low, self._options.ignored_label))
         return value
 
-    def _settle(self, result: StepResult) -> torch.Tensor:
+    def _settle(self, result: StepResult, training: bool) -> torch.Tensor:
         """The mean loss over micro-batches and replicas, on every rank; or the error of any rank, on every rank."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
         if self._program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
             own = torch.zeros((), dtype=torch.float64)
-        counts = torch.tensor([result.failure is not None, result.unused], dtype=torch.float64)
-        total, failures, unused = all_reduce(torch.cat([own.cpu().reshape(1), counts]).to(self._device), self._mesh)
+        unchecked = self._holdings.num_unchecked() if training else 0
+        counts = torch.tensor([result.failure is not None, result.unused, unchecked], dtype=torch.float64)
+        total, failures, unused, self._unchecked = all_reduce(
+            torch.cat([own.cpu().reshape(1), counts]).to(self._device), self._mesh
+        )
         self._unused = bool(unused.item())
         if failures.item():
             self._start_over()
             agree(result.failure, self._mesh)
         mean: torch.Tensor = total / self._program.axis_size("dp")
         return mean.float()
+
+    def _check_gradients(self) -> None:
+        """Refuse a step in which ranks have parts of a gradient and take each for the whole."""
+        if self._unchecked:
+            try:
+                self._holdings.check_gradients(low_precision=self._options.precision == "bf16")
+            except Exception:
+                self._start_over()
+                raise
 
     def _start_over(self) -> None:
         self.module.zero_grad(set_to_none=True)

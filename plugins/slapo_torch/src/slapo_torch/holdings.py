@@ -11,8 +11,9 @@ from torch import nn
 from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
 from slapo_core.grad_norm import clip_grad_norm_
-from slapo_core.parameters import shard_spec, successor
+from slapo_core.parameters import is_part, successor
 from slapo_core.program import Program, TieGroup
+from slapo_core.whole_gradients import compare_gradients
 
 from .batches import fingerprint
 from .gradients import by_stages, sum_gradients
@@ -37,6 +38,9 @@ class Holdings:
         staged = len(program.stages) > 1
         self._mine = [(tie, named[tie.names[0]]) for tie in program.ties if staged and rank in tie.stages]
         shared = by_stages([(tie.stages, parameter) for tie, parameter in self._mine if parameter.requires_grad])
+        self._unchecked = {name: p for name, p in self._stage.named_parameters() if p.requires_grad and not is_part(p)}
+        if len(self._unchecked) == len(self.trainable):  # nothing is sharded
+            self._unchecked.clear()
         self._made: list[dist.ProcessGroup] = []
         self._shared = [(self._group(stages), bucket) for stages, bucket in shared.items()]
 
@@ -73,12 +77,26 @@ class Holdings:
         """
         mesh = self._program.mesh
         named = dict(self._stage.named_parameters())
-        whole = {name: parameter for name, parameter in named.items() if shard_spec(parameter) is None}
+        whole = {name: parameter for name, parameter in named.items() if not is_part(parameter)}
         error = self._check_equal("dp", "replicas", named)
         error = self._check_equal("tp", "tensor-parallel ranks", whole) or error
         for tie, parameter in self._mine:
             error = self._check_tie(tie, parameter) or error
         agree(error, mesh)
+
+    def num_unchecked(self) -> int:
+        """How many whole parameters have their first gradient now, which ``check_gradients`` is to compare."""
+        return sum(parameter.grad is not None for parameter in self._unchecked.values())
+
+    def check_gradients(self, low_precision: bool) -> None:
+        """Compare the first gradients of whole parameters over the tensor-parallel ranks. Collective.
+
+        Raises:
+            BuildError: on every rank; names a parameter of which each has a part only.
+        """
+        wrong, seen = compare_gradients(dict(self._stage.named_parameters()), self._unchecked, low_precision)
+        agree(BuildError(wrong) if wrong else None, self._program.mesh)
+        self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if name not in seen}
 
     def _check_equal(self, axis: str, ranks: str, named: dict[str, nn.Parameter]) -> BuildError | None:
         mesh = self._program.mesh
