@@ -68,6 +68,34 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, code: i
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("number", "stage"),
+    [
+        (signal.SIGINT, lambda pid: "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()),
+        (signal.SIGINT, lambda pid: len(_session(pid)) > 2),
+        (signal.SIGQUIT, lambda pid: len(_session(pid)) > 2),
+        (signal.SIGHUP, lambda pid: len(_session(pid)) > 3),
+    ],
+    ids=["imports", "fork-server", "fork-server-quit", "first-rank"],
+)
+def test_a_signal_while_it_starts_is_one_line(number: signal.Signals, stage: Callable[[int], bool]):
+    command = [sys.executable, "-c", "from slapo.cli.app import main; main()", *"train --tp 2 --layers 1 --steps 500".split()]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not stage(process.pid):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, number)  # as the terminal does
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert errors.startswith(f"slapo: interrupted by {number.name}")
+    assert errors.count("\n") == 1, errors
+    deadline = time.monotonic() + 10
+    while _session(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _session(process.pid) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_ranks_and_the_fork_server_end_when_the_launcher_is_killed(tmp_path: Path):
     process = subprocess.Popen([sys.executable, "-m", "tests.slapo.launched", str(tmp_path)], start_new_session=True)
     _started(tmp_path, 2)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated
+from slapo.signals import end_at_once, handling
 
-import typer
+with handling(end_at_once):
+    import logging
+    import sys
+    from collections.abc import Iterator
+    from contextlib import ExitStack, contextmanager
+    from typing import Annotated
 
-from slapo.versions import versions
-from slapo_core.errors import SlapoError
-from slapo_core.logger import get_logger
-from slapo_core.registry import default_registry
+    import typer
 
-from . import listing, train
+    from slapo.versions import versions
+    from slapo_core.errors import SlapoError
+    from slapo_core.logger import get_logger
+    from slapo_core.registry import default_registry
+
+    from . import listing, train
+
+OURS = ("train", *listing.NAMES)
+"""The commands that have nothing to clean up until they say so; a plugin's get Ctrl-C as Python programs do."""
 
 
 def create_app() -> typer.Typer:
@@ -36,14 +42,20 @@ def create_app() -> typer.Typer:
 
 def main() -> None:
     """Run the command line; an error made on purpose is one sentence on stderr and exit status 2."""
-    try:
-        if sys.argv[1:2] and sys.argv[1] in listing.NAMES:
-            with _without_failures():
-                default_registry()
-        create_app()(prog_name="slapo")
-    except SlapoError as error:
-        print(f"slapo: {error}", file=sys.stderr)
-        sys.exit(2)
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    with ExitStack() as signals:
+        signals.enter_context(handling(end_at_once))
+        try:
+            if command in listing.NAMES:
+                with _without_failures():
+                    default_registry()
+            app = create_app()
+            if command not in OURS:
+                signals.close()
+            app(prog_name="slapo")
+        except SlapoError as error:
+            print(f"slapo: {error}", file=sys.stderr)
+            sys.exit(2)
 
 
 def _options(

@@ -14,7 +14,9 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from slapo.signals import ENDING, handling
 from slapo_core.errors import SlapoError
 
 from .failures import InterruptedRunError, RankError
@@ -48,8 +51,9 @@ def launch(work: Work, settings: Settings) -> None:
     use_loopback()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _quieten_torch()
-    with tempfile.TemporaryDirectory(prefix="slapo-") as folder:
+    with handling(_terminate), tempfile.TemporaryDirectory(prefix="slapo-") as folder:
         try:
+            _start_fork_server()
             elastic_launch(_config(settings), _run_rank)(work, settings, folder)
         except ChildFailedError as err:
             raise _root_cause(Path(folder), err.failures) from None
@@ -78,18 +82,36 @@ def _config(settings: Settings) -> LaunchConfig:
     )
 
 
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """As the elastic launcher does once it runs."""
+    raise SignalException(f"signal {number}", signal.Signals(number))
+
+
 def _start_method() -> str:
     """A fork server imports torch and transformers once for all ranks; forking them is only safe on Linux."""
-    if sys.platform != "linux":
-        return "spawn"
-    multiprocessing.set_forkserver_preload(["slapo.training.worker"])
-    return "forkserver"
+    return "forkserver" if sys.platform == "linux" else "spawn"
+
+
+def _start_fork_server() -> None:
+    """Start it, and the tracker of its resources, deaf to what the terminal sends to all processes.
+
+    Else they print a traceback each. The tracker stays so: it ends after the launcher.
+    """
+    if _start_method() == "forkserver":
+        multiprocessing.set_forkserver_preload(["slapo.training.preload", "slapo.training.worker"])
+        for start in (resource_tracker.ensure_running, forkserver.ensure_running):
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+            try:
+                start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 def _run_rank(work: Work, settings: Settings, folder: str) -> None:
     """Run the work in a process of its own and leave the error, if any, in ``folder``."""
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the terminal sends Ctrl-C to every rank: end without a traceback
+    for number in ENDING:  # the terminal sends Ctrl-C to every rank: end without a traceback
+        signal.signal(number, signal.SIG_DFL)
     try:
         work(settings)
     except Exception as err:
