@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from itertools import permutations
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from slapo_core.build import build
 from slapo_core.errors import ScheduleError
+from slapo_core.grad_norm import clip_grad_norm_
 from slapo_core.parameters import facts, shard_spec
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
@@ -167,3 +169,31 @@ def _undone(rank: int) -> None:
 
 def test_undo_puts_every_holder_of_a_tie_back():
     run_distributed(_undone, 2)
+
+
+def _copied(rank: int) -> str:
+    """A copy of the module alone knows its shards, norms and sums of gradients; one that would not cannot be made."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 4))
+    before = copy.deepcopy(model)
+    sch = _schedule(model)
+    sch.tensor_parallel({"0": "colwise", "1": "replicated_with_grad_allreduce", "2": "rowwise"})
+    build(sch)
+    copied = copy.deepcopy(model)
+    x = torch.ones(2, 4)
+    for module in (before, model, copied):
+        module(x).pow(2).sum().backward()
+    norms = [clip_grad_norm_(module.parameters(), 0.1) for module in (before, model, copied)]
+    torch.testing.assert_close(norms, norms[:1] * 3)
+    full = _schedule(copied).full_state("grad")
+    for name, parameter in before.named_parameters():
+        torch.testing.assert_close(full[name], parameter.grad)
+    assert facts(copied[0].weight) is not facts(model[0].weight)
+    torch.save(copied.state_dict(), io.BytesIO())
+    with pytest.raises(TypeError) as caught:
+        torch.save(copied, io.BytesIO())
+    return str(caught.value)
+
+
+def test_facts_go_with_a_copy_of_the_module():
+    message = "what is sharded cannot be pickled with its process group; save state_dict() or full_state()"
+    assert run_distributed(_copied, 2) == [message] * 2

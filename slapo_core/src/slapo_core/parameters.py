@@ -1,4 +1,8 @@
-"""What is known about a parameter. The facts sit on the parameter itself and follow it when it is replaced."""
+"""What is known about a parameter. The facts sit on the parameter itself and follow it when it is replaced or copied.
+
+``copy.deepcopy`` of a parameter keeps nothing that was set on it, and a copied model would take its shards for whole; so
+importing this module lets ``nn.Parameter`` copy the facts as well, where there are any.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +42,11 @@ class ShardSpec:
 
     def __deepcopy__(self, memo: object) -> ShardSpec:
         return self  # immutable, and a process group cannot be copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError("what is sharded cannot be pickled with its process group; save state_dict() or full_state()")
+        return self.__dict__
 
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
         """The ``(start, stop)`` ranges along ``dim`` of the full tensor that ``rank`` (default: this one) holds, in order."""
@@ -110,14 +119,34 @@ def successor(old: torch.Tensor, data: torch.Tensor, **changes: Any) -> torch.Te
         **changes: Facts that change, e.g. ``spec=``.
     """
     new = nn.Parameter(data, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else data
-    for name, value in old.__dict__.items():
-        if name != _FACTS:
-            setattr(new, name, value)
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, table, None):
             setattr(new, table, getattr(old, table).copy())
-    known = facts(old)
-    setattr(new, _FACTS, ParamFacts(known.names, known.spec, set(known.tags)))
+    _carry(old, new)
     for name, value in changes.items():
         setattr(facts(new), name, value)
     return new
+
+
+def _carry(old: torch.Tensor, new: torch.Tensor) -> None:
+    new.__dict__.update(old.__dict__)
+    known = facts(old)
+    setattr(new, _FACTS, ParamFacts(known.names, known.spec, set(known.tags)))
+
+
+_plain_deepcopy = nn.Parameter.__deepcopy__
+
+
+def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A copy with the facts, and those hooks that define ``__deepcopy__``; torch copies none, as most know their parameter."""
+    is_new = id(parameter) not in memo
+    copied = _plain_deepcopy(parameter, memo)
+    if is_new and _FACTS in parameter.__dict__:
+        _carry(parameter, copied)
+        for hook in (parameter._backward_hooks or {}).values():
+            if hasattr(hook, "__deepcopy__"):
+                copied.register_hook(hook.__deepcopy__(memo))
+    return copied
+
+
+nn.Parameter.__deepcopy__ = _deepcopy  # type: ignore[method-assign]

@@ -61,7 +61,7 @@ class AppliedCut:
 
     Args:
         cut: The cut.
-        spec: How its parameters were split; kept here too, as copies of a parameter lose their facts.
+        spec: How its parameters were split; kept here too, as an engine may put others in their place.
         late_bias: Whether the reducing sync has to add the bias.
         asked: Parameters the user named; the others followed.
         gathered: Whether the output is put together again at once.

@@ -13,7 +13,7 @@ from slapo_core.schedule import Schedule
 
 from . import attention
 from .rules import applied_cut
-from .syncing import Sync, sums_gradient, trainable
+from .syncing import GradientSum, Sync, sums_gradient, trainable
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
@@ -84,7 +84,7 @@ class SyncPrimitive(Primitive):
             return
         if mode == "grad":
             for parameter in trainable(module):
-                handle = parameter.register_hook(sync.run)  # type: ignore[no-untyped-call]
+                handle = parameter.register_hook(GradientSum(schedule.group))  # type: ignore[no-untyped-call]
                 schedule.on_undo(handle.remove)
         elif mode == "fwd_post":
             module.register_forward_hook(sync, with_kwargs=True)

@@ -23,10 +23,10 @@ REDUCING = ("all_reduce", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Sync:
-    """One sync of a module; registered as a hook of torch that is given keyword inputs, or ``run`` as one of a parameter.
+    """One sync of a module; registered as a hook of torch that is given keyword inputs.
 
     Args:
-        mode: ``"fwd_pre"``, ``"fwd_post"``, ``"bwd_post"`` or ``"grad"``.
+        mode: ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``; for ``"grad"`` see ``GradientSum``.
         op: Name of the operation, or ``"function"``.
         axis: Dimension it works along.
         group: Ranks that take part.
@@ -111,6 +111,19 @@ class Sync:
         return x + bias.to(x.dtype)
 
 
+@dataclass(frozen=True)
+class GradientSum:
+    """A hook of a parameter: each micro-batch's gradient is summed over the group as it arrives."""
+
+    group: collectives.Group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientSum:
+        return self
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        return collectives.all_reduce(grad, self.group)
+
+
 def trainable(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of the module itself that get a gradient."""
     return [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
@@ -118,8 +131,7 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 def sums_gradient(parameter: torch.Tensor) -> bool:
     """Whether a sync sums the gradient of this parameter over the group."""
-    hooks = (parameter._backward_hooks or {}).values()
-    return any(isinstance(getattr(hook, "__self__", None), Sync) for hook in hooks)
+    return any(isinstance(hook, GradientSum) for hook in (parameter._backward_hooks or {}).values())
 
 
 def map_input(
