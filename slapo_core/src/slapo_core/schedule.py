@@ -85,10 +85,6 @@ class Root:
         for module, metadata in self.metadata.items():
             if id(module) in memo:
                 copied.metadata[memo[id(module)]] = copy.deepcopy(metadata, memo)
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
-            known, fresh = facts(tensor), facts(memo[id(tensor)])
-            fresh.names, fresh.spec, fresh.tags = known.names, known.spec, set(known.tags)
-            _carry_attributes(tensor, memo[id(tensor)])
         return copied
 
 
@@ -452,13 +448,6 @@ def create_schedule(
         ) from err
     shared.metadata_of(root).tie_weights = {tensor: tensor for tensor in ties if isinstance(tensor, nn.Parameter)}
     return Schedule._of(shared)
-
-
-def _carry_attributes(tensor: torch.Tensor, copied: torch.Tensor) -> None:
-    """``copy.deepcopy`` drops what was set on a parameter."""
-    for name, value in tensor.__dict__.items():
-        if name not in copied.__dict__:
-            setattr(copied, name, value)
 
 
 def is_module_list(module: nn.Module, name: str = "", parent: Schedule | None = None) -> bool:
