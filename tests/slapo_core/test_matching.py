@@ -154,6 +154,22 @@ def test_pattern_with_modules() -> None:
     assert found(forward, ModulePattern("fc.*")) == [["fc10"], ["fc1"]]
 
 
+class Twice(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.mlp(x))
+
+
+def test_a_pattern_may_be_made_of_patterns() -> None:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return self.norm(F.gelu(self.fc1(self.norm(F.gelu(self.fc10(x))))))
+
+    assert found(forward, Twice()) == [["fc10", "gelu", "norm", "fc1", "gelu_1", "norm_1"]]
+
+
 def test_arguments_of_module_calls() -> None:
     class Scale(nn.Module):
         def forward(self, x: torch.Tensor, factor: float = 1.0, shift: Any = None) -> torch.Tensor:
@@ -212,7 +228,7 @@ def test_matches_can_be_written_down_and_found_again() -> None:
     again = find_by_name(holder, json.loads(json.dumps(match_data(match))))
     assert again == match
     assert (again.inputs, again.outputs) == (match.inputs, match.outputs)  # type: ignore[attr-defined]
-    assert find_by_name(holder, match_data(list(match))["nodes"]) == match
+    assert find_by_name(holder, match_data(list(match))) == list(match)
     holder.root_module = trace(lambda self, x: F.dropout(self.fc1(x), 0.25, True) + x)
     with pytest.raises(ScheduleError, match="has no node 'sub' that calls sub; trace as when it was found"):
         find_by_name(holder, match_data(match))

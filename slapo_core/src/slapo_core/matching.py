@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from . import paths
 from .errors import ScheduleError
-from .operators import COMMUTATIVE, Form, arguments_of, form, operator_of
+from .operators import COMMUTATIVE, bound_arguments, operator_of, signatures_of
 from .patterns import ModulePattern, Pattern, PatternTracer, call_module
 
 if TYPE_CHECKING:
@@ -77,15 +77,9 @@ def find_node(root: nn.Module, wanted: str | Callable[[fx.Node], bool], prefix: 
         prefix: Where ``root`` is; put in front of the paths returned.
     """
     if isinstance(wanted, str):
-        regex = re.compile(wanted)
-        test: Callable[[fx.Node], bool] = lambda node: bool(regex.fullmatch(str(node.target)))  # noqa: E731
-    else:
-        test = wanted
-    found = []
-    for where, module in traced_modules(root, prefix):
-        nodes = module.graph.find_nodes(op="call_module") if isinstance(wanted, str) else module.graph.nodes
-        found += [(where, node) for node in nodes if test(node)]
-    return found
+        fits = re.compile(wanted).fullmatch
+        return find_node(root, lambda node: node.op == "call_module" and bool(fits(str(node.target))), prefix)
+    return [(where, node) for where, module in traced_modules(root, prefix) for node in module.graph.nodes if wanted(node)]
 
 
 def find_subgraph(root: nn.Module, pattern: Callable[..., Any] | Pattern, prefix: str = "") -> list[Match]:
@@ -115,9 +109,8 @@ def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
     Raises:
         ScheduleError: The graph has no such node, or another one by that name.
     """
-    written = data if isinstance(data, dict) else {"nodes": data}
     nodes: dict[str, fx.Node] = {}
-    for path, name, op, target in written["nodes"]:
+    for path, name, op, target in data["nodes"]:
         module = paths.find(schedule.root_module, path)
         named = {node.name: node for node in module.graph.nodes} if isinstance(module, fx.GraphModule) else {}
         if name not in named or (named[name].op, str(named[name].target)) != (op, target):
@@ -125,47 +118,53 @@ def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
                 f"the graph of {path!r} has no node {name!r} that calls {target}; trace as when it was found", path=path
             )
         nodes[name] = named[name]
-    if "inputs" not in written:
-        return [(path, nodes[name]) for path, name, *_ in written["nodes"]]
-    inputs = [Place(nodes[v["of"]], v["input"]) if isinstance(v, dict) else v for v in written["inputs"]]
-    return Match(written["nodes"][0][0], nodes.values(), inputs, [nodes[name] for name in written["outputs"]])
+    if "inputs" not in data:
+        return [(path, nodes[name]) for path, name, *_ in data["nodes"]]
+    inputs = [Place(nodes[v["of"]], v["input"]) if isinstance(v, dict) else v for v in data["inputs"]]
+    return Match(data["nodes"][0][0], nodes.values(), inputs, [nodes[name] for name in data["outputs"]])
+
+
+class _Wanted(NamedTuple):
+    """A call in a pattern."""
+
+    key: Any
+    """A regular expression of the module's path, the module's class and settings, or the operator."""
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
 
 
 class _Compiled:
     """A pattern as a graph."""
 
     def __init__(self, pattern: Callable[..., Any] | Pattern) -> None:
-        self.tracer = PatternTracer()
-        if isinstance(pattern, ModulePattern):
-            pattern = _one_module(pattern.name)
-        elif not isinstance(pattern, (Pattern, FunctionType)):
+        if not isinstance(pattern, (Pattern, FunctionType)):
             raise TypeError(f"find takes a function or a Pattern, not {type(pattern).__name__}")
+        tracer = PatternTracer()
+        one = pattern if isinstance(pattern, ModulePattern) else None
         try:
-            self.graph = self.tracer.trace(pattern)
+            self.graph = tracer.trace((lambda x: one.forward(x)) if one is not None else pattern)
         except Exception as err:  # a user's function may raise anything
             raise ScheduleError(
                 f"find: the pattern cannot be traced: {type(err).__name__}: {err}; use plain operations on its arguments"
             ) from err
-        self.root = self.tracer.root
-        self.inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self.inputs = self.graph.find_nodes(op="placeholder")
         result: Any = self.graph.output_node().args[0]
         self.outputs: list[fx.Node] = list(result) if isinstance(result, (tuple, list)) else [result]
         if not all(isinstance(node, fx.Node) and node.op.startswith("call") for node in self.outputs):
             raise ScheduleError("find: a pattern returns results of operations; this one returns an input or a constant")
-        self.forms = {node: self._form(node) for node in self.graph.nodes if node.op.startswith("call")}
-
-    def _form(self, node: fx.Node) -> Form:
-        if node.target is call_module:
-            return re.compile(str(node.args[0])), {"args": node.args[1:], "kwargs": node.kwargs}
-        if node.op == "call_module":
-            module = self.root.get_submodule(str(node.target))
-            key = re.compile(module.name) if isinstance(module, ModulePattern) else (type(module), module.extra_repr())
-            return key, {"args": node.args, "kwargs": node.kwargs}
-        return form(node)
+        self.calls = {node: _wanted(node, tracer.root) for node in self.graph.nodes if node.op.startswith("call")}
 
 
-def _one_module(name: str) -> Callable[[Any], Any]:
-    return lambda x: call_module(name, x)
+def _wanted(node: fx.Node, root: nn.Module) -> _Wanted:
+    if node.target is call_module:
+        return _Wanted(re.compile(str(node.args[0])), node.args[1:], node.kwargs)
+    if node.op == "call_module":
+        return _Wanted(_settings(root.get_submodule(str(node.target))), node.args, node.kwargs)
+    return _Wanted(operator_of(node), node.args, node.kwargs)
+
+
+def _settings(module: nn.Module) -> tuple[type, str]:
+    return type(module), module.extra_repr()
 
 
 class _Search:
@@ -173,7 +172,6 @@ class _Search:
 
     def __init__(self, pattern: _Compiled, path: str, module: fx.GraphModule) -> None:
         self.pattern, self.path, self.module = pattern, path, module
-        self.forms: dict[fx.Node, Form] = {}
         self.used: set[fx.Node] = set()
 
     def matches(self) -> Iterator[Match]:
@@ -184,19 +182,22 @@ class _Search:
                 complete = next(self._outputs(rest, bound), None)
                 if complete is None:
                     continue
-                nodes = [complete[node] for node in self.pattern.forms if node in complete]
+                nodes = [complete[node] for node in self.pattern.calls if node in complete]
                 self.used.update(nodes)
                 inputs = [complete.get(node) for node in self.pattern.inputs]
                 yield Match(self.path, nodes, inputs, [complete[node] for node in self.pattern.outputs])
                 break
 
     def _candidates(self, wanted: fx.Node) -> list[fx.Node]:
-        key = self.pattern.forms[wanted][0]
-        if isinstance(key, (re.Pattern, tuple)):
-            return list(self.module.graph.find_nodes(op="call_module"))
-        return [
-            node for node in self.module.graph.nodes if node.op in ("call_function", "call_method") and operator_of(node) == key
-        ]
+        return [node for node in self.module.graph.nodes if self._fits(wanted, node)]
+
+    def _fits(self, wanted: fx.Node, node: fx.Node) -> bool:
+        key = self.pattern.calls[wanted].key
+        if isinstance(key, re.Pattern):
+            return node.op == "call_module" and bool(key.fullmatch(str(node.target)))
+        if isinstance(key, tuple):
+            return node.op == "call_module" and _settings(self.module.get_submodule(str(node.target))) == key
+        return node.op in ("call_function", "call_method") and bool(operator_of(node) == key)
 
     def _outputs(self, wanted: list[fx.Node], bound: _Bindings) -> Iterator[_Bindings]:
         """Ways to find the other outputs, from what is bound already forward."""
@@ -233,37 +234,16 @@ class _Search:
         elif (
             isinstance(node, fx.Node)
             and node not in self.used
-            and not any(value is node and key in self.pattern.forms for key, value in bound.items())
+            and not any(value is node and key in self.pattern.calls for key, value in bound.items())
+            and self._fits(wanted, node)
         ):
-            key, arguments = self.pattern.forms[wanted]
-            if isinstance(key, (re.Pattern, tuple)):
-                found = self._module_arguments(key, arguments, node)
-            elif node.op not in ("call_function", "call_method") or operator_of(node) != key:
-                found = None
-            else:
-                found = arguments, self._form(node)[1]
-            if found is not None:
-                for ours, theirs in _orders(key, *found):
-                    yield from self._values(ours, theirs, {**bound, wanted: node})
-
-    def _form(self, node: fx.Node) -> Form:
-        if node not in self.forms:
-            self.forms[node] = form(node)
-        return self.forms[node]
-
-    def _module_arguments(
-        self, key: Any, arguments: dict[str, Any], node: fx.Node
-    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        if node.op != "call_module":
-            return None
-        module = self.module.get_submodule(str(node.target))
-        if isinstance(key, re.Pattern):
-            fits = bool(key.fullmatch(str(node.target)))
-        else:
-            fits = (type(module), module.extra_repr()) == key
-        if not fits:
-            return None
-        return arguments_of(node.target, None, arguments["args"], arguments["kwargs"], module), form(node, module)[1]
+            key, args, kwargs = self.pattern.calls[wanted]
+            module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+            signatures = signatures_of(node, module)
+            theirs = bound_arguments(signatures, node.args, node.kwargs)
+            ours = bound_arguments(signatures if module is not None else signatures_of(wanted, None), args, kwargs)
+            for exchanged in _orders(key, theirs):
+                yield from self._values(ours, exchanged, {**bound, wanted: node})
 
     def _values(self, wanted: Any, value: Any, bound: _Bindings) -> Iterator[_Bindings]:
         """Ways to make an argument of the pattern equal to one of the graph."""
@@ -295,8 +275,8 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))
 
 
-def _orders(key: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _orders(key: Any, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The arguments, and for a commutative operator also with its operands exchanged."""
-    yield ours, theirs
-    if isinstance(key, str) and key in COMMUTATIVE and ours.keys() == theirs.keys() == {"self", "other"}:
-        yield ours, {"self": theirs["other"], "other": theirs["self"]}
+    yield arguments
+    if isinstance(key, str) and key in COMMUTATIVE and arguments.keys() == {"self", "other"}:
+        yield {"self": arguments["other"], "other": arguments["self"]}

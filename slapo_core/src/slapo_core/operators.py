@@ -24,16 +24,14 @@ _ALIASES = dict(
 )
 _TORCH = ("torch", "_operator", "operator")
 
-Form = tuple[Any, dict[str, Any]]
-"""Operator and arguments by parameter name, those equal to the default left out."""
+
+Signature = tuple[inspect.Parameter, ...]
 
 
 def operator_of(node: fx.Node) -> Any:
-    """One key for all spellings: ``x + y``, ``torch.add(x, y)`` and ``x.add(y)`` are ``"add"``; a module call is its target."""
+    """One key for all spellings of a function or method: ``x + y``, ``torch.add(x, y)`` and ``x.add(y)`` are ``"add"``."""
     if node.op == "call_method":
         return _ALIASES.get(str(node.target), node.target)
-    if node.op != "call_function":
-        return node.op, node.target
     module = getattr(node.target, "__module__", None) or "torch"
     name = getattr(node.target, "__name__", None)
     if name is None or module.split(".")[0] not in _TORCH:
@@ -42,22 +40,16 @@ def operator_of(node: fx.Node) -> Any:
     return _ALIASES.get(name, name)
 
 
-def form(node: fx.Node, module: nn.Module | None = None) -> Form:
-    """The node in normal form.
-
-    Args:
-        node: A call.
-        module: The module that a ``call_module`` node calls.
-    """
-    return operator_of(node), arguments_of(node.target, operator_of(node), node.args, node.kwargs, module)
-
-
-def arguments_of(target: Any, operator: Any, args: Any, kwargs: Any, module: nn.Module | None = None) -> dict[str, Any]:
-    """The arguments of a call by parameter name, those equal to the default left out."""
+def signatures_of(node: fx.Node, module: nn.Module | None) -> Sequence[Signature]:
+    """What the call may take, one entry per overload; ``module`` is the one it calls, if any."""
     if module is not None:
-        signatures = _module_signature(type(module).forward)
-    else:
-        signatures = _function_signature(target) or (_aten_signatures(operator) if isinstance(operator, str) else ())
+        return [signature[1:] for signature in _function_signature(type(module).forward)]
+    operator = operator_of(node)
+    return _function_signature(node.target) or (_aten_signatures(operator) if isinstance(operator, str) else ())
+
+
+def bound_arguments(signatures: Sequence[Signature], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by parameter name, those equal to the default left out."""
     named = {("self" if key == "input" else key): value for key, value in kwargs.items()}
     for signature in signatures:
         bound = _bind(signature, list(args), named)
@@ -66,7 +58,7 @@ def arguments_of(target: Any, operator: Any, args: Any, kwargs: Any, module: nn.
     return {**{str(index): arg for index, arg in enumerate(args)}, **named}
 
 
-def _bind(signature: Sequence[inspect.Parameter], args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+def _bind(signature: Signature, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """Arguments by parameter name without defaults; None when they do not fit."""
     positional = [p for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
     known = {p.name: p for p in signature}
@@ -91,13 +83,13 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 @cache
-def _aten_signatures(name: str) -> tuple[tuple[inspect.Parameter, ...], ...]:
+def _aten_signatures(name: str) -> tuple[Signature, ...]:
     packet = getattr(torch.ops.aten, name, None)
     return tuple(map(_parameters, get_signature_for_torch_op(packet) or ())) if packet is not None else ()
 
 
 @cache
-def _function_signature(target: Any) -> tuple[tuple[inspect.Parameter, ...], ...]:
+def _function_signature(target: Any) -> tuple[Signature, ...]:
     if isinstance(target, str) or inspect.isbuiltin(target):
         return ()
     try:
@@ -106,11 +98,6 @@ def _function_signature(target: Any) -> tuple[tuple[inspect.Parameter, ...], ...
         return ()
 
 
-@cache
-def _module_signature(forward: Any) -> tuple[tuple[inspect.Parameter, ...], ...]:
-    return (_parameters(inspect.signature(forward))[1:],)
-
-
-def _parameters(signature: inspect.Signature) -> tuple[inspect.Parameter, ...]:
+def _parameters(signature: inspect.Signature) -> Signature:
     named = [p for p in signature.parameters.values() if p.kind is not p.VAR_POSITIONAL]
     return tuple(p.replace(name="self") if p.name == "input" else p for p in named)

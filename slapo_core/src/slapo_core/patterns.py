@@ -10,8 +10,8 @@ from torch import fx, nn
 class Pattern(nn.Module):
     """A pattern with parts of its own: ``forward`` says how they are connected.
 
-    Submodules stand for calls of a module: a ``ModulePattern`` for one whose path matches, any other for one of the same
-    class and settings.
+    Submodules stand for what they are: a ``Pattern`` for its parts, any other module for a call of one of the same class and
+    settings.
     """
 
     def forward(self, *args: Any) -> Any:
@@ -30,6 +30,10 @@ class ModulePattern(Pattern):
         super().__init__()
         self.name = name
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The call."""
+        return call_module(self.name, *args, **kwargs)
+
 
 def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
     """In a pattern function: the call of a module whose path fully matches ``name_regex``, with these arguments."""
@@ -40,7 +44,7 @@ def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class PatternTracer(fx.Tracer):
-    """Traces patterns: every submodule stays whole."""
+    """Traces patterns: modules that are none stay whole."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
+        return not isinstance(m, Pattern)
