@@ -150,6 +150,22 @@ BUILDS: dict[str, tuple[Callable[[Schedule], object], str]] = {
         "'up': sync('bwd_post', 'all_reduce') adds up what is the same on every rank",
     ),
     "replaced after": (_replaced_after, "'emb': sync('fwd_post', 'all_reduce') adds up what is the same on every rank"),
+    "hook": (
+        lambda sch: _hooked(_column(sch).sync("bwd_post", "all_reduce").mod, "register_forward_hook"),
+        "'up' has a forward hook of its own that would see a part only; put it on a module around, or give it to sync",
+    ),
+    "pre-hook": (
+        lambda sch: _hooked(_row(sch).sync("fwd_post", "all_reduce").mod, "register_forward_pre_hook"),
+        "'down' has a forward pre-hook of its own",
+    ),
+    "backward hook": (
+        lambda sch: _hooked(_row(sch).sync("fwd_post", "all_reduce").mod, "register_full_backward_hook"),
+        "'down' has a backward hook of its own",
+    ),
+    "forward": (
+        lambda sch: _own_forward(_row(sch).sync("fwd_post", "all_reduce").mod),
+        "'down' has a forward of its own",
+    ),
     "unaware": (_replaced_head, "'late' holds 'weight' that is sharded elsewhere; shard it here in the same way"),
 }
 

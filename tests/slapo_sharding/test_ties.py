@@ -197,3 +197,23 @@ def _copied(rank: int) -> str:
 def test_facts_go_with_a_copy_of_the_module():
     message = "what is sharded cannot be pickled with its process group; save state_dict() or full_state()"
     assert run_distributed(_copied, 2) == [message] * 2
+
+
+def _neighbours(rank: int) -> None:
+    calls: list[str] = []
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    sch = _schedule(model)
+    model[1].register_forward_pre_hook(lambda *_: calls.append("before"))
+    model[1].register_forward_hook(lambda *_: calls.append("after"))
+    model[1].register_full_backward_hook(lambda *_: calls.append("backward"))
+    model.register_forward_hook(lambda *_: calls.append("whole"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(f"{len(parameter.grad)} rows"))
+    sch["0"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    build(sch)
+    model(torch.ones(2, 4)).sum().backward()
+    assert calls == ["before", "after", "whole", "backward", "4 rows"]
+
+
+def test_correctness_07_hooks_of_modules_around_a_shard_survive():
+    run_distributed(_neighbours, 2)

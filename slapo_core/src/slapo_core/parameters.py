@@ -6,7 +6,7 @@ importing this module lets ``nn.Parameter`` copy the facts as well, where there 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,7 +134,7 @@ def _carry(old: torch.Tensor, new: torch.Tensor) -> None:
     setattr(new, _FACTS, ParamFacts(known.names, known.spec, set(known.tags)))
 
 
-_plain_deepcopy = nn.Parameter.__deepcopy__
+_plain_deepcopy: Callable[[nn.Parameter, dict[int, Any]], nn.Parameter] = nn.Parameter.__deepcopy__
 
 
 def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
@@ -145,8 +145,8 @@ def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
         _carry(parameter, copied)
         for hook in (parameter._backward_hooks or {}).values():
             if hasattr(hook, "__deepcopy__"):
-                copied.register_hook(hook.__deepcopy__(memo))
+                copied.register_hook(hook.__deepcopy__(memo))  # type: ignore[no-untyped-call]
     return copied
 
 
-nn.Parameter.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
+nn.Parameter.__deepcopy__ = _deepcopy  # type: ignore[method-assign,assignment]

@@ -38,10 +38,10 @@ def forward_wrappers(module: nn.Module) -> tuple[Wrapper, ...]:
     return wrappers
 
 
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether somebody else gave this very module a forward of its own, wrapped or not."""
+def own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward that this very module has been given, wrapped or not; None where it has its class's."""
     state = module.__dict__
-    return _INNER in state or ("forward" in state and _WRAPPERS not in state)
+    return state.get(_INNER) if _WRAPPERS in state else state.get("forward")
 
 
 def is_opaque(module: nn.Module) -> bool:

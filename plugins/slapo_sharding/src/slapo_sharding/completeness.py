@@ -12,6 +12,7 @@ from slapo_core.schedule import Schedule
 
 from . import attention
 from .rules import AppliedCut, applied_cut
+from .sharding import user_code
 from .syncing import REDUCING, Sync, sums_gradient
 
 _OFF = "check=False turns this check off"
@@ -22,7 +23,8 @@ def check_syncs(schedule: Schedule) -> None:
 
     Raises:
         BuildError: names the first module whose sync is missing, doubled or impossible, that reduces where nothing is
-            sharded, or that holds a shard unawares; or the attention module that has only some projections sharded.
+            sharded, that holds a shard unawares, or that got a hook or forward since; or the attention module that has only
+            some projections sharded.
     """
     modules = dict(schedule.root_module.named_modules())
     if not cut_modules(schedule.root_module):
@@ -34,6 +36,7 @@ def check_syncs(schedule: Schedule) -> None:
         if applied is None:
             _check_unawares(path, module)
         elif applied.spec.num_shards > 1:
+            _check_code(path, module)
             own = list(_syncs(module))
             above = [sync for name in _above(path) for sync in _syncs(modules[name])]
             _check_output(path, applied, own, above)
@@ -49,6 +52,13 @@ def _check_unawares(path: str, module: nn.Module) -> None:
     for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
         if is_part(tensor):
             raise BuildError(f"{path!r} holds {name!r} that is sharded elsewhere; shard it here in the same way")
+
+
+def _check_code(path: str, module: nn.Module) -> None:
+    if own := user_code(module):
+        raise BuildError(
+            f"{path!r} has a {own} of its own that would see a part only; put it on a module around, or give it to sync; {_OFF}"
+        )
 
 
 def _check_stray(path: str, module: nn.Module) -> None:

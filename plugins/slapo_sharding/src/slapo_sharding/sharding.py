@@ -14,7 +14,7 @@ from torch import nn
 from slapo_core.errors import ScheduleError
 from slapo_core.parameters import ShardSpec, facts, shard_spec, successor
 from slapo_core.schedule import Schedule
-from slapo_core.wrapping import forward_wrappers, has_own_forward
+from slapo_core.wrapping import forward_wrappers, own_forward
 
 from . import attention, layers  # noqa: F401  (layers registers its rules)
 from .rules import AppliedCut, Cut, applied_cut, find_cut, record_cut
@@ -187,7 +187,7 @@ class Sharder:
 
     def _check_forward(self, module: nn.Module, cut: Cut) -> None:
         """A forward of our own goes to the innermost place, which must be free; what the user put there would see a part."""
-        if self.size > 1 and (own := _user_code(module)):
+        if self.size > 1 and (own := user_code(module)):
             where = "it" if module is self.module else f"the tied {type(module).__name__}"
             raise self._error(
                 f"{where} has a {own} of its own that would see a part only; remove it or put it on a module around"
@@ -252,8 +252,8 @@ def _turn_local(module: nn.Module, cut: Cut, num_shards: int) -> None:
         module.__dict__["forward"] = types.MethodType(cut.forward, module)
 
 
-def _user_code(module: nn.Module) -> str | None:
-    """What the user has put on this one module to run with it, or None; syncs and wrappers are the schedule's own."""
+def user_code(module: nn.Module) -> str | None:
+    """What the user has put on this one module to run with it, or None; syncs, wrappers and cuts are the schedule's own."""
     tables: dict[str, dict[int, Any]] = {
         "forward pre-hook": module._forward_pre_hooks,
         "forward hook": module._forward_hooks,
@@ -263,7 +263,9 @@ def _user_code(module: nn.Module) -> str | None:
     for kind, table in tables.items():
         if any(not isinstance(hook, Sync) for hook in table.values()):
             return kind
-    return "forward" if has_own_forward(module) else None
+    forward, applied = own_forward(module), applied_cut(module)
+    ours = forward is None or (applied is not None and getattr(forward, "__func__", None) is applied.cut.forward)
+    return None if ours else "forward"
 
 
 def _needs_forward(module: nn.Module, cut: Cut) -> bool:
