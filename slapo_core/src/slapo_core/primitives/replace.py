@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
@@ -62,7 +60,7 @@ class ReplacePrimitive(Primitive):
         if not (isinstance(new, nn.Module) or callable(new)):
             raise ScheduleError(f"{new!r} is neither a module nor a function", path=schedule.path, primitive="replace")
         matches = as_matches(schedule, subgraph)
-        if len(matches) > 1 and isinstance(new, nn.Module) and any(True for _ in [*new.parameters(), *new.buffers()]):
+        if len(matches) > 1 and isinstance(new, nn.Module) and [*new.parameters(), *new.buffers()]:
             shared = f"{len(matches)} subgraphs would share the weights of one {type(new).__name__}"
             raise ScheduleError(f"{shared}; replace each with its own module", path=schedule.path, primitive="replace")
         for match in matches:
@@ -91,14 +89,13 @@ def swap(schedule: Schedule, new: nn.Module) -> None:
     old = schedule.mod
     if new is old:
         return
-    schedule.touch(new)
+    for module in new.modules():
+        schedule.touch(module)
     if all(module is not old for module in new.modules()):
         for table in _HOOKS:
-            _carry_hooks(getattr(old, table), getattr(new, table))
-        _carry_parameters(schedule, old, new)
+            getattr(new, table).update(getattr(old, table))
+        _carry_parameters(old, new)
     if new.training != old.training:
-        for module in new.modules():
-            schedule.on_undo(partial(setattr, module, "training", module.training))
         new.train(old.training)
     schedule.replace_module(new)
 
@@ -112,26 +109,13 @@ def as_matches(schedule: Schedule, subgraph: Any) -> list[Any]:
     return [subgraph] if isinstance(subgraph[0], tuple) else subgraph
 
 
-def _carry_hooks(old: dict[int, Callable[..., Any]], new: dict[int, Callable[..., Any]]) -> None:
-    for key, hook in old.items():
-        new[key] = hook
-
-
-def _carry_parameters(schedule: Schedule, old: nn.Module, new: nn.Module) -> None:
+def _carry_parameters(old: nn.Module, new: nn.Module) -> None:
     former = dict(old.named_parameters(remove_duplicate=False))
     for name, parameter in new.named_parameters(remove_duplicate=False):
         was = former.get(name)
         if was is None or was is parameter:
             continue
-        known = facts(parameter)
-        before = (known.names, parameter.requires_grad)
-
-        def restore(known: Any = known, parameter: nn.Parameter = parameter, before: Any = before) -> None:
-            known.names = before[0]
-            parameter.requires_grad_(before[1])
-
-        schedule.on_undo(restore)
-        if not known.names and was.shape == parameter.shape:
-            known.names = facts(was).names
+        if not facts(parameter).names and was.shape == parameter.shape:
+            facts(parameter).names = facts(was).names
         if parameter.is_floating_point():
             parameter.requires_grad_(was.requires_grad)

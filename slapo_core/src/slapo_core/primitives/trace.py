@@ -69,18 +69,23 @@ class TracePrimitive(Primitive):
         concrete_args: Mapping[str, Any] | None = None,
     ) -> None:
         """Trace, and put the traced module in the place."""
-        own = example_inputs is not None
-        traced = trace(
-            schedule.mod if own else schedule.root_module,
-            example_inputs=example_inputs if own else schedule.example_inputs,
+        traced = trace_in_place(
+            schedule,
+            example_inputs,
             recursive=recursive,
             flatten=flatten,
             leaf_modules=leaf_modules,
             tracer=tracer,
             concrete_args=concrete_args,
-            target="" if own else schedule.path,
         )
         install(schedule, traced)
+
+
+def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
+    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's."""
+    if example_inputs is not None:
+        return trace(schedule.mod, example_inputs=example_inputs, **options)
+    return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
 
 
 def install(schedule: Schedule, traced: nn.Module) -> None:

@@ -9,8 +9,7 @@ from torch import nn
 from .. import paths as module_paths
 from ..errors import ScheduleError, TraceError
 from ..primitive import Primitive
-from ..tracing.tracers import trace
-from .trace import TracePrimitive, install
+from .trace import TracePrimitive, install, trace_in_place
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -46,15 +45,13 @@ class TraceUntilPrimitive(Primitive):
         parents = {".".join(path.split(".")[:depth]) for path in named for depth in range(path.count(".") + 1)}
         leaves = [path for path, _ in schedule.mod.named_modules() if path and path not in parents]
         leaves += [path for path in named if path in parents]
-        own = kwargs.get("example_inputs") is not None
-        kwargs["example_inputs"] = kwargs["example_inputs"] if own else schedule.example_inputs
-        root, target = (schedule.mod, "") if own else (schedule.root_module, schedule.path)
-        traced = trace(root, flatten=True, leaf_modules=leaves, target=target, **kwargs)
+        tracer = kwargs.get("tracer", "value")
+        traced = trace_in_place(schedule, kwargs.pop("example_inputs", None), flatten=True, leaf_modules=leaves, **kwargs)
         called = {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
         missing = [
             path for path in named if path not in called and named[path] not in [traced.get_submodule(name) for name in called]
         ]
-        if missing and kwargs.get("tracer", "value") != "export":
+        if missing and tracer != "export":
             raise TraceError(f"the forward does not call {missing[0]!r} on the example inputs; trace until another module")
         install(schedule, traced)
 
