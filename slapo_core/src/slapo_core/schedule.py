@@ -52,39 +52,36 @@ class ScheduleMetadata:
     primitives: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Root:
     """What all handles of one schedule share."""
 
-    def __init__(self, module: nn.Module, name: str, registry: Registry) -> None:
-        self.module = module
-        self.name = name
-        self.registry = registry
-        self.group: dist.ProcessGroup | None = None
-        self.mesh: DeviceMesh | None = None
-        self.example_inputs: Any = None
-        self.journal = Journal()
-        self.holders = Holders()
-        self.metadata: WeakKeyDictionary[nn.Module, ScheduleMetadata] = WeakKeyDictionary()
-        self.transaction: Transaction | None = None
-        self.children: list[Step] = []  # steps taken inside the step under way
-        self.program: Program | None = None  # of the last build
-        self.target: str | None = None  # the dialect that has built an engine from the model
+    module: nn.Module
+    model: str  # class of the unmodified model
+    name: str
+    registry: Registry
+    group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+    example_inputs: Any
+    journal: Journal = field(default_factory=Journal)
+    holders: Holders = field(default_factory=Holders)
+    metadata: WeakKeyDictionary[nn.Module, ScheduleMetadata] = field(default_factory=WeakKeyDictionary)
+    transaction: Transaction | None = None
+    children: list[Step] = field(default_factory=list)  # steps taken inside the step under way
+    program: Program | None = None  # of the last build
+    target: str | None = None  # the dialect that has built an engine from the model
 
     def metadata_of(self, module: nn.Module) -> ScheduleMetadata:
         """The metadata of one module, made when first asked for."""
-        found = self.metadata.get(module)
-        if found is None:
-            found = self.metadata[module] = ScheduleMetadata()
-        return found
+        return self.metadata.setdefault(module, ScheduleMetadata())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
         """A copy of the model with all that is known of its modules and parameters; its past cannot be undone."""
-        copied = Root(copy.deepcopy(self.module, memo), self.name, self.registry)
-        copied.group, copied.mesh, copied.example_inputs = self.group, self.mesh, self.example_inputs
-        copied.journal = self.journal.sealed_copy()
-        for module, metadata in self.metadata.items():
-            if id(module) in memo:
-                copied.metadata[memo[id(module)]] = copy.deepcopy(metadata, memo)
+        module, journal = copy.deepcopy(self.module, memo), self.journal.sealed_copy()
+        copied = Root(module, self.model, self.name, self.registry, self.group, self.mesh, self.example_inputs, journal)
+        for known, metadata in self.metadata.items():
+            if id(known) in memo:
+                copied.metadata[memo[id(known)]] = copy.deepcopy(metadata, memo)
         return copied
 
 
@@ -424,28 +421,25 @@ def create_schedule(
     Raises:
         ScheduleError: ``root`` is no module, or not the one at ``path`` below ``parent``; the mesh has other axes.
     """
+    refused = partial(ScheduleError, path=parent.path if parent is not None else "", primitive="create_schedule")
     if not isinstance(root, nn.Module):
-        raise ScheduleError(f"cannot schedule a {type(root).__name__}; give an nn.Module", primitive="create_schedule")
+        raise refused(f"cannot schedule a {type(root).__name__}; give an nn.Module")
     if parent is not None:
         handle = parent[path or name]
         if handle.mod is not root:
-            raise ScheduleError(f"the module at {path or name!r} is another one", path=parent.path, primitive="create_schedule")
+            raise refused(f"the module at {path or name!r} is another one")
         return handle
     if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise ScheduleError(f"mesh is a {type(mesh).__name__}; give a torch DeviceMesh", primitive="create_schedule")
+        raise refused(f"mesh is a {type(mesh).__name__}; give a torch DeviceMesh")
     axes = mesh.mesh_dim_names if mesh is not None else ()
     if mesh is not None and (not axes or list(axes) != [axis for axis in ("pp", "dp", "tp") if axis in axes]):
-        raise ScheduleError(
-            f"the mesh has axes {axes}; name them out of 'pp', 'dp', 'tp', in this order", primitive="create_schedule"
-        )
-    shared = Root(root, name, plugins if plugins is not None else default_registry())
-    shared.group, shared.mesh, shared.example_inputs = group, mesh, example_inputs
+        raise refused(f"the mesh has axes {axes}; name them out of 'pp', 'dp', 'tp', in this order")
+    registry = plugins if plugins is not None else default_registry()
+    shared = Root(root, type(root).__qualname__, name, registry, group, mesh, example_inputs)
     try:
         ties = _name_parameters(root)
     except RecursionError as err:
-        raise ScheduleError(
-            "a module of the model contains itself; take it out of its inside", primitive="create_schedule"
-        ) from err
+        raise refused("a module of the model contains itself; take it out of its inside") from err
     shared.metadata_of(root).tie_weights = {tensor: tensor for tensor in ties if isinstance(tensor, nn.Parameter)}
     return Schedule._of(shared)
 
