@@ -64,6 +64,14 @@ def test_a_plugin_that_fails_is_told_of_once(command: str, tmp_path: Path) -> No
     assert (result.stdout + result.stderr).count("RuntimeError: no luck") == 1
 
 
+@pytest.mark.multiproc
+def test_a_plugin_to_disable_that_is_not_installed_is_told_of() -> None:
+    environ = {**os.environ, "SLAPO_DISABLE_PLUGINS": "memmory"}
+    script = "from slapo.cli.app import main; main()"
+    result = subprocess.run([sys.executable, "-c", script, "plugins"], env=environ, capture_output=True, text=True, timeout=60)
+    assert result.stderr.count("no plugin 'memmory'; did you mean 'memory'?") == 1
+
+
 def test_primitives_are_listed_with_their_providers() -> None:
     with isolated_plugins():
         result = CliRunner().invoke(create_app(), ["primitives", "--json"])

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from slapo_core import Registry, hookimpl
-from slapo_core.errors import PluginError, UnknownNameError
+from slapo_core import Registry, build, create_schedule, hookimpl
+from slapo_core.errors import BuildError, PluginError, UnknownNameError
 from slapo_core.plugins import PluginRecord
 from tests.distributions import write_distribution
 
@@ -103,6 +104,37 @@ def test_a_broken_plugin_is_recorded_and_the_rest_work(site: Path, source: str, 
     assert {"quantize", "replace"} <= set(registry.primitive_names())
 
 
+@pytest.mark.parametrize("source", ["x = 1\nraise RuntimeError('no luck')", "\nimport megatron_of_nobody", "\nx = 1 / 0"])
+def test_a_failing_import_tells_file_and_line(site: Path, source: str) -> None:
+    module = write_distribution(site, "slapo-broken", source)
+    assert str(record_of(Registry(), "broken").failure).endswith(f" ({site / module}.py:2)")
+
+
+def test_a_lazy_name_that_fails_tells_file_and_line(site: Path) -> None:
+    write_distribution(site, "slapo-lazy", PLUGIN.format(provided='{"quantize": "late_plugin:Quantize"}'))
+    (site / "late_plugin.py").write_text("\n\nraise RuntimeError('too late')")
+    with pytest.raises(PluginError, match=r"cannot be used: RuntimeError: too late \(.*late_plugin.py:3\)"):
+        Registry().primitive("quantize")
+
+
+BREAKS = "from slapo_core import BuildError, hookimpl\n@hookimpl\ndef {hook}(): raise {error}"
+
+
+@pytest.mark.parametrize("hook", ["slapo_before_build", "slapo_partition", "slapo_after_build"])
+def test_a_hook_that_breaks_down_names_its_plugin(site: Path, hook: str) -> None:
+    module = write_distribution(site, "slapo-shaky", BREAKS.format(hook=hook, error="KeyError('colour')"), version="0.3")
+    message = rf"^{hook} of plugin 'shaky' \(slapo-shaky 0.3\) failed: KeyError: 'colour' \(.*{module}.py:3\)$"
+    with pytest.raises(PluginError, match=message) as caught:
+        build(create_schedule(nn.Linear(2, 2), plugins=Registry()))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_hook_that_refuses_speaks_for_itself(site: Path) -> None:
+    write_distribution(site, "slapo-strict", BREAKS.format(hook="slapo_before_build", error="BuildError('not on a Monday')"))
+    with pytest.raises(BuildError, match="^not on a Monday$"):
+        build(create_schedule(nn.Linear(2, 2), plugins=Registry()))
+
+
 def test_hooks_of_a_refused_plugin_are_not_called(site: Path) -> None:
     source = MISSPELT + "\n@hookimpl\ndef slapo_after_build(engine): raise RuntimeError('called')"
     write_distribution(site, "slapo-broken", source)
@@ -172,6 +204,18 @@ def test_disabled_plugins_are_not_imported(site: Path, monkeypatch: pytest.Monke
     assert record_of(registry, "quant").disabled
     with pytest.raises(UnknownNameError, match=r"plugin 'quant' \(slapo-quant 1.0\) is disabled by SLAPO_DISABLE_PLUGINS"):
         registry.primitive("quantize")
+
+
+def test_a_name_to_disable_that_is_not_installed_is_told(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_distribution(site, "slapo-quant", GOOD)
+    monkeypatch.setenv("SLAPO_DISABLE_PLUGINS", "quantt,")
+    assert record_of(Registry(), "quant").loaded
+    told = [line for line in capsys.readouterr().err.splitlines() if "no plugin 'quantt'; did you mean 'quant'?" in line]
+    assert len(told) == 1
+    assert "WARNING" in told[0]
+    assert told[0].endswith("SLAPO_DISABLE_PLUGINS names it")
 
 
 @pytest.mark.parametrize("source", ["import megatron_of_nobody", PLUGIN.format(provided="3"), MISSPELT])

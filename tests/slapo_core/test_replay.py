@@ -228,6 +228,16 @@ def test_a_mistake_in_a_file_is_located_and_nothing_changed(tmp_path: Path, name
     assert not hasattr(model[0].weight, "a")
 
 
+def test_a_schedule_of_another_model_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sch = create_schedule(fresh())
+    sch["0"].annotate("weight", "a", 1)
+    sch.save(tmp_path / "s.json")
+    with pytest.raises(ScheduleError, match=r"s.json, saved for a Sequential and not a Linear: step 1: no module below '' '0'"):
+        load_schedule(nn.Linear(2, 2), tmp_path / "s.json")
+    load_schedule(nn.ModuleList(fresh()), tmp_path / "s.json")
+    assert "s.json, saved for a Sequential and not a ModuleList" in capsys.readouterr().err
+
+
 def test_files_that_are_not_there_or_of_no_known_kind(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="cannot read the schedule"):
         load_schedule(fresh(), tmp_path / "none.json")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from slapo_core import Primitive, Schedule, ScheduleError, Step, UnknownNameError, create_schedule, hookimpl
+from slapo_core import PluginError, Primitive, Schedule, ScheduleError, Step, UnknownNameError, create_schedule, hookimpl
 from slapo_core.parameters import facts, successor
 from slapo_core.registry import Registry
 from slapo_core.testing import isolated_plugins
@@ -226,7 +226,7 @@ def test_an_observer_that_fails_takes_the_step_with_it() -> None:
         sch = create_schedule(Odd(), plugins=registry)
         before = picture(sch.mod)
         plugin.refuse = True
-        with pytest.raises(RuntimeError, match="an observer fails"):
+        with pytest.raises(PluginError, match="an observer fails"):
             sch["parts.0"].edit([("facts", "fc"), ("replace", "norm")])
         assert picture(sch.mod) == before
         assert len(sch.journal) == 0

@@ -311,3 +311,39 @@ def test_a_graph_edited_by_hand_is_put_back() -> None:
         torch.testing.assert_close(sch.mod(x), expected)
         sch.replace(nn.Identity(), [handle])
         torch.testing.assert_close(sch.mod(x), x.relu())
+
+
+class Meddling(Primitive):
+    """Changes the module where it should only look."""
+
+    name = "meddling"
+
+    @staticmethod
+    def check(schedule: Schedule, refuse: bool) -> None:
+        schedule.mod.out_features = 99
+        schedule.mod.weight.requires_grad_(False)
+        schedule.set_parameter("bias", successor(schedule.mod.bias, torch.zeros(3)))
+        if refuse:
+            raise ScheduleError("refused", path=schedule.path, primitive="meddling")
+
+    @staticmethod
+    def apply(schedule: Schedule, refuse: bool) -> None:
+        """Nothing more."""
+
+
+def test_what_a_check_changes_is_taken_back() -> None:
+    class Plugin:
+        @hookimpl
+        def slapo_primitives(self) -> dict[str, type]:
+            return {"meddling": Meddling}
+
+    with isolated_plugins(Plugin()):
+        model = nn.Linear(2, 3)
+        bias, sch = model.bias, create_schedule(model)
+        with pytest.raises(ScheduleError, match="refused"):
+            sch.meddling(refuse=True)
+        assert (model.out_features, model.weight.requires_grad, model.bias is bias) == (3, True, True)
+        sch.meddling(refuse=False)
+        assert (model.out_features, model.weight.requires_grad, model.bias is bias) == (99, False, False)
+        sch.undo()
+        assert (model.out_features, model.weight.requires_grad, model.bias is bias) == (3, True, True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import keyword
+import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .causes import reason
 from .dialect import Dialect
 from .errors import PluginError
-from .plugins import PluginRecord, reason
+from .plugins import PluginRecord
 from .primitive import Primitive
 
 HOOKS = {"primitive": "slapo_primitives", "dialect": "slapo_dialects", "model": "slapo_models"}
@@ -48,7 +49,7 @@ class Entry:
             PluginError: it cannot be imported, or is not what it should be.
         """
         try:
-            target = _import(self.target) if isinstance(self.target, str) else self.target
+            target = pkgutil.resolve_name(self.target) if isinstance(self.target, str) else self.target
         except (Exception, SystemExit) as error:
             raise self._error(reason(error)) from error
         if problem := self._problem(target):
@@ -116,11 +117,3 @@ def conflict(entries: list[Entry]) -> PluginError:
 def _is_import_path(target: str) -> bool:
     module, _, attributes = target.partition(":")
     return all(part.isidentifier() for part in [*module.split("."), *attributes.split(".")])
-
-
-def _import(target: str) -> Any:
-    module, _, attributes = target.partition(":")
-    found: Any = importlib.import_module(module)
-    for attribute in attributes.split("."):
-        found = getattr(found, attribute)
-    return found

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ from functools import cached_property
 import pluggy
 
 from . import hookspecs
+from .causes import reason
 from .errors import PluginError, SlapoError, UnknownNameError
 from .hookspecs import NAME
 from .logger import get_logger
@@ -64,9 +65,8 @@ class PluginRecord:
     @property
     def failure(self) -> str | None:
         """One sentence on why its hooks are not called; None when they are."""
-        if self.disabled:
-            return f"{self} is disabled by SLAPO_DISABLE_PLUGINS"
-        return None if self.loaded else f"{self} did not load: {'; '.join(self.problems)}"
+        failed = f"{self} did not load: {'; '.join(self.problems)}"
+        return f"{self} is disabled by SLAPO_DISABLE_PLUGINS" if self.disabled else None if self.loaded else failed
 
     def __str__(self) -> str:
         return f"plugin {self.name!r} ({self.provider})"
@@ -79,13 +79,6 @@ class PluginRecord:
             return ""
 
 
-def reason(error: BaseException) -> str:
-    """An error in one line; its type is named where the text alone does not say enough."""
-    text = "".join(char if char.isprintable() else "?" for char in " ".join(str(error).split()))
-    plain = isinstance(error, ImportError | SlapoError | pluggy.PluginValidationError)
-    return text if plain and text else f"{type(error).__name__}: {text}"
-
-
 def discover() -> list[PluginRecord]:
     """The installed plugins, sorted by name, none of them imported yet."""
     try:
@@ -95,6 +88,9 @@ def discover() -> list[PluginRecord]:
     disabled = {name.strip() for name in os.environ.get("SLAPO_DISABLE_PLUGINS", "").split(",")}
     for record in found:
         record.disabled = record.name in disabled
+    names = [record.name for record in found]
+    for name in sorted(disabled.difference(names, [""])):
+        get_logger().warning("%s", UnknownNameError.of("plugin", name, names, ["SLAPO_DISABLE_PLUGINS names it"]))
     return sorted(found, key=lambda record: record.name)
 
 
@@ -122,16 +118,17 @@ class Plugins:
         self.strict = given is not None or os.environ.get("SLAPO_STRICT_PLUGINS", "0") not in ("", "0")
         self.manager = pluggy.PluginManager(NAME)
         self.manager.add_hookspecs(hookspecs)
+        self.manager.add_hookcall_monitoring(lambda *call: None, self._name_owner)
         self.records = discover()
         if given is not None:
-            core = [record for record in self.records if record.name == "core"]
-            self.records = core + [PluginRecord(f"{_object_name(it)}#{index}", plugin=it) for index, it in enumerate(given)]
-        self._refuse_equal_names()
-        for step in (self._import, self._add_hookspecs, self._register):  # any plugin may specify the hooks of another
+            self.records = [record for record in self.records if record.name == "core"]
+            for index, it in enumerate(given):
+                self.records.append(PluginRecord(f"{getattr(it, '__name__', type(it).__name__)}#{index}", plugin=it))
+        # one step after the other, as any plugin may specify the hooks of another
+        for step in (self._refuse_equal_names, self._import, self._add_hookspecs, self._register, self._refuse_unknown_hooks):
             for record in self._pending():
                 with self.guard(record):
                     step(record)
-        self._refuse_unknown_hooks()
         for record in self._pending():
             record.loaded = True
 
@@ -142,6 +139,21 @@ class Plugins:
             yield
         except (Exception, SystemExit) as error:
             self._refuse(record, error)
+
+    def failed(self, hook: str, plugin: object, error: BaseException) -> tuple[PluginRecord, PluginError]:
+        """Whose hook broke down, and the error that says so."""
+        record = next(record for record in self.records if record.plugin is plugin)
+        return record, PluginError(f"{hook} of {record} failed: {reason(error)}", owner=str(record))
+
+    def _name_owner(self, outcome: pluggy.Result[object], hook: str, impls: Sequence[pluggy.HookImpl], _: object) -> None:
+        """An error of ours speaks for itself; any other one that a hook raises is told of with its plugin."""
+        if isinstance(error := outcome.exception, Exception) and not isinstance(error, SlapoError):
+            codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+            for impl in impls:
+                if getattr(impl.function, "__code__", None) in codes:
+                    problem = self.failed(hook, impl.plugin, error)[1]
+                    problem.__cause__ = error
+                    outcome.force_exception(problem)
 
     def _pending(self) -> list[PluginRecord]:
         return [record for record in self.records if not record.disabled and not record.problems]
@@ -155,17 +167,13 @@ class Plugins:
             raise PluginError(str(record.failure), owner=str(record)) from error
         get_logger().warning("%s", record.failure)
 
-    def _refuse_equal_names(self) -> None:
-        counts = Counter(record.name for record in self._pending())
-        for record in self._pending():
-            if counts[record.name] > 1:
-                same = sorted(other.provider for other in self.records if other.name == record.name)
-                with self.guard(record):
-                    raise PluginError(f"{' and '.join(same)} have the same plugin name; uninstall one", owner=str(record))
+    def _refuse_equal_names(self, record: PluginRecord) -> None:
+        same = sorted(other.provider for other in self.records if other.name == record.name and not other.disabled)
+        if len(same) > 1:
+            raise PluginError(f"{' and '.join(same)} have the same plugin name; uninstall one", owner=str(record))
 
     def _import(self, record: PluginRecord) -> None:
-        if record.plugin is None and record.entry_point:
-            record.plugin = record.entry_point.load()
+        record.plugin = record.entry_point.load() if record.entry_point else record.plugin
 
     def _add_hookspecs(self, record: PluginRecord) -> None:
         if self._implements(record.plugin, _ADD_HOOKSPECS):
@@ -184,14 +192,9 @@ class Plugins:
     def _specified(self) -> list[str]:
         return [name for name, caller in vars(self.manager.hook).items() if caller.has_spec()]
 
-    def _refuse_unknown_hooks(self) -> None:
+    def _refuse_unknown_hooks(self, record: PluginRecord) -> None:
         """Pluggy accepts an implementation of a hook nobody specified, and that is what a misspelt one looks like."""
-        for name, caller in list(vars(self.manager.hook).items()):
-            strangers = [] if caller.has_spec() else [impl.plugin for impl in caller.get_hookimpls() if not impl.optionalhook]
-            for record in [record for record in self._pending() if any(record.plugin is it for it in strangers)]:
-                with self.guard(record):
-                    raise UnknownNameError.of("hook", name, self._specified())
-
-
-def _object_name(plugin: object) -> str:
-    return str(getattr(plugin, "__name__", type(plugin).__name__))
+        for name, caller in vars(self.manager.hook).items():
+            own = [impl for impl in caller.get_hookimpls() if impl.plugin is record.plugin and not impl.optionalhook]
+            if own and not caller.has_spec():
+                raise UnknownNameError.of("hook", name, self._specified())

@@ -14,7 +14,7 @@ import pluggy
 from .dialect import Dialect
 from .entries import HOOKS, Entry, class_name, conflict, entries_from
 from .errors import PluginError, UnknownNameError
-from .plugins import PluginRecord, Plugins, reason
+from .plugins import PluginRecord, Plugins
 from .primitive import Primitive
 
 PrimitiveClass = TypeVar("PrimitiveClass", bound=type[Primitive])
@@ -123,8 +123,7 @@ class Registry:
             try:
                 impl.function(*(arguments[name] for name in impl.argnames))
             except (Exception, SystemExit) as error:
-                record = next(record for record in self.records if record.plugin is impl.plugin)
-                problem = PluginError(f"{hook} of {record} failed: {reason(error)}", owner=str(record))
+                record, problem = self._plugins.failed(hook, impl.plugin, error)
                 if self._plugins.strict:
                     raise problem from error
                 record.problems.append(str(problem))

@@ -6,7 +6,8 @@ import json
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from .errors import ScheduleError, SlapoError
 from .journal import Step
+from .logger import get_logger
 from .schedule import Schedule, create_schedule
 from .serialize import decode, encode, imports_of
 
@@ -71,29 +73,20 @@ def load_schedule(model: nn.Module, path: str | os.PathLike[str], trust: Sequenc
 def _as_json(schedule: Schedule) -> str:
     steps = []
     for number, step in enumerate(schedule.journal, 1):
-        with _Located(f"step {number}, {step}"):
-            kwargs = {key: encode(value) for key, value in step.kwargs.items()}
-            steps.append(
-                {
-                    "path": step.path,
-                    "name": step.name,
-                    "args": encode(list(step.args)),
-                    "kwargs": kwargs,
-                    "provider": step.provider,
-                }
-            )
-    model = type(schedule.root_module).__qualname__
-    return json.dumps({"slapo_schedule": FORMAT, "model": model, "steps": steps}, indent=1) + "\n"
+        with _located(f"step {number}, {step}"):
+            args, kwargs = encode(list(step.args)), {key: encode(value) for key, value in step.kwargs.items()}
+            steps.append({"path": step.path, "name": step.name, "args": args, "kwargs": kwargs, "provider": step.provider})
+    return json.dumps({"slapo_schedule": FORMAT, "model": schedule._root.model, "steps": steps}, indent=1) + "\n"
 
 
 def _as_python(schedule: Schedule) -> str:
     modules: set[str] = set()
     for number, step in enumerate(schedule.journal, 1):
-        with _Located(f"step {number}, {step}"):
+        with _located(f"step {number}, {step}"):
             modules |= imports_of(encode([*step.args, *step.kwargs.values()]))
     imports = "".join(f"import {module}\n" for module in sorted(modules - {"builtins"}))
     body = "\n".join(f"    {step}" for step in schedule.journal) or "    pass"
-    doc = f'"""A schedule of {type(schedule.root_module).__name__}."""\n\n'
+    doc = f'"""A schedule of {schedule._root.model}."""\n\n'
     return f"{doc}{imports}{chr(10) * 2 if imports else ''}def schedule(sch):\n{body}\n"
 
 
@@ -106,9 +99,13 @@ def _run_json(schedule: Schedule, source: Path, text: str, trust: Sequence[str])
         raise ScheduleError(f"{source}: not a schedule: {err}") from err
     if not isinstance(data, dict) or data.get("slapo_schedule") != FORMAT or not isinstance(data.get("steps"), list):
         raise ScheduleError(f"{source}: not a saved schedule of format {FORMAT}")
+    model, former = schedule._root.model, data.get("model")
+    place = str(source) if former in (None, model) else f"{source}, saved for a {former} and not a {model}"
     for number, entry in enumerate(data["steps"], 1):
-        with _Located(f"{source}: step {number}"):
+        with _located(f"{place}: step {number}"):
             _take(schedule, _parse(entry), trust)
+    if place != str(source):
+        get_logger().warning("loaded %s", place)
 
 
 def _parse(entry: Any) -> Step:
@@ -146,16 +143,10 @@ def _run_python(schedule: Schedule, source: Path, text: str) -> None:
         raise ScheduleError(f"{source}:{lines[-1]}: {kind}{err}") from err
 
 
-class _Located:
+@contextmanager
+def _located(place: str) -> Iterator[None]:
     """Put a place in front of any error raised inside the ``with``."""
-
-    def __init__(self, place: str) -> None:
-        self._place = place
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, err: BaseException | None, trace: Any) -> None:
-        if isinstance(err, Exception):
-            name = "" if isinstance(err, SlapoError) else f"{type(err).__name__}: "
-            raise ScheduleError(f"{self._place}: {name}{err}") from err
+    try:
+        yield
+    except Exception as err:
+        raise ScheduleError(f"{place}: {'' if isinstance(err, SlapoError) else f'{type(err).__name__}: '}{err}") from err

@@ -1,6 +1,6 @@
 """The one path every primitive call goes through.
 
-look up -> slapo_before_apply -> contracts, check -> snapshot -> apply -> journal -> slapo_after_apply;
+look up -> slapo_before_apply -> contracts -> snapshot -> check -> apply -> journal -> slapo_after_apply;
 on any error the snapshot is restored and the error re-raised.
 """
 
@@ -30,7 +30,6 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
     root.registry.hook.slapo_before_apply(schedule=schedule, name=name, args=args, kwargs=kwargs)
     _check_arguments(cls, schedule, name, args, kwargs)
     _check_contracts(cls, schedule, name)
-    cls.check(schedule, *args, **kwargs)
 
     transaction = Transaction()
     transaction.on_undo(root.holders.drop)
@@ -42,8 +41,9 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         transaction.touch_tree(module)
     outer, siblings, kept = root.transaction, root.children, root.holders.kept
     root.transaction, root.children = transaction, []
-    root.holders.kept = kept and cls.scope == "module"
     try:
+        cls.check(schedule, *args, **kwargs)  # should change nothing; a stranger's that does is rolled back as well
+        root.holders.kept = kept and cls.scope == "module"
         metadata.primitives.setdefault(name, cls.init_metadata())
         value = cls.apply(schedule, *args, **kwargs)
         if transaction.wrote_in_place():

@@ -1,0 +1,30 @@
+"""Why something of a plugin failed, in one line."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import traceback
+from pathlib import Path
+
+import pluggy
+
+from .errors import SlapoError
+
+_NOT_THE_CAUSE = ("<", pkgutil.__file__, *(str(Path(file).parent) for file in (__file__, pluggy.__file__, importlib.__file__)))
+"""Code that runs what failed: Slapo's core, pluggy, Python's import system."""
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line, with the file and line of a stranger's code that raised it.
+
+    Its type is named where the text alone does not say enough.
+    """
+    text = "".join(char if char.isprintable() else "?" for char in " ".join(str(error).split()))
+    plain = isinstance(error, ImportError | SlapoError | pluggy.PluginValidationError)
+    return (text if plain and text else f"{type(error).__name__}: {text}") + _place(error)
+
+
+def _place(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THE_CAUSE)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
