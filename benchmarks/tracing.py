@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from slapo_core import create_schedule, graph_edit
-from slapo_core.matching import call_module, find_subgraph
+from slapo_core.matching import find_subgraph
+from slapo_core.patterns import call_module
 from slapo_core.tracing import TracedModule, trace_module
 
 SEQ = 64

@@ -12,7 +12,8 @@ from torch import nn
 
 from slapo_core import create_schedule, graph_edit
 from slapo_core.errors import ScheduleError
-from slapo_core.matching import Match, call_module, find_node, find_subgraph
+from slapo_core.matching import Match, find_node, find_subgraph
+from slapo_core.patterns import call_module
 from slapo_core.schedule import Schedule
 from slapo_core.tracing import TracedModule, trace_module
 from slapo_core.tracing.regions import write_regions

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from slapo_core.errors import ScheduleError
-from slapo_core.matching import ModulePattern, Pattern, call_module, find_by_name, find_node, find_subgraph, match_data
+from slapo_core.matching import find_by_name, find_node, find_subgraph, match_data
+from slapo_core.patterns import ModulePattern, Pattern, call_module
 from slapo_core.tracing import TracedModule, trace_module
 
 X = torch.randn(2, 4)

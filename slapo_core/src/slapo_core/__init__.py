@@ -7,8 +7,8 @@ from .errors import BuildError, PluginError, ScheduleError, SlapoError, TraceErr
 from .hookspecs import NAME, hookimpl, hookspec
 from .journal import Journal, Step
 from .logger import get_logger
-from .matching import ModulePattern, Pattern, call_module
 from .matching import find_by_name as match
+from .patterns import ModulePattern, Pattern, call_module
 from .primitive import Primitive
 from .program import Boundary, Program, Stage, TieGroup
 from .random import get_cuda_rng_tracker, is_random_seed_set, set_random_seed

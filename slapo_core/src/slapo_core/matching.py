@@ -18,18 +18,6 @@ from .patterns import ModulePattern, Pattern, PatternTracer, call_module
 if TYPE_CHECKING:
     from .schedule import Schedule
 
-__all__ = [
-    "Match",
-    "ModulePattern",
-    "Pattern",
-    "call_module",
-    "find_by_name",
-    "find_node",
-    "find_subgraph",
-    "match_data",
-    "traced_modules",
-]
-
 Handle: TypeAlias = tuple[str, fx.Node]
 """Path of the module whose graph holds the node, and the node."""
 _Bindings: TypeAlias = dict[fx.Node, Any]
