@@ -9,9 +9,6 @@ from .engine import Engine
 from .errors import BuildError, UnknownNameError
 from .program import Program
 
-KINDS = ("pipeline_stage", "pipeline_engine", "runtime_engine", "log_parser")
-"""The classic kinds of class that ``get_dialect_cls`` answers for."""
-
 
 class Dialect(ABC):
     """One training framework.
@@ -20,7 +17,8 @@ class Dialect(ABC):
         name: The ``target`` users write.
         capabilities: What the framework can do: ``"pipeline"``, ``"data_parallel"``, ``"tensor_parallel"``,
             ``"precision:<fp32|bf16|fp16>"``.
-        classes: Classic kind (one of ``KINDS``) to class.
+        classes: For ``get_dialect_cls``: classic kind (``"pipeline_stage"``, ``"pipeline_engine"``, ``"runtime_engine"``,
+            ``"log_parser"``) to class.
     """
 
     name: ClassVar[str] = ""

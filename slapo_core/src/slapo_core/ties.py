@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -24,7 +24,7 @@ def analyze_tie_weights(top_mod: nn.Module, is_pipeline_partitioned: bool) -> di
     first: dict[int, tuple[str, int]] = {}
     tied: dict[nn.Parameter, set[tuple[str, int]]] = {}
     for index, stage in enumerate(stages):
-        for name, parameter in _every_place(stage, ""):
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
             place = first.setdefault(id(parameter), (name, index))
             if place != (name, index):
                 tied.setdefault(parameter, {place}).add((name, index))
@@ -38,16 +38,6 @@ def tie_groups(module: nn.Module, stages: Sequence[nn.Module]) -> tuple[TieGroup
         for parameter in stage.parameters():
             users[id(parameter)].append(index)
     names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in _every_place(module, ""):
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     return tuple(TieGroup(tuple(names[key]), tuple(users[key])) for key in names if len(users[key]) > 1)
-
-
-def _every_place(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every place that holds a parameter, also the second and later ones of a tie."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, parameter
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _every_place(child, f"{prefix}{name}.")
