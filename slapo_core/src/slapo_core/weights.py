@@ -77,7 +77,7 @@ def materialize(
         BuildError: the initialiser leaves a parameter, or a part of it, without values.
     """
     trees = [root, *(parts if parts is not None else ())]
-    wanted = _meta_tensors(trees[1:] or trees)
+    wanted = {id(place.tensor): place.tensor for tree in trees[1:] or trees for place in _places(tree) if place.tensor.is_meta}
     if not wanted:
         return
     initialise = param_init_fn or getattr(root, "_init_weights", None) or _reset
@@ -87,11 +87,8 @@ def materialize(
             full = _initialised(root, group, initialise, seed)
             new |= {key: _localised(wanted[key], tensor, device) for key, tensor in full.items() if key in wanted}
     for tree in trees:
-        for module in tree.modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is not None and id(tensor) in new:
-                        table[name] = new[id(tensor)]  # type: ignore[assignment]
+        for place in list(_places(tree)):
+            place.table[place.name] = new.get(id(place.tensor), place.tensor)
 
 
 class _Place(NamedTuple):
@@ -103,9 +100,10 @@ class _Place(NamedTuple):
     tensor: torch.Tensor
 
 
-def _meta_tensors(trees: Iterable[nn.Module]) -> dict[int, torch.Tensor]:
-    tensors = (tensor for tree in trees for tensor in [*tree.parameters(), *tree.buffers()])
-    return {id(tensor): tensor for tensor in tensors if tensor.is_meta}
+def _places(root: nn.Module) -> Iterator[_Place]:
+    for path, module in root.named_modules():
+        for table in (module._parameters, module._buffers):
+            yield from (_Place(path, table, name, tensor) for name, tensor in table.items() if tensor is not None)
 
 
 def _reset(module: nn.Module) -> None:
@@ -117,13 +115,7 @@ def _reset(module: nn.Module) -> None:
 @contextmanager
 def _on_meta(root: nn.Module) -> Iterator[list[_Place]]:
     """Put stand-ins of full shape on the meta device in every place, and the tensors back at the end."""
-    places = [
-        _Place(path, table, name, tensor)
-        for path, module in root.named_modules()
-        for table in (module._parameters, module._buffers)
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
+    places = list(_places(root))
     stand_ins = {id(place.tensor): _full(place.tensor, "meta") for place in places}
     try:
         for place in places:
@@ -176,7 +168,8 @@ def _initialised(root: nn.Module, places: list[_Place], initialise: Initialiser,
     """
     full = {id(place.tensor): _full(place.tensor, "cpu") for place in places}
     stand_ins = [place.table[place.name] for place in places]
-    chain = {path[:end] for path in {place.path for place in places} for end in _ends(path)}
+    names = [place.path.split(".") for place in places]
+    chain = {".".join(parts[:end]) for parts in names for end in range(len(parts) + 1)}
     try:
         for place in places:
             place.table[place.name] = full[id(place.tensor)]
@@ -188,11 +181,6 @@ def _initialised(root: nn.Module, places: list[_Place], initialise: Initialiser,
         for place, stand_in in zip(places, stand_ins, strict=True):
             place.table[place.name] = stand_in
     return full
-
-
-def _ends(path: str) -> list[int]:
-    """Where the dotted path, and those of all modules that contain it, end."""
-    return [0, *(index for index, letter in enumerate(path) if letter == "."), len(path)]
 
 
 def _seed(seed: int | None, place: _Place) -> int:
