@@ -24,7 +24,7 @@ from .errors import ScheduleError, UnknownNameError
 from .gather import full_state
 from .holders import Holders, Place
 from .journal import Journal, Step
-from .parameters import ParamFacts, facts
+from .parameters import facts
 from .registry import Registry, default_registry
 from .steps import take_step
 from .transaction import Transaction
@@ -228,8 +228,7 @@ class Schedule:
         """
         handle = self._at(path)
         if paths.find(self._root.module, handle._path) is None:
-            known = [name for name, _ in self.mod.named_modules() if name]
-            raise UnknownNameError.of(f"module below {self._path!r}", path, _nearby(path, known))
+            raise UnknownNameError.of(f"module below {self._path!r}", path, _nearby(self.mod, path))
         return handle
 
     def __contains__(self, path: object) -> bool:
@@ -458,25 +457,18 @@ def is_module_list(module: nn.Module, name: str = "", parent: Schedule | None = 
 
 def _name_parameters(root: nn.Module) -> list[torch.Tensor]:
     """Write each parameter's and buffer's names into its facts; returns the tied ones. Linear in the model."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    names.setdefault(id(tensor), []).append(paths.join(path, name))
-                    tensors[id(tensor)] = tensor
-    for key, tensor in tensors.items():
-        known: ParamFacts = facts(tensor)
-        known.names = tuple(names[key])
-    return [tensor for key, tensor in tensors.items() if len(names[key]) > 1]
+    named: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for walk in (root.named_parameters, root.named_buffers):
+        for name, tensor in walk(remove_duplicate=False):
+            named.setdefault(id(tensor), (tensor, []))[1].append(name)
+    for tensor, names in named.values():
+        facts(tensor).names = tuple(names)
+    return [tensor for tensor, names in named.values() if len(names) > 1]
 
 
-def _nearby(path: str, known: list[str]) -> list[str]:
-    """At most a dozen known paths, the ones that share the longest beginning with ``path``."""
-    head = path.rpartition(".")[0]
-    while True:
-        below = [name for name in known if name.rpartition(".")[0] == head]
-        if below or not head:
-            return below[:12]
-        head = head.rpartition(".")[0]
+def _nearby(root: nn.Module, path: str) -> list[str]:
+    """At most a dozen modules below the last one on the way to ``path`` that holds any."""
+    head = paths.split(path)[0]
+    while (holder := paths.find(root, head)) is None or not (head == "" or holder._modules):
+        head = paths.split(head)[0]
+    return [paths.join(head, name) for name, _ in holder.named_children()][:12]
