@@ -17,6 +17,7 @@ from slapo_core.program import Program
 
 from .batches import Batch, check_labels, counted_labels, fingerprint, signature, split
 from .checkpoint import load_checkpoint, save_checkpoint
+from .failures import Peers
 from .holdings import Holdings
 from .modes import Modes
 from .options import Options
@@ -33,7 +34,9 @@ class TorchEngine(Engine):
     """Trains or evaluates one stage, or the whole model, on this rank.
 
     Every method is collective over the mesh. An error on one rank is raised on all of them, and the engine can go on with
-    the next batch; after one in the optimizer's step, though, the other ranks have stepped: load a checkpoint.
+    the next batch; after one in the optimizer's step, though, the other ranks have stepped: load a checkpoint. An error in the
+    model that some tensor-parallel ranks only have ends the engine: these raise it, and the others, which wait for them in a
+    collective, when the process of one has ended.
 
     Attributes:
         module: This rank's stage, or the model.
@@ -48,6 +51,9 @@ class TorchEngine(Engine):
         self._options = options
         self._mesh = program.mesh
         self._modes = Modes(program.module)
+        self._peers = (
+            Peers(program.mesh["tp"].get_group()) if program.mesh is not None and program.axis_size("tp") > 1 else None
+        )
         self._plans: dict[Any, Any] = {}
         self._device = _device(program)
         self.timeline: list[dict[str, Any]] = []
@@ -115,6 +121,8 @@ class TorchEngine(Engine):
     # ---- one step
 
     def _step(self, batch: Mapping[str, Any], training: bool) -> torch.Tensor:
+        if self._peers is not None:
+            self._peers.begin()
         self._modes.set(training)
         runner, parts, labels = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
         result = runner(parts, labels)
@@ -185,6 +193,8 @@ class TorchEngine(Engine):
         if self._program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
             own = torch.zeros((), dtype=torch.float64)
         unchecked = self._holdings.num_unchecked() if training else 0
+        if result.failure is not None and self._peers is not None:
+            self._peers.meet(result.failure)
         counts = torch.tensor([result.failure is not None, result.unused, unchecked], dtype=torch.float64)
         total, failures, unused, self._unchecked = all_reduce(
             torch.cat([own.cpu().reshape(1), counts]).to(self._device), self._mesh
