@@ -22,15 +22,6 @@ from . import attention
 from .layers import is_conv1d
 from .rules import find_cut
 
-STYLES = (
-    "colwise",
-    "rowwise",
-    "colwise_gather_output",
-    "rowwise_split_input",
-    "embedding_rowwise",
-    "replicated_with_grad_allreduce",
-)
-
 Plan = Mapping[str, str]
 
 

@@ -13,7 +13,7 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
 from . import attention, dropout
-from .plan import STYLES, head_norms, tensor_parallel_plan, undeclared_parameters, vocabulary
+from .plan import head_norms, tensor_parallel_plan, undeclared_parameters, vocabulary
 from .rules import Cut, find_rule
 from .syncing import trainable
 
@@ -46,7 +46,7 @@ class TensorParallelPrimitive(Primitive):
         """Take the steps."""
         steps = _steps(schedule, plan, sequence_parallel)
         for path, style in steps.items():
-            _STYLES[style](schedule[path] if path else schedule)
+            STYLES[style](schedule[path] if path else schedule)
         if schedule.world_size > 1:
             dropout.fork_dropouts(schedule, {path for path, style in steps.items() if style in ("colwise", "rowwise")})
 
@@ -121,7 +121,7 @@ def _reduce_gradients(schedule: Schedule) -> None:
             handle.sync("grad", "all_reduce")
 
 
-_STYLES: dict[str, Callable[[Schedule], None]] = {
+STYLES: dict[str, Callable[[Schedule], None]] = {
     "colwise": _colwise,
     "rowwise": _rowwise,
     "colwise_gather_output": partial(_colwise, gathered=True),
