@@ -175,6 +175,24 @@ def test_labels_that_the_loss_ignores_by_another_number(config: dict[str, Any]) 
     )
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])), "loss_fn weights its labels, so the mean over 2 parts"),
+        (partial(F.cross_entropy, weight=torch.tensor([1.0, 2.0, 3.0])), "loss_fn weights its labels"),
+        (nn.CrossEntropyLoss(reduction="sum"), "reduction='sum', but the losses of 2 parts are averaged"),
+        (partial(F.cross_entropy, reduction="sum"), "reduction='sum'"),
+    ],
+    ids=["weights", "weights of a partial", "sum", "sum of a partial"],
+)
+def test_a_loss_that_is_no_plain_mean_takes_one_part(loss_fn: Any, message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        _engine(nn.Linear(4, 3), microbatches=2, loss_fn=loss_fn)
+    labels = PADDED % 3
+    engine = _engine(nn.Linear(4, 3), loss_fn=loss_fn)
+    torch.testing.assert_close(engine.eval_batch(input=X, labels=labels), loss_fn(engine.module(X), labels).detach())
+
+
 def test_an_argument_with_zeros_is_no_label_even_where_zero_is_ignored() -> None:
     engine = _engine(nn.Embedding(4, 3), microbatches=2, ignore_index=0, loss_fn=F.cross_entropy)
     assert engine.train_batch(input=torch.tensor([0, 1, 2, 3]), labels=torch.tensor([1, 2, 1, 2])) > 0

@@ -216,7 +216,8 @@ def test_no_process_outlives_the_script(tmp_path: Path, end: str) -> None:
     """However the script ends, also in the middle of a job; no pytest involved."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("STAY", "0" if end == "exit" else "600"))
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
             pids = [int(process.stdout.readline()) for _ in range(2)]

@@ -30,6 +30,7 @@ class TorchDialect(Dialect):
         """Raise ``BuildError`` for options that are unknown or do not fit the program."""
         options = Options.of(config)
         super().check(program, **config)
+        options.check_mean(options.microbatches * program.axis_size("dp"))
         stages, ranks = len(program.stages), program.axis_size("pp")
         if stages != ranks:
             raise BuildError(f"{stages} stages on a mesh with pp={ranks}; cut the model into as many stages as pp has ranks")

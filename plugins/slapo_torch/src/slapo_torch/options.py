@@ -49,9 +49,29 @@ class Options:
         """The label value that the loss leaves out."""
         if self.ignore_index is not None:
             return self.ignore_index
+        return int(self._of_loss("ignore_index", IGNORE_INDEX))
+
+    def check_mean(self, num_parts: int) -> None:
+        """Refuse a loss of which the mean over parts of a batch is not the loss of the batch, as far as it can be told.
+
+        Args:
+            num_parts: Micro-batches times data-parallel ranks.
+
+        Raises:
+            BuildError: the loss sums, or weights its labels.
+        """
+        if self._of_loss("reduction", "mean") == "sum" and num_parts > 1:
+            raise BuildError(f"loss_fn has reduction='sum', but the losses of {num_parts} parts are averaged; use 'mean'")
+        if self._of_loss("weight", None) is not None and num_parts > 1:
+            raise BuildError(
+                f"loss_fn weights its labels, so the mean over {num_parts} parts is another number; leave weight= out, or train "
+                "with one micro-batch on one replica"
+            )
+
+    def _of_loss(self, name: str, default: Any) -> Any:
+        """What a loss module, or a ``partial`` of a function, was made with."""
         given = self.loss_fn.keywords if isinstance(self.loss_fn, partial) else {}
-        own = getattr(self.loss_fn, "ignore_index", IGNORE_INDEX)
-        return int(given.get("ignore_index", own))
+        return given.get(name, getattr(self.loss_fn, name, default))
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Options:
