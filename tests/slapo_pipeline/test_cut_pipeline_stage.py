@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -93,8 +94,69 @@ def test_an_object_that_both_stages_change() -> None:
 
 
 def test_running_statistics_of_two_stages() -> None:
-    with pytest.raises(TraceError, match="'norm' keeps running statistics and runs in stages 0 and 1"):
+    with pytest.raises(TraceError, match=r"'norm\.\w+' is changed in stages 0 and 1 and used in stages 0 and 1"):
         build_program(cut(TwiceNormed(), {"x": torch.randn(4, 8)}, "b"))
+
+
+class Counter(nn.Module):
+    """Counts its calls, in a buffer, a number or an object."""
+
+    def __init__(self, what: str, shared: dict[str, int]) -> None:
+        super().__init__()
+        self.linear, self.what, self.number, self.shared = nn.Linear(8, 8), what, 0, shared
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.what == "buffer":
+            self.calls.add_(1)
+        elif self.what == "assignment":
+            self.calls = self.calls + 1
+        elif self.what == "number":
+            self.number += 1
+        elif self.what == "object":
+            self.shared["n"] += 1
+        return self.linear(x) * (self.calls + self.number + self.shared["n"] + 1)
+
+
+class Counted(nn.Module):
+    """A counter before and after a cut."""
+
+    def __init__(self, what: str, again: str) -> None:
+        super().__init__()
+        shared = {"n": 0}
+        self.a, self.b = Counter(what, shared), nn.Linear(8, 8)
+        self.c = Counter("nothing", shared) if again == "share" else None
+        self.d = nn.Linear(8, 8)
+        self.again = again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.a(x))
+        if self.again == "read":
+            x = x * self.a.calls
+        last = {"call": self.a, "share": self.c}.get(self.again, self.d)
+        return last(x).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("what", "again"),
+    [
+        *((what, "call") for what in ("buffer", "assignment", "number", "object")),
+        ("buffer", "read"),
+        ("object", "share"),
+    ],
+)
+def test_what_a_whole_module_changes_on_itself_has_one_stage(what: str, again: str) -> None:
+    with pytest.raises(TraceError, match=r"'a.(calls|number|shared)' is changed in stages? .* and used in stages 0 and 1"):
+        build_program(cut(Counted(what, again), {"x": torch.randn(4, 8)}, "b"))
+
+
+@pytest.mark.parametrize("what", ["buffer", "assignment", "number", "object"])
+def test_what_a_whole_module_changes_on_itself_in_one_stage(what: str) -> None:
+    model = Counted(what, "nothing")
+    x, plain = torch.randn(4, 8), copy.deepcopy(model)
+    program = build_program(cut(model, {"x": x}, "b"))
+    for _ in range(2):
+        torch.testing.assert_close(program(x=x), plain(x))
 
 
 @pytest.mark.parametrize(("changes", "reads"), [((0, 2), ()), ((0, 2), (2,)), ((2,), (0,)), ((0, 1, 2), (0, 1, 2))])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from slapo_core.build import build_program
+from slapo_core.errors import TraceError
 
 from .staged import assert_same, assert_same_as_model, cut, loss_of, received
 from .toys import Counts, InPlace, Regions, Skips, Structures
@@ -86,6 +87,36 @@ def test_a_plan_is_made_once() -> None:
     assert program.replan(True, SKIPS) is program
     assert program.replan(False, SKIPS) is not program
     assert program.module.training
+
+
+class Scaled(nn.Module):
+    """Reads numbers of its own, of a config and of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.temperature, self.sizes, self.a.factor = 1.0, {"shift": [0.5]}, 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x) * self.temperature * self.a.factor
+        return self.b(x + self.sizes["shift"][0]).mean()
+
+
+def test_an_attribute_that_changes_makes_a_new_plan() -> None:
+    model, x = Scaled(), torch.randn(4, 8)
+    program = build_program(cut(model, {"x": x}, "a"))
+    assert program.replan is not None
+    model.temperature, model.unread = 1.0, 5
+    assert program.replan(True, {"x": x}) is program
+    for change in (
+        lambda: setattr(model, "temperature", 5.0),
+        lambda: setattr(model.a, "factor", 3.0),
+        lambda: model.sizes["shift"].append(1.0) or model.sizes["shift"].pop(0),
+    ):
+        change()
+        torch.testing.assert_close(program(x=x), model(x))
+    with pytest.raises(TraceError, match=r"attribute (temperature|sizes\['shift'\]\[0\]) is .*, traced as .*; trace again"):
+        program.stages[0].module(x=x)
 
 
 def test_one_tensor_for_two_arguments() -> None:

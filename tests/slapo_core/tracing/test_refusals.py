@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from slapo_core.errors import TraceError, UnknownNameError
 from slapo_core.tracing import trace_module
-from tests.slapo_core.tracing.test_value import Forward
+from tests.slapo_core.tracing.test_value import Box, Forward
 
 X = torch.randn(2, 4)
 HERE = r"test_refusals.py:\d+"
@@ -130,30 +131,98 @@ def count_in_a_dict(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x * self.counts["n"]
 
 
-@pytest.mark.parametrize("function", [remember, collect, count_in_a_dict])
+def count_from_none(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.kept = (self.kept or 0) + 1
+    return x * self.kept
+
+
+def count_deep_inside(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.counts["more"]["n"] += 1
+    return x * self.counts["more"]["n"]
+
+
+def count_in_an_object(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.box.content += 1
+    return x * self.box.content
+
+
+def count_in_a_set(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.seen.add(len(self.seen))
+    return x * len(self.seen)
+
+
+def first_call_only(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.kept is None:
+        self.kept = torch.ones(4)
+        return x
+    return x * 2
+
+
+def drawn_once(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.kept is None:
+        self.kept = torch.randn(4)
+    return x * self.kept
+
+
+def of_the_first_input(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.kept is None:
+        self.kept = x.mean()
+    return x - self.kept
+
+
+def of_a_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.kept is None:
+        self.kept = self.scale * 2
+    return x * self.kept
+
+
+def other_child(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.fc, self.fc2 = self.fc2, self.fc
+    return self.fc(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(remember, collect, count_in_a_dict, count_from_none, count_deep_inside, count_in_an_object, count_in_a_set),
+        *(first_call_only, drawn_once, of_the_first_input, of_a_weight, other_child),
+    ],
+)
 def test_state_that_the_next_call_reads(function: Any) -> None:
     model = Forward(function)
-    model.kept, model.history, model.counts = None, [], {"n": 0}
-    with pytest.raises(TraceError, match="its attribute '(kept|history|counts)' or changes it"):
+    model.kept, model.history, model.counts, model.box, model.seen = None, [], {"n": 0, "more": {"n": 0}}, Box(0), set()
+    children = (model.fc, model.fc2)
+    with pytest.raises(TraceError, match="its attribute '(kept|history|counts|box|seen|fc)' or changes it"):
         trace_module(model, (X,))
-    assert (model.kept, model.history, model.counts) == (None, [], {"n": 0})
+    assert (model.kept, model.history, model.counts, model.seen) == (None, [], {"n": 0, "more": {"n": 0}}, set())
+    assert model.box.content == 0
+    assert (model.fc, model.fc2) == children
 
 
 def test_what_a_forward_caches_is_gone_after_the_trace() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if self.cached is None:
-            self.cached = self.table.cos()
-            self.found["x"] = self.cached
+        if self.length != x.shape[0]:
+            self.length, self.cached = x.shape[0], self.table.cos()
+            self.found["x"] = [self.cached + torch.ones(4)]
             self.register_buffer("late", self.cached + 1)
-        return x + self.cached
+        self.table = self.table.to(x.dtype)
+        return x + self.cached * self.found["x"][0] + self.late
 
     model = Forward(forward)
-    model.cached, model.found = None, {}
+    model.length, model.cached, model.found = None, None, {}
     traced = trace_module(model, (X,))
-    assert model.cached is None
-    assert model.found == {}
+    assert (model.length, model.cached, model.found) == (None, None, {})
     assert "late" not in dict(model.named_buffers())
     torch.testing.assert_close(traced(X), model(X))
+    torch.testing.assert_close(traced(X), model(X))
+
+
+def test_a_number_that_changes_inside_a_module_kept_whole() -> None:
+    model = Forward(lambda self, x: self.inner(x) * self.inner.calls)
+    model.inner = Forward(lambda self, x: setattr(self, "calls", self.calls + 1) or x)
+    model.inner.calls = 0
+    with pytest.raises(TraceError, match="reads the attribute 'calls' of 'inner', which changes inside a module kept whole"):
+        trace_module(model, (X,), leaf=lambda path, module: path == "inner")
 
 
 def test_a_list_that_the_forward_fills() -> None:
@@ -214,3 +283,68 @@ def test_another_mode() -> None:
     traced = trace_module(Forward(lambda self, x: x).train(), (X,))
     with pytest.raises(TraceError, match="is in eval mode but was traced in train mode"):
         traced.eval()(X)
+
+
+# ---- numbers of the model that the graph has taken over
+
+
+def test_attributes_that_change_after_the_trace() -> None:
+    model = Forward(lambda self, x: self.inner(x) * self.number * self.box.content["deep"] if self.inner.flag else x)
+    model.number, model.box, model.inner = 2.0, Box({"deep": 3.0}), Forward(lambda self, x: torch.relu(x) * self.number)
+    model.inner.flag, model.inner.number = True, 1.0
+    traced = trace_module(model, (X,))
+    for holder in (traced, model):
+        for change, back, what in [
+            (lambda: setattr(holder, "number", 5.0), lambda: setattr(holder, "number", 2.0), "number is 5.0, traced as 2.0"),  # noqa: B023
+            (lambda: model.box.content.update(deep=4.0), lambda: model.box.content.update(deep=3.0), "is 4.0, traced as 3.0"),
+            (lambda: setattr(model.inner, "flag", False), lambda: setattr(model.inner, "flag", True), r"inner.flag is False"),
+            (lambda: setattr(model.inner, "number", 1), lambda: setattr(model.inner, "number", 1.0), r"inner.number is 1,"),
+        ]:
+            change()
+            with pytest.raises(TraceError, match=f"attribute .*{what}.*; trace again"):
+                traced(X)
+            back()
+            torch.testing.assert_close(traced(X), model(X))
+    model.unread = 1
+    traced(X)
+
+
+def test_a_config_that_the_forward_fills() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.box.content = self.box.content or "kind"
+        return x * self.box.factor
+
+    model = Forward(forward)
+    model.box = Box(None)
+    model.box.factor = 2.0
+    traced = trace_module(model, (X,))
+    assert model.box.content is None
+    for _ in range(2):
+        torch.testing.assert_close(traced(X), model(X))
+    model.box.factor = 3.0
+    with pytest.raises(TraceError, match=r"attribute box\['(factor|content)'\] is"):
+        traced(X)
+
+
+def test_the_mode_of_a_part() -> None:
+    model = Forward(lambda self, x: self.fc(self.inner(x)))
+    model.inner = Forward(lambda self, x: x * 2 if self.training else self.fc(x))
+    traced = trace_module(model, (X,))
+    traced.inner.eval()
+    with pytest.raises(TraceError, match="attribute inner.training is False, traced as True"):
+        traced(X)
+
+
+def test_copies_have_attributes_of_their_own() -> None:
+    model = Forward(lambda self, x: x * self.number * self.plain)
+    model.number, model.plain = 2.0, torch.ones(4)
+    traced = trace_module(model, (X,))
+    copied = copy.deepcopy(traced)
+    model.number = copied.note = 5.0
+    torch.testing.assert_close(copied(X), X * 2)
+    copied.number = 3.0
+    with pytest.raises(TraceError, match="number is 3.0, traced as 2.0"):
+        copied(X)
+    copied.number, copied.plain = float("2"), torch.zeros(4)
+    with pytest.raises(TraceError, match="plain is a tensor"):
+        copied(X)

@@ -90,12 +90,17 @@ def test_calls_are_intercepted_and_then_no_more() -> None:
         return call(*args)
 
     model, x = nn.Sequential(nn.Identity()), torch.ones(1)
-    with private.intercept(module_call, apply):
+    reads: list[tuple[object, str]] = []
+    with private.intercept(module_call, apply, lambda module, name: reads.append((module, name))):
         assert Twice.apply(model(x)) == 2
         assert torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True) == x.sin()
+        assert model[0].training
+        assert not hasattr(model, "absent")
     assert calls == ["Sequential", "Identity", "Twice"]
+    assert (model[0], "training") in reads
     Twice.apply(model(x))
     assert len(calls) == 3
+    assert "__getattribute__" not in vars(nn.Module)
 
 
 def test_fake_tensors_log_to_a_known_logger() -> None:

@@ -299,12 +299,30 @@ def test_no_grad_regions() -> None:
             table = table + inner
         return table * self.scale + inner, table
 
-    traced = check(Forward(forward), X)
+    model = Forward(forward)
+    traced = check(model, X)
     states = {node.meta["regions"] for node in traced.graph.nodes if node.op == "call_function" and node.target is F.linear}
-    assert states == {(("grad", False),), ()}
+    assert states == {(("grad", False),), (("grad", True),)}
     with torch.no_grad():
-        traced(X)
+        assert [out.requires_grad for out in traced(X)] == [out.requires_grad for out in model(X)] == [False, False]
         assert not torch.is_grad_enabled()
+
+
+def test_gradients_on_whatever_the_caller_does() -> None:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            with torch.enable_grad(), torch.no_grad():
+                fixed = self.fc2(x)
+            inner = self.fc(x)
+        return inner, self.fc(x) + fixed
+
+    model = Forward(forward)
+    traced = check(model, X)
+    with torch.no_grad():
+        assert [out.requires_grad for out in traced(X)] == [out.requires_grad for out in model(X)] == [True, False]
+    with torch.inference_mode():
+        for found, expected in zip(traced(X), model(X), strict=True):
+            torch.testing.assert_close(found, expected)
 
 
 def test_an_error_inside_a_region_restores_the_mode() -> None:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from slapo_core.errors import TraceError
+from slapo_core.tracing.calls import RANDOM, function_name
 from slapo_core.tracing.regions import is_region_node
 
-from .memory import Memory, changes, function_name
+from .memory import Memory, changes
 
-_SEND = ("conv", "fft", "stft", "attention", "dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential")
+_SEND = ("conv", "fft", "stft", "attention", *RANDOM)
 """Parts of the names of functions that are dearer to run again than their result is to send, or give another result."""
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from slapo_core.tracing.calls import function_name
+
 _VIEWS = frozenset(
     (
         *("view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "flatten", "unflatten", "contiguous", "detach"),
@@ -29,8 +31,8 @@ class Memory:
         self.changed: dict[fx.Node, list[fx.Node]] = {}
         """Owner of memory to the nodes that change it."""
         for node in nodes:
-            inputs = node.all_input_nodes
-            self._owner[node] = self._owner[inputs[0]] if inputs and _may_be_view(node) else node
+            viewed = _viewed(node)
+            self._owner[node] = self._owner[viewed] if viewed is not None else node
             for other in changes(node):
                 self.changed.setdefault(self.owner(other), []).append(node)
 
@@ -47,17 +49,16 @@ def changes(node: fx.Node) -> list[fx.Node]:
     """The values that running this node changes in place."""
     if node.op in ("placeholder", "get_attr", "output"):
         return []
-    if not (node.meta.get("mutates") or function_name(node) in ("setitem", "set_state")):
-        return []
-    return node.all_input_nodes if node.op == "call_module" else node.all_input_nodes[:1]
+    if function_name(node) in ("setitem", "set_state"):
+        return node.all_input_nodes[:1]
+    return [node.all_input_nodes[place] for place in node.meta.get("mutates", ())]
 
 
-def function_name(node: fx.Node) -> str:
-    """The plain name of the function or method a node calls."""
-    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
-
-
-def _may_be_view(node: fx.Node) -> bool:
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The input whose memory the result may lie in."""
     if node.op not in ("call_function", "call_method"):
-        return False
-    return function_name(node) in _VIEWS or bool(changes(node))
+        return None
+    inputs, out = node.all_input_nodes, node.kwargs.get("out")
+    if inputs and (function_name(node) in _VIEWS or inputs[0] in changes(node)):
+        return inputs[0]
+    return out if isinstance(out, fx.Node) else None

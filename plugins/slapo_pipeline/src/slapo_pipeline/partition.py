@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from slapo_core.errors import BuildError, TraceError
+from slapo_core.errors import BuildError
 from slapo_core.parameters import facts, shard_spec
 from slapo_core.paths import find
 from slapo_core.program import Boundary, Program, Stage
 from slapo_core.schedule import Schedule
 from slapo_core.ties import tie_groups
+from slapo_core.tracing.attributes import Attributes
 from slapo_core.tracing.regions import autocast_state
 from slapo_core.tracing.structures import fingerprint
 from slapo_core.wrapping import is_opaque
@@ -65,37 +67,35 @@ class Partitioner:
 
     def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None) -> None:
         self.root, self.places, self.mesh = root, places, mesh
-        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._programs: OrderedDict[Any, tuple[Program, Attributes]] = OrderedDict()
         self._state = State(root)
 
     def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
-        """The program for a mode and for inputs like these; see ``Program.replan``."""
-        key = repr((training, autocast_state(), fingerprint(dict(inputs))))
-        if key not in self._programs:
-            self._programs[key] = self._cut(training, _apart(inputs))
-            if len(self._programs) > _KEPT_PLANS:
-                self._programs.popitem(last=False)
-        self._programs.move_to_end(key)
-        return self._programs[key]
+        """The program for a mode and for inputs like these; see ``Program.replan``.
 
-    def _cut(self, training: bool, inputs: Mapping[str, Any]) -> Program:
+        What the graph has taken over from attributes of modules counts too: where one has changed, a new program is made.
+        """
+        key = repr((training, autocast_state(), fingerprint(dict(inputs))))
+        with _mode(self.root, training):
+            known = self._programs.get(key)
+            if known is None or known[1].changed(self.root):
+                self._programs[key] = self._cut(_apart(inputs))
+        if len(self._programs) > _KEPT_PLANS:
+            self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        return self._programs[key][0]
+
+    def _cut(self, inputs: Mapping[str, Any]) -> tuple[Program, Attributes]:
         root = self.root
-        modes = [(module, module.training) for module in root.modules()] if root.training != training else []
-        try:
-            root.train(training) if modes else None
-            flat = trace_flat(root, inputs, self.places)
-            positions = [position for position, _ in cut_positions(root, flat.graph, self.places)]
-            parts = Assigner(flat.graph, root, positions).run()
-            keep = divide(root, [_used(nodes) for nodes in parts.nodes])
-            modules = [stage_module(flat, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        _check_statistics(root, parts)
+        flat = trace_flat(root, inputs, self.places)
+        positions = [position for position, _ in cut_positions(root, flat.graph, self.places)]
+        parts = Assigner(flat.graph, root, positions).run()
+        keep = divide(root, [_used(nodes) for nodes in parts.nodes])
+        modules = [stage_module(flat, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
         self._state.check(parts)
         stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
         named = dict(root.named_parameters())
-        return Program(
+        program = Program(
             module=root,
             stages=tuple(stages),
             mesh=self.mesh,
@@ -104,6 +104,20 @@ class Partitioner:
             ties=tie_groups(root, modules),
             replan=self.program,
         )
+        assert flat.guard is not None
+        assert flat.guard.attributes is not None
+        return program, flat.guard.attributes
+
+
+@contextmanager
+def _mode(root: nn.Module, training: bool) -> Iterator[None]:
+    modes = [(module, module.training) for module in root.modules()] if root.training != training else []
+    try:
+        root.train(training) if modes else None
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _stage(index: int, module: nn.Module, parts: Assignment) -> Stage:
@@ -155,17 +169,3 @@ def _check_open(root: nn.Module, places: list[str]) -> None:
                     f"a stage ends after {path!r}, inside {outer or 'the whole model'!r}, which was wrapped or got hooks since "
                     "and runs as one piece; undo the cut or the wrapping"
                 )
-
-
-def _check_statistics(root: nn.Module, parts: Assignment) -> None:
-    """Running statistics have one owner."""
-    stages: dict[str, set[int]] = {}
-    for index, nodes in enumerate(parts.nodes):
-        for node in nodes:
-            if node.op == "call_module":
-                stages.setdefault(str(node.target), set()).add(index)
-    for path, used in stages.items():
-        inside = root.get_submodule(path).modules() if len(used) > 1 else ()
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inside):
-            numbers = " and ".join(map(str, sorted(used)))
-            raise TraceError(f"{path!r} keeps running statistics and runs in stages {numbers}; cut so that one stage runs it")

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from slapo_core.errors import TraceError
 from slapo_core.tracing import TracedModule
+from slapo_core.tracing.attributes import Attributes
 from slapo_core.tracing.regions import State, autocast_state, write_regions
 from slapo_core.tracing.structures import difference, fingerprint
 
@@ -29,6 +30,7 @@ class StageGuard:
         training: The model's mode.
         autocast: The autocast it ran under.
         device: Where the tensors were; the stage follows its inputs to another one.
+        attributes: What the forward read from the modules that were taken apart.
     """
 
     index: int
@@ -37,6 +39,7 @@ class StageGuard:
     training: bool
     autocast: State
     device: torch.device | None
+    attributes: Attributes | None
 
     def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The values of the graph's inputs; ``TraceError`` when the call is not the one the stage was made for."""
@@ -45,6 +48,8 @@ class StageGuard:
             raise TraceError(f"{again} it was traced in {'train' if self.training else 'eval'} mode")
         if (autocast := autocast_state()) != self.autocast:
             raise TraceError(f"{again} it runs under autocast {autocast}, traced under {self.autocast or 'none'}")
+        if self.attributes is not None:
+            self.attributes.check(module)
         names = [name for name, *_ in self.received]
         found = [(tuple(value.shape), value.dtype) for value in args]
         if found != [(shape, dtype) for _, shape, dtype in self.received]:
@@ -72,9 +77,8 @@ def stage_module(
     graph, batch = _stage_graph(parts, index)
     assert flat.guard is not None
     received = tuple((node.name, tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in parts.received[index])
-    guard = StageGuard(
-        index, received, {name: fingerprint(inputs[name]) for name in batch}, flat.training, autocast_state(), flat.guard.device
-    )
+    given = {name: fingerprint(inputs[name]) for name in batch}
+    guard = StageGuard(index, received, given, flat.training, autocast_state(), flat.guard.device, flat.guard.attributes)
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: getattr(flat, name) for name in targets if "." not in name and not hasattr(root, name)}
     return TracedModule(prune(root, keep), graph, guard, constants)  # type: ignore[arg-type]

@@ -53,22 +53,22 @@ class State:
 
     def _touched(self, node: fx.Node, names: dict[int, str]) -> set[str]:
         if node.op == "get_attr":
-            path, _, name = str(node.target).rpartition(".")
-            tensor = getattr(self._root.get_submodule(path), name, None)
-            return {names[id(tensor)]} if id(tensor) in names else set()
+            name = self._name(str(node.target), names)
+            return {name} if name in names.values() else set()
         if node.op == "call_module":
             module = self._root.get_submodule(str(node.target))
             return {names[id(tensor)] for tensor in [*module.buffers(), *module.parameters()]}
         return set()
 
+    def _name(self, place: str, names: dict[int, str]) -> str:
+        """The one name of what is at ``place``: of a tensor that of ``names``, of anything else its own."""
+        path, _, name = place.rpartition(".")
+        return names.get(id(getattr(self._root.get_submodule(path), name, None)), place)
+
     def _written(self, node: fx.Node, parts: Assignment, names: dict[int, str]) -> set[str]:
         owners = parts.memory.touched_by([node])
         written = {name for owner in owners if owner.op == "get_attr" for name in self._touched(owner, names)}
-        if node.op == "call_module":
-            for module in self._root.get_submodule(str(node.target)).modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    written |= {names[id(tensor)] for tensor in module.buffers()}
-        return written
+        return written | {self._name(place, names) for place in node.meta.get("changes", ())}
 
 
 def _stages(numbers: set[int]) -> str:

@@ -86,8 +86,10 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def intercept(module_call: Callable[..., Any], apply: Callable[..., Any]) -> Iterator[None]:
+def intercept(module_call: Callable[..., Any], apply: Callable[..., Any], read: Callable[..., Any]) -> Iterator[None]:
     """Send calls of modules to ``module_call(call, module, ...)``, of autograd functions to ``apply(call, ...)``.
+
+    And tell ``read(module, name)`` of every attribute of a module that is read, but for parameters, buffers and children.
 
     Reentrant checkpoints are no operation of the model's: their function runs as if it were called.
     """
@@ -101,10 +103,17 @@ def intercept(module_call: Callable[..., Any], apply: Callable[..., Any]) -> Ite
             return args[0](*args[2:])
         return apply(plain_apply.__get__(None, cls), *args, **kwargs)
 
+    def getattribute(module: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        read(module, name)
+        return value
+
     nn.Module.__call__ = patched_call  # type: ignore[method-assign]
+    nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
     Function.apply = classmethod(patched_apply)  # type: ignore[assignment]
     try:
         yield
     finally:
+        del nn.Module.__getattribute__
         nn.Module.__call__ = plain_call  # type: ignore[method-assign]
         Function.apply = plain_apply  # type: ignore[method-assign]

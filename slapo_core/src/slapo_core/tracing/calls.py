@@ -10,6 +10,7 @@ from traceback import walk_stack, walk_tb
 from typing import Any
 
 import torch
+from torch import fx
 
 from . import _torch_private as private
 from .graph_ops import setitem
@@ -26,6 +27,9 @@ _METADATA = SHAPES | frozenset(
 MAKES_SHAPES = frozenset("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave where".split())
 """Operators whose result has a shape that depends on values."""
 
+RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential", "gumbel", "rrelu", "poisson")
+"""Parts of the names of functions that draw random numbers."""
+
 _BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()
 _UNARY_AND_COMPARISONS = "lt le eq ne gt ge neg invert abs pos getitem".split()
 _OPERATORS = {f"__{name.strip('_')}__": getattr(operator, name) for name in [*_BINARY, *_UNARY_AND_COMPARISONS]}
@@ -38,6 +42,11 @@ def name_of(func: Any) -> str:
     """The name of a function, of the property that a getter or setter belongs to."""
     name = getattr(func, "__name__", "")
     return str(func.__self__.__name__ if name in ("__get__", "__set__") else name)
+
+
+def function_name(node: fx.Node) -> str:
+    """The plain name of the function, method or module a node calls."""
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
 
 
 def is_metadata(func: Any, name: str) -> bool:

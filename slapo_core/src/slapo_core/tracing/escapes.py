@@ -9,6 +9,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from .calls import function_name
+
 _RANDOM = (torch.rand, torch.rand_like)
 
 
@@ -53,7 +55,7 @@ class KnownValues:
 
 def chance_decided(node: fx.Node) -> bool | None:
     """Whether ``torch.rand(...) < p`` holds for every number drawn (``p`` is 0 or 1: layer drop that is off), or None."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = function_name(node)
     if name not in ("lt", "le", "gt", "ge") or len(node.args) != 2:
         return None
     drawn, limit = node.args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -54,14 +55,7 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     constants: dict[str, torch.Tensor] = {}
     for node in graph.find_nodes(op="get_attr"):
         if node.target not in held:
-            value = getter_chain(flat, str(node.target))
+            value = operator.attrgetter(str(node.target))(flat)
             node.target = f"_tensor_constant{len(constants)}"
             constants[node.target] = value
     return TracedModule(module, graph, guard, constants)
-
-
-def getter_chain(module: Any, path: str) -> Any:
-    """The attribute at a dotted path."""
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import TraceError
 from . import regions
+from .attributes import Attributes
 from .structures import difference, fingerprint, is_input, tensors
 
 
@@ -32,6 +33,7 @@ class Guard:
         placeholders: Arguments that hold tensors or objects: the graph's inputs. The others are part of the graph.
         device: Where its tensors were.
         refuse: The module was called in ways that one graph cannot stand for.
+        attributes: What the forward read from its modules.
     """
 
     parameters: inspect.Signature
@@ -41,6 +43,7 @@ class Guard:
     placeholders: tuple[str, ...] = ()
     device: torch.device | None = None
     refuse: bool = field(default=False, compare=False)
+    attributes: Attributes | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Guard:
@@ -77,6 +80,8 @@ class Guard:
         if (autocast := regions.autocast_state()) != self.autocast:
             what = f"the call is under autocast {autocast or 'none'}, traced under {self.autocast or 'none'}"
             raise TraceError(f"{what}; trace it again under this autocast")
+        if self.attributes is not None:
+            self.attributes.check(module)
         values = self.values(args, kwargs)
         given = {name: fingerprint(value) for name, value in values.items()}
         if given != self.traced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import fx, nn
 from ..errors import TraceError
 from . import _torch_private as private
 from . import regions
-from .calls import ASKS_VALUES, MAKES_SHAPES, SHAPES, Changes, is_metadata, model_source, name_of, node_form
+from .calls import ASKS_VALUES, MAKES_SHAPES, SHAPES, Changes, function_name, is_metadata, model_source, name_of, node_form
 from .escapes import KnownValues, chance_decided
 from .graph_ops import Slot, Template, expect_shape, rebuild, set_state, setitem
 from .sandbox import Sandbox
@@ -46,10 +47,12 @@ class Recorder:
         module: Whose forward is recorded; node targets are paths from here.
         path: Where it is in the model, for messages.
         sandbox: The stand-ins the forward runs on.
+        earlier: Who recorded the call before, when this is the second: its values may have been kept.
     """
 
-    def __init__(self, module: nn.Module, path: str, sandbox: Sandbox) -> None:
-        self.label, self.sandbox = path or type(module).__name__, sandbox
+    def __init__(self, module: nn.Module, path: str, sandbox: Sandbox, earlier: Recorder | None = None) -> None:
+        self.module, self.sandbox, self.earlier = module, sandbox, earlier
+        self.label = path or type(module).__name__
         self.graph = fx.Graph()
         self.known = KnownValues(self.graph)
         self.nodes: dict[int, fx.Node] = {}
@@ -60,8 +63,19 @@ class Recorder:
         self.constants: dict[str, torch.Tensor] = {}
         self.modules = {id(child): (name, child) for name, child in module.named_modules()}
         self.state = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+        self.reads: set[tuple[int, str]] = set()
+        """Attributes the forward has read: id of the module, and name."""
+        self.filled: dict[tuple[int, str], Any] = {}
+        """Those that serve as caches, with what is in them after the forward; None for tensors."""
         self.baseline = regions.current()
+        self.grad_switches = 0
         self._shared: dict[int, Any] | None = None
+
+    def attributes(self) -> tuple[set[tuple[str, str]], dict[tuple[str, str], Any]]:
+        """Path and name of the attributes that the graph depends on, and what was put into some; not caches of tensors."""
+        named = {(key, name): (self.modules[key][0], name) for key, name in self.reads if key in self.modules}
+        filled = {named[key]: self.filled[key] for key in named.keys() & self.filled}
+        return {key for key in named.values() if filled.get(key, key) is not None}, filled
 
     # ---- values to arguments of nodes
 
@@ -92,10 +106,18 @@ class Recorder:
         node = self.nodes.get(id(value))
         if node is None:
             name = self.state.get(id(value))
-            node = (
+            node = self._kept(value) or (
                 self._create("get_attr", name, (), {}, value) if name else self._inside_object(value) or self._constant(value)
             )
             self._bind_tensor(node, value)
+        return node
+
+    def _kept(self, value: torch.Tensor) -> fx.Node | None:
+        earlier = self.earlier.nodes.get(id(value)) if self.earlier else None
+        if earlier is None or earlier.op == "get_attr" or id(value) in self.sandbox.originals:
+            return None
+        node = self._create("get_attr", "kept", (), {}, value)
+        node.meta["earlier"] = earlier
         return node
 
     def _inside_object(self, value: torch.Tensor) -> fx.Node | None:
@@ -164,7 +186,7 @@ class Recorder:
 
     def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
         node = self.graph.create_node(op, target, args, kwargs)
-        node.meta.update(source=model_source(), regions=regions.current(self.baseline))
+        node.meta.update(source=model_source(), regions=regions.current(self.baseline, self.grad_switches > 0))
         if isinstance(value, torch.Tensor):
             node.meta["val"] = self.sandbox.fake_of(value)
         if not self.sandbox.fake and op not in ("placeholder", "get_attr"):
@@ -204,6 +226,10 @@ class Recorder:
     def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function and record it when it makes or changes a tensor."""
         name = name_of(func)
+        if name == "_set_grad_enabled":  # two or three calls up is torch.no_grad or the like
+            back = "__exit__" in (sys._getframe(2).f_code.co_name, sys._getframe(3).f_code.co_name)
+            self.grad_switches += -1 if back else 1
+            return func(*args)
         if is_metadata(func, name):
             if name in SHAPES and not self.sandbox.fake:
                 self._pin_shape(args[0])
@@ -230,9 +256,11 @@ class Recorder:
         return self._bind(node, out, changed)
 
     def _mark(self, node: fx.Node, changes: Changes) -> set[int]:
+        """Note which of its inputs a call has changed in place, by their places among the node's inputs."""
         changed = changes.ids()
+        nodes = {self.nodes[key] for key in changed if key in self.nodes}
         if changed:
-            node.meta["mutates"] = True
+            node.meta["mutates"] = tuple(place for place, other in enumerate(node.all_input_nodes) if other in nodes)
         return changed
 
     def _pin_shape(self, value: Any) -> None:
@@ -261,6 +289,7 @@ class Recorder:
                 self._rebind(value, node)
                 return value
             if id(value) in self.nodes and node.op != "placeholder":
+                node.meta["alias"] = self.nodes[id(value)]
                 value = value.view_as(value)  # the call gave back what it got: its result is a value of its own
             self._bind_tensor(node, value)
         elif isinstance(value, (dict, list, tuple)):
@@ -317,7 +346,7 @@ class _Memo(dict[int, Any]):
 
 def _is_dynamic(node: fx.Node) -> bool:
     """Whether the shape of the result may depend on data."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = function_name(node)
     inputs = node.all_input_nodes
     vals = [other.meta["val"] for other in inputs[1:] if "val" in other.meta]
     by_mask = name == "getitem" and any(val.dtype in (torch.bool, torch.uint8) for val in vals)

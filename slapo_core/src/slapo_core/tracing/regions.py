@@ -18,10 +18,11 @@ State = tuple[Any, ...]
 _DEVICES = ("cpu", "cuda")
 
 
-def current(baseline: State = ()) -> State:
-    """The state now, without the entries that ``baseline`` has too."""
+def current(baseline: State = (), grad: bool = False) -> State:
+    """The state now, without the entries that ``baseline`` has too; with ``grad`` the gradient mode is one in any case."""
     autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
-    return tuple(entry for entry in (("grad", torch.is_grad_enabled()), *autocast) if entry not in baseline)
+    mode = ("grad", torch.is_grad_enabled())
+    return tuple(entry for entry in (mode, *autocast) if entry not in baseline or (grad and entry is mode))
 
 
 def autocast_state() -> State:

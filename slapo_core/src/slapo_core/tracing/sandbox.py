@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from types import CellType, FunctionType
@@ -16,13 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import TraceError
 from . import _torch_private as private
-from .structures import tensors
-
-_CONTAINERS = (list, dict, set, deque)
-_OF_TORCH = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, _CONTAINERS))
-_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks")
+from .structures import Snapshot, tensors
 
 
 class Sandbox:
@@ -39,9 +32,14 @@ class Sandbox:
         self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.originals: dict[int, torch.Tensor] = {}
         """Stand-in (by id) to the model's own tensor."""
-        self.before = None if fake else {id(value) for value in gc.get_objects() if issubclass(type(value), torch.Tensor)}
-        self.attributes: dict[int, dict[str, Any]] = {}
+        self.before = (
+            None if fake else {id(value): value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)}
+        )
+        self.state: dict[int, Snapshot] = {}
+        """Module (by id) to what it holds before the forward runs."""
         self._standins: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, int] = {}
+        self._swapped: list[tuple[dict[str, Any], str, Any]] = []
         devices = [tensor.device for tensor in tensors(inputs) if not tensor.is_meta]
         self.device = devices[0] if devices else torch.device("cpu")
 
@@ -65,7 +63,6 @@ class Sandbox:
         modules = list(self.root.modules())
         self.random_numbers = OtherRandomNumbers()
         self.forget_results = _forget_results(modules)
-        restore = [*_snapshot(modules), self.random_numbers.put_back, self.forget_results]
         devices = [] if self.fake or self.device.type != "cuda" else [self.device]
         try:
             with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
@@ -76,64 +73,44 @@ class Sandbox:
                 else:
                     yield
         finally:
-            for undo in restore:
-                undo()
+            for snapshot in self.state.values():
+                snapshot.restore()
+            for table, name, value in self._swapped:
+                table[name] = value
+            self.random_numbers.put_back()
+            self.forget_results()
 
-    def check_unchanged(
-        self, modules: Iterable[nn.Module], moved: Callable[[Any, Any], bool], varies: Callable[[Any], bool]
-    ) -> None:
-        """A forward whose assignments a graph would lose is refused.
-
-        What fills an attribute that was None or not there, or only moves a tensor (``moved(new, old)``), is none of those,
-        unless it holds a tensor made from an input (``varies(new)``): that is state, not something computed once.
-
-        Raises:
-            TraceError: It assigned to an attribute or buffer of one of ``modules``, or drew Python's or NumPy's random numbers.
-        """
-        for module in modules:
-            was = self.attributes[id(module)]
-            for name, value in {**module.__dict__, **module._buffers}.items():
-                old = was.get(name)
-                if name not in _OF_TORCH and (varies(value) if old is None else _differs(value, old, varies, moved)):
-                    what = f"the forward of a {type(module).__name__} assigns to its attribute {name!r} or changes it"
-                    raise TraceError(f"{what}, which a graph cannot repeat; keep it whole with leaf_modules")
-        if self.random_numbers.changed():
-            what = "the forward draws random numbers from Python or NumPy, which a graph cannot repeat"
-            raise TraceError(f"{what}; keep the module that does it whole with leaf_modules")
+    def changed_tensors(self) -> set[int]:
+        """Ids of the stand-ins that the forward has changed in place."""
+        return {id(tensor) for tensor in self._standins.values() if private.version(tensor) != self._versions[id(tensor)]}
 
     def _swap(self, modules: list[nn.Module]) -> None:
         for module in modules:
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is not None:
-                        known = self._standins.get(id(tensor))
-                        table[name] = self._stand_in(tensor) if known is None else known  # type: ignore[assignment]
+                        self._put(table, name, self._stand_in(tensor))
+        seen: set[int] = set()
         for module in modules:
             if isinstance(module, nn.RNNBase):
-                module.__dict__["_flat_weights"] = [self._standins.get(id(weight), weight) for weight in module._flat_weights]
-            state = {**module.__dict__, **module._buffers}
-            self.attributes[id(module)] = {
-                name: copy.copy(value) if isinstance(value, _CONTAINERS) else value for name, value in state.items()
-            }
+                flat = [self._standins.get(id(weight), weight) for weight in module._flat_weights]
+                self._put(module.__dict__, "_flat_weights", flat)
+            self.state[id(module)] = Snapshot(module.__dict__, seen)
+
+    def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
+        self._swapped.append((table, name, table[name]))
+        table[name] = value
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._standins:
+            return self._standins[id(tensor)]
         if self.fake:
             new = private.as_parameter(self.fake_of(tensor), tensor)
         else:
             new = tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
         self._standins[id(tensor)] = new
-        self.originals[id(new)] = tensor
+        self.originals[id(new)], self._versions[id(new)] = tensor, private.version(new)
         return new
-
-
-def _snapshot(modules: list[nn.Module]) -> list[Callable[[], None]]:
-    undo: list[Callable[[], None]] = []
-    for module in modules:
-        state = module.__dict__
-        kept = [(value, value.copy()) for value in state.values() if type(value) in (list, dict, set)]
-        kept += [(state[name], state[name].copy()) for name in _TABLES if type(state[name]) not in (dict, set)]
-        undo.append(lambda state=state, before=dict(state), kept=kept: _restore(state, before, kept))  # type: ignore[misc]
-    return undo
 
 
 def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
@@ -153,26 +130,6 @@ def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
                 before[index] = 0
 
     return undo
-
-
-def _restore(state: dict[str, Any], before: dict[str, Any], kept: list[tuple[Any, Any]]) -> None:
-    for container, content in [*kept, (state, before)]:
-        container.clear()
-        container.extend(content) if isinstance(container, list) else container.update(content)
-
-
-def _differs(value: Any, was: Any, varies: Callable[[Any], bool], moved: Callable[[Any, Any], bool]) -> bool:
-    if isinstance(value, torch.Tensor) or isinstance(was, torch.Tensor):
-        return value is not was and not moved(value, was)
-    if isinstance(value, dict) and isinstance(was, dict):  # a new entry is a cache's when it is a constant tensor
-        news = [new for key, new in value.items() if key not in was]
-        kept = all(key in value and not _differs(value[key], old, varies, moved) for key, old in was.items())
-        return not kept or any(varies(new) or isinstance(new, (bool, int, float, str)) for new in news)
-    if isinstance(value, (list, deque)) and isinstance(was, (list, deque)):
-        return len(value) != len(was) or any(_differs(new, old, varies, moved) for new, old in zip(value, was, strict=True))
-    if isinstance(value, set) and isinstance(was, set):
-        return value != was
-    return isinstance(value, (bool, int, float, str)) and value != was
 
 
 class OtherRandomNumbers:

@@ -32,10 +32,10 @@ def by_reference(value: Any) -> bool:
 
 def contents(value: Any) -> dict[Any, Any] | None:
     """What a container or object consists of, by index, key or attribute; None for a value without parts."""
-    if isinstance(value, torch.Tensor) or by_reference(value):
-        return None
     if isinstance(value, dict):
         return dict(value)
+    if isinstance(value, torch.Tensor) or by_reference(value):
+        return None
     if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))
     if isinstance(value, (set, frozenset)):
@@ -89,18 +89,18 @@ class Snapshot:
 
     def changed(self) -> list[tuple[Any, ...]]:
         """Paths of the parts that are not as they were."""
-        return [path for path, (part, old) in self.parts.items() if not same(contents(part) or {}, old)]
+        return [path for path, (part, old) in self.parts.items() if not _same(part, old)]
 
     def restore(self) -> None:
         """Put everything back."""
         for part, old in self.parts.values():
-            if not same(contents(part) or {}, old):
+            if not _same(part, old):
                 fill(part, old)
 
 
-def same(new: dict[Any, Any], old: dict[Any, Any]) -> bool:
-    """Whether two tables hold the very same values."""
-    return new.keys() == old.keys() and all(map(operator.is_, map(new.__getitem__, old), old.values()))
+def _same(part: Any, old: dict[Any, Any]) -> bool:
+    new = part if type(part) is dict else contents(part) or {}
+    return new.keys() == old.keys() and all(new[key] is value for key, value in old.items())
 
 
 def getter(value: Any) -> Callable[[Any, Any], Any]:
@@ -120,9 +120,7 @@ def has_tensor(value: Any) -> bool:
 
 def is_input(value: Any) -> bool:
     """Whether a graph has to be given the value anew at every call: tensors, and objects a forward may change, e.g. a cache."""
-    return any(
-        isinstance(p, torch.Tensor) or not (isinstance(p, _PLAIN) or contents(p) is None) for _, p in walk(value)
-    )
+    return any(isinstance(p, torch.Tensor) or not (isinstance(p, _PLAIN) or contents(p) is None) for _, p in walk(value))
 
 
 def _shape(tensor: torch.Tensor) -> Any:

@@ -59,7 +59,7 @@ class TracedModule(fx.GraphModule):
         for name in _TABLES:
             self.__dict__[name] = root.__dict__[name].copy()
         for name, value in root.__dict__.items():
-            if not name.startswith("_") and name not in self.__dict__ and name not in ("graph", "code", "forward"):
+            if name not in self.__dict__ and name not in ("graph", "code", "forward"):
                 self.__dict__[name] = value
         self.training = root.training
 

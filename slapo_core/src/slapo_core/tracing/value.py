@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
-from torch import fx, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import TraceError
 from ..wrapping import is_opaque
 from . import _torch_private as private
+from .attributes import Attributes, facts_of, is_plain
 from .calls import model_source
 from .guard import Guard
 from .recorder import Recorder
 from .sandbox import OtherRandomNumbers, Sandbox
-from .structures import distinct, replace_tensors
+from .state import Change, Repeat, changes
+from .structures import distinct, has_tensor, replace_tensors
 from .traced_module import TracedModule
 
 Kind = Literal["leaf", "inline", "graph"]
@@ -27,13 +28,13 @@ Plan = Callable[[str, nn.Module], Kind]
 class _Session(TorchFunctionMode):
     """One run of the root's forward, with a recorder for every module that gets a graph."""
 
-    def __init__(self, root: nn.Module, target: str, plan: Plan, sandbox: Sandbox) -> None:
+    def __init__(self, root: nn.Module, target: str, plan: Plan, sandbox: Sandbox, earlier: _Session | None = None) -> None:
         super().__init__()
-        self.root, self.plan, self.sandbox = root, plan, sandbox
+        self.root, self.plan, self.sandbox, self.earlier = root, plan, sandbox, earlier
         self.target = root.get_submodule(target)
         self.paths = {id(module): name for name, module in root.named_modules()}
         self.stack: list[Recorder | None] = [None]  # None: what runs now is not recorded
-        self.inlined: dict[int, nn.Module] = {}
+        self.whole: dict[int, nn.Module] = {}
         self.graphs: dict[str, tuple[Recorder, Guard]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,8 +53,8 @@ class _Session(TorchFunctionMode):
             return call(module, *args, **kwargs)
         path = self.paths[id(module)]
         kind = "leaf" if is_opaque(module) else self.plan(path, module)
-        if kind != "leaf":
-            self.inlined[id(module)] = module
+        if kind == "leaf":
+            self.whole[id(module)] = module
         if kind == "inline":
             return call(module, *args, **kwargs)
         with private.unrecorded():
@@ -80,7 +81,8 @@ class _Session(TorchFunctionMode):
                 self.graphs[path][1].refuse = True
             return self.run_whole(call, module, args, kwargs)
         args, kwargs = distinct((args, kwargs), set())
-        recorder = Recorder(module, path, self.sandbox)
+        earlier = self.earlier.graphs.get(path) if self.earlier else None
+        recorder = Recorder(module, path, self.sandbox, earlier and earlier[0])
         self.graphs[path] = (recorder, guard)
         for name, value in guard.values(args, kwargs).items():
             recorder.parameter(name, value, name in guard.placeholders)
@@ -95,32 +97,6 @@ class _Session(TorchFunctionMode):
         recorder.output(out)
         return out
 
-    def moved(self, new: Any, old: Any) -> bool:
-        """Whether a tensor has the values of another, on the device and in the type of today."""
-        for recorder, _ in self.graphs.values():
-            node = recorder.nodes.get(id(new))
-            if (
-                node is not None
-                and node.target in ("to", "cpu", "cuda", "type_as")
-                and node.args[0] is recorder.nodes.get(id(old))
-            ):
-                return True
-        return False
-
-    def varies(self, value: Any) -> bool:
-        """Whether a tensor, or a tensor inside a container, is made from an input of its graph."""
-        if type(value) in (tuple, list, dict):
-            return any(map(self.varies, value.values() if type(value) is dict else value))
-        if not isinstance(value, torch.Tensor):
-            return False
-        todo = [recorder.nodes[id(value)] for recorder, _ in self.graphs.values() if id(value) in recorder.nodes]
-        seen: set[fx.Node] = set()
-        for node in todo:
-            if node not in seen:
-                seen.add(node)
-                todo += node.all_input_nodes
-        return any(node.op == "placeholder" for node in seen)
-
     def apply(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """An autograd function is recorded as one call."""
         recorder = self.stack[-1]
@@ -128,6 +104,73 @@ class _Session(TorchFunctionMode):
             return call(*args, **kwargs)
         with private.unrecorded():
             return recorder.call_function(call, args, kwargs)
+
+    @property
+    def recorders(self) -> dict[str, Recorder]:
+        """Path of each module with a graph to what records it."""
+        return {path: recorder for path, (recorder, _) in self.graphs.items()}
+
+    def read(self, module: nn.Module, name: str) -> None:
+        """An attribute is read."""
+        recorder = self.stack[-1]
+        if recorder is not None and is_plain(name):
+            recorder.reads.add((id(module), name))
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the root's forward."""
+        memo = {id(module): module for module in self.root.modules()}
+        args, kwargs = replace_tensors((args, kwargs), self.sandbox.enter_input, memo)
+        with private.intercept(self.module_call, self.apply, self.read), self:
+            try:
+                self.root(*args, **kwargs)
+            except TraceError:
+                raise
+            except Exception as err:
+                raise _ForwardFailed from err
+
+    def check_state(self, again: Callable[[], _Session]) -> None:
+        """Refuse a forward that leaves its modules in another state, unless ``again``, the next call, does the same.
+
+        Raises:
+            TraceError: A graph would not do as the forward does at the next call.
+        """
+        changed = list(changes(self.target.modules(), self.sandbox.state.values()))
+        inside = {id(module) for whole in self.whole.values() for module in whole.modules()}
+        own = [change for change in changed if id(change.module) not in inside]
+        shared = {change.first for change in own}
+        others = [change for change in changed if change.first not in shared]
+        self._mark_changes(others)
+        for recorder in self.recorders.values():
+            for module, name, _ in others:
+                if (id(module), name) in recorder.reads:
+                    what = (
+                        f"reads the attribute {name!r} of {self.paths[id(module)]!r}, which changes inside a module kept whole"
+                    )
+                    raise TraceError(f"the forward {what}; keep what reads it whole too, with leaf_modules")
+            for module, name, first in changed:
+                if first in shared:
+                    recorder.filled[id(module), name] = None if has_tensor(value := vars(module).get(name)) else facts_of(value)
+        if own:
+            modules = [module for module in self.target.modules() if id(module) not in inside]
+            repeat = Repeat(self.recorders, modules, self.sandbox.state.values())
+            if found := repeat.difference(again().recorders, own[0]):
+                what = f"the forward of a {type(found[0]).__name__} assigns to its attribute {found[1]!r} or changes it"
+                raise TraceError(f"{what}, which a graph cannot repeat; keep it whole with leaf_modules")
+
+    def _mark_changes(self, changed: list[Change]) -> None:
+        """Note at the calls of modules kept whole what they may have changed on themselves."""
+        found: dict[int, list[str]] = {}
+        for module, _, (first, name) in changed:
+            found.setdefault(id(module), []).append(f"{self.paths[id(first)]}.{name}")
+        tensors = self.sandbox.changed_tensors()
+        for module in self.target.modules() if tensors else ():
+            held = [*module._parameters.items(), *module._buffers.items()]
+            places = [f"{self.paths[id(module)]}.{name}" for name, tensor in held if id(tensor) in tensors]
+            found.setdefault(id(module), []).extend(places)
+        for recorder in self.recorders.values() if found else ():
+            for node in recorder.graph.find_nodes(op="call_module"):
+                modules = recorder.module.get_submodule(str(node.target)).modules()
+                node.meta["changes"] = tuple(place for module in modules for place in found.get(id(module), ()))
 
 
 def trace_value(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, target: str = "") -> TracedModule:
@@ -161,19 +204,20 @@ class _ForwardFailed(Exception):
 def _run(root: nn.Module, args: Any, kwargs: Any, plan: Plan, target: str, *, fake: bool) -> _Session:
     sandbox = Sandbox(root, (args, kwargs), fake=fake)
     with sandbox.open():
-        memo = {id(module): module for module in root.modules()}
-        args, kwargs = replace_tensors((args, kwargs), sandbox.enter_input, memo)
         session = _Session(root, target, plan, sandbox)
-        with private.intercept(session.module_call, session.apply), session:
-            try:
-                root(*args, **kwargs)
-            except TraceError:
-                raise
-            except Exception as err:
-                raise _ForwardFailed from err
-        sandbox.check_unchanged([session.target, *session.inlined.values()], session.moved, session.varies)
-    if target not in session.graphs:
-        raise TraceError(f"{target!r} is not called when the model runs on the example inputs; trace another module")
+        session.run(args, kwargs)
+        if sandbox.random_numbers.changed():
+            what = "the forward draws random numbers from Python or NumPy, which a graph cannot repeat"
+            raise TraceError(f"{what}; keep the module that does it whole with leaf_modules")
+        if target not in session.graphs:
+            raise TraceError(f"{target!r} is not called when the model runs on the example inputs; trace another module")
+
+        def again() -> _Session:
+            second = _Session(root, target, plan, sandbox, session)
+            second.run(args, kwargs)
+            return second
+
+        session.check_state(again)
     return session
 
 
@@ -186,7 +230,9 @@ def _assemble(root: nn.Module, session: _Session, target: str) -> TracedModule:
         inner = {
             name.removeprefix(f"{path}.") if path else name: module for name, module in made.items() if _inside(name, path)
         }
-        made[path] = TracedModule(root.get_submodule(path), recorder.graph, guard, recorder.constants, inner)
+        module = root.get_submodule(path)
+        guard.attributes = Attributes(module, *recorder.attributes())
+        made[path] = TracedModule(module, recorder.graph, guard, recorder.constants, inner)
     traced = made[target]
     assert isinstance(traced, TracedModule)
     return traced

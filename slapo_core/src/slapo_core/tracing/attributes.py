@@ -1,0 +1,97 @@
+"""What a forward read from its modules: numbers that are part of the graph and may be others at the next call."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import TraceError
+from .structures import Snapshot, difference, fingerprint
+
+_OF_TORCH = frozenset([*vars(nn.Module()), *dir(nn.Module)]) - {"training"}
+_NONE = inspect.Parameter.empty
+"""Stands for an attribute that is not there."""
+
+
+def is_plain(name: str) -> bool:
+    """Whether the attribute is none of those that torch gives every module."""
+    return name not in _OF_TORCH
+
+
+class Attributes:
+    """Attributes, of a traced module and of those inside that its graph has taken in, as they were when the forward read them.
+
+    Numbers, strings, functions and whatever is inside containers and objects, configs for one, are compared. Not so what lies
+    in numpy arrays, closures, globals or classes, and modules that the traced one does not hold.
+
+    Args:
+        root: The module that was traced.
+        names: Path and name of each attribute. One that a module gets only later, over its class's, counts as well.
+        filled: Those of them that the forward itself sets, as a cache, and what to: that is allowed too.
+    """
+
+    def __init__(self, root: nn.Module, names: Collection[tuple[str, str]], filled: Mapping[tuple[str, str], Any]) -> None:
+        self._names: dict[tuple[str, ...], list[str]] = {}
+        for path, name in sorted(names):
+            self._names.setdefault(tuple(path.split(".")) if path else (), []).append(name)
+        self._filled = filled
+        self._original: weakref.ref[nn.Module] | None = weakref.ref(root)
+        self._take(self._read(root))
+        self._note()
+
+    def check(self, module: nn.Module) -> None:
+        """Compare with ``module``, which may be a part of the root, and with the root as far as it is still in use.
+
+        Raises:
+            TraceError: An attribute is another one now.
+        """
+        original = self._original() if self._original is not None else None
+        modules = [module] if original is None or original is module else [module, original]
+        for holder in modules:
+            if changed := self.changed(holder, () if holder is module else ("training",)):
+                raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
+
+    def changed(self, root: nn.Module, ignored: Collection[str] = ()) -> str | None:
+        """The first attribute that is another one now, in words."""
+        values = {key: value for key, value in self._read(root).items() if key[1] not in ignored}
+        if all(value is self._values[key] for key, value in values.items()) and not self._inside.changed():
+            return None
+        for key, value in values.items():
+            now, then = facts_of(value), self._traced[key]
+            if now not in (then, self._filled.get(key)) and value is not _NONE:
+                return difference(then, now, ".".join(filter(None, key)))
+        self._take({**self._values, **values})
+        return None
+
+    def _read(self, root: nn.Module) -> dict[tuple[str, str], Any]:
+        values: dict[tuple[str, str], Any] = {}
+        for path, names in self._names.items():
+            module: nn.Module | None = root
+            for child in path:
+                module = module and module._modules.get(child)
+            for name in names if module is not None else ():
+                values[".".join(path), name] = module.__dict__.get(name, _NONE)
+        return values
+
+    def _take(self, values: dict[tuple[str, str], Any]) -> None:
+        self._values, self._inside = values, Snapshot(values)
+
+    def _note(self) -> None:
+        self._traced = {key: facts_of(value) for key, value in self._values.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_original": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take(self._values)
+        self._note()  # a copy has tensors of its own
+
+
+def facts_of(value: Any) -> Any:
+    """What has to stay the same of an attribute."""
+    return fingerprint(value, lambda tensor: (tuple(tensor.shape), tensor.dtype, id(tensor)))

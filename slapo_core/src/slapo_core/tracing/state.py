@@ -1,0 +1,126 @@
+"""State: a graph does not repeat what the forward assigns to its modules, so the next call must not miss it.
+
+Caches are no state: where something has changed the forward runs once more, from what it left behind. If that call does the
+same but for filling the caches, with constants and not by chance, and leaves the same behind, then so does every later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from .calls import RANDOM, function_name
+from .structures import Snapshot, contents, fingerprint
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_MISSING = object()
+
+
+class Change(NamedTuple):
+    """An attribute or buffer of a module that has another value now, itself or anywhere inside.
+
+    Args:
+        module: Who holds it.
+        name: Of the attribute.
+        first: The first module that holds what has changed, and its name there: the same for all that share it.
+    """
+
+    module: nn.Module
+    name: str
+    first: tuple[nn.Module, str]
+
+
+def changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterator[Change]:
+    """What is not as it was, once for each module that holds it."""
+    changed = {id(part): old for snapshot in before for part, old in map(snapshot.parts.__getitem__, snapshot.changed())}
+    first: dict[Any, tuple[nn.Module, str]] = {}
+    for module in modules if changed else ():
+        for path, (part, _) in Snapshot(vars(module)).parts.items():
+            old, new = changed.get(id(part), {}), contents(part) or {}
+            for key in {**old, **new} if id(part) in changed else ():
+                if old.get(key, _MISSING) is not new.get(key, _MISSING):
+                    name = str(next(name for name in (*path, key) if name not in _TABLES))
+                    yield Change(module, name, first.setdefault((id(part), key), (module, name)))
+
+
+class Repeat:
+    """A second recording next to the first.
+
+    Args:
+        first: Path of each module with a graph to its recorder in the first run.
+        modules: What is part of these graphs.
+        before: All modules' state before the first run.
+    """
+
+    def __init__(self, first: Mapping[str, Recorder], modules: list[nn.Module], before: Iterable[Snapshot]) -> None:
+        self.first, self.modules = first, modules
+        self.old = {id(value) for snapshot in before for _, parts in snapshot.parts.values() for value in parts.values()}
+        self.known: dict[fx.Node, fx.Node] = {}
+        """Node of the second run to the node of the first that has the same value."""
+        self.left = self._state(first.values())
+
+    def difference(self, second: Mapping[str, Recorder], cause: Change) -> tuple[nn.Module, str] | None:
+        """Whose state, and of what name, the second run leaves otherwise; those of ``cause`` when it does other things."""
+        recorders = list(second.values())
+        repeats = second.keys() == self.first.keys() and all(self._matches(self.first[path], second[path]) for path in second)
+        for module, then, now in zip(self.modules, self.left, self._state([*self.first.values(), *recorders]), strict=True):
+            for name in {**then, **now}:
+                if then.get(name) != now.get(name):
+                    return module, name
+        return None if repeats else cause[:2]
+
+    def _state(self, recorders: Iterable[Recorder]) -> list[dict[str, Any]]:
+        def meaning(tensor: torch.Tensor) -> Any:
+            nodes = (recorder.nodes[id(tensor)] for recorder in recorders if id(tensor) in recorder.nodes)
+            node = next((self.known.get(node, node) for node in nodes), None)
+            return id(tensor) if id(tensor) in self.old else node if node is not None and _is_constant(node) else object()
+
+        prints = [fingerprint(vars(module), meaning)[1] for module in self.modules]
+        return [{**{key: part for name in _TABLES for key, part in print_.pop(name)[1].items()}, **print_} for print_ in prints]
+
+    def _matches(self, first: Recorder, second: Recorder) -> bool:
+        """Whether the second graph is the first without some nodes that make constants."""
+        nodes, place = list(first.graph.nodes), 0
+        for node in second.graph.nodes:
+            same = first.constants.get(str(node.target)) is second.constants.get(str(node.target))
+            found = next((i for i in range(place, len(nodes)) if same and self._alike(nodes[i], node)), None)
+            if found is not None:
+                skipped, place = nodes[place:found], found + 1
+                self.known[node] = nodes[found]
+            else:
+                earlier = node.meta.get("earlier") or self.known.get(node.meta.get("alias"))
+                if earlier is None:
+                    return False
+                skipped, self.known[node] = [earlier], earlier
+            if not all(map(_is_constant, skipped)):
+                return False
+        return True
+
+    def _alike(self, one: fx.Node, other: fx.Node) -> bool:
+        facts = [(node.op, node.target, node.meta.get("regions")) for node in (one, other)]
+        if facts[0] != facts[1]:
+            return False
+        arguments: Any = map_arg((other.args, other.kwargs), lambda node: self.known.get(node, node))
+        return bool(fingerprint((one.args, one.kwargs), id) == fingerprint(arguments, id))
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a value depends on no input, on nothing that trains and not on chance, and making it changes nothing else."""
+    todo = [node]
+    for other in todo:
+        value = other.meta.get("val")
+        if other.op in ("placeholder", "call_module", "output") or (value is not None and value.requires_grad):
+            return False
+        if other.op != "get_attr" and any(part in function_name(other).lower() for part in RANDOM):
+            return False
+        if other.meta.get("mutates") and any(given.op == "get_attr" for given in other.all_input_nodes):
+            return False
+        todo += [given for given in other.all_input_nodes if given not in todo]
+    return True

@@ -1,0 +1,56 @@
+"""A pipeline of real processes follows a number of the model that changes between its steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from slapo_core.build import build
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+
+pytestmark = pytest.mark.multiproc
+
+
+class Tempered(nn.Module):
+    """Scales by a number in both of its stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.temperature = 1.0
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.b(self.a(x * self.temperature)) * self.temperature).mean()}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def _steps(rank: int) -> list[tuple[float, float]]:
+    torch.manual_seed(0)
+    model, x = Tempered(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    schedule = create_schedule(model, mesh=mesh, example_inputs={"x": x[:2]})
+    schedule["a"].cut_pipeline_stage()
+    engine: Any = build(schedule, "torch", optimizer=sgd, microbatches=2)
+    losses = []
+    for temperature in (1.0, 5.0, 2.0):
+        model.temperature = plain.temperature = temperature
+        losses.append((float(engine.train_batch(x=x)), float(plain(x)["loss"])))
+        losses.append((float(engine.eval_batch(x=x)), float(plain(x)["loss"])))
+    engine.close()
+    return losses
+
+
+def test_a_number_that_changes_between_steps() -> None:
+    for losses in run_distributed(_steps, 2):
+        for found, expected in losses:
+            assert found == pytest.approx(expected, abs=1e-6)
