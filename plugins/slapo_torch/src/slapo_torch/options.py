@@ -64,8 +64,8 @@ class Options:
             raise BuildError(f"loss_fn has reduction='sum', but the losses of {num_parts} parts are averaged; use 'mean'")
         if self._of_loss("weight", None) is not None and num_parts > 1:
             raise BuildError(
-                f"loss_fn weights its labels, so the mean over {num_parts} parts is another number; leave weight= out, or train "
-                "with one micro-batch on one replica"
+                f"loss_fn weights its labels, so the mean over {num_parts} parts is another number; leave weight= out, "
+                "or train with one micro-batch on one replica"
             )
 
     def _of_loss(self, name: str, default: Any) -> Any:
