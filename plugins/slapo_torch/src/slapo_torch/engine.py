@@ -152,14 +152,14 @@ class TorchEngine(Engine):
         from .pipeline import StagePlan  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
         key = (training, signature(part))
-        if key not in self._plans:
-            assert self._program.replan is not None
-            with torch.set_grad_enabled(training), StageCall(self._stage, None, self._options, self._device.type).precision():
-                program = self._program.replan(training, part)
-            self._plans[key] = StagePlan(program, self._options, training, self._replicas)
+        assert self._program.replan is not None
+        with torch.set_grad_enabled(training), StageCall(self._stage, None, self._options, self._device.type).precision():
+            program = self._program.replan(training, part)  # the same one, unless the model has changed
+        plan: StagePlan | None = self._plans.get(key)
+        if plan is None or plan.program is not program:
+            plan = self._plans[key] = StagePlan(program, self._options, training, self._replicas)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
-        plan: StagePlan = self._plans[key]
         self._facts.append(fingerprint([stage.inputs for stage in plan.program.stages]))
         return plan.run
 
