@@ -115,7 +115,7 @@ def test_an_attribute_that_changes_makes_a_new_plan() -> None:
     ):
         change()
         torch.testing.assert_close(program(x=x), model(x))
-    with pytest.raises(TraceError, match=r"attribute (temperature|sizes\['shift'\]\[0\]) is .*, traced as .*; trace again"):
+    with pytest.raises(TraceError, match=r"attribute [a-z.]+(\['shift'\]\[0\])? is .*, traced as .*; trace again"):
         program.stages[0].module(x=x)
 
 

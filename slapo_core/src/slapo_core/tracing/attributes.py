@@ -50,21 +50,21 @@ class Attributes:
             TraceError: An attribute is another one now.
         """
         original = self._original() if self._original is not None else None
-        modules = [module] if original is None or original is module else [module, original]
-        for holder in modules:
-            if changed := self.changed(holder, () if holder is module else ("training",)):
-                raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
+        if changed := self.changed(module, original if original is not module else None):
+            raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
 
-    def changed(self, root: nn.Module, ignored: Collection[str] = ()) -> str | None:
-        """The first attribute that is another one now, in words."""
-        values = {key: value for key, value in self._read(root).items() if key[1] not in ignored}
-        if all(value is self._values[key] for key, value in values.items()) and not self._inside.changed():
+    def changed(self, root: nn.Module, original: nn.Module | None = None) -> str | None:
+        """The first attribute that is another one now, in words; the original may be in another mode."""
+        values, known = self._read(root), self._values
+        others = {} if original is None else {key: part for key, part in self._read(original).items() if key[1] != "training"}
+        suspects = [(key, part) for given in (values, others) for key, part in given.items() if part is not known[key]]
+        if not suspects and not self._inside.changed():
             return None
-        for key, value in values.items():
+        for key, value in [*suspects, *values.items()]:
             now, then = facts_of(value), self._traced[key]
             if now not in (then, self._filled.get(key)) and value is not _NONE:
                 return difference(then, now, ".".join(filter(None, key)))
-        self._take({**self._values, **values})
+        self._take({**known, **values})
         return None
 
     def _read(self, root: nn.Module) -> dict[tuple[str, str], Any]:

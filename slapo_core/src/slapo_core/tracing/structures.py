@@ -100,7 +100,7 @@ class Snapshot:
 
 def _same(part: Any, old: dict[Any, Any]) -> bool:
     new = part if type(part) is dict else contents(part) or {}
-    return new.keys() == old.keys() and all(new[key] is value for key, value in old.items())
+    return len(new) == len(old) and all(map(operator.is_, new.values(), old.values())) and new.keys() == old.keys()
 
 
 def getter(value: Any) -> Callable[[Any, Any], Any]:
