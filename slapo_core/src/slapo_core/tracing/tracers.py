@@ -32,8 +32,9 @@ def trace_module(
     The graph's placeholders are the arguments given that hold tensors; everything else the forward was given is part of the
     graph, and a call that differs in it, in a shape, a dtype or the training mode is a ``TraceError``. Nodes have
     ``meta["val"]``: a fake tensor without history, ``meta["source"]``: the model's ``file:line``, ``meta["regions"]``: see
-    ``tracing.regions``, and ``meta["mutates"]`` where a call changes a tensor in place. To split a graph, copy nodes with their
-    ``meta``, leave out region nodes and call ``regions.write_regions`` on each part.
+    ``tracing.regions``, ``meta["mutates"]`` where a call changes tensors in place: their places among the node's inputs, and
+    ``meta["changes"]``: paths of buffers and attributes that a module kept whole changes on itself. To split a graph, copy nodes
+    with their ``meta``, leave out region nodes and call ``regions.write_regions`` on each part.
 
     Args:
         model: What to trace; its weights may be on the meta device.
