@@ -232,3 +232,31 @@ def _head_norms(rank: int) -> list[int]:
 
 def test_tensor_parallel_sums_the_gradients_of_norms_of_heads() -> None:
     assert run_distributed(_head_norms, 2) == [[1, 0, 1, 0]] * 2
+
+
+class Normed(nn.Module):
+    """A norm of whole values before the split layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.LayerNorm(4), Block(Slope)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.norm(x)).pow(2).mean()
+
+
+def _needless(rank: int) -> str:
+    sch = create_schedule(model := Normed(), plugins=PLUGINS)
+    sch.tensor_parallel({"block.up": "colwise", "block.down": "rowwise"})
+    sch["norm"].sync("grad", "all_reduce")
+    build(sch, check=False)
+    with pytest.raises(ScheduleError) as caught:
+        model(X).backward()
+    return str(caught.value)
+
+
+def test_a_gradient_that_is_whole_already_is_not_summed() -> None:
+    (first, second) = run_distributed(_needless, 2)
+    assert "the gradient of 'norm.bias' is the same on every rank" in first.replace("weight", "bias")
+    assert "2 times too large" in first
+    assert first == second

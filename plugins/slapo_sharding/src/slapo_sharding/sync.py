@@ -83,8 +83,9 @@ class SyncPrimitive(Primitive):
         if sync.fn is None and schedule.world_size <= 1:
             return
         if mode == "grad":
-            for parameter in trainable(module):
-                handle = parameter.register_hook(GradientSum(schedule.group))  # type: ignore[no-untyped-call]
+            for name, parameter in trainable(module).items():
+                label = f"{schedule.path}.{name}" if schedule.path else name
+                handle = parameter.register_hook(GradientSum(schedule.group, label))  # type: ignore[no-untyped-call]
                 schedule.on_undo(handle.remove)
         elif mode == "fwd_post":
             module.register_forward_hook(sync, with_kwargs=True)
@@ -152,5 +153,5 @@ def _check_grad(schedule: Schedule, op: Any, error: Callable[[str], ScheduleErro
         raise error("the module is sharded, so the gradients of its parameters are right already; leave this sync out")
     if not own:
         raise error("the module itself has no trainable parameters; take one inside of it")
-    if any(map(sums_gradient, own)):
+    if any(map(sums_gradient, own.values())):
         raise error("the gradients of its parameters are summed already; sync them once")

@@ -111,22 +111,46 @@ class Sync:
         return x + bias.to(x.dtype)
 
 
-@dataclass(frozen=True)
 class GradientSum:
-    """A hook of a parameter: each micro-batch's gradient is summed over the group as it arrives."""
+    """A hook of a parameter: each micro-batch's gradient is summed over the group as it arrives.
 
-    group: collectives.Group
+    Args:
+        group: The ranks that each have a part of the gradient.
+        name: Of the parameter, for the error when the gradient turns out to be whole already.
+    """
+
+    def __init__(self, group: collectives.Group, name: str) -> None:
+        self.group, self.name = group, name
+        self.seen = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientSum:
-        return self
+        return GradientSum(self.group, self.name)
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        return collectives.all_reduce(grad, self.group)
+        total = collectives.all_reduce(grad, self.group)
+        if not self.seen and not torch.compiler.is_compiling():
+            self._check(grad, total)
+        return total
+
+    def _check(self, grad: torch.Tensor, total: torch.Tensor) -> None:
+        """Parts that are the same on all ranks, in each of several numbers, are not parts."""
+        telling = grad.numel() * grad.element_size() >= _TELLING_BYTES and bool(grad.any())
+        self.seen = telling
+        ranks = collectives.num_ranks(self.group)
+        if telling and torch.allclose(total, grad * ranks, rtol=torch.finfo(grad.dtype).eps, atol=0):
+            raise ScheduleError(
+                f"the gradient of {self.name!r} is the same on every rank, so it is whole already and its sum would be "
+                f"{ranks} times too large; leave sync('grad', 'all_reduce') out",
+                primitive="sync",
+            )
 
 
-def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of the module itself that get a gradient."""
-    return [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+_TELLING_BYTES = 8
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the module itself that get a gradient, by name."""
+    return {name: parameter for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad}
 
 
 def sums_gradient(parameter: torch.Tensor) -> bool:
