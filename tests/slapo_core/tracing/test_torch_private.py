@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import slapo_core
@@ -29,7 +31,7 @@ def test_private_names_stay_in_one_module() -> None:
 def test_fakes_claim_a_device_and_take_no_memory() -> None:
     real = nn.Parameter(torch.empty(3, 2, device="meta").t())
     real.mark = 1  # type: ignore[attr-defined]
-    fake = private.as_parameter(private.fake_like(private.FakeTensorMode(), real, torch.device("cpu")), real)
+    fake = private.as_parameter(private.fake_like(private.FakeMode(), real, torch.device("cpu")), real)
     assert isinstance(fake, nn.Parameter)
     assert isinstance(fake, private.FakeTensor)
     assert (fake.device.type, fake.shape, fake.stride(), fake.requires_grad, fake.is_leaf, fake.mark) == (
@@ -40,13 +42,42 @@ def test_fakes_claim_a_device_and_take_no_memory() -> None:
         True,
         1,
     )
-    assert private.fake_like(private.FakeTensorMode(), torch.eye(2).to_sparse()).shape == (2, 2)
+    assert private.fake_like(private.FakeMode(), torch.eye(2).to_sparse()).shape == (2, 2)
 
 
 def test_real_and_fake_tensors_mix() -> None:
-    mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = private.FakeMode(allow_non_fake_inputs=True)
     with mode:
         assert isinstance(torch.ones(2) + private.fake_like(mode, torch.ones(2)), private.FakeTensor)
+
+
+def test_fakes_take_the_key_of_ours_and_tell_apart_what_torch_does() -> None:
+    a = torch.ones(2, 4)
+    calls = [
+        lambda x: x * 1,
+        lambda x: x * 1.0,
+        lambda x: x * True,
+        lambda x: x.sum([0, 1]),
+        lambda x: x.sum([0], True),
+        lambda x: x.to(torch.int32),
+        lambda x: torch.stack([x, x], 1),
+        lambda x: torch.cat([x[:1].t(), x.t()], 1),
+    ]
+    inputs = [a, a.t(), a.int(), a.long()[0], a[:, 1:], torch.ones(4, 2)[::2], nn.Parameter(a), a.to(torch.complex64).conj()]
+
+    def results(mode: Any) -> list[Any]:
+        found = []
+        for _ in range(2):  # the second time from memory
+            for x in inputs:
+                for call in calls if x.dim() == 2 else calls[:3]:
+                    with mode:
+                        y = call(private.fake_like(mode, x))
+                    found.append((y.shape, y.stride(), y.dtype, y.device, y.requires_grad, y.is_conj()))
+        return found
+
+    plain = FakeTensorMode()
+    assert results(private.FakeMode()) == results(plain)
+    assert len([key for key in plain.cache if isinstance(key, tuple) and key[0] is torch.ops.aten.mul.Tensor]) >= 3
 
 
 def test_version_counts_changes() -> None:

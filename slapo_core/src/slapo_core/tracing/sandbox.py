@@ -29,7 +29,7 @@ class Sandbox:
 
     def __init__(self, root: nn.Module, inputs: Any, *, fake: bool) -> None:
         self.root, self.fake = root, fake
-        self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = private.FakeMode(allow_non_fake_inputs=True)
         self.originals: dict[int, torch.Tensor] = {}
         """Stand-in (by id) to the model's own tensor."""
         self.before = (

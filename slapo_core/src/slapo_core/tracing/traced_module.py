@@ -164,7 +164,7 @@ def _graph_data(graph: fx.Graph) -> list[Any]:
 
 
 def _unpickle(state: dict[str, Any], data: list[Any]) -> TracedModule:
-    graph, mode = fx.Graph(), private.FakeTensorMode()
+    graph, mode = fx.Graph(), private.FakeMode()
     nodes: dict[str, fx.Node] = {}
     for name, op, target, args, kwargs, meta in data:
         args, kwargs = map_aggregate((args, kwargs), lambda value: nodes[value] if isinstance(value, _Name) else value)
