@@ -9,33 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunction, _EnableTorchFunction, _is_torch_function_all_disabled
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._C import DisableTorchFunction, _EnableTorchFunction
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
-
-__all__ = [
-    "FakeMode",
-    "FakeTensor",
-    "as_parameter",
-    "fake_like",
-    "intercept",
-    "is_unrecorded",
-    "leaf_paths",
-    "quiet",
-    "recorded",
-    "unflatten",
-    "unrecorded",
-    "version",
-]
 
 unrecorded: Callable[[], Any] = DisableTorchFunction
 """Context in which no torch function mode sees what is called."""
 recorded: Callable[[], Any] = _EnableTorchFunction
 """Context, inside ``unrecorded``, in which the modes see calls again."""
-is_unrecorded: Callable[[], bool] = _is_torch_function_all_disabled
-"""Whether the code runs inside ``unrecorded``."""
 
 
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -126,7 +126,10 @@ class _Session(TorchFunctionMode):
             except TraceError:
                 raise
             except Exception as err:
-                raise _ForwardFailed from err
+                meta = any(tensor.is_meta for tensor in self.sandbox.originals.values())
+                note = "; its weights are on the meta device, so it cannot run on real tensors instead" if meta else ""
+                text = f"the forward does not run: {type(err).__name__}: {err}{note}"
+                raise TraceError(text, source=model_source(err)) from err
 
     def check_state(self, again: Callable[[], _Session]) -> None:
         """Refuse a forward that leaves its modules in another state, unless ``again``, the next call, does the same.
@@ -180,25 +183,11 @@ def trace_value(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     """
     try:
         session = _run(root, args, kwargs, plan, target, fake=True)
-    except _ForwardFailed as failed:
-        if any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
-            note = "; its weights are on the meta device, so it cannot run on real tensors instead"
-            raise failed.as_trace_error(note) from failed.__cause__
-        try:
-            session = _run(root, args, kwargs, plan, target, fake=False)
-        except _ForwardFailed as again:
-            raise again.as_trace_error() from again.__cause__
+    except TraceError as failed:
+        if failed.__cause__ is None or any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
+            raise
+        session = _run(root, args, kwargs, plan, target, fake=False)
     return _assemble(root, session, target)
-
-
-class _ForwardFailed(Exception):
-    """The model's own code raised; what fake tensors cannot do comes as any type."""
-
-    def as_trace_error(self, note: str = "") -> TraceError:
-        err = self.__cause__
-        assert err is not None
-        text = f"the forward does not run: {type(err).__name__}: {err}{note}"
-        return TraceError(text, source=model_source(err))
 
 
 def _run(root: nn.Module, args: Any, kwargs: Any, plan: Plan, target: str, *, fake: bool) -> _Session:
@@ -227,16 +216,11 @@ def _assemble(root: nn.Module, session: _Session, target: str) -> TracedModule:
     for path, (recorder, guard) in sorted(session.graphs.items(), key=lambda item: -len(item[0])):
         if guard.refuse and path != target:
             continue
-        inner = {
-            name.removeprefix(f"{path}.") if path else name: module for name, module in made.items() if _inside(name, path)
-        }
+        prefix = f"{path}." if path else ""
+        inner = {name.removeprefix(prefix): module for name, module in made.items() if name.startswith(prefix)}
         module = root.get_submodule(path)
         guard.attributes = Attributes(module, *recorder.attributes())
         made[path] = TracedModule(module, recorder.graph, guard, recorder.constants, inner)
     traced = made[target]
     assert isinstance(traced, TracedModule)
     return traced
-
-
-def _inside(name: str, path: str) -> bool:
-    return name != path and (not path or name.startswith(f"{path}."))
