@@ -15,7 +15,7 @@ from slapo_core.tracing.structures import walk
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor inside a structure of any kind."""
-    return [part for _, part in walk(value) if isinstance(part, torch.Tensor)]
+    return [part for _, part, _ in walk(value) if isinstance(part, torch.Tensor)]
 
 
 def run(call: nn.Module, owner: nn.Module, inputs: Mapping[str, Any], seed: int = 0) -> tuple[Any, dict[str, Any]]:
@@ -40,7 +40,9 @@ def assert_same(model: nn.Module, traced: TracedModule, inputs: Mapping[str, Any
     model.load_state_dict(state)
     found, found_gradients = run(traced, model, inputs)
     assert type(found) is type(expected)
-    assert [path for path, _ in walk(found)] == [path for path, _ in walk(expected)]
+    assert [(path, parts and list(parts)) for path, _, parts in walk(found)] == [
+        (path, parts and list(parts)) for path, _, parts in walk(expected)
+    ]
     for one, other in zip(tensors(found), tensors(expected), strict=True):
         assert one.dtype == other.dtype
         assert one.requires_grad == other.requires_grad

@@ -40,8 +40,7 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         if name in values:
             value, given = values[name], (args, kwargs)[kind][first]
             for key in rest:
-                value = graph.call_function(getter(given), (value, key))
-                given = given[key] if getter(given) is not getattr else getattr(given, key)
+                value, given = graph.call_function(getter(given), (value, key)), getter(given)(given, key)
             copied[node] = value
             value.meta.update(node.meta)
     for node in flat.graph.nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import reduce
 from typing import Any
 
 import torch
@@ -19,9 +20,7 @@ def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
 
 def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: list[Any]) -> None:
     """Change parts of an object as the forward did: attributes or items of what lies at ``path`` inside ``root``."""
-    target = root
-    for key in path:
-        target = getter(target)(target, key)
+    target = reduce(lambda holder, key: getter(holder)(holder, key), path, root)
     fill(target, {key: part for key, part in (contents(target) or {}).items() if key not in drop} | content)
 
 

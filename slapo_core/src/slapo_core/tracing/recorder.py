@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ class Tracked:
 
     def refresh(self) -> None:
         """Take the state as it is now for known."""
-        if self.known.changed():
-            self.known = Snapshot(self.value)
+        self.known = Snapshot(self.value)
 
 
 class Recorder:
@@ -69,7 +69,6 @@ class Recorder:
         """Those that serve as caches, with what is in them after the forward; None for tensors."""
         self.baseline = regions.current()
         self.grad_switches = 0
-        self._shared: dict[int, Any] | None = None
 
     def attributes(self) -> tuple[set[tuple[str, str]], dict[tuple[str, str], Any]]:
         """Path and name of the attributes that the graph depends on, and what was put into some; not caches of tensors."""
@@ -122,16 +121,14 @@ class Recorder:
 
     def _inside_object(self, value: torch.Tensor) -> fx.Node | None:
         for tracked in self.objects.values():
-            for path, part in walk(tracked.value):
-                if part is value and tracked.node is not None:
-                    return self._follow(tracked.node, tracked.value, path, value)
+            path = next((path for path, part, _ in walk(tracked.value) if part is value), None)
+            node, holder = tracked.node, tracked.value
+            for key in path or ():
+                get, holder = getter(holder), getter(holder)(holder, key)
+                node = self._create("call_function", get, (node, key), {}, holder)
+            if path is not None:
+                return node
         return None
-
-    def _follow(self, node: fx.Node, root: Any, path: tuple[Any, ...], value: Any) -> fx.Node:
-        for key in path:
-            get, root = getter(root), getter(root)(root, key)
-            node = self._create("call_function", get, (node, key), {}, root if root is value else None)
-        return node
 
     def _constant(self, value: torch.Tensor) -> fx.Node:
         """A tensor from outside the model that was there before; any other is an error."""
@@ -149,7 +146,7 @@ class Recorder:
         if tracked is not None:
             self.write_changes(tracked)
             return tracked.node
-        if id(value) in self.shared() and not has_tensor(value):
+        if id(value) in self.shared and not has_tensor(value):
             return value
         memo = _Memo(self)
         template = Template(replace_tensors(value, memo.tensor, memo), memo.slots, memo.kept)
@@ -175,12 +172,11 @@ class Recorder:
             done += [(*path, key) for key in content]
         tracked.refresh()
 
+    @cached_property
     def shared(self) -> dict[int, Any]:
         """Objects that the modules hold, such as configs: a graph may hold them too."""
-        if self._shared is None:
-            self._shared = {id(v): v for _, module in self.modules.values() for v in vars(module).values()}
-            self._shared.update((key, module) for key, (_, module) in self.modules.items())
-        return self._shared
+        held = {id(value): value for _, module in self.modules.values() for value in vars(module).values()}
+        return {**held, **{key: module for key, (_, module) in self.modules.items()}}
 
     # ---- calls to nodes
 
@@ -293,17 +289,14 @@ class Recorder:
                 value = value.view_as(value)  # the call gave back what it got: its result is a value of its own
             self._bind_tensor(node, value)
         elif isinstance(value, (dict, list, tuple)):
-            parts = {key: self._bind_part(node, key, part, changed) for key, part in (contents(value) or {}).items()}
+            parts = contents(value) or {}
+            for key, part in parts.items():
+                parts[key] = self._bind(self._create("call_function", operator.getitem, (node, key), {}, part), part, changed)
             return type(value)(parts.values()) if type(value) in (list, tuple) else value
         elif not by_reference(value):
             self.objects[id(value)] = Tracked(value, node)
             self.alive.append(value)
         return value
-
-    def _bind_part(self, node: fx.Node, key: Any, part: Any, changed: set[int]) -> Any:
-        if by_reference(part):
-            return part
-        return self._bind(self._create("call_function", operator.getitem, (node, key), {}, part), part, changed)
 
     def _bind_tensor(self, node: fx.Node, value: torch.Tensor) -> None:
         self.nodes[id(value)] = node
@@ -325,7 +318,7 @@ class _Memo(dict[int, Any]):
         self.kept: list[Any] = []
 
     def get(self, key: int, default: Any = None) -> Any:
-        tracked, kept = self.recorder.objects.get(key), self.recorder.shared().get(key)
+        tracked, kept = self.recorder.objects.get(key), self.recorder.shared.get(key)
         if key not in self and tracked is not None:
             self.recorder.write_changes(tracked)
             self[key] = self._slot(tracked.node)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from . import _torch_private as private
-from .structures import Snapshot, tensors
+from .structures import Snapshot, fingerprint, tensors
 
 
 class Sandbox:
@@ -142,16 +142,11 @@ class OtherRandomNumbers:
 
     def changed(self) -> bool:
         """Whether numbers have been drawn."""
-        if random.getstate() != self.state:
-            return True
-        return self.numpy is not None and any(map(_unequal, self.numpy.get_state(), self.numpy_state))
+        numpy_state = self.numpy.get_state() if self.numpy else None
+        return random.getstate() != self.state or fingerprint(numpy_state) != fingerprint(self.numpy_state)
 
     def put_back(self) -> None:
         """As if none had been."""
         random.setstate(self.state)
         if self.numpy:
             self.numpy.set_state(self.numpy_state)
-
-
-def _unequal(one: Any, other: Any) -> bool:
-    return bool(one.tobytes() != other.tobytes() if hasattr(one, "tobytes") else one != other)

@@ -52,19 +52,26 @@ def fill(value: Any, parts: dict[Any, Any]) -> None:
     table.extend(parts.values()) if isinstance(table, (list, deque)) else table.update(parts)
 
 
-def walk(value: Any, path: tuple[Any, ...] = (), seen: set[int] | None = None) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every value inside ``value``, itself first, with the path to it: attribute names of objects, else keys."""
+def walk(value: Any, seen: set[int] | None = None) -> Iterator[tuple[tuple[Any, ...], Any, dict[Any, Any] | None]]:
+    """Path, value and contents of everything inside ``value`` but numbers and the like, itself first.
+
+    Args:
+        value: Of any kind.
+        seen: Ids of containers and objects to leave out; those met are added.
+
+    Yields:
+        Attribute names of objects, else keys, that lead to it; the value; what ``contents`` makes of it.
+    """
     seen = set() if seen is None else seen
-    todo = [(path, value)]
+    todo: list[tuple[tuple[Any, ...], Any]] = [((), value)]
     while todo:
         path, value = todo.pop()
-        if id(value) in seen:
-            continue
-        yield path, value
-        parts = contents(value)
-        if parts:
-            seen.add(id(value))
-            todo += [((*path, key), part) for key, part in reversed(parts.items())]
+        if id(value) not in seen:
+            parts = contents(value)
+            yield path, value, parts
+            if parts is not None:
+                seen.add(id(value))
+                todo += [((*path, key), part) for key, part in reversed(parts.items()) if type(part) not in _ATOM_TYPES]
 
 
 class Snapshot:
@@ -76,16 +83,7 @@ class Snapshot:
     """
 
     def __init__(self, value: Any, seen: set[int] | None = None) -> None:
-        seen = set() if seen is None else seen
-        self.parts: dict[tuple[Any, ...], tuple[Any, dict[Any, Any]]] = {}
-        todo: list[tuple[tuple[Any, ...], Any]] = [((), value)]
-        while todo:
-            path, part = todo.pop()
-            if type(part) in _ATOM_TYPES or id(part) in seen or (parts := contents(part)) is None:
-                continue
-            seen.add(id(part))
-            self.parts[path] = part, parts
-            todo += [((*path, key), inner) for key, inner in parts.items() if type(inner) not in _ATOM_TYPES]
+        self.parts = {path: (part, parts) for path, part, parts in walk(value, seen) if parts is not None}
 
     def changed(self) -> list[tuple[Any, ...]]:
         """Paths of the parts that are not as they were."""
@@ -110,7 +108,7 @@ def getter(value: Any) -> Callable[[Any, Any], Any]:
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor inside."""
-    return (part for _, part in walk(value) if isinstance(part, torch.Tensor))
+    return (part for _, part, _ in walk(value) if isinstance(part, torch.Tensor))
 
 
 def has_tensor(value: Any) -> bool:
@@ -120,7 +118,7 @@ def has_tensor(value: Any) -> bool:
 
 def is_input(value: Any) -> bool:
     """Whether a graph has to be given the value anew at every call: tensors, and objects a forward may change, e.g. a cache."""
-    return any(isinstance(p, torch.Tensor) or not (isinstance(p, _PLAIN) or contents(p) is None) for _, p in walk(value))
+    return any(isinstance(p, torch.Tensor) or not (parts is None or isinstance(p, _PLAIN)) for _, p, parts in walk(value))
 
 
 def _shape(tensor: torch.Tensor) -> Any:
@@ -175,13 +173,13 @@ def distinct(value: Any, seen: set[int]) -> Any:
             value = value.view_as(value)
         seen.add(id(value))
         return value
-    if type(value) in (tuple, list):
-        parts = [distinct(part, seen) for part in value]
-        return type(value)(parts) if any(map(operator.is_not, parts, value)) else value
-    if type(value) is dict:
-        changed = {key: distinct(part, seen) for key, part in value.items()}
-        return changed if any(map(operator.is_not, changed.values(), value.values())) else value
-    return value
+    if type(value) not in (tuple, list, dict):
+        return value
+    parts = contents(value) or {}
+    changed = {key: distinct(part, seen) for key, part in parts.items()}
+    if all(map(operator.is_, changed.values(), parts.values())):
+        return value
+    return changed if type(value) is dict else type(value)(changed.values())
 
 
 def replace_tensors(value: Any, change: Callable[[torch.Tensor], Any], memo: dict[int, Any]) -> Any:
