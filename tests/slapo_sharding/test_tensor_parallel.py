@@ -183,7 +183,7 @@ def _refusals(rank: int) -> dict[str, str]:
 
 def test_what_no_plan_can_do_is_refused_and_nothing_changes():
     messages = run_distributed(_refusals, 2)[0]
-    assert messages["unknown model"].startswith("tensor_parallel(''): no plan is known for Sequential; give plan=")
+    assert messages["unknown model"].startswith("tensor_parallel(''): no plan is known for Sequential; give example_inputs")
     assert messages["traced"].endswith("call tensor_parallel before trace")
     assert "sequence_parallel is not supported yet" in messages["sequence parallel"]
     assert "'columnwise', which is not supported; did you mean 'colwise'?" in messages["style"]

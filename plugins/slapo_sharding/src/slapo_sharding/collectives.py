@@ -72,6 +72,16 @@ def scatter(x: torch.Tensor, dim: int, group: Group = None) -> torch.Tensor:
     return x if num_ranks(group) == 1 else _apply(_Scatter, x, dim % x.dim(), group)
 
 
+def total(x: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Sum over the group, without a gradient."""
+    return x if num_ranks(group) == 1 else _reduce(x, "sum", group)
+
+
+def largest(x: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Elementwise maximum over the group, without a gradient."""
+    return x if num_ranks(group) == 1 else _reduce(x, "max", group)
+
+
 def _apply(function: Any, *args: Any) -> torch.Tensor:
     result: torch.Tensor = function.apply(*args)
     return result
@@ -140,7 +150,11 @@ _ops = torch.ops._c10d_functional
 
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    result: torch.Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+    return _reduce(x, "sum", group)
+
+
+def _reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    result: torch.Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
     return result
 
 

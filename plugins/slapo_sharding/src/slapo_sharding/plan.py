@@ -89,18 +89,34 @@ def _ancestors(path: str) -> Iterator[str]:
 def vocabulary(model: nn.Module, num_shards: int) -> list[tuple[str, str]]:
     """Paths and styles of the embedding and the head, where the vocabulary can be split: their rule allows it and it divides.
 
-    A tied pair is split together or not at all. Without a head the embedding stays whole: its weight may serve as one.
+    What is tied to them is split along, or all of it stays whole. Without a head the embedding stays whole: its weight may
+    serve as one.
     """
-    paths = {module: path for path, module in model.named_modules()}
-    found = [module for module in _vocabulary_modules(model) if module in paths]
-    fits = {module: _splits(module, num_shards) for module in found}
+    named = dict(model.named_modules())
+    found = [module for module in _vocabulary_modules(model) if any(module is other for other in named.values())]
     if len(found) < 2:
         return []
-    tied = len({id(module._parameters.get("weight")) for module in found}) < len(found)
-    if tied and not all(fits.values()):
-        return []
-    styles = {True: "embedding_rowwise", False: "colwise_gather_output"}
-    return [(paths[module], styles[isinstance(module, nn.Embedding)]) for module in found if fits[module]]
+    steps: dict[str, str] = {}
+    for module in found:
+        tied = _tied(named, module)
+        if all(_splits(other, num_shards) for other in tied.values()):
+            styles = {True: "embedding_rowwise", False: "colwise_gather_output"}
+            steps.update((path, styles[isinstance(other, nn.Embedding)]) for path, other in tied.items())
+    return list(steps.items())
+
+
+def _tied(named: Mapping[str, nn.Module], module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold a parameter of this one, or one of theirs, by path."""
+    tied: dict[str, nn.Module] = {}
+    held = _held(module)
+    while more := {path: other for path, other in named.items() if path not in tied and _held(other) & held}:
+        tied |= more
+        held = held.union(*map(_held, more.values()))
+    return tied
+
+
+def _held(module: nn.Module) -> set[int]:
+    return {id(tensor) for tensor in module._parameters.values() if tensor is not None}
 
 
 def _splits(module: nn.Module, num_shards: int) -> bool:
@@ -113,6 +129,12 @@ def _splits(module: nn.Module, num_shards: int) -> bool:
 
 def _vocabulary_modules(model: Any) -> list[nn.Module]:
     """The embedding and the head, as far as the model names them."""
-    getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
-    modules = (getter() for getter in getters if getter is not None)
-    return [module for module in modules if isinstance(module, nn.Module)]
+    found = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            module = getattr(model, name, lambda: None)()
+        except NotImplementedError:  # a Transformers model without words
+            continue
+        if isinstance(module, nn.Module):
+            found.append(module)
+    return found

@@ -13,7 +13,8 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
 from . import attention, dropout
-from .plan import head_norms, tensor_parallel_plan, undeclared_parameters, vocabulary
+from .derived_plan import apply_derived
+from .plan import head_norms, published_plan, tensor_parallel_plan, undeclared_parameters, vocabulary
 from .rules import Cut, find_rule
 from .syncing import trainable
 
@@ -21,16 +22,20 @@ from .syncing import trainable
 class TensorParallelPrimitive(Primitive):
     """Split a whole model over the tensor-parallel group: shard, sync and fork the random numbers by a plan.
 
-    Without a plan: the one Transformers publishes for the model, or one made from its structure if it is built like GPT-2;
-    and the vocabulary, embedding and head together when tied, where its size divides. What is not in the plan stays whole.
+    Without a plan: the one Transformers publishes for the model; or, where there is none or it is silent on something, one
+    derived from the model's own forward, which is run once without data on the schedule's ``example_inputs``: layers are split
+    in groups whose values fit together, attention by heads, and attributes that count heads or widths turn local. The rank's
+    model is traced again afterwards and has to be, operation by operation, the one meant. The vocabulary, embedding and head,
+    is split where its size divides. What fits nowhere stays whole.
 
     Args:
         plan: ``{path or glob: style}``, see ``slapo_sharding.plan``; nothing else is split then.
         sequence_parallel: Not supported yet.
 
     Raises:
-        ScheduleError: no plan is known for the model, an unknown style, a key that matches nothing, or a step of the plan
+        ScheduleError: no plan is known or can be derived, an unknown style, a key that matches nothing, or a step of the plan
             that is illegal; the model is as before.
+        TraceError: a plan has to be derived, but the forward cannot be traced.
     """
 
     name = "tensor_parallel"
@@ -39,16 +44,31 @@ class TensorParallelPrimitive(Primitive):
     @staticmethod
     def check(schedule: Schedule, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False) -> None:
         """Find the modules of the plan."""
-        _steps(schedule, plan, sequence_parallel)
+        _planned(schedule, plan, sequence_parallel)
 
     @staticmethod
     def apply(schedule: Schedule, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False) -> None:
         """Take the steps."""
-        steps = _steps(schedule, plan, sequence_parallel)
+        steps = _planned(schedule, plan, sequence_parallel)
+        derived = steps is None
+        if steps is None:
+            apply_derived(schedule)
+            steps = dict(vocabulary(schedule.mod, max(schedule.world_size, 1)))
         for path, style in steps.items():
             STYLES[style](schedule[path] if path else schedule)
-        if schedule.world_size > 1:
+        if schedule.world_size > 1 and not derived:
             dropout.fork_dropouts(schedule, {path for path, style in steps.items() if style in ("colwise", "rowwise")})
+
+
+def _planned(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
+    """The steps of a plan that is given or known; None where one can be derived."""
+    try:
+        return _steps(schedule, plan, sequence_parallel)
+    except ScheduleError:
+        derivable = plan is None and not sequence_parallel and not isinstance(schedule.mod, fx.GraphModule)
+        if not derivable or schedule.example_inputs is None:
+            raise
+        return None
 
 
 def _steps(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str]:
@@ -59,7 +79,8 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel
 
     if sequence_parallel:
         raise error("sequence_parallel is not supported yet; leave it out")
-    given = tensor_parallel_plan(schedule.mod) if plan is None else plan
+    known = published_plan if schedule.example_inputs is not None else tensor_parallel_plan
+    given = known(schedule.mod) if plan is None else plan
     for key, style in given.items():
         if style not in STYLES:
             near = difflib.get_close_matches(style, STYLES, n=1)
@@ -75,7 +96,10 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel
         raise error("the model is traced already, its plan is found on the model itself; call tensor_parallel before trace")
     if not steps:
         kind = type(schedule.mod).__name__
-        raise error(f"no plan is known for {kind}; give plan={{path or glob: style}}, styles: {', '.join(STYLES)}")
+        raise error(
+            f"no plan is known for {kind}; give example_inputs to create_schedule, from which one is derived, or "
+            f"plan={{path or glob: style}}, styles: {', '.join(STYLES)}"
+        )
     if plan is None:
         steps.update(dict.fromkeys(head_norms(schedule.mod, steps), "replicated_with_grad_allreduce"))
         if undeclared := undeclared_parameters(schedule.mod, steps):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -67,6 +68,8 @@ class Recorder:
         """Attributes the forward has read: id of the module, and name."""
         self.filled: dict[tuple[int, str], Any] = {}
         """Those that serve as caches, with what is in them after the forward; None for tensors."""
+        self.inside = [""]
+        """Paths of the inlined modules that run now, outermost first."""
         self.baseline = regions.current()
         self.grad_switches = 0
 
@@ -75,6 +78,15 @@ class Recorder:
         named = {(key, name): (self.modules[key][0], name) for key, name in self.reads if key in self.modules}
         filled = {named[key]: self.filled[key] for key in named.keys() & self.filled}
         return {key for key in named.values() if filled.get(key, key) is not None}, filled
+
+    @contextmanager
+    def within(self, module: nn.Module) -> Iterator[None]:
+        """What is recorded meanwhile belongs to an inlined module."""
+        self.inside.append(self.modules[id(module)][0])
+        try:
+            yield
+        finally:
+            self.inside.pop()
 
     # ---- values to arguments of nodes
 
@@ -182,7 +194,8 @@ class Recorder:
 
     def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
         node = self.graph.create_node(op, target, args, kwargs)
-        node.meta.update(source=model_source(), regions=regions.current(self.baseline, self.grad_switches > 0))
+        node.meta.update(source=model_source(), module=self.inside[-1])
+        node.meta.update(regions=regions.current(self.baseline, self.grad_switches > 0))
         if isinstance(value, torch.Tensor):
             node.meta["val"] = self.sandbox.fake_of(value)
         if not self.sandbox.fake and op not in ("placeholder", "get_attr"):

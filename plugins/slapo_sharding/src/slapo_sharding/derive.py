@@ -1,0 +1,146 @@
+"""A tensor-parallel plan from the traced graph of a model: which layers can be split together, found by trying.
+
+Every layer is first split along its output. Where a value sharded like that does not fit an operation, the layers it comes
+from are tried as fused ones (q, k and v in one), and else stay whole. What remains are groups of column layers whose output
+stays sharded, through activations or attention, until row layers take it in and sum it up.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .layouts import LayoutError, Layouts, Split, slice_bounds
+
+
+@dataclass
+class Derived:
+    """A plan.
+
+    Args:
+        splits: Path of a layer to how it is split.
+        reasons: Path of a layer that stays whole to why.
+        layouts: The dry run that showed the plan right.
+    """
+
+    layouts: Layouts
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        return self.layouts.splits
+
+
+def derive(
+    traced: fx.GraphModule,
+    mesh: DeviceMesh,
+    is_layer: Callable[[nn.Module], bool],
+    is_table: Callable[[nn.Module], bool],
+) -> Derived:
+    """The plan that splits as many layers as can be.
+
+    Args:
+        traced: A flat graph of the model in which no layer and no table is inlined.
+        mesh: The tensor-parallel group, as a mesh of one dimension.
+        is_layer: Whether a module is a layer that can be split along its output and along its input.
+        is_table: Whether a module is an embedding that can be split along its output. Such are split where it helps: a table
+            of position biases has one column per head.
+    """
+    return _Search(traced, mesh, is_layer, is_table).run()
+
+
+class _Search:
+    def __init__(self, traced: fx.GraphModule, mesh: DeviceMesh, is_layer: Callable[..., bool], is_table: Callable[..., bool]):
+        self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
+        self.calls: dict[str, list[fx.Node]] = {}
+        for node in traced.graph.find_nodes(op="call_module"):
+            self.calls.setdefault(str(node.target), []).append(node)
+        self.candidates = {path: Split("sharded") for path in self.calls if is_layer(traced.get_submodule(path))}
+        self.tables = {path for path in self.calls if is_table(traced.get_submodule(path))}
+        self.filled: dict[fx.Node, int] = {}
+        self.reasons: dict[str, str] = {}
+
+    def run(self) -> Derived:
+        while True:
+            layouts = Layouts(self.traced, self.mesh, self.candidates, self.filled, self.is_layer)
+            try:
+                layouts.check()
+            except LayoutError as err:
+                self.retreat(err)
+            else:
+                return Derived(layouts, self.reasons)
+
+    def retreat(self, err: LayoutError) -> None:
+        """Split a table too, or what is filled with one number, or try the layers at fault as fused, or leave them whole."""
+        whole = [other for other in err.node.all_input_nodes if other not in err.layouts.sources]
+        behind = _behind(whole)
+        tables = {str(node.target) for node in behind if node.op == "call_module"} & self.tables
+        if tables and not err.sources & self.tables:
+            self.candidates.update(dict.fromkeys(sorted(tables), Split("sharded")))
+            self.tables -= tables
+            return
+        filled = {node: dim for node in behind if node.target in _FILLS for dim in _dims(node, err.sharded_sizes())}
+        if filled.keys() - self.filled.keys():
+            self.filled.update(filled)
+            return
+        kinds = {_kind(path) for path in err.sources}
+        for path in [path for path in self.candidates if _kind(path) in kinds]:
+            blocks = fused_sizes(self.calls[path]) if len(err.sources) == 1 and not self.candidates[path].blocks else ()
+            if blocks:
+                self.candidates[path] = Split("sharded", blocks)
+            else:
+                del self.candidates[path]
+                self.reasons[path] = str(err)
+
+
+def _behind(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Everything that values are made from without going through a module, and the modules where it ends."""
+    found = list(nodes)
+    for node in found:
+        if node.op != "call_module":
+            found += [more for more in node.all_input_nodes if more not in found]
+    return found
+
+
+_FILLS = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full")
+
+
+def _dims(node: fx.Node, sizes: set[int]) -> list[int]:
+    return [dim for dim, size in enumerate(node.meta["val"].shape) if size in sizes]
+
+
+def _kind(path: str) -> str:
+    """The same for the layers at one place of the repeated blocks."""
+    return re.sub(r"\d+", "*", path)
+
+
+def fused_sizes(calls: list[fx.Node]) -> tuple[int, ...]:
+    """Sizes of the parts that the model takes out of a layer's output; empty when it uses the output as one."""
+    found = {_parts(call) for call in calls}
+    return found.pop() if len(found) == 1 else ()
+
+
+def _parts(call: fx.Node) -> tuple[int, ...]:
+    value, users = call.meta["val"], list(call.users)
+    if all(user.target is operator.getitem for user in users):
+        bounds = [slice_bounds(user.args[1], value) for user in users]
+        ordered = sorted({bound for bound in bounds if bound is not None})
+        tiles = [0, *(stop for _, stop in ordered)] == [*(start for start, _ in ordered), value.shape[-1]]
+        return tuple(stop - start for start, stop in ordered) if tiles and None not in bounds else ()
+    if len(users) != 1:
+        return ()
+    name = users[0].target if users[0].op == "call_method" else getattr(users[0].target, "__name__", "")
+    if name in ("split", "chunk", "tensor_split"):
+        parts = [user.meta["val"].shape for user in users[0].users]
+        whole = sum(shape[-1] for shape in parts) == value.shape[-1]
+        return tuple(shape[-1] for shape in parts) if whole and len(parts) > 1 else ()
+    if name in ("view", "reshape"):
+        shape = users[0].meta["val"].shape
+        return (value.shape[-1] // shape[-3],) * shape[-3] if len(shape) == value.dim() + 2 else ()
+    return ()

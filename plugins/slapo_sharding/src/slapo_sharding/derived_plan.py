@@ -1,0 +1,149 @@
+"""Carry out a plan that was derived from the model's own forward, and show that each rank's model is the one meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from slapo_core.errors import ScheduleError, TraceError
+from slapo_core.logger import get_logger
+from slapo_core.schedule import Schedule
+from slapo_core.tracing.tracers import trace
+from slapo_core.wrapping import is_opaque
+
+from .derive import Derived, derive
+from .draws import forks
+from .layouts import Split
+from .localise import Count, counts, difference, localise
+from .rules import Cut, find_rule
+
+
+def cut_with(module: nn.Module, output: str) -> Cut | None:
+    """The way to split a layer that gives such an output: ``"sharded"``, or ``"partial"`` from a sharded input."""
+    rule = find_rule(module)
+    cuts = rule.cuts if rule is not None else ()
+    return next((cut for cut in cuts if cut.output == output and (output == "sharded" or cut.input == "sharded")), None)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module can be split along its output and along its input."""
+    return cut_with(module, "sharded") is not None and cut_with(module, "partial") is not None
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether a module looks rows up and can be split along these."""
+    cut = cut_with(module, "sharded")
+    return cut is not None and cut.input == "indices"
+
+
+def apply_derived(schedule: Schedule) -> None:
+    """Derive a plan for the module and take its steps.
+
+    Raises:
+        ScheduleError: no example inputs, nothing that can be split, or a module that cannot be made to count what it has on
+            this rank.
+        TraceError: the forward cannot be a graph.
+    """
+    group, size = schedule.group, schedule.world_size
+    if group is None or size <= 1:
+        return
+    derived = derive(_trace(schedule), DeviceMesh.from_group(group, "cpu"), is_layer, is_table)
+    if not derived.splits:
+        reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
+        raise _error(schedule, f"nothing of the {type(schedule.mod).__name__} can be split: {reasons}")
+    found = counts(derived.layouts, schedule.mod, size)
+    for count in found:
+        schedule.touch(count.module)
+    for path, split in derived.splits.items():
+        _split(schedule[path], split)
+    _sum_gradients(schedule, derived)
+    _count_locally(schedule, derived, found)
+    _fork(schedule, derived)
+    for path, reason in derived.reasons.items():
+        get_logger().debug("tensor_parallel: %s stays whole: %s", path, reason)
+
+
+def _trace(schedule: Schedule) -> fx.GraphModule:
+    layers = [path for path, module in schedule.mod.named_modules() if path and (is_layer(module) or is_table(module))]
+    for path, module in schedule.mod.named_modules():
+        if is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
+            raise _error(
+                schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
+            )
+    with _training(schedule.mod):
+        return _traced(schedule, layers)
+
+
+def _traced(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
+    return trace(
+        schedule.root_module, flatten=True, leaf_modules=layers, target=schedule.path, example_inputs=schedule.example_inputs
+    )
+
+
+@contextmanager
+def _training(root: nn.Module) -> Iterator[None]:
+    """Every module in training mode for a moment: what drops something is part of the graph then."""
+    modes = {module: module.training for module in root.modules()}
+    try:
+        for module in modes:
+            module.training = True
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _split(schedule: Schedule, split: Split) -> None:
+    cut = cut_with(schedule.mod, "sharded" if split.output == "sharded" else "partial")
+    assert cut is not None
+    blocks = list(split.blocks) or (1 if cut.fusable else None)
+    schedule.shard("weight", axis=cut.dims["weight"], blocks=blocks)
+    if split.output != "sharded":
+        schedule.sync("fwd_post", "all_reduce")
+    elif cut.input == "replicated":
+        schedule.sync("bwd_post", "all_reduce")
+
+
+def _sum_gradients(schedule: Schedule, derived: Derived) -> None:
+    """Parameters that each rank uses on its own part of a value."""
+    owners: dict[str, set[str]] = {}
+    for name in derived.layouts.partial:
+        path, _, own = name.rpartition(".")
+        owners.setdefault(path, set()).add(own)
+    for path, names in owners.items():
+        handle = schedule[path] if path else schedule
+        whole = {name for name, parameter in handle.mod.named_parameters(recurse=False) if parameter.requires_grad} - names
+        if whole:
+            used = f"{sorted(names)[0]!r} of {path!r} is used on sharded values and {sorted(whole)[0]!r} on whole ones"
+            raise _error(schedule, f"{used}; give plan=")
+        handle.sync("grad", "all_reduce")
+
+
+def _fork(schedule: Schedule, derived: Derived) -> None:
+    try:
+        found = list(forks(derived.layouts))
+    except ValueError as err:
+        raise _error(schedule, f"{err}; set that rate to 0, or give plan= and fork_rng") from err
+    for path, outside in found:
+        (schedule[path] if path else schedule).fork_rng(**({"outside": True} if outside else {}))
+
+
+def _count_locally(schedule: Schedule, derived: Derived, found: list[Count]) -> None:
+    layers = [path for path, module in schedule.mod.named_modules() if path and (is_layer(module) or is_table(module))]
+
+    def problem() -> str | None:
+        try:
+            with _training(schedule.mod):
+                return difference(derived.layouts, _traced(schedule, layers))
+        except TraceError as err:
+            return str(err)
+
+    if reason := localise(found, schedule.world_size, problem):
+        raise _error(schedule, f"a module counts on all heads or all of its width where it has a part: {reason}; give plan=")
+
+
+def _error(schedule: Schedule, message: str) -> ScheduleError:
+    return ScheduleError(message, path=schedule.path, primitive="tensor_parallel")

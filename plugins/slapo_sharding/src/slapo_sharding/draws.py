@@ -1,0 +1,84 @@
+"""Which operations of a traced graph draw random numbers: masks on sharded values differ between ranks, others agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import fx
+from torch.func import functional_call
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .layouts import Layouts, as_meta
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether anything that runs inside draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def draws(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node draws random numbers, tried on tensors without data."""
+    if not node.op.startswith("call"):
+        return False
+    inputs = [other.meta.get("val") for other in node.all_input_nodes]
+    if not all(isinstance(value, torch.Tensor) for value in inputs):
+        return False
+    values = {other: as_meta(other.meta["val"]) for other in node.all_input_nodes}
+    args: Any = map_arg(node.args, values.__getitem__)
+    kwargs: Any = map_arg(node.kwargs, values.__getitem__)
+    with (
+        torch.no_grad(),
+        _Watch() as watch,
+        suppress(RuntimeError, NotImplementedError),
+    ):  # some operations have no form without data; none of these draws
+        _run(module, node, args, kwargs)
+    return bool(watch.drew)
+
+
+def _run(module: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> None:
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        state = {name: as_meta(value) for name, value in [*called.named_parameters(), *called.named_buffers()]}
+        functional_call(called, state, args, kwargs)
+    elif node.op == "call_method":
+        getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    else:
+        node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def forks(layouts: Layouts) -> Iterator[tuple[str, bool]]:
+    """Paths of the modules whose random numbers have to be forked, and of those inside them that have to stay outside.
+
+    Yields:
+        Path, and whether it stays outside.
+
+    Raises:
+        ValueError: the forward of one module draws for sharded and for whole values; says where.
+    """
+    drawing = [node for node in layouts.graph.nodes if draws(layouts.traced, node)]
+    inside = {_place(node): node for node in drawing if _is_sharded(layouts, node)}
+    outside = {_place(node): node for node in drawing if not _is_sharded(layouts, node)}
+    if both := sorted(inside.keys() & outside.keys()):
+        where = outside[both[0]].meta.get("source")
+        raise ValueError(f"{both[0]!r} draws random numbers for sharded and for whole values ({where})")
+    yield from ((path, False) for path in inside)
+    yield from ((path, True) for path in outside if any(path.startswith(f"{fork}.") or not fork for fork in inside))
+
+
+def _place(node: fx.Node) -> str:
+    return str(node.target if node.op == "call_module" else node.meta.get("module", ""))
+
+
+def _is_sharded(layouts: Layouts, node: fx.Node) -> bool:
+    return any(other in layouts.local for other in node.all_input_nodes)

@@ -1,0 +1,298 @@
+"""Which values of a traced graph are sharded when some of its layers are split: a dry run with DTensors as the types.
+
+Nothing is computed and nothing is sent. Values live on the meta device; a value that is sharded is a DTensor, any other is
+replicated. Torch's own rules say how an operation passes a sharding on; one that would have to move data does not fit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from ._torch_private import layouts_kept
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a layer is split.
+
+    Args:
+        output: What the layer returns: ``"sharded"`` along the last dimension (its input is replicated) or ``"reduced"`` (its
+            input is sharded along the last dimension, the partial results are summed).
+        blocks: Sizes of the parts of a fused layer's output, each split for itself.
+    """
+
+    output: Literal["sharded", "reduced"]
+    blocks: tuple[int, ...] = ()
+
+
+class LayoutError(Exception):
+    """A node of the graph cannot run on values sharded like this.
+
+    Args:
+        layouts: The dry run.
+        node: The node; ``sources`` are the layers whose sharded output reaches it.
+        reason: Why.
+    """
+
+    def __init__(self, layouts: Layouts, node: fx.Node, reason: str) -> None:
+        self.layouts, self.node, self.sources = layouts, node, layouts.sources[node]
+        where = f" ({source})" if (source := node.meta.get("source")) else ""
+        super().__init__(f"{reason} at {node.name}{where}")
+
+    def sharded_sizes(self) -> set[int]:
+        """Sizes, on all ranks together, of the dimensions that the node's inputs are sharded along."""
+        found = set()
+        for other in self.node.all_input_nodes:
+            value, local = other.meta.get("val"), self.layouts.local.get(other)
+            if isinstance(value, torch.Tensor) and local is not None:
+                found |= {size for size, part in zip(value.shape, local, strict=True) if size != part}
+        return found
+
+
+class _Fused:
+    """The output of a fused layer before its parts are taken out; no layout says how it is sharded."""
+
+    def __init__(self, whole: torch.Tensor, sizes: tuple[int, ...]) -> None:
+        self.whole, self.sizes = whole, sizes
+
+
+class Layouts(fx.Interpreter):
+    """A dry run of a graph.
+
+    Args:
+        graph_module: A traced module, every layer that may be split whole.
+        mesh: One dimension: the tensor-parallel group.
+        candidates: Path of a layer to how it is split when its input is replicated; the others stay whole then.
+        filled: Nodes that make a tensor of one number, to the dimension in which each rank is to make its part only.
+        is_layer: Whether a module can be split.
+
+    Attributes:
+        splits: How each layer is split; those not in it stay whole.
+        local: Node to the shape of its value on one rank, for those that are sharded.
+        sources: Node to the layers its sharding comes from.
+        partial: Name of each replicated parameter that is used on sharded values, to a node that does so: each rank has a part
+            of its gradient.
+        sized: Nodes that would not do the same to a shard with the arguments they have, and the sizes among these to divide.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        mesh: DeviceMesh,
+        candidates: Mapping[str, Split],
+        filled: Mapping[fx.Node, int],
+        is_layer: Any,
+    ) -> None:
+        super().__init__(graph_module)
+        self.traced, self.mesh, self.is_layer = graph_module, mesh, is_layer
+        self.candidates, self.filled = candidates, filled
+        self.splits: dict[str, Split] = {}
+        self.local: dict[fx.Node, tuple[int, ...]] = {}
+        self.sources: dict[fx.Node, frozenset[str]] = {}
+        self.partial: dict[str, fx.Node] = {}
+        self.sized: dict[fx.Node, tuple[int, ...]] = {}
+
+    def check(self) -> None:
+        """Run.
+
+        Raises:
+            LayoutError: an operation does not fit, or a sharded value is a result of the whole graph.
+        """
+        with torch.no_grad(), torch.device("meta"), layouts_kept():
+            self.run()
+
+    def run_node(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n) if n.op not in ("placeholder", "get_attr") else ((), {})
+        if not any(True for _ in _sharded((args, kwargs))):
+            return self._replicated(n, args, kwargs)
+        self.sources[n] = frozenset[str]().union(*(self.sources.get(other, frozenset()) for other in n.all_input_nodes))
+        try:
+            value = self._sharded_node(n, args, kwargs)
+        except ValueError as err:
+            raise LayoutError(self, n, str(err)) from err
+        except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
+            raise LayoutError(self, n, "the operation needs all of a value that is sharded") from err
+        value = self._note(n, value)
+        if isinstance(value, DTensor) and n.op != "call_module":
+            self._note_sizes(n, value, args, kwargs)
+        return value
+
+    def _note_sizes(self, n: fx.Node, value: DTensor, args: Any, kwargs: Any) -> None:
+        if n in self.sized or not any(type(part) is int for part in pytree.tree_leaves((args, kwargs))):
+            return
+        local = pytree.tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
+        expected = value.to_local().shape
+        try:
+            fits = getattr(self, n.op)(n.target, *local).shape == expected
+        except (RuntimeError, ValueError, TypeError):
+            fits = False
+        if not fits:
+            given = {part for part in pytree.tree_leaves((args, kwargs)) if type(part) is int}
+            self.sized[n] = tuple(
+                whole for whole, part in zip(value.shape, expected, strict=True) if whole != part and whole in given
+            )
+
+    def _replicated(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        split = self.candidates.get(str(n.target)) if n.op == "call_module" else None
+        if split is not None:
+            self.sources[n] = frozenset((str(n.target),))
+            self._found(str(n.target), split)
+            whole = as_meta(n.meta["val"])
+            if split.blocks:
+                self.local[n] = (*whole.shape[:-1], whole.shape[-1] // self.mesh.size())
+                return _Fused(whole, split.blocks)
+            try:
+                return self._note(n, self._shard(whole, whole.dim() - 1))
+            except ValueError as err:
+                raise LayoutError(self, n, str(err)) from err
+        if isinstance(known := n.meta.get("val"), torch.Tensor):
+            if n in self.filled:
+                self.sources[n] = frozenset()
+                self.sized[n] = (known.shape[self.filled[n]],)
+                return self._note(n, self._shard(as_meta(known), self.filled[n]))
+            return as_meta(known)
+        if n.op == "placeholder":
+            return n.meta.get("val")
+        value = getattr(self, n.op)(n.target, args, kwargs)
+        return pytree.tree_map_only(torch.Tensor, as_meta, value)
+
+    def _sharded_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        if n.op == "output":
+            raise ValueError("a sharded value is a result of the model")
+        fused = next((value for value in _sharded((args, kwargs)) if isinstance(value, _Fused)), None)
+        if fused is not None:
+            return self._part(n, fused, args, kwargs)
+        if n.meta.get("mutates") and not isinstance(args[0], DTensor):
+            raise ValueError("a replicated value is changed with a sharded one")
+        self._note_mixed(n)
+        if n.op == "call_module":
+            return self._module(n, args, kwargs)
+        if n.target is torch.cat:  # an empty tensor fits every layout
+            args = ([value for value in args[0] if value.numel()], *args[1:])
+        return getattr(self, n.op)(n.target, args, kwargs)
+
+    def _module(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        path = str(n.target)
+        module = self.fetch_attr(path)
+        if not self.is_layer(module):
+            self.partial.update((f"{path}.{name}", n) for name, _ in module.named_parameters())
+            state = {name: as_meta(value) for name, value in [*module.named_parameters(), *module.named_buffers()]}
+            return functional_call(module, state, args, kwargs)
+        x = args[0] if args else next(iter(kwargs.values()))
+        if x.placements != (Shard(x.dim() - 1),):
+            raise ValueError(f"the input of a layer is sharded along another dimension than its last one: {x.placements}")
+        self._found(path, Split("reduced"))
+        self.sources.pop(n)
+        return as_meta(n.meta["val"])
+
+    def _found(self, path: str, split: Split) -> None:
+        if self.splits.setdefault(path, split) != split:
+            raise ValueError("the layer is called with a sharded input and with a whole one")
+
+    def _part(self, n: fx.Node, fused: _Fused, args: Any, kwargs: Any) -> Any:
+        """What is taken out of a fused output: by split or chunk, as a slice, or as one of the leading parts of a view."""
+        if not args or args[0] is not fused:
+            raise ValueError("the parts of a fused output are used together")
+        whole, sizes = fused.whole, fused.sizes
+        name = str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", "")
+        if name in ("split", "chunk", "tensor_split"):
+            parts = getattr(whole, name)(*args[1:], **kwargs)
+            if tuple(part.shape[-1] for part in parts) == sizes:
+                self.sized[n] = () if name == "chunk" else tuple(dict.fromkeys(sizes))
+                return type(parts)(self._shard(part, part.dim() - 1) for part in parts)
+        elif name in ("view", "reshape"):
+            value, dim = getattr(whole, name)(*args[1:], **kwargs), whole.dim()
+            if value.dim() > dim and value.shape[dim - 1] == len(sizes):
+                self.sized[n] = () if -1 in pytree.tree_leaves(args[1:]) else (value.shape[dim],)
+                return self._shard(value, dim)
+        elif n.target is operator.getitem and (bounds := slice_bounds(args[1], whole)) is not None:
+            starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+            if bounds in zip(starts, starts[1:], strict=False):
+                self.sized[n] = tuple(bound for bound in bounds if bound)
+                part = whole[..., bounds[0] : bounds[1]]
+                return self._shard(part, part.dim() - 1)
+        raise ValueError("the parts of a fused output are not taken out one by one")
+
+    def _note_mixed(self, n: fx.Node) -> None:
+        """Ranks that use a replicated value each on their own shard have each a part of its gradient."""
+        if not any(
+            isinstance(part, torch.Tensor) and part.is_floating_point() for part in pytree.tree_leaves(n.meta.get("val"))
+        ):
+            return
+        for other in n.all_input_nodes:
+            if other in self.sources or not _has_gradient(other):
+                continue
+            names = parameters_of(other)
+            if not names:
+                raise ValueError(f"the whole value {other.name!r} gets a part of its gradient only")
+            self.partial.update(dict.fromkeys(names, n))
+
+    def _shard(self, whole: torch.Tensor, dim: int) -> DTensor:
+        size = self.mesh.size()
+        if whole.shape[dim] % size:
+            raise ValueError(f"size {whole.shape[dim]} is not divisible by {size} ranks")
+        placements: list[Placement] = [Shard(dim)]
+        return DTensor.from_local(whole.chunk(size, dim)[0], self.mesh, placements, run_check=False)
+
+    def _note(self, n: fx.Node, value: Any) -> Any:
+        for part in _sharded(value):
+            if isinstance(part, DTensor) and part.placements[0].is_partial():
+                raise LayoutError(self, n, "its result is a partial sum")
+        if isinstance(value, DTensor):
+            if value.placements[0].is_replicate():
+                self.sources.pop(n, None)
+                return value.to_local()
+            self.local[n] = tuple(value.to_local().shape)
+        return value
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        return as_meta(value) if isinstance(value, torch.Tensor) else value
+
+
+def slice_bounds(index: Any, value: torch.Tensor) -> tuple[int, int] | None:
+    """Start and stop along the last dimension, when ``value[index]`` cuts that one and leaves the others whole."""
+    whole = slice(None)
+    items = index if isinstance(index, tuple) else (index,)
+    if not items or not isinstance(items[-1], slice) or any(item is not Ellipsis and item != whole for item in items[:-1]):
+        return None
+    if Ellipsis not in items[:-1] and len(items) != value.dim():
+        return None
+    start, stop, step = items[-1].indices(value.shape[-1])
+    return (start, stop) if step == 1 and stop > start else None
+
+
+def _sharded(value: Any) -> Iterator[Any]:
+    return (part for part in pytree.tree_leaves(value) if isinstance(part, (DTensor, _Fused)))
+
+
+def as_meta(value: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape without data."""
+    if value.is_meta and type(value) is torch.Tensor:
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def parameters_of(node: fx.Node) -> list[str]:
+    """Names of the parameters a value is made from, if it is made from nothing else that has a gradient; else empty."""
+    if node.op == "get_attr":
+        return [str(node.target)]
+    if node.op in ("placeholder", "call_module"):
+        return []
+    found = [parameters_of(other) for other in node.all_input_nodes if _has_gradient(other)]
+    return [name for names in found for name in names] if all(found) else []

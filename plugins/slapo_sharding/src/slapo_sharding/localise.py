@@ -1,0 +1,101 @@
+"""Modules that count heads or widths in attributes of their own: which of these have to count this rank's part only.
+
+The dry run says which sizes in a module's forward are too large for one rank. The attributes they may come from are tried
+until the graph of this rank's model is, operation by operation, what the dry run says it has to be.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, combinations
+
+from torch import fx, nn
+
+from .layouts import Layouts
+
+_MOST = 4  # attributes that turn local together
+
+
+@dataclass(frozen=True)
+class Count:
+    """An attribute that may count something that is split.
+
+    Args:
+        module: Whose forward reads it.
+        name: Of the attribute, of the module itself or of its ``config``.
+        value: What it is in the unmodified model.
+        in_config: Whether it is the config's; the module then gets a config of its own.
+    """
+
+    module: nn.Module
+    name: str
+    value: int
+    in_config: bool = False
+
+    def set(self, value: int) -> None:
+        """Let the attribute be ``value``, for this module alone."""
+        if not self.in_config:
+            setattr(self.module, self.name, value)
+            return
+        config = copy.copy(self.module.config)
+        vars(config)[self.name] = value
+        self.module.config = config
+
+
+def counts(layouts: Layouts, root: nn.Module, size: int) -> list[Count]:
+    """The attributes that a size which has to be divided may come from; the likelier ones first."""
+    found: dict[tuple[int, str, bool], Count] = {}
+    for node, sizes in layouts.sized.items():
+        for count in _counts(root.get_submodule(node.meta["module"]), sizes, size):
+            found[id(count.module), count.name, count.in_config] = count
+    return sorted(found.values(), key=lambda count: count.in_config)
+
+
+def _counts(module: nn.Module, sizes: tuple[int, ...], size: int) -> Iterator[Count]:
+    config = module.__dict__.get("config")
+    for of, in_config in ((module, False), (config, True)) if config is not None else ((module, False),):
+        for name, value in vars(of).items():
+            if type(value) is int and value > 1 and value % size == 0 and any(whole % value == 0 for whole in sizes):
+                yield Count(module, name, value, in_config)
+
+
+def localise(found: list[Count], size: int, problem: Callable[[], str | None]) -> str | None:
+    """Let as few of the attributes as will do count one rank's part; None, or what is wrong with the unmodified ones.
+
+    Args:
+        found: What ``counts`` gave.
+        size: Number of ranks.
+        problem: Traces this rank's model and says what is wrong with it.
+    """
+    first = problem()
+    if first is None:
+        return None
+    names = list(dict.fromkeys((count.name, count.in_config) for count in found))
+    for chosen in chain.from_iterable(combinations(names, number) for number in range(1, _MOST + 1)):
+        local = [count for count in found if (count.name, count.in_config) in chosen]
+        for count in local:
+            count.set(count.value // size)
+        if problem() is None:
+            return None
+        for count in local:
+            count.set(count.value)
+    return first
+
+
+def difference(layouts: Layouts, local: fx.GraphModule) -> str | None:
+    """Where the graph of one rank's model is not what the dry run says, or None."""
+    ours = [node for node in layouts.graph.nodes if node.op.startswith("call")]
+    theirs = [node for node in local.graph.nodes if node.op.startswith("call")]
+    for whole, part in zip(ours, theirs, strict=False):
+        if (whole.op, str(whole.target)) != (part.op, str(part.target)):
+            return f"{part.target} runs where the unmodified model runs {whole.target} ({whole.meta.get('source')})"
+        value, given = whole.meta.get("val"), part.meta.get("val")
+        if value is None:
+            continue
+        expected = layouts.local.get(whole, tuple(value.shape))
+        if given is None or tuple(given.shape) != expected:
+            shape = None if given is None else list(given.shape)
+            return f"{whole.name} has shape {shape} instead of {list(expected)} ({whole.meta.get('source')})"
+    return None if len(ours) == len(theirs) else f"the forward takes {len(theirs)} steps instead of {len(ours)}"

@@ -1,0 +1,178 @@
+"""Plans derived from the model's own forward: what is split, what stays whole and why, and that the numbers are the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from slapo_core.build import build
+from slapo_core.errors import ScheduleError
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding import plugin
+
+pytestmark = pytest.mark.multiproc
+
+
+class Block(nn.Module):
+    """Attention and a gated MLP as nobody's naming lists know them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.pieces, self.each = how, 4, 8
+        self.make = nn.Linear(32, 96)
+        self.back = nn.Linear(32, 32)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.norm = nn.LayerNorm(32)
+        self.fat = nn.Linear(32, 128, bias=False)
+        self.slim = nn.Linear(64, 32)
+
+    def heads(self, x: torch.Tensor) -> list[torch.Tensor]:
+        batch, length, _ = x.shape
+        if self.how == "split":
+            return [
+                part.view(batch, length, self.pieces, self.each) for part in self.make(x).split(self.pieces * self.each, dim=-1)
+            ]
+        if self.how == "three":
+            return list(self.make(x).view(batch, length, 3, self.pieces, self.each).unbind(2))
+        if self.how == "interleaved":
+            return list(self.make(x).view(batch, length, self.pieces, 3 * self.each).chunk(3, dim=-1))
+        made, width = self.make(x), self.pieces * self.each
+        parts = [made[..., :width], made[..., width : 2 * width], made[..., 2 * width :]]
+        return [part.unflatten(-1, (-1, self.each)) for part in parts]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.transpose(1, 2) for part in self.heads(x))
+        mixed = F.scaled_dot_product_attention(q * self.scale, k, v, is_causal=True)
+        x = x + self.back(mixed.transpose(1, 2).flatten(2))
+        gate, up = self.fat(self.norm(x)).chunk(2, dim=-1)
+        return x + self.slim(F.silu(gate) * up)
+
+
+class Model(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(how), Block(how)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _derived(model: nn.Module, *inputs: torch.Tensor) -> list[str]:
+    before = copy.deepcopy(model)
+    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=inputs)
+    sch.tensor_parallel()
+    (step,) = sch.journal
+    build(sch)
+    assert_equivalent(before, model, *inputs)
+    return [str(child) for child in step.children]
+
+
+def _blocks(rank: int, how: str) -> list[str]:
+    return _derived(Model(how), torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("how", ["split", "three", "interleaved", "slices"])
+def test_attention_and_gated_mlp(how: str, ranks: int) -> None:
+    fused = {"split": "[32, 32, 32]", "three": "[32, 32, 32]", "slices": "[32, 32, 32]", "interleaved": "1"}[how]
+    assert run_distributed(_blocks, ranks, how)[0] == [
+        step.format(block)
+        for block in range(2)
+        for step in (
+            f"sch['blocks.{{}}.make'].shard('weight', axis=0, blocks={fused})",
+            "sch['blocks.{}.make'].sync('bwd_post', 'all_reduce')",
+            "sch['blocks.{}.back'].shard('weight', axis=1, blocks=1)",
+            "sch['blocks.{}.back'].sync('fwd_post', 'all_reduce')",
+            "sch['blocks.{}.fat'].shard('weight', axis=0, blocks=[64, 64])",
+            "sch['blocks.{}.fat'].sync('bwd_post', 'all_reduce')",
+            "sch['blocks.{}.slim'].shard('weight', axis=1, blocks=1)",
+            "sch['blocks.{}.slim'].sync('fwd_post', 'all_reduce')",
+        )
+    ] + ["sch['blocks.0'].sync('grad', 'all_reduce')", "sch['blocks.1'].sync('grad', 'all_reduce')"]
+
+
+class Unfit(nn.Module):
+    """Layers that must stay whole, each for another reason."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.why, self.width = why, 8
+        self.one, self.two, self.three = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.in_, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(torch.tanh(self.in_(x)))
+        one = self.one(x)
+        if self.why == "softmax":
+            one = one.softmax(-1)
+        elif self.why == "sum":
+            one = one + one.pow(2).mean(-1, keepdim=True)
+        elif self.why == "with a whole value":
+            one = one * x
+        elif self.why == "reversed":
+            one = one.flip(-1)
+        elif self.why == "called twice":
+            one = self.one(torch.tanh(one))
+        elif self.why == "shape of the input":
+            one = one.view(*x.shape[:-1], x.shape[-1] // 2, 2).tanh().flatten(-2)
+        return self.two(one) + x
+
+
+def _unfit(rank: int, why: str) -> list[str]:
+    return _derived(Unfit(why), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("why", ["softmax", "sum", "with a whole value", "reversed", "called twice"])
+def test_what_does_not_fit_stays_whole(why: str) -> None:
+    steps = run_distributed(_unfit, 2, why)[0]
+    assert {step.partition("]")[0] for step in steps} == {"sch['in_'", "sch['out'"}
+
+
+def _counts_on_all(rank: int) -> str:
+    model = Unfit("shape of the input")
+    names = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=(torch.randn(3, 8),))
+    with pytest.raises(ScheduleError, match="counts on all heads or all of its width .*test_derived_plan.py:") as caught:
+        sch.tensor_parallel()
+    assert [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()] == names
+    assert model.width == 8
+    return str(caught.value)
+
+
+def test_a_size_that_no_attribute_holds_is_refused_and_nothing_changed() -> None:
+    first, second = run_distributed(_counts_on_all, 2)
+    assert first == second
+
+
+def _refused(rank: int, kind: str) -> None:
+    model: Any = {"nothing": nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), "no inputs": Unfit("sum"), "hooks": Unfit("sum")}[
+        kind
+    ]
+    if kind == "hooks":
+        model.one.register_forward_hook(lambda module, args, output: output)
+    given = {} if kind == "no inputs" else {"example_inputs": (torch.randn(3, 8),)}
+    create_schedule(model, plugins=Registry([plugin]), **given).tensor_parallel()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("nothing", "nothing of the Sequential can be split: .* sharded"),
+        ("no inputs", "give example_inputs"),
+        ("hooks", "'one' has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"),
+    ],
+)
+def test_refusals(kind: str, message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        run_distributed(_refused, 2, kind)

@@ -1,0 +1,33 @@
+"""The private names of torch behind ``slapo_sharding``: these fail when torch moves one or changes what it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from slapo_core.testing import run_distributed
+from slapo_sharding._torch_private import layouts_kept
+
+pytestmark = pytest.mark.multiproc
+
+
+def _rules(rank: int) -> None:
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    part = DTensor.from_local(torch.empty(2, 3, 8, device="meta"), mesh, [Shard(2)], run_check=False)
+    with torch.no_grad(), layouts_kept():
+        heads = part.view(2, 3, 4, 4).transpose(1, 2)
+        assert heads.placements == (Shard(1),)
+        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        assert attended.placements == (Shard(1),)
+        assert (part * torch.empty(1, device="meta")).placements == (Shard(2),), "a plain tensor counts as replicated"
+        for moves in (lambda: part.softmax(-1), lambda: part.chunk(2, -1), lambda: part + torch.empty(2, 3, 16, device="meta")):
+            with pytest.raises(RuntimeError, match="redistribution"):
+                moves()
+        assert torch.nn.functional.dropout(part, 0.5).placements == (Shard(2),), "without a warning"
+
+
+def test_operations_keep_layouts_or_fail() -> None:
+    run_distributed(_rules, 2)
