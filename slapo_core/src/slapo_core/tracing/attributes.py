@@ -12,14 +12,10 @@ from torch import nn
 from ..errors import TraceError
 from .structures import Snapshot, difference, fingerprint
 
-_OF_TORCH = frozenset([*vars(nn.Module()), *dir(nn.Module)]) - {"training"}
+OF_TORCH = frozenset([*vars(nn.Module()), *dir(nn.Module)]) - {"training"}
+"""Names of what torch gives every module."""
 _NONE = inspect.Parameter.empty
 """Stands for an attribute that is not there."""
-
-
-def is_plain(name: str) -> bool:
-    """Whether the attribute is none of those that torch gives every module."""
-    return name not in _OF_TORCH
 
 
 class Attributes:

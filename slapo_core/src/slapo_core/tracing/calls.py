@@ -74,12 +74,9 @@ class Changes:
     """Which tensors among the arguments a call changes in place."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found: list[torch.Tensor] = []
-        for value in (*args, *kwargs.values()):
-            parts = value if isinstance(value, (list, tuple)) else (value,)
-            found += [part for part in parts if isinstance(part, torch.Tensor)]
-        self.tensors = found
-        self._before = [private.version(tensor) for tensor in found]
+        values = [value if isinstance(value, (list, tuple)) else (value,) for value in (*args, *kwargs.values())]
+        self.tensors = [part for parts in values for part in parts if isinstance(part, torch.Tensor)]
+        self._before = [private.version(tensor) for tensor in self.tensors]
 
     def ids(self) -> set[int]:
         """Of those changed by now."""

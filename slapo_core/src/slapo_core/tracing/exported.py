@@ -48,9 +48,8 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             copied[node] = graph.node_copy(node, copied.__getitem__)
     result: Any = list(fx.node.map_arg(flat.graph.output_node().args[0], copied.__getitem__))  # type: ignore[arg-type]
     graph.output(graph.call_function(private.unflatten, (result, exported.call_spec.out_spec)))
-    held = {
-        name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    }
+    weights, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    held = {name for name, _ in [*weights, *buffers]}
     constants: dict[str, torch.Tensor] = {}
     for node in graph.find_nodes(op="get_attr"):
         if node.target not in held:

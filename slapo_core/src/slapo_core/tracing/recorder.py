@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -20,8 +19,6 @@ from .escapes import KnownValues, chance_decided
 from .graph_ops import Slot, Template, expect_shape, rebuild, set_state, setitem
 from .sandbox import Sandbox
 from .structures import ATOMS, Snapshot, by_reference, contents, getter, has_tensor, replace_tensors, walk
-
-_KEEP_WHOLE = "keep the module that does it whole with leaf_modules"
 
 
 class Tracked:
@@ -66,27 +63,18 @@ class Recorder:
         self.state = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
         self.reads: set[tuple[int, str]] = set()
         """Attributes the forward has read: id of the module, and name."""
-        self.filled: dict[tuple[int, str], Any] = {}
-        """Those that serve as caches, with what is in them after the forward; None for tensors."""
-        self.inside = [""]
-        """Paths of the inlined modules that run now, outermost first."""
         self.baseline = regions.current()
         self.grad_switches = 0
 
-    def attributes(self) -> tuple[set[tuple[str, str]], dict[tuple[str, str], Any]]:
+    def attributes(self, caches: dict[tuple[int, str], Any]) -> tuple[set[tuple[str, str]], dict[tuple[str, str], Any]]:
         """Path and name of the attributes that the graph depends on, and what was put into some; not caches of tensors."""
         named = {(key, name): (self.modules[key][0], name) for key, name in self.reads if key in self.modules}
-        filled = {named[key]: self.filled[key] for key in named.keys() & self.filled}
+        filled = {named[key]: caches[key] for key in named.keys() & caches}
         return {key for key in named.values() if filled.get(key, key) is not None}, filled
 
-    @contextmanager
-    def within(self, module: nn.Module) -> Iterator[None]:
-        """What is recorded meanwhile belongs to an inlined module."""
-        self.inside.append(self.modules[id(module)][0])
-        try:
-            yield
-        finally:
-            self.inside.pop()
+    def _refusal(self, what: str, instead: str = "") -> TraceError:
+        keep = f"keep the module that does it whole with leaf_modules{instead}"
+        return TraceError(f"{self.label}: {what}; {keep}", source=model_source())
 
     # ---- values to arguments of nodes
 
@@ -100,8 +88,6 @@ class Recorder:
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         kind = type(value)
-        if kind in ATOMS:
-            return value
         if kind is torch.Size and exact:
             return self._create("call_function", torch.Size, (tuple(value),), {}, None)
         if kind in (tuple, list, torch.Size):
@@ -146,8 +132,7 @@ class Recorder:
         """A tensor from outside the model that was there before; any other is an error."""
         made_here = id(value) in self.sandbox.originals or isinstance(value, private.FakeTensor) or self.sandbox.is_new(value)
         if made_here:
-            what = f"a tensor {list(value.shape)} comes from code that tracing does not see"
-            raise TraceError(f"{self.label}: {what}; {_KEEP_WHOLE}", source=model_source())
+            raise self._refusal(f"a tensor {list(value.shape)} comes from code that tracing does not see")
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = value
         return self._create("get_attr", name, (), {}, value)
@@ -175,7 +160,7 @@ class Recorder:
             if any(path[: len(outer)] == outer for outer in done):
                 continue  # the outer change brings the new inner object along
             if tracked.node is None:
-                raise TraceError(f"{self.label}: the forward changes a list or dict it was given; {_KEEP_WHOLE}")
+                raise self._refusal("the forward changes a list or dict it was given")
             part, old = tracked.known.parts[path]
             new = contents(part) or {}
             content = {key: self.argument(v) for key, v in new.items() if key not in old or old[key] is not v}
@@ -194,8 +179,7 @@ class Recorder:
 
     def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
         node = self.graph.create_node(op, target, args, kwargs)
-        node.meta.update(source=model_source(), module=self.inside[-1])
-        node.meta.update(regions=regions.current(self.baseline, self.grad_switches > 0))
+        node.meta.update(source=model_source(), regions=regions.current(self.baseline, self.grad_switches > 0))
         if isinstance(value, torch.Tensor):
             node.meta["val"] = self.sandbox.fake_of(value)
         if not self.sandbox.fake and op not in ("placeholder", "get_attr"):
@@ -244,8 +228,7 @@ class Recorder:
                 self._pin_shape(args[0])
             return func(*args, **kwargs)
         if name in ("register_hook", "register_post_accumulate_grad_hook"):
-            what = f"the forward calls {name} on a tensor, which a graph cannot repeat"
-            raise TraceError(f"{self.label}: {what}; {_KEEP_WHOLE}", source=model_source())
+            raise self._refusal(f"the forward calls {name} on a tensor, which a graph cannot repeat")
         changes = Changes(args, kwargs)
         if name in ASKS_VALUES and changes.tensors:
             return self._ask(func, name, args, kwargs)
@@ -287,7 +270,7 @@ class Recorder:
         values = [self.known.of(arg) if isinstance(arg, fx.Node) else arg for arg in node_args]
         if any(value is None for value in values):
             what = f"the forward asks for the values of a tensor ({name.strip('_')}), so what it does depends on the data"
-            raise TraceError(f"{self.label}: {what}; {_KEEP_WHOLE}, or avoid the question", source=model_source())
+            raise self._refusal(what, ", or avoid the question")
         return func(*values, **kwargs)
 
     # ---- results to values

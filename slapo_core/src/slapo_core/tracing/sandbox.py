@@ -6,7 +6,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import _lru_cache_wrapper
 from types import CellType, FunctionType
 from typing import Any
@@ -32,16 +32,15 @@ class Sandbox:
         self.mode = private.FakeMode(allow_non_fake_inputs=True)
         self.originals: dict[int, torch.Tensor] = {}
         """Stand-in (by id) to the model's own tensor."""
-        self.before = (
-            None if fake else {id(value): value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)}
-        )
+        objects = [] if fake else gc.get_objects()
+        self.before = {id(value): value for value in objects if issubclass(type(value), torch.Tensor)}
         self.state: dict[int, Snapshot] = {}
         """Module (by id) to what it holds before the forward runs."""
         self._standins: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         self._swapped: list[tuple[dict[str, Any], str, Any]] = []
-        devices = [tensor.device for tensor in tensors(inputs) if not tensor.is_meta]
-        self.device = devices[0] if devices else torch.device("cpu")
+        devices = (tensor.device for tensor in tensors(inputs) if not tensor.is_meta)
+        self.device = next(devices, torch.device("cpu"))
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor like this one, without history."""
@@ -55,7 +54,7 @@ class Sandbox:
 
     def is_new(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor was made since the sandbox was opened."""
-        return self.before is not None and id(tensor) not in self.before
+        return not self.fake and id(tensor) not in self.before
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -65,12 +64,9 @@ class Sandbox:
         self.forget_results = _forget_results(modules)
         devices = [] if self.fake or self.device.type != "cuda" else [self.device]
         try:
-            with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+            with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), private.quiet():
                 self._swap(modules)
-                if self.fake:
-                    with self.mode, private.quiet():
-                        yield
-                else:
+                with self.mode if self.fake else nullcontext():
                     yield
         finally:
             for snapshot in self.state.values():

@@ -56,12 +56,9 @@ class TracedModule(fx.GraphModule):
         self.graph = graph
 
     def _adopt(self, root: nn.Module) -> None:
-        for name in _TABLES:
-            self.__dict__[name] = root.__dict__[name].copy()
-        for name, value in root.__dict__.items():
-            if name not in self.__dict__ and name not in ("graph", "code", "forward"):
+        for name, value in _shallow_copy(root).__dict__.items():
+            if name in (*_TABLES, "training") or name not in (*self.__dict__, "graph", "code", "forward"):
                 self.__dict__[name] = value
-        self.training = root.training
 
     def _own_parents(self, target: str, copies: dict[int, nn.Module]) -> None:
         module: nn.Module = self
@@ -157,10 +154,10 @@ def _graph_data(graph: fx.Graph) -> list[Any]:
             kept["val"] = val.shape, val.stride(), val.dtype, val.device, val.requires_grad
         return kept
 
-    def plain(value: Any) -> Any:
-        return map_arg(value, lambda node: _Name(node.name))
+    def arguments(node: fx.Node) -> Any:
+        return map_arg((node.args, node.kwargs), lambda other: _Name(other.name))
 
-    return [(node.name, node.op, node.target, plain(node.args), plain(node.kwargs), meta(node)) for node in graph.nodes]
+    return [(node.name, node.op, node.target, *arguments(node), meta(node)) for node in graph.nodes]
 
 
 def _unpickle(state: dict[str, Any], data: list[Any]) -> TracedModule:

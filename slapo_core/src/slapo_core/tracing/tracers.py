@@ -140,19 +140,14 @@ def trace(
     def is_leaf(child: nn.Module) -> bool:
         return isinstance(child, fx.GraphModule) or id(child) in kept or _is_torch_module(child)
 
+    plan: Plan = lambda path, child: "leaf" if is_leaf(child) else "inline" if flatten else "graph" if recursive else "leaf"  # noqa: E731
     if tracer != "value":
         if target:
             raise ScheduleError(
                 f"tracer {tracer!r} needs the example_inputs of the module itself", path=target, primitive="trace"
             )
-        return trace_module(
-            module,
-            example_inputs,
-            leaf=lambda path, child: is_leaf(child) or not (recursive or flatten),
-            tracer=tracer,
-            concrete_args=concrete_args,
-        )
-    plan: Plan = lambda path, child: "leaf" if is_leaf(child) else "inline" if flatten else "graph" if recursive else "leaf"  # noqa: E731
+        leaf: Leaf = lambda path, child: plan(path, child) == "leaf"  # noqa: E731
+        return trace_module(module, example_inputs, leaf=leaf, tracer=tracer, concrete_args=concrete_args)
     args, kwargs = split_inputs(example_inputs)
     return trace_value(model, args, {**kwargs, **(concrete_args or {})}, plan, target)
 

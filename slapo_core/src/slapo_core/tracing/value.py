@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import TraceError
 from ..wrapping import is_opaque
 from . import _torch_private as private
-from .attributes import Attributes, facts_of, is_plain
+from .attributes import OF_TORCH, Attributes, facts_of
 from .calls import model_source
 from .guard import Guard
 from .recorder import Recorder
@@ -36,6 +36,8 @@ class _Session(TorchFunctionMode):
         self.stack: list[Recorder | None] = [None]  # None: what runs now is not recorded
         self.whole: dict[int, nn.Module] = {}
         self.graphs: dict[str, tuple[Recorder, Guard]] = {}
+        self.filled: dict[tuple[int, str], Any] = {}
+        """Attributes that serve as caches, with what is in them after the forward; None for tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -56,8 +58,7 @@ class _Session(TorchFunctionMode):
         if kind == "leaf":
             self.whole[id(module)] = module
         if kind == "inline":
-            with recorder.within(module):
-                return call(module, *args, **kwargs)
+            return call(module, *args, **kwargs)
         with private.unrecorded():
             run = self.record if kind == "graph" else self.run_whole
             return recorder.call_module(module, args, kwargs, lambda: run(call, module, args, kwargs))
@@ -70,8 +71,7 @@ class _Session(TorchFunctionMode):
             return call(module, *args, **kwargs)
         finally:
             self.stack.pop()
-            if others.changed():
-                others.put_back()
+            others.put_back()
 
     def record(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module and make its graph; a second call with other arguments leaves the module without one."""
@@ -114,7 +114,7 @@ class _Session(TorchFunctionMode):
     def read(self, module: nn.Module, name: str) -> None:
         """An attribute is read."""
         recorder = self.stack[-1]
-        if recorder is not None and is_plain(name):
+        if recorder is not None and name not in OF_TORCH:
             recorder.reads.add((id(module), name))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -147,13 +147,11 @@ class _Session(TorchFunctionMode):
         for recorder in self.recorders.values():
             for module, name, _ in others:
                 if (id(module), name) in recorder.reads:
-                    what = (
-                        f"reads the attribute {name!r} of {self.paths[id(module)]!r}, which changes inside a module kept whole"
-                    )
-                    raise TraceError(f"the forward {what}; keep what reads it whole too, with leaf_modules")
-            for module, name, first in changed:
-                if first in shared:
-                    recorder.filled[id(module), name] = None if has_tensor(value := vars(module).get(name)) else facts_of(value)
+                    what = f"attribute {name!r} of {self.paths[id(module)]!r}, which changes inside a module kept whole"
+                    raise TraceError(f"the forward reads the {what}; keep what reads it whole too, with leaf_modules")
+        for module, name, first in changed:
+            if first in shared:
+                self.filled[id(module), name] = None if has_tensor(value := vars(module).get(name)) else facts_of(value)
         if own:
             modules = [module for module in self.target.modules() if id(module) not in inside]
             repeat = Repeat(self.recorders, modules, self.sandbox.state.values())
@@ -220,7 +218,7 @@ def _assemble(root: nn.Module, session: _Session, target: str) -> TracedModule:
         prefix = f"{path}." if path else ""
         inner = {name.removeprefix(prefix): module for name, module in made.items() if name.startswith(prefix)}
         module = root.get_submodule(path)
-        guard.attributes = Attributes(module, *recorder.attributes())
+        guard.attributes = Attributes(module, *recorder.attributes(session.filled))
         made[path] = TracedModule(module, recorder.graph, guard, recorder.constants, inner)
     traced = made[target]
     assert isinstance(traced, TracedModule)
