@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import operator
 from collections.abc import Callable
@@ -153,6 +154,46 @@ def test_pattern_with_modules() -> None:
 
     assert found(forward, Mlp()) == [["fc10", "gelu", "norm"]]
     assert found(forward, ModulePattern("fc.*")) == [["fc10"], ["fc1"]]
+
+
+class Inner(Pattern):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def hooked() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.register_forward_hook(lambda module, args, output: output * 2)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("wanted", "other"),
+    [
+        (nn.Sequential(nn.ReLU()), nn.Sequential(nn.Tanh())),
+        (nn.AvgPool1d(2, count_include_pad=True), nn.AvgPool1d(2, count_include_pad=False)),
+        (nn.TransformerEncoderLayer(4, 2, activation="relu"), nn.TransformerEncoderLayer(4, 2, activation="gelu")),
+        (nn.TransformerEncoderLayer(4, 2), nn.TransformerEncoderLayer(4, 2, norm_first=True)),
+        (nn.Linear(4, 4), hooked()),
+        (nn.Linear(4, 4), nn.Linear(4, 4, bias=False)),
+    ],
+    ids=["inside", "option", "activation", "order", "hook", "bias"],
+)
+def test_a_module_of_a_pattern_is_all_of_its_settings(wanted: nn.Module, other: nn.Module) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same, self.other = copy.deepcopy(wanted), other
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.same(x), self.other(x)
+
+    traced = trace_module(Holder(), torch.randn(2, 3, 4), leaf=lambda path, module: path in ("same", "other"))
+    assert [[node.name for _, node in match] for match in find_subgraph(traced, Inner(wanted))] == [["same"]]
 
 
 class Twice(Pattern):

@@ -118,6 +118,21 @@ def test_only_modules_are_made() -> None:
         decode({"$make": {"class": {"$import": "torch.nn.functional:gelu"}, "args": [], "kwargs": {}}})
 
 
+@pytest.mark.parametrize("name", ["a=print('!'), b", "lambda", "a b", ""])
+def test_the_name_of_an_argument_is_a_name(tmp_path: Path, name: str) -> None:
+    """It would run when the schedule is saved as source and loaded again."""
+    recipe = {"$make": {"class": {"$import": "torch.nn:Identity"}, "args": [], "kwargs": {name: 1}}}
+    with pytest.raises(ScheduleError, match="is not the name of an argument"):
+        decode(recipe)
+    with pytest.raises(ScheduleError, match="is not the name of an argument"):
+        make(nn.Identity, **{name: 1})
+    file = tmp_path / "schedule.json"
+    step = {"path": "", "name": "trace_until", "args": ["0"], "kwargs": {name: 1}}
+    file.write_text(json.dumps({"slapo_schedule": 1, "model": "Sequential", "steps": [step]}))
+    with pytest.raises(ScheduleError, match="step 1: .* is not the name of an argument"):
+        load_schedule(nn.Sequential(nn.ReLU()), file)
+
+
 def test_trust_is_by_module() -> None:
     with pytest.raises(ScheduleError, match=r"pass trust=\['fractions'\]"):
         decode({"$import": "fractions:Fraction"})

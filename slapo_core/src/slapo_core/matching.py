@@ -14,6 +14,7 @@ from . import paths
 from .errors import ScheduleError
 from .operators import COMMUTATIVE, bound_arguments, operator_of, signatures_of
 from .patterns import ModulePattern, Pattern, PatternTracer, call_module
+from .wrapping import is_opaque
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -147,12 +148,22 @@ def _wanted(node: fx.Node, root: nn.Module) -> _Wanted:
     if node.target is call_module:
         return _Wanted(re.compile(str(node.args[0])), node.args[1:], node.kwargs)
     if node.op == "call_module":
-        return _Wanted(_settings(root.get_submodule(str(node.target))), node.args, node.kwargs)
+        return _Wanted(root.get_submodule(str(node.target)), node.args, node.kwargs)
     return _Wanted(operator_of(node), node.args, node.kwargs)
 
 
-def _settings(module: nn.Module) -> tuple[type, str]:
-    return type(module), module.extra_repr()
+def _alike(module: nn.Module, wanted: nn.Module) -> bool:
+    """Whether two modules are of one class and settings, all inside them too, and nothing is hooked to ``module``."""
+    if type(module) is not type(wanted) or is_opaque(module) or module._modules.keys() != wanted._modules.keys():
+        return False
+    ours, theirs = ({k: v for k, v in vars(each).items() if k[0] != "_" and k != "training"} for each in (module, wanted))
+    shapes = [{k: None if v is None else v.shape for k, v in each._parameters.items()} for each in (module, wanted)]
+    return (
+        ours.keys() == theirs.keys()
+        and shapes[0] == shapes[1]
+        and all(_same(ours[key], theirs[key]) for key in ours)
+        and all(map(_alike, module.children(), wanted.children()))
+    )
 
 
 class _Search:
@@ -183,8 +194,8 @@ class _Search:
         key = self.pattern.calls[wanted].key
         if isinstance(key, re.Pattern):
             return node.op == "call_module" and bool(key.fullmatch(str(node.target)))
-        if isinstance(key, tuple):
-            return node.op == "call_module" and _settings(self.module.get_submodule(str(node.target))) == key
+        if isinstance(key, nn.Module):
+            return node.op == "call_module" and _alike(self.module.get_submodule(str(node.target)), key)
         return node.op in ("call_function", "call_method") and bool(operator_of(node) == key)
 
     def _outputs(self, wanted: list[fx.Node], bound: _Bindings) -> Iterator[_Bindings]:

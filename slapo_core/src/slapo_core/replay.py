@@ -17,7 +17,7 @@ from .errors import ScheduleError, SlapoError
 from .journal import Step
 from .logger import get_logger
 from .schedule import Schedule, create_schedule
-from .serialize import decode, encode, imports_of
+from .serialize import check_names, decode, encode, imports_of
 
 FORMAT = 1
 
@@ -112,6 +112,7 @@ def _parse(entry: Any) -> Step:
     wanted = {"path": str, "name": str, "args": list, "kwargs": dict}
     if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in wanted.items()):
         raise ScheduleError(f"not a step: {entry!r}; it needs {', '.join(wanted)}")
+    check_names(entry["kwargs"])
     return Step(entry["path"], entry["name"], tuple(entry["args"]), entry["kwargs"])
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import keyword
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,20 @@ def make(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
     """Build ``cls(*args, **kwargs)`` and remember how, so that a schedule that uses the module can be saved.
 
     A saved schedule holds the recipe, not the weights: replaying it builds the module anew.
+
+    Raises:
+        ScheduleError: a keyword that is no Python name, which source could not hold.
     """
+    check_names(kwargs)
     module = cls(*args, **kwargs)
     module.__dict__[_RECIPE] = (cls, args, kwargs)
     return module
+
+
+def check_names(kwargs: Iterable[str]) -> None:
+    """Refuse keyword arguments that would be something else when written down as source."""
+    if bad := [name for name in kwargs if not name.isidentifier() or keyword.iskeyword(name)]:
+        raise ScheduleError(f"{bad[0]!r} is not the name of an argument")
 
 
 def encode(value: Any, strict: bool = True) -> Any:
