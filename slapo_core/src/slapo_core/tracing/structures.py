@@ -20,6 +20,7 @@ _PLAIN = (dict, list, tuple, set, frozenset, deque)
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _ATOM_TYPES = frozenset(ATOMS)
 _BY_REFERENCE = (
+    *ATOMS,
     *(type, enum.Enum, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
     *(torch.Generator, range, type(Ellipsis), fx.Graph, fx.Node),
 )
@@ -27,7 +28,7 @@ _BY_REFERENCE = (
 
 def by_reference(value: Any) -> bool:
     """Whether a graph may hold this very object: nothing a forward changes."""
-    return isinstance(value, (*ATOMS, *_BY_REFERENCE)) or type(value).__module__ == "numpy"
+    return isinstance(value, _BY_REFERENCE) or type(value).__module__ == "numpy"
 
 
 def contents(value: Any) -> dict[Any, Any] | None:
@@ -44,9 +45,7 @@ def contents(value: Any) -> dict[Any, Any] | None:
 
 
 def fill(value: Any, parts: dict[Any, Any]) -> None:
-    """Let a container or object consist of these parts, the reverse of ``contents``."""
-    if isinstance(value, (tuple, frozenset)):
-        return
+    """Let a container or object that can change consist of these parts, the reverse of ``contents``."""
     table = value if isinstance(value, (dict, list, set, deque)) else vars(value)
     table.clear()
     table.extend(parts.values()) if isinstance(table, (list, deque)) else table.update(parts)
