@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -63,6 +64,8 @@ class Recorder:
         self.state = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
         self.reads: set[tuple[int, str]] = set()
         """Attributes the forward has read: id of the module, and name."""
+        self.inside = [""]
+        """Paths of the inlined modules that run now, outermost first."""
         self.baseline = regions.current()
         self.grad_switches = 0
 
@@ -75,6 +78,15 @@ class Recorder:
     def _refusal(self, what: str, instead: str = "") -> TraceError:
         keep = f"keep the module that does it whole with leaf_modules{instead}"
         return TraceError(f"{self.label}: {what}; {keep}", source=model_source())
+
+    @contextmanager
+    def within(self, module: nn.Module) -> Iterator[None]:
+        """What is recorded meanwhile belongs to an inlined module."""
+        self.inside.append(self.modules[id(module)][0])
+        try:
+            yield
+        finally:
+            self.inside.pop()
 
     # ---- values to arguments of nodes
 
@@ -179,7 +191,8 @@ class Recorder:
 
     def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
         node = self.graph.create_node(op, target, args, kwargs)
-        node.meta.update(source=model_source(), regions=regions.current(self.baseline, self.grad_switches > 0))
+        node.meta.update(source=model_source(), module=self.inside[-1])
+        node.meta.update(regions=regions.current(self.baseline, self.grad_switches > 0))
         if isinstance(value, torch.Tensor):
             node.meta["val"] = self.sandbox.fake_of(value)
         if not self.sandbox.fake and op not in ("placeholder", "get_attr"):

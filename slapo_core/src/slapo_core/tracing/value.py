@@ -58,7 +58,8 @@ class _Session(TorchFunctionMode):
         if kind == "leaf":
             self.whole[id(module)] = module
         if kind == "inline":
-            return call(module, *args, **kwargs)
+            with recorder.within(module):
+                return call(module, *args, **kwargs)
         with private.unrecorded():
             run = self.record if kind == "graph" else self.run_whole
             return recorder.call_module(module, args, kwargs, lambda: run(call, module, args, kwargs))
