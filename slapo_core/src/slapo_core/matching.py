@@ -271,6 +271,8 @@ class _Search:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, fx.Node) or isinstance(b, fx.Node):
         return a is b
+    if isinstance(a, float):
+        return type(a) is type(b) and repr(a) == repr(b)  # 0.0 and -0.0 are two
     return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))
 
 
