@@ -18,12 +18,13 @@ from torch import nn
 
 from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
-from slapo_core.parameters import facts
+from slapo_core.parameters import facts, is_part, shard_spec
 from slapo_core.program import Program
 from slapo_core.random import RNGState, rng_state, set_rng_state
 
 _AXES = ("pp", "dp", "tp")
-_FORMAT = 1
+_CUT = ("dim", "full_shape", "rank", "num_shards", "blocks", "axis")
+_FORMAT = 2
 
 
 def save_checkpoint(
@@ -41,7 +42,12 @@ def save_checkpoint(
 
     def write() -> None:
         if program.axis_rank("dp") == 0:
-            state = {"model": _model_state(module), "optimizer": _optimizer_state(module, optimizer)}
+            tensors = _tensors(module)
+            state = {
+                "model": {name: tensor.detach() for name, tensor in tensors.items()},
+                "cuts": {name: _cut(tensor) for name, tensor in tensors.items()},
+                "optimizer": _optimizer_state(module, optimizer),
+            }
             torch.save(state, folder / _file("weights", program, "pp", "tp"))
         random = rng_state()
         torch.save({"devices": random.devices, "tracked": random.tracked}, folder / _file("random", program, *_AXES))
@@ -69,11 +75,15 @@ def load_checkpoint(
         if not (folder / "layout.json").exists():
             raise BuildError(f"{os.fspath(path)!r} is no complete checkpoint: it has no layout.json")
         saved, own = json.loads((folder / "layout.json").read_text()), _layout(program)
+        if saved.get("format") != _FORMAT:
+            raise BuildError(
+                f"{os.fspath(path)!r} has format {saved.get('format')}, this version reads {_FORMAT}; save it anew"
+            )
         if saved != own:
             raise BuildError(f"saved with {_words(saved)}, but this engine has {_words(own)}; load it on the same layout")
         found.update(torch.load(folder / _file("weights", program, "pp", "tp"), map_location="cpu", weights_only=True))
         found["random"] = torch.load(folder / _file("random", program, *_AXES), map_location="cpu", weights_only=True)
-        _check_same(_tensors(module), found["model"])
+        _check_same(_tensors(module), found["model"], found["cuts"])
         if optimizer is not None and found["optimizer"] is None:
             raise BuildError("the checkpoint has no optimizer state; build without optimizer= to load the weights alone")
 
@@ -122,19 +132,32 @@ def _original(name: str, tensor: torch.Tensor) -> str:
     return names[0] if names else name
 
 
-def _model_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in _tensors(module).items()}
+def _cut(tensor: torch.Tensor) -> dict[str, Any] | None:
+    """How this rank's part was cut from the full tensor; None for a whole one."""
+    spec = shard_spec(tensor)
+    return {key: getattr(spec, key) for key in _CUT} if is_part(tensor) else None
 
 
-def _check_same(tensors: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+def _check_same(tensors: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], cuts: dict[str, Any]) -> None:
     if odd := sorted(set(tensors) ^ set(saved)):
         where = "checkpoint" if odd[0] in tensors else "engine"
         raise BuildError(f"{odd[0]!r} is not in the {where}; load it into the model and stages it was saved from")
     for name, tensor in tensors.items():
-        if tensor.shape != saved[name].shape:
+        if _cut(tensor) != cuts[name]:
             raise BuildError(
-                f"{name!r} has shape {tuple(saved[name].shape)} in the checkpoint, {tuple(tensor.shape)} in the engine"
+                f"{name!r} is {_described(cuts[name])} in the checkpoint, but {_described(_cut(tensor))} in the engine; "
+                "load it into a schedule that shards alike"
             )
+        kinds = [(tuple(each.shape), str(each.dtype)) for each in (saved[name], tensor)]
+        if kinds[0] != kinds[1]:
+            raise BuildError(
+                f"{name!r} has shape {kinds[0][0]} and {kinds[0][1]} in the checkpoint, {kinds[1][0]} and {kinds[1][1]} in the "
+                "engine; load it into the model it was saved from"
+            )
+
+
+def _described(cut: dict[str, Any] | None) -> str:
+    return f"sharded with {', '.join(f'{key}={value}' for key, value in cut.items())}" if cut else "whole"
 
 
 def _optimizer_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

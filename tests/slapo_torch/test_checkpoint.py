@@ -1,0 +1,48 @@
+"""``save`` and ``load``: what goes on exactly, what is refused, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_sharding.plugin
+import slapo_torch.plugin
+from slapo_core.build import build
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+
+from .layouts import mesh_of, message_of
+
+
+def sharded_engine(blocks: int) -> Any:
+    """One layer, its output cut over two ranks in some number of blocks."""
+    torch.manual_seed(0)
+    plugins = Registry([slapo_sharding.plugin, slapo_torch.plugin])
+    sch = create_schedule(nn.Sequential(nn.Linear(12, 12, bias=False)), mesh=mesh_of(tp=2), plugins=plugins)
+    sch["0"].shard("weight", axis=0, blocks=blocks, gathered=False).sync("bwd_post", "all_reduce")
+    return build(sch, "torch", loss_fn=lambda outputs, labels: outputs.mean())
+
+
+def load_with_other_blocks(rank: int, path: str) -> list[Any]:
+    sharded_engine(1).save(path)
+    engine = sharded_engine(3)
+    before = engine.module[0].weight.detach().clone()
+    messages = [message_of(lambda: engine.load(path))]
+    same = sharded_engine(1)
+    same.load(path)
+    return [*messages, torch.equal(engine.module[0].weight, before)]
+
+
+@pytest.mark.multiproc
+def test_shards_cut_in_other_blocks_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    """They have the same shape, and other rows."""
+    for message, unchanged in run_distributed(load_with_other_blocks, 2, str(tmp_path)):
+        assert "'0.weight' is sharded with dim=0, full_shape=(12, 12), rank=" in message
+        assert "blocks=(12,), axis=tp in the checkpoint, but" in message
+        assert "blocks=(4, 4, 4), axis=tp in the engine; load it into a schedule that shards alike" in message
+        assert unchanged
