@@ -76,7 +76,7 @@ def test_a_schedule_without_the_syncs_its_shards_need(tmp_path: Path, flags: str
             "def schedule(sch):\n    sch.chekpoint()\n",
             r"unknown.py:2: no primitive 'chekpoint'; did you mean 'checkpoint'",
         ),
-        ("path.py", "\ndef schedule(sch):\n    sch['transformer.g']\n", r"path.py:3: no module below '' 'transformer.g'"),
+        ("path.py", "\ndef schedule(sch):\n    sch['transformer.g']\n", r"path.py:3: no module 'transformer.g'"),
         ("bug.py", "def schedule(sch):\n    1 / 0\n", r"bug.py:2: ZeroDivisionError: division by zero"),
         ("nothing.py", "x = 1\n", r"nothing.py: defines no function 'schedule\(sch\)'"),
         ("broken.json", '{"slapo_schedule": 1,\n "steps": ]\n', r"broken.json:2: not JSON"),

@@ -51,7 +51,7 @@ def test_a_path_leads_to_the_module_itself() -> None:
 
 
 def test_an_unknown_path_says_what_is_there() -> None:
-    with pytest.raises(UnknownNameError, match=r"no module below 'h.0' 'mpl'; did you mean 'mlp'\?; available: attn, mlp"):
+    with pytest.raises(UnknownNameError, match=r"no module 'h.0.mpl'; did you mean 'h.0.mlp'\?; available: h.0.attn, h.0.mlp"):
         create_schedule(Tied())["h.0"]["mpl"]
 
 

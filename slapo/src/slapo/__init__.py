@@ -131,4 +131,4 @@ def _home(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *MODULES})
+    return sorted({*__all__, *MODULES, *(name for name in globals() if name.startswith("__"))})

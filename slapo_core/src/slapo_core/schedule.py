@@ -228,7 +228,8 @@ class Schedule:
         """
         handle = self._at(path)
         if paths.find(self._root.module, handle._path) is None:
-            raise UnknownNameError.of(f"module below {self._path!r}", path, _nearby(self.mod, path))
+            near = [paths.join(self._path, name) for name in _nearby(self.mod, path)]
+            raise UnknownNameError.of("module", handle._path, near)
         return handle
 
     def __contains__(self, path: object) -> bool:
@@ -467,7 +468,9 @@ def _name_parameters(root: nn.Module) -> list[torch.Tensor]:
 
 
 def _nearby(root: nn.Module, path: str) -> list[str]:
-    """At most a dozen modules below the last one on the way to ``path`` that holds any."""
+    """At most a dozen modules: those whose path ends so, else those below the last one on the way that holds any."""
+    if same := [name for name, _ in root.named_modules() if name.endswith(f".{path}")]:
+        return same[:12]
     head = paths.split(path)[0]
     while (holder := paths.find(root, head)) is None or not (head == "" or holder._modules):
         head = paths.split(head)[0]
