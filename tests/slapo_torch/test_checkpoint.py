@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,27 @@ def test_shards_cut_in_other_blocks_are_refused_on_all_ranks(tmp_path: Path) -> 
         assert "blocks=(12,), axis=tp in the checkpoint, but" in message
         assert "blocks=(4, 4, 4), axis=tp in the engine; load it into a schedule that shards alike" in message
         assert unchanged
+
+
+def replicas_with_statistics(rank: int, path: str) -> list[list[Any]]:
+    torch.manual_seed(0)
+    mesh = mesh_of(dp=2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    sch = create_schedule(model, mesh=mesh, plugins=Registry([slapo_torch.plugin]))
+    engine: Any = build(sch, "torch", optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=nn.functional.mse_loss)
+    batch = {"input": torch.randn(8, 4) * (1 + 9 * rank), "labels": torch.randn(8, 1)}
+    for _ in range(3):
+        engine.train_batch(**batch)
+    before = [engine.eval_batch(**batch).item(), model[1].running_mean.tolist()]
+    engine.save(path)
+    engine.train_batch(**batch)
+    engine.load(path)
+    return [before, [engine.eval_batch(**batch).item(), model[1].running_mean.tolist()]]
+
+
+@pytest.mark.multiproc
+def test_every_replica_gets_its_own_buffers_back(tmp_path: Path) -> None:
+    first, second = run_distributed(replicas_with_statistics, 2, str(tmp_path))
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert first[0][1] != second[0][1]

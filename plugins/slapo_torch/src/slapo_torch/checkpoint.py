@@ -1,7 +1,7 @@
 """Save and load an engine: model, optimizer and random states, to go on exactly on the same layout.
 
-A directory with ``layout.json``, written last, and per place of the mesh ``weights-pp0-tp0.pt`` (equal in all replicas, so
-written by the first) and ``random-pp0-dp0-tp0.pt``.
+A directory with ``layout.json``, written last, and per place of the mesh ``shared-pp0-tp0.pt`` (parameters and optimizer, equal
+in all replicas, so written by the first) and ``own-pp0-dp0-tp0.pt`` (buffers and random states, each replica's own).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import nn
 
 from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
-from slapo_core.parameters import facts, is_part, shard_spec
 from slapo_core.program import Program
 from slapo_core.random import RNGState, rng_state, set_rng_state
 
+from . import model_state
+
 _AXES = ("pp", "dp", "tp")
-_CUT = ("dim", "full_shape", "rank", "num_shards", "blocks", "axis")
 _FORMAT = 2
 
 
@@ -42,15 +42,15 @@ def save_checkpoint(
 
     def write() -> None:
         if program.axis_rank("dp") == 0:
-            tensors = _tensors(module)
-            state = {
-                "model": {name: tensor.detach() for name, tensor in tensors.items()},
-                "cuts": {name: _cut(tensor) for name, tensor in tensors.items()},
-                "optimizer": _optimizer_state(module, optimizer),
-            }
-            torch.save(state, folder / _file("weights", program, "pp", "tp"))
+            parameters = model_state.packed(model_state.parameters(module))
+            shared = {"parameters": parameters, "optimizer": _optimizer_state(module, optimizer)}
+            torch.save(shared, folder / _file("shared", program, "pp", "tp"))
         random = rng_state()
-        torch.save({"devices": random.devices, "tracked": random.tracked}, folder / _file("random", program, *_AXES))
+        own = {
+            "buffers": model_state.packed(model_state.buffers(module)),
+            "random": {"devices": random.devices, "tracked": random.tracked},
+        }
+        torch.save(own, folder / _file("own", program, *_AXES))
 
     def finish() -> None:
         if first:
@@ -70,27 +70,20 @@ def load_checkpoint(
     """
     folder = Path(path)
     found: dict[str, Any] = {}
+    parameters, buffers = model_state.parameters(module), model_state.buffers(module)
 
     def read() -> None:
-        if not (folder / "layout.json").exists():
-            raise BuildError(f"{os.fspath(path)!r} is no complete checkpoint: it has no layout.json")
-        saved, own = json.loads((folder / "layout.json").read_text()), _layout(program)
-        if saved.get("format") != _FORMAT:
-            raise BuildError(
-                f"{os.fspath(path)!r} has format {saved.get('format')}, this version reads {_FORMAT}; save it anew"
-            )
-        if saved != own:
-            raise BuildError(f"saved with {_words(saved)}, but this engine has {_words(own)}; load it on the same layout")
-        found.update(torch.load(folder / _file("weights", program, "pp", "tp"), map_location="cpu", weights_only=True))
-        found["random"] = torch.load(folder / _file("random", program, *_AXES), map_location="cpu", weights_only=True)
-        _check_same(_tensors(module), found["model"], found["cuts"])
+        _check_layout(folder, program)
+        found.update(_read(folder / _file("shared", program, "pp", "tp")))
+        found.update(_read(folder / _file("own", program, *_AXES)))
+        model_state.check_same(parameters, found["parameters"])
+        model_state.check_same(buffers, found["buffers"])
         if optimizer is not None and found["optimizer"] is None:
             raise BuildError("the checkpoint has no optimizer state; build without optimizer= to load the weights alone")
 
     def put() -> None:
-        with torch.no_grad():
-            for name, tensor in _tensors(module).items():
-                tensor.copy_(found["model"][name])
+        model_state.put(parameters, found["parameters"])
+        model_state.put(buffers, found["buffers"])
         if optimizer is not None:
             _load_optimizer(module, optimizer, found["optimizer"])
         set_rng_state(RNGState(found["random"]["devices"], found["random"]["tracked"], ()))
@@ -108,6 +101,20 @@ def _on_all(action: Callable[[], None], program: Program) -> None:
     agree(error, program.mesh)
 
 
+def _read(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _check_layout(folder: Path, program: Program) -> None:
+    if not (folder / "layout.json").exists():
+        raise BuildError(f"{os.fspath(folder)!r} is no complete checkpoint: it has no layout.json")
+    saved, own = json.loads((folder / "layout.json").read_text()), _layout(program)
+    if (number := saved.get("format")) != _FORMAT:
+        raise BuildError(f"{os.fspath(folder)!r} has format {number}, this version reads format {_FORMAT}; save it anew")
+    if saved != own:
+        raise BuildError(f"saved with {_words(saved)}, but this engine has {_words(own)}; load it on the same layout")
+
+
 def _layout(program: Program) -> dict[str, Any]:
     return {"format": _FORMAT, "stages": len(program.stages), **{axis: program.axis_size(axis) for axis in _AXES}}
 
@@ -120,49 +127,9 @@ def _file(kind: str, program: Program, *axes: str) -> str:
     return f"{kind}-{'-'.join(f'{axis}{program.axis_rank(axis)}' for axis in axes)}.pt"
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by their first name in the unmodified model, a tied one once."""
-    kept = set(module.state_dict(keep_vars=True))
-    named = [*module.named_parameters(), *((name, buffer) for name, buffer in module.named_buffers() if name in kept)]
-    return {_original(name, tensor): tensor for name, tensor in named}
-
-
-def _original(name: str, tensor: torch.Tensor) -> str:
-    names = facts(tensor).names
-    return names[0] if names else name
-
-
-def _cut(tensor: torch.Tensor) -> dict[str, Any] | None:
-    """How this rank's part was cut from the full tensor; None for a whole one."""
-    spec = shard_spec(tensor)
-    return {key: getattr(spec, key) for key in _CUT} if is_part(tensor) else None
-
-
-def _check_same(tensors: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], cuts: dict[str, Any]) -> None:
-    if odd := sorted(set(tensors) ^ set(saved)):
-        where = "checkpoint" if odd[0] in tensors else "engine"
-        raise BuildError(f"{odd[0]!r} is not in the {where}; load it into the model and stages it was saved from")
-    for name, tensor in tensors.items():
-        if _cut(tensor) != cuts[name]:
-            raise BuildError(
-                f"{name!r} is {_described(cuts[name])} in the checkpoint, but {_described(_cut(tensor))} in the engine; "
-                "load it into a schedule that shards alike"
-            )
-        kinds = [(tuple(each.shape), str(each.dtype)) for each in (saved[name], tensor)]
-        if kinds[0] != kinds[1]:
-            raise BuildError(
-                f"{name!r} has shape {kinds[0][0]} and {kinds[0][1]} in the checkpoint, {kinds[1][0]} and {kinds[1][1]} in the "
-                "engine; load it into the model it was saved from"
-            )
-
-
-def _described(cut: dict[str, Any] | None) -> str:
-    return f"sharded with {', '.join(f'{key}={value}' for key, value in cut.items())}" if cut else "whole"
-
-
 def _optimizer_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Original names in the order in which the optimizer counts its parameters."""
-    names = {id(parameter): _original(name, parameter) for name, parameter in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in model_state.parameters(module).items()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
