@@ -111,12 +111,11 @@ class TorchEngine(Engine):
         load_checkpoint(path, self._program, self.module, self.optimizer)
 
     def close(self) -> None:
-        """Give back the process groups this engine made and forget its plans."""
+        """Take the engine's hooks off the parameters and forget its plans."""
         self._plans.clear()
         if self._replicas is not None:
             self._replicas.close()
             self._replicas = None
-        self._holdings.close()
 
     # ---- one step
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -11,23 +12,37 @@ import torch.distributed as dist
 from slapo_core.errors import BuildError
 
 BUCKET_BYTES = 25 * 2**20
-"""Largest message; reduces of several buckets are under way at the same time."""
+"""Largest message; several are under way at the same time."""
 
 Bucket = list[torch.nn.Parameter]
 
 
-def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum gradients over a group; collective.
+def sum_gradients(ties: Mapping[tuple[int, ...], Bucket], pipeline: dist.ProcessGroup) -> None:
+    """Sum gradients over the stages that share them. Collective over these stages; the others have nothing to do.
+
+    Each sends its own to the others and adds them up in the order of the stages, so that all get the same bits. Groups of just
+    these ranks would have to be made on all ranks of the world, which may be more than train this model.
 
     Args:
-        parameters: The same ones in the same order on every rank of the group. One without a gradient counts as zero, and
-            keeps None where no rank has one.
-        group: The ranks to sum over.
+        ties: This rank's tied parameters, as ``by_stages`` gives them. One without a gradient counts as zero, and keeps None
+            where no stage has one.
+        pipeline: The ranks of all stages.
     """
-    pending = [(bucket, *_start(bucket, group)) for bucket in _buckets(parameters)]
-    for bucket, flat, work in pending:
+    own, sums, messages = dist.get_rank(pipeline), [], []
+    for stages, parameters in ties.items():
+        for bucket in _buckets(parameters):
+            mine = _flat(bucket)
+            flats = {stage: mine if stage == own else torch.empty_like(mine) for stage in stages}
+            sums.append((bucket, list(flats.values())))
+            for stage in stages:
+                if stage != own:
+                    peer = dist.get_global_rank(pipeline, stage)
+                    messages.append(dist.P2POp(dist.isend, mine, peer, pipeline))
+                    messages.append(dist.P2POp(dist.irecv, flats[stage], peer, pipeline))
+    for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
-        _finish(bucket, flat)
+    for bucket, found in sums:
+        _finish(bucket, reduce(torch.add, found))
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[Bucket]:
@@ -45,21 +60,20 @@ def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[Bucket]:
     yield from open_buckets.values()
 
 
-def _start(bucket: Bucket, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+def _flat(bucket: Bucket) -> torch.Tensor:
+    """The gradients, and a number per parameter that tells whether there is one."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-    # one number per parameter at the end counts the ranks that have a gradient
     present = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype, device=bucket[0].device)
     flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), present])
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    assert work is not None
-    return flat, work
+    return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
 def _finish(bucket: Bucket, flat: torch.Tensor) -> None:
     sizes = [parameter.numel() for parameter in bucket]
+    flat = torch.view_as_complex(flat) if bucket[0].is_complex() else flat
     *pieces, present = torch.split(flat, [*sizes, len(bucket)])
-    for parameter, piece, ranks in zip(bucket, pieces, present.tolist(), strict=True):
-        if ranks > 0:
+    for parameter, piece, stages in zip(bucket, pieces, present.tolist(), strict=True):
+        if stages:
             if parameter.grad is None:
                 parameter.grad = piece.view_as(parameter).clone()
             else:

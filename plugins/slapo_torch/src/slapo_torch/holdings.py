@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,18 +12,15 @@ from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
 from slapo_core.grad_norm import clip_grad_norm_
 from slapo_core.parameters import is_part, successor
-from slapo_core.program import Program, TieGroup
+from slapo_core.program import Program
 from slapo_core.whole_gradients import compare_gradients
 
 from .batches import fingerprint
 from .gradients import by_stages, sum_gradients
 
-TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for each other when they sum gradients of tied parameters."""
-
 
 class Holdings:
-    """This rank's parameters, the groups of stages that share some of them, and the norm over all of it.
+    """This rank's parameters, the stages that share some of them, and the norm over all of it.
 
     Attributes:
         trainable: This rank's parameters that get a gradient, each once.
@@ -37,35 +34,16 @@ class Holdings:
         rank = program.axis_rank("pp")
         staged = len(program.stages) > 1
         self._mine = [(tie, named[tie.names[0]]) for tie in program.ties if staged and rank in tie.stages]
-        shared = by_stages([(tie.stages, parameter) for tie, parameter in self._mine if parameter.requires_grad])
+        self._shared = by_stages([(tie.stages, parameter) for tie, parameter in self._mine if parameter.requires_grad])
         self._unchecked = {name: p for name, p in self._stage.named_parameters() if p.requires_grad and not is_part(p)}
         if len(self._unchecked) == len(self.trainable):  # nothing is sharded
             self._unchecked.clear()
-        self._made: list[dist.ProcessGroup] = []
-        self._shared = [(self._group(stages), bucket) for stages, bucket in shared.items()]
-
-    def _group(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
-        """A group of just these stages' ranks, at this rank's place in the other axes."""
-        assert self._program.mesh is not None
-        pipeline: dist.ProcessGroup = self._program.mesh["pp"].get_group()
-        if len(stages) == dist.get_world_size(pipeline):
-            return pipeline
-        ranks = [dist.get_global_rank(pipeline, stage) for stage in stages]
-        made: dist.ProcessGroup = dist.new_group(ranks, timeout=TIMEOUT, use_local_synchronization=True)
-        self._made.append(made)
-        return made
 
     def reduce_ties(self) -> None:
         """Sum the gradients of tied parameters over the stages that share them."""
-        for group, bucket in self._shared:
-            sum_gradients(bucket, group)
-
-    def close(self) -> None:
-        """Give back the process groups."""
-        for group in self._made:
-            dist.destroy_process_group(group)
-        self._made.clear()
-        self._shared.clear()
+        if self._shared:
+            assert self._program.mesh is not None
+            sum_gradients(self._shared, self._program.mesh["pp"].get_group())
 
     def check_same_start(self) -> None:
         """Refuse to train when ranks that hold the same parameters start from different numbers. Collective.
@@ -80,8 +58,7 @@ class Holdings:
         whole = {name: parameter for name, parameter in named.items() if not is_part(parameter)}
         error = self._check_equal("dp", "replicas", named)
         error = self._check_equal("tp", "tensor-parallel ranks", whole) or error
-        for tie, parameter in self._mine:
-            error = self._check_tie(tie, parameter) or error
+        error = self._check_ties() or error
         agree(error, mesh)
 
     def num_unchecked(self) -> int:
@@ -110,16 +87,24 @@ class Holdings:
             return BuildError(
                 f"the {ranks} have parameters of different names, shapes or requires_grad; build and freeze alike on all ranks"
             )
-        wrong = _different(list(named.values()), group) if named else []
+        wrong = _different(list(named.values()), group, mesh.device_type) if named else []
         if not wrong:
             return None
         return BuildError(f"the {ranks} start from different values of {list(named)[wrong[0]]!r}; seed all ranks alike")
 
-    def _check_tie(self, tie: TieGroup, parameter: nn.Parameter) -> BuildError | None:
-        groups = [group for group, bucket in self._shared if any(parameter is shared for shared in bucket)]
-        if not groups or not _different([parameter], groups[0]):
+    def _check_ties(self) -> BuildError | None:
+        mesh, ties = self._program.mesh, self._program.ties
+        if mesh is None or len(self._program.stages) == 1 or not ties:
             return None
-        return BuildError(f"stages {tie.stages} start from different values of the tied {tie.names[0]!r}; seed all ranks alike")
+        held = {tie.names: parameter for tie, parameter in self._mine}
+        wrong = _different([held.get(tie.names) for tie in ties], mesh["pp"].get_group(), mesh.device_type)
+        if not wrong:
+            return None
+        tie = ties[wrong[0]]
+        return BuildError(
+            f"stages {tie.stages} start from different values, or requires_grad, of the tied {tie.names[0]!r}; "
+            "seed and freeze alike on all ranks"
+        )
 
     def release_others(self) -> None:
         """Free the parameters that only other stages use: their places get meta tensors of the same facts."""
@@ -158,13 +143,24 @@ class Holdings:
         )
 
 
-def _different(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[int]:
-    """Indices of the parameters whose values differ between the ranks of a group. Collective."""
-    sums = [
-        (p.detach().sum(dtype=torch.float64), torch.linalg.vector_norm(p.detach(), dtype=torch.float64)) for p in parameters
-    ]
-    own = torch.stack([value for pair in sums for value in pair])
-    largest = torch.cat([own, -own])
+def _different(parameters: Sequence[nn.Parameter | None], group: dist.ProcessGroup, device: str) -> list[int]:
+    """Indices of the parameters that are not the same on all ranks of a group that hold them. Collective."""
+    absent = torch.full((3,), -torch.inf, dtype=torch.float64, device=device)
+    marks = [None if parameter is None else _marks(parameter) for parameter in parameters]
+    high = torch.stack([absent if mark is None else mark for mark in marks])
+    low = torch.stack([absent if mark is None else -mark for mark in marks])
+    largest = torch.stack([high, low])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    same = largest.chunk(2)[0] == -largest.chunk(2)[1]
-    return [index for index, (first, second) in enumerate(same.view(-1, 2).tolist()) if not (first and second)]
+    return [index for index, same in enumerate((largest[0] == -largest[1]).all(1).tolist()) if not same]
+
+
+def _marks(parameter: nn.Parameter) -> torch.Tensor:
+    """Three numbers that differ where values or requires_grad do."""
+    values = parameter.detach()
+    return torch.stack(
+        [
+            values.sum(dtype=torch.float64),
+            torch.linalg.vector_norm(values, dtype=torch.float64),
+            torch.tensor(parameter.requires_grad, dtype=torch.float64, device=values.device),
+        ]
+    )

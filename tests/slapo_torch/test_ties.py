@@ -1,0 +1,67 @@
+"""Parameters that several stages share, where the stages of one tie are not those of another."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import slapo_pipeline.plugin
+import slapo_torch.plugin
+from slapo_core.build import build
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+
+from .layouts import mesh_of
+
+pytestmark = pytest.mark.multiproc
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Chain(nn.Module):
+    """Four layers; ``a`` shares with ``b``, ``b`` with ``c``, and ``a`` with ``d``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+        self.b.weight, self.c.bias, self.d.bias = self.a.weight, self.b.bias, self.a.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.d(self.c(self.b(self.a(x))).tanh())
+
+
+def _train(rank: int, pp: int) -> tuple[list[float], float]:
+    """Differences of three losses and norms, and of the weights, from one process."""
+    mesh, model = mesh_of(pp=pp), Chain()
+    reference, x, y = copy.deepcopy(model), torch.randn(8, 4), torch.randn(8, 4)
+    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    schedule = create_schedule(model, mesh=mesh, example_inputs={"x": x}, plugins=plugins)
+    for name in "abc"[: pp - 1]:
+        schedule[name].cut_pipeline_stage()
+    engine: Any = build(schedule, "torch", optimizer=SGD, loss_fn=F.mse_loss, microbatches=4, clip=0.05)
+    optimizer, found = SGD(reference.parameters()), []
+    for _ in range(3):
+        loss = engine.train_batch(x=x, labels=y)
+        optimizer.zero_grad()
+        expected = F.mse_loss(reference(x), y)
+        expected.backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        optimizer.step()
+        found += [abs(loss.item() - expected.item()), abs(engine.grad_norm - norm.item())]
+    state = schedule.full_state()
+    return found, max(float((state[n] - p.detach()).abs().max()) for n, p in reference.named_parameters())
+
+
+@pytest.mark.parametrize("pp", [3, 4])
+def test_stages_may_be_in_different_numbers_of_ties(pp: int) -> None:
+    for found, weights in run_distributed(_train, pp, pp, timeout=60):
+        assert max(found) < 1e-5
+        assert weights < 1e-5
