@@ -201,6 +201,33 @@ def test_an_error_on_one_rank_fails_all_with_its_message() -> None:
     assert run_distributed(build_on_two_ranks, 2) == ["rank 1 failed: this rank has no disk", "this rank has no disk"]
 
 
+class Refuses(Plugin):
+    @hookimpl
+    def slapo_after_build(self, engine: Engine) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("rank 1 has no licence")
+
+
+def after_build_on_two_ranks(rank: int) -> list[str]:
+    with isolated_plugins(Refuses()):
+        sch = create_schedule(nn.Linear(2, 2), group=dist.group.WORLD)
+        messages = []
+        for _ in range(2):
+            try:
+                build(sch, "toy")
+                messages.append("built")
+            except Exception as err:
+                messages.append(str(err))
+        return messages
+
+
+@pytest.mark.multiproc
+def test_an_error_after_the_build_fails_all_and_the_schedule_says_that_it_is_spent() -> None:
+    for first, second in run_distributed(after_build_on_two_ranks, 2, timeout=30):
+        assert "rank 1 has no licence" in first
+        assert "the schedule was built for 'toy' already; start a new schedule" in second
+
+
 def steps_of_one_rank(rank: int, axes: tuple[str, ...]) -> str:
     """A schedule that asks for the rank; the other ranks hold one step less."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=axes) if axes else None

@@ -58,7 +58,7 @@ def build(
     Raises:
         UnknownNameError: no such target.
         BuildError: the schedule and the engine do not go together, another rank failed, or has another schedule; nothing was
-            built.
+            built. After an error of ``slapo_after_build`` the schedule counts as built, and takes a new one to try again.
     """
     common: dict[str, Any] = {
         "optimizer": optimizer,
@@ -83,7 +83,16 @@ def build(
     engine: Engine = PlainEngine(program.module) if dialect is None else dialect.build(program, **common, **config)
     root.journal.seal()
     root.program, root.target = program, target
-    root.registry.hook.slapo_after_build(engine=engine)
+    error = None
+    try:
+        root.registry.hook.slapo_after_build(engine=engine)
+    except Exception as err:
+        error = err
+    try:
+        agree(error, *ranks)
+    except Exception:
+        engine.close()
+        raise
     return engine
 
 
