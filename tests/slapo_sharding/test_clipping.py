@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -40,7 +41,7 @@ def _clips_like_torch(rank: int) -> None:
         for max_norm in (0.5, 1e6):
             before, after = _model(), _sharded()
             expected = nn.utils.clip_grad_norm_(before.parameters(), max_norm, norm_type)
-            torch.testing.assert_close(clip_grad_norm_(after.parameters(), max_norm, norm_type), expected)
+            torch.testing.assert_close(clip_grad_norm_(after.parameters(), max_norm, norm_type), expected.double())
             torch.testing.assert_close(after[3].weight.grad, before[3].weight.grad)
             torch.testing.assert_close(after[0].bias.grad, before[0].bias.grad.chunk(dist.get_world_size())[rank])
             torch.testing.assert_close(after[1].bias.grad, before[1].bias.grad)
@@ -81,3 +82,28 @@ def test_half_precision_gradients_do_not_overflow():
     parameter.grad = torch.full((4,), 60000.0, dtype=torch.float16)
     assert clip_grad_norm_([parameter], 1.0).item() == pytest.approx(120000.0, rel=1e-3)
     assert parameter.grad.tolist() == pytest.approx([0.5] * 4, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128], ids=str)
+def test_gradients_of_every_type_are_clipped(dtype: torch.dtype):
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(3, dtype=dtype))]
+    for parameter in ours:
+        parameter.grad = torch.randn_like(parameter)
+    theirs = copy.deepcopy(ours)
+    for parameter, other in zip(ours, theirs, strict=True):
+        other.grad = parameter.grad.clone()
+    expected = nn.utils.clip_grad_norm_(theirs, 0.1)
+    assert clip_grad_norm_(ours, 0.1).item() == pytest.approx(expected.item(), rel=1e-6)
+    for parameter, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+def _types_differ(rank: int) -> float:
+    own = nn.Parameter(torch.zeros(2, dtype=torch.float64 if rank else torch.float32))
+    own.grad = torch.ones_like(own)
+    return clip_grad_norm_([own], 1.0, extra_groups=[dist.group.WORLD]).item()
+
+
+def test_ranks_may_have_gradients_of_different_types():
+    assert run_distributed(_types_differ, 2) == [pytest.approx(2.0)] * 2

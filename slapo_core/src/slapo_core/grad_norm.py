@@ -29,7 +29,7 @@ def total_grad_norm(
         counts: Whether this rank counts a parameter; a tied one that two stages hold is counted by one of them.
 
     Returns:
-        A 0-dim fp32 tensor, equal on every rank.
+        A 0-dim fp64 tensor, equal on every rank, whatever the types of their gradients.
     """
     tensors = list(parameters)
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -70,10 +70,12 @@ def clip_grad_norm_(
 
 
 def _power(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The sum of ``|x| ** norm_type`` over all elements, or their largest absolute value; fp32."""
+    """The sum of ``|x| ** norm_type`` over all elements, or their largest absolute value; fp64."""
     if not grads:
-        return torch.zeros((), device=device)
-    norms = torch.stack([torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32).to(device) for grad in grads])
+        return torch.zeros((), dtype=torch.float64, device=device)
+    wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
+    each = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad, dtype in zip(grads, wide, strict=True)]
+    norms = torch.stack([norm.to(device, torch.float64) for norm in each])
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
