@@ -10,16 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import slapo_torch.plugin
 from slapo_core.build import build, get_dialect_cls
 from slapo_core.errors import BuildError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
+from slapo_torch.batches import split
 
 from .layouts import adamw
 
@@ -150,6 +153,61 @@ def test_batches_that_cannot_be_averaged(batch: dict[str, torch.Tensor], message
     engine = _engine(Classifier(), microbatches=2)
     with pytest.raises(BuildError, match=message):
         engine.train_batch(**batch)
+
+
+class Counted(nn.Module):
+    """Takes what goes with its rows in any shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor | None = None, extra: Any = None) -> torch.Tensor:
+        given = tree_leaves(extra)
+        rows = x if x is not None else given[0]
+        return self.a(rows).mean() * sum(float(torch.as_tensor(value).float().sum()) for value in given)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (list(range(8)), "'extra' is a list with as many items as the batch has rows, 8, and would go whole"),
+        (tuple(range(8)), "'extra' is a tuple with as many items"),
+        (np.arange(8), "'extra' is a ndarray with as many items as the batch has rows, 8"),
+        ({"inner": [1.0] * 8}, "'extra.inner' is a list with as many items"),
+        ([torch.ones(8, 4)] * 8, "'extra' is a list with as many items as the batch has rows, 8"),
+    ],
+    ids=["list", "tuple", "array", "nested", "tensors"],
+)
+def test_values_per_row_that_are_no_tensor_take_one_micro_batch(extra: Any, message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        _engine(Counted(), microbatches=2).train_batch(x=X, extra=extra)
+    _engine(Counted()).train_batch(x=X, extra=extra)
+
+
+def test_a_batch_of_lists_alone_may_be_cut_wrongly() -> None:
+    images = [torch.ones(4, 4) * number for number in (1, 2, 3)]
+    with pytest.raises(BuildError, match="'extra' is a list of tensors, which may be one per row; give tensors by name"):
+        _engine(Counted(), microbatches=2).train_batch(extra=images)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [1.0, 2.0],
+        {"mask": X, "size": (3, 4)},
+        tuple((X, X) for _ in range(8)),
+        [X, X],
+        np.float32(2.0),
+        "a word of",
+    ],
+    ids=["shorter", "nested", "pairs", "columns", "number", "text"],
+)
+def test_what_is_not_per_row_goes_to_each_micro_batch_and_tensors_are_cut(extra: Any) -> None:
+    parts = split({"x": X, "extra": extra}, 2)
+    for part, half in zip(parts, X.chunk(2), strict=True):
+        for found, given in zip(tree_leaves(part), tree_leaves({"x": X, "extra": extra}), strict=True):
+            assert torch.equal(found, half) if isinstance(given, torch.Tensor) else found is given
 
 
 PADDED = torch.tensor([0, 1, 2, 1, 2, 2, 1, 2])

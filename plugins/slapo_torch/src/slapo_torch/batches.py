@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ def split(batch: Mapping[str, Any], parts: int) -> list[Batch]:
     """Cut every tensor of a batch into equal parts along dimension 0; other values go to each part.
 
     Raises:
-        BuildError: the tensors differ in size along dimension 0, or it is not divisible.
+        BuildError: the tensors differ in size along dimension 0, or it is not divisible; or values may be one per row and yet
+            would not be cut as rows.
     """
+    if parts > 1:
+        _check_rows_are_tensors(batch)
     leaves, structure = tree_flatten(dict(batch))
     sizes = {leaf.shape[0] for leaf in leaves if _has_rows(leaf)}
     if len(sizes) > 1:
@@ -34,6 +37,41 @@ def split(batch: Mapping[str, Any], parts: int) -> list[Batch]:
             )
     chunks = [leaf.detach().chunk(parts) if _has_rows(leaf) else (leaf,) * parts for leaf in leaves]
     return [tree_unflatten([chunk[index] for chunk in chunks], structure) for index in range(parts)]
+
+
+def _check_rows_are_tensors(batch: Mapping[str, Any]) -> None:
+    values = dict(_named(batch))
+    rows = {value.shape[0] for value in values.values() if _has_rows(value)}
+    for name, value in values.items():
+        tensors = [leaf for leaf in tree_flatten(value)[0] if _has_rows(leaf)]
+        if _has_rows(value):
+            continue
+        if tensors and not rows:
+            raise BuildError(
+                f"{name!r} is a {type(value).__name__} of tensors, which may be one per row; give tensors by name, with the "
+                "batch in dimension 0, or use microbatches=1"
+            )
+        if _length(value) in rows and (not tensors or isinstance(value, list)):
+            raise BuildError(
+                f"{name!r} is a {type(value).__name__} with as many items as the batch has rows, {_length(value)}, and would "
+                "go whole to each micro-batch; give one tensor with the batch in dimension 0, or use microbatches=1"
+            )
+
+
+def _named(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by dotted names."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _named(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    shape = getattr(value, "shape", None)  # an array of another library
+    return shape[0] if isinstance(shape, tuple) and shape else None
 
 
 def signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
