@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -143,6 +144,27 @@ def test_trace_until_the_layers_of_a_transformer() -> None:
     sch.trace_until(["transformer.h.*", "lm_head"])
     assert calls(sch.mod)[-2:] == ["transformer.ln_f", "lm_head"]
     assert_same(model, sch.mod, batch)  # type: ignore[arg-type]
+
+
+@functools.lru_cache
+def positions(size: int) -> torch.Tensor:
+    return torch.arange(size).float()
+
+
+@pytest.mark.parametrize("names", [["first"], ["second"], ["first", "second"]])
+def test_a_cached_function_that_several_graphs_call(names: list[str]) -> None:
+    class Adds(Inner):
+        def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+            return self.fc(x) + positions(4)
+
+    class Net(Middle):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x + positions(4))) * positions(4)
+
+    model = Net()
+    for name in names:
+        setattr(model, name, Adds())
+    assert_same(model, trace(model, example_inputs=(X,)), {"x": X})
 
 
 @pytest.mark.parametrize("tracer", ["fx", "export"])

@@ -144,3 +144,12 @@ def test_inputs_on_another_device_move_the_graphs_constants() -> None:
     assert gm(X.to("meta")).device.type == "meta"
     gm.fc.to_empty(device="cpu"), gm.register_buffer("table", torch.ones(4))
     assert gm(X).device.type == "cpu"
+
+
+def test_fx_with_any_number_of_arguments() -> None:
+    class Several(nn.Module):
+        def forward(self, *several: torch.Tensor) -> torch.Tensor:
+            return several[0] + several[1]
+
+    traced = trace_module(Several(), (torch.ones(2), torch.ones(2)), tracer="fx")
+    torch.testing.assert_close(traced(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -284,7 +285,34 @@ def test_rnn() -> None:
             return out.sum() + h + c
 
     for leaf in (True, False):
-        check(Net(), X[None], leaf=lambda path, module: leaf)  # noqa: B023
+        model = Net()
+        trace_module(model, (X[None],), leaf=lambda path, module: leaf)  # noqa: B023
+        assert all(map(operator.is_, model.rnn._flat_weights, model.rnn.parameters()))
+        check(model, X[None], leaf=lambda path, module: leaf)  # noqa: B023
+
+
+def test_an_attribute_of_a_tensor_is_set() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.requires_grad = True
+        return y
+
+    check(Forward(forward), X)
+
+
+def test_an_inner_object_is_changed_and_then_another() -> None:
+    def forward(self: Any, x: torch.Tensor, box: Box) -> torch.Tensor:
+        inner = self.keep(box).content
+        inner.content, box.content = x * 2, Box(x + 1)
+        return self.keep(box).content.content + inner.content
+
+    model = Forward(forward)
+    model.keep = nn.Identity()
+    traced = trace_module(model, (X, Box(Box(X))), leaf=lambda path, module: path == "keep")
+    torch.testing.assert_close(traced(X, Box(Box(X))), model(X, Box(Box(X))))
+    given = Box(Box(X))
+    traced(X, given)
+    torch.testing.assert_close(given.content.content, X + 1)
 
 
 # ---- gradient mode and autocast
@@ -349,6 +377,19 @@ def test_autocast_regions() -> None:
     check(Forward(forward), X, leaf=is_linear)
 
 
+def test_an_autocast_region_sees_weights_that_have_changed() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.fc(x)
+
+    model = Forward(forward)
+    traced = check(model, X)
+    before = traced(X)
+    with torch.no_grad():
+        model.fc.weight += 1
+    assert not torch.equal(traced(X), before)
+
+
 def test_autocast_around_the_call_must_be_that_of_the_trace() -> None:
     model = Forward(lambda self, x: self.fc(x).float() if torch.is_autocast_enabled("cpu") else self.fc(x))
     with torch.autocast("cpu", torch.bfloat16):
@@ -383,6 +424,13 @@ def test_a_shape_that_depends_on_data_is_checked() -> None:
     assert_same(model, traced, {"x": x.flip(0, 1)})
     with pytest.raises(TraceError, match=r"a shape that depends on the data is \[0\], traced as \[6\]"):
         traced(-x.abs())
+
+
+def test_as_many_parts_as_the_data_says() -> None:
+    model = Forward(lambda self, x: sum(self.fc(x)[x[:, 0] > 0].unbind(0)))
+    traced = check(model, X.abs())
+    with pytest.raises(TraceError, match=r"a shape that depends on the data is \[1, 4\], traced as \[2, 4\]"):
+        traced(torch.stack([X[0].abs(), -X[1].abs()]))
 
 
 def test_inputs_and_weights_are_not_touched() -> None:

@@ -85,17 +85,11 @@ class Sandbox:
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is not None:
-                        self._put(table, name, self._stand_in(tensor))
+                        self._swapped.append((table, name, tensor))
+                        table[name] = self._stand_in(tensor)
         seen: set[int] = set()
         for module in modules:
-            if isinstance(module, nn.RNNBase):
-                flat = [self._standins.get(id(weight), weight) for weight in module._flat_weights]
-                self._put(module.__dict__, "_flat_weights", flat)
             self.state[id(module)] = Snapshot(module.__dict__, seen)
-
-    def _put(self, table: dict[str, Any], name: str, value: Any) -> None:
-        self._swapped.append((table, name, table[name]))
-        table[name] = value
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in self._standins:
