@@ -50,6 +50,24 @@ def test_a_tied_parameter_stands_under_each_name() -> None:
     assert grads["0.weight"] is not model[0].weight.grad
 
 
+class Scaled(nn.Module):
+    """Its own weight stands where that of the layer inside was."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.weight = nn.Parameter(torch.ones_like(inner.weight))
+
+
+@pytest.mark.parametrize("kind", ["param", "grad"])
+def test_two_parameters_of_one_name_are_an_error(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    sch = create_schedule(model)
+    sch["0"].replace(Scaled(model[0]))
+    with pytest.raises(ScheduleError, match=r"'0.weight' and '0.inner.weight' are both '0.weight' of .*; give the one"):
+        sch.full_state(kind)
+
+
 def test_another_kind_is_an_error() -> None:
     with pytest.raises(ScheduleError, match="kind is 'gradient'; give 'param' or 'grad'"):
         create_schedule(nn.Linear(2, 2)).full_state("gradient")

@@ -175,3 +175,26 @@ def test_replace_all_that_casts_the_old_modules_is_undone() -> None:
     assert model[0].weight.dtype == torch.half
     sch.undo()
     assert torch.equal(model[0].weight, values)
+
+
+def test_a_parameter_that_lives_on_in_the_new_module_keeps_its_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    old = model[0].weight.requires_grad_(False)
+    new = nn.Linear(4, 4, bias=False)
+    new.register_parameter("frozen", old)
+    create_schedule(model)["0"].replace(new)
+    assert facts(new.weight).names == ()
+    assert facts(old).names == ("0.weight",)
+    assert new.weight.requires_grad
+
+
+def test_a_tie_that_a_replacement_ends_leaves_each_its_own_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    sch = create_schedule(model)
+    sch["1"].replace(nn.Linear(4, 4, bias=False))
+    state = sch.full_state()
+    assert torch.equal(state["0.weight"], model[0].weight)
+    assert torch.equal(state["1.weight"], model[1].weight)
+    sch.undo()
+    assert sch.original_names == {"0.weight": ("0.weight", "1.weight")}

@@ -13,6 +13,7 @@ from torch import nn
 import slapo_sharding.plugin
 import slapo_torch.plugin
 from slapo_core.build import build
+from slapo_core.errors import ScheduleError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
@@ -71,3 +72,25 @@ def test_every_replica_gets_its_own_buffers_back(tmp_path: Path) -> None:
     assert first[0] == first[1]
     assert second[0] == second[1]
     assert first[0][1] != second[0][1]
+
+
+class Scaled(nn.Module):
+    """Its own weight stands where that of the layer inside was."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.weight = nn.Parameter(torch.ones_like(inner.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.inner.weight * self.weight, self.inner.bias)
+
+
+def test_two_parameters_of_one_name_are_not_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    sch = create_schedule(model, plugins=Registry([slapo_torch.plugin]))
+    sch["0"].replace(Scaled(model[0]))
+    engine: Any = build(sch, "torch", loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ScheduleError, match="'0.weight' and '0.inner.weight' are both '0.weight'"):
+        engine.save(tmp_path)
+    assert not (tmp_path / "layout.json").exists()

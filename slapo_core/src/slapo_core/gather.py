@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -28,15 +28,28 @@ def full_state(module: nn.Module, program: Program | None, kind: str) -> State:
         _refuse_parts(module, program)
     read: Callable[[nn.Parameter], torch.Tensor | None] = (lambda p: p.detach()) if kind == "param" else (lambda p: p.grad)
     owners = _owners(program)
+    keys = original_keys(module.named_parameters())
     state: State = {}
     for name, parameter in module.named_parameters():
-        if program is not None and owners:
-            full = _from_stage(parameter, read, program, owners.get(name, 0))
-        else:
-            full = over_group(parameter, read)
-        for original in facts(parameter).names or (name,):
-            state[original] = full
+        stage = owners.get(name, 0)
+        full = _from_stage(parameter, read, program, stage) if program and owners else over_group(parameter, read)
+        state.update(dict.fromkeys(keys[name], full))
     return state
+
+
+def original_keys(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
+    """Each tensor's names in the unmodified model by its current name, which is what one that a step brought in has.
+
+    Raises:
+        ScheduleError: two tensors have one name.
+    """
+    keys = {name: facts(tensor).names or (name,) for name, tensor in named}
+    taken: dict[str, str] = {}
+    for name, key in ((name, key) for name, own in keys.items() for key in own):
+        if (other := taken.setdefault(key, name)) != name:
+            both = f"{other!r} and {name!r} are both {key!r} of the unmodified model"
+            raise ScheduleError(f"{both}; give the one that a step brought in another name")
+    return keys
 
 
 def _refuse_parts(module: nn.Module, program: Program | None) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from slapo_core.errors import BuildError
-from slapo_core.parameters import facts, is_part, shard_spec
+from slapo_core.gather import original_keys
+from slapo_core.parameters import is_part, shard_spec
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,7 +33,8 @@ def buffers(module: nn.Module) -> Tensors:
 
 
 def _by_first_name(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
-    return {(facts(tensor).names or (name,))[0]: tensor for name, tensor in named}
+    tensors = dict(named)
+    return {keys[0]: tensors[name] for name, keys in original_keys(tensors.items()).items()}
 
 
 def packed(tensors: Tensors) -> dict[str, Any]:

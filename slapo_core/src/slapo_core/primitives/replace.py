@@ -94,10 +94,10 @@ def swap(schedule: Schedule, new: nn.Module) -> None:
     if all(module is not old for module in new.modules()):
         for table in _HOOKS:
             getattr(new, table).update(getattr(old, table))
-        _carry_parameters(old, new)
     if new.training != old.training:
         new.train(old.training)
     schedule.replace_module(new)
+    _carry_parameters(schedule, old, new)
 
 
 def as_matches(schedule: Schedule, subgraph: Any) -> list[Any]:
@@ -109,13 +109,24 @@ def as_matches(schedule: Schedule, subgraph: Any) -> list[Any]:
     return [subgraph] if isinstance(subgraph[0], tuple) else subgraph
 
 
-def _carry_parameters(old: nn.Module, new: nn.Module) -> None:
+def _carry_parameters(schedule: Schedule, old: nn.Module, new: nn.Module) -> None:
+    """The parameters of ``new`` take over from those they replaced, but not from one that lives on inside of ``new``."""
     former = dict(old.named_parameters(remove_duplicate=False))
+    kept = {id(parameter) for parameter in new.parameters()}
     for name, parameter in new.named_parameters(remove_duplicate=False):
         was = former.get(name)
-        if was is None or was is parameter:
+        if was is None or id(was) in kept:
             continue
         if not facts(parameter).names and was.shape == parameter.shape:
-            facts(parameter).names = facts(was).names
+            _carry_names(schedule, was, parameter)
         if parameter.is_floating_point():
             parameter.requires_grad_(was.requires_grad)
+
+
+def _carry_names(schedule: Schedule, was: nn.Parameter, parameter: nn.Parameter) -> None:
+    """All names; where a tie ends, as the old parameter lives on elsewhere, those of the places it lost."""
+    facts(parameter).names = names = facts(was).names
+    if schedule.places_of(was):
+        held = dict(schedule.root_module.named_parameters(remove_duplicate=False))
+        facts(parameter).names = tuple(name for name in names if held.get(name) is parameter)
+        facts(was).names = tuple(name for name in names if held.get(name) is not parameter)
