@@ -82,7 +82,7 @@ class Sandbox:
 
     def _swap(self, modules: list[nn.Module]) -> None:
         for module in modules:
-            for table in (module._parameters, module._buffers):
+            for table in (vars(module)["_parameters"], vars(module)["_buffers"]):
                 for name, tensor in table.items():
                     if tensor is not None:
                         self._swapped.append((table, name, tensor))
