@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from torch import nn
 import slapo_sharding.plugin
 import slapo_torch.plugin
 from slapo_core.build import build
-from slapo_core.errors import ScheduleError
+from slapo_core.errors import BuildError, ScheduleError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
+from slapo_torch.plain import check_plain
 
 from .layouts import mesh_of, message_of
 
@@ -94,3 +97,79 @@ def test_two_parameters_of_one_name_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="'0.weight' and '0.inner.weight' are both '0.weight'"):
         engine.save(tmp_path)
     assert not (tmp_path / "layout.json").exists()
+
+
+def engine_with(optimizer: Any, model: nn.Module | None = None) -> Any:
+    torch.manual_seed(0)
+    model = model if model is not None else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    sch = create_schedule(model, plugins=Registry([slapo_torch.plugin]))
+    return build(sch, "torch", optimizer=optimizer, loss_fn=nn.functional.mse_loss)
+
+
+def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=0.1)
+
+
+def split_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (two_groups, "the checkpoint's optimizer has other parameter groups; build with the factory it was saved with"),
+        (split_groups, "the checkpoint's optimizer has other parameter groups; build with the factory it was saved with"),
+        (
+            partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            "the checkpoint's optimizer is torch.optim.adamw.AdamW, the engine's is torch.optim.sgd.SGD; build",
+        ),
+    ],
+)
+def test_the_state_of_another_optimizer_changes_nothing(optimizer: Any, message: str, tmp_path: Path) -> None:
+    saved = engine_with(partial(torch.optim.AdamW, lr=0.1))
+    batch = {"input": torch.ones(4, 4), "labels": torch.ones(4, 1)}
+    saved.train_batch(**batch)
+    saved.save(tmp_path)
+    engine = engine_with(optimizer)
+    before = copy.deepcopy((engine.module.state_dict(), engine.optimizer.state_dict()))
+    with pytest.raises(BuildError, match=message):
+        engine.load(tmp_path)
+    assert str((engine.module.state_dict(), engine.optimizer.state_dict())) == str(before)
+    assert engine.train_batch(**batch).isfinite()
+
+
+def test_several_parameter_groups_go_on_exactly(tmp_path: Path) -> None:
+    engine, batch = engine_with(two_groups), {"input": torch.ones(4, 4), "labels": torch.ones(4, 1)}
+    engine.train_batch(**batch)
+    engine.optimizer.param_groups[1]["lr"] = 0.05
+    engine.save(tmp_path)
+    ahead = [engine.train_batch(**batch).item() for _ in range(2)]
+    other = engine_with(two_groups)
+    other.load(tmp_path)
+    assert [other.train_batch(**batch).item() for _ in range(2)] == ahead
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps an object of its own with its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "notes": self.notes}
+
+    notes: Any = Path("notes")
+
+
+def test_an_optimizer_state_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    engine_with(partial(torch.optim.SGD, lr=0.1)).save(tmp_path)
+    complete = (tmp_path / "layout.json").read_text()
+    with pytest.raises(BuildError, match=r"the state of Remembers, 'more', 'notes' has a pathlib\..*Path; only numbers"):
+        engine_with(partial(Remembers, lr=0.1)).save(tmp_path)
+    assert (tmp_path / "layout.json").read_text() == complete
+
+
+def test_plain_data_is_what_comes_back(tmp_path: Path) -> None:
+    values = [None, True, 1, 1.5, 2j, "a", b"b", {"c"}, (1, [2]), torch.float16, torch.device("cpu"), torch.Size([3])]
+    data = OrderedDict({"values": values, 3: {"tensor": torch.ones(2), "parameter": nn.Parameter(torch.ones(2))}})
+    check_plain(data, "data")
+    torch.save(data, tmp_path / "data.pt")
+    assert str(torch.load(tmp_path / "data.pt", weights_only=True)) == str(data)

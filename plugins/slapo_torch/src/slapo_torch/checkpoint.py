@@ -21,7 +21,7 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_core.random import RNGState, rng_state, set_rng_state
 
-from . import model_state
+from . import model_state, optimizer_state
 
 _AXES = ("pp", "dp", "tp")
 _FORMAT = 2
@@ -30,10 +30,27 @@ _FORMAT = 2
 def save_checkpoint(
     path: str | os.PathLike[str], program: Program, module: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Write this rank's part. Collective; a directory without ``layout.json`` is not complete."""
+    """Write this rank's part. Collective; a directory without ``layout.json`` is not complete.
+
+    Raises:
+        SlapoError: on every rank, before anything is written: something in the state cannot be saved.
+    """
     folder = Path(path)
     layout = folder / "layout.json"
     first = not dist.is_initialized() or all(program.axis_rank(axis) == 0 for axis in _AXES)
+
+    parts: dict[Path, Any] = {}
+
+    def collect() -> None:
+        if program.axis_rank("dp") == 0:
+            parameters = model_state.packed(model_state.parameters(module))
+            shared = {"parameters": parameters, "optimizer": optimizer_state.packed(module, optimizer)}
+            parts[folder / _file("shared", program, "pp", "tp")] = shared
+        random = rng_state()
+        parts[folder / _file("own", program, *_AXES)] = {
+            "buffers": model_state.packed(model_state.buffers(module)),
+            "random": {"devices": random.devices, "tracked": random.tracked},
+        }
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,22 +58,14 @@ def save_checkpoint(
             layout.unlink(missing_ok=True)
 
     def write() -> None:
-        if program.axis_rank("dp") == 0:
-            parameters = model_state.packed(model_state.parameters(module))
-            shared = {"parameters": parameters, "optimizer": _optimizer_state(module, optimizer)}
-            torch.save(shared, folder / _file("shared", program, "pp", "tp"))
-        random = rng_state()
-        own = {
-            "buffers": model_state.packed(model_state.buffers(module)),
-            "random": {"devices": random.devices, "tracked": random.tracked},
-        }
-        torch.save(own, folder / _file("own", program, *_AXES))
+        for file, part in parts.items():
+            torch.save(part, file)
 
     def finish() -> None:
         if first:
             layout.write_text(json.dumps(_layout(program)))
 
-    for action in (begin, write, finish):
+    for action in (collect, begin, write, finish):
         _on_all(action, program)
 
 
@@ -70,25 +79,26 @@ def load_checkpoint(
     """
     folder = Path(path)
     found: dict[str, Any] = {}
-    parameters, buffers = model_state.parameters(module), model_state.buffers(module)
+    tensors: dict[str, model_state.Tensors] = {}
 
     def read() -> None:
         _check_layout(folder, program)
         found.update(_read(folder / _file("shared", program, "pp", "tp")))
         found.update(_read(folder / _file("own", program, *_AXES)))
-        model_state.check_same(parameters, found["parameters"])
-        model_state.check_same(buffers, found["buffers"])
-        if optimizer is not None and found["optimizer"] is None:
-            raise BuildError("the checkpoint has no optimizer state; build without optimizer= to load the weights alone")
+        tensors.update(parameters=model_state.parameters(module), buffers=model_state.buffers(module))
+        for kind, held in tensors.items():
+            model_state.check_same(held, found[kind])
+        optimizer_state.check_same(module, optimizer, found["optimizer"])
+
+    def put_foreign() -> None:  # others' code, which may raise, while the tensors are as they were
+        optimizer_state.put(module, optimizer, found["optimizer"])
 
     def put() -> None:
-        model_state.put(parameters, found["parameters"])
-        model_state.put(buffers, found["buffers"])
-        if optimizer is not None:
-            _load_optimizer(module, optimizer, found["optimizer"])
+        for kind, held in tensors.items():
+            model_state.put(held, found[kind])
         set_rng_state(RNGState(found["random"]["devices"], found["random"]["tracked"], ()))
 
-    for action in (read, put):
+    for action in (read, put_foreign, put):
         _on_all(action, program)
 
 
@@ -125,27 +135,3 @@ def _words(layout: dict[str, Any]) -> str:
 
 def _file(kind: str, program: Program, *axes: str) -> str:
     return f"{kind}-{'-'.join(f'{axis}{program.axis_rank(axis)}' for axis in axes)}.pt"
-
-
-def _optimizer_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Original names in the order in which the optimizer counts its parameters."""
-    names = {id(parameter): name for name, parameter in model_state.parameters(module).items()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
-    if optimizer is None:
-        return None
-    names, state = _optimizer_names(module, optimizer), optimizer.state_dict()
-    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
-    return {"state": {names[index]: value for index, value in state["state"].items()}, "groups": groups}
-
-
-def _load_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    names = _optimizer_names(module, optimizer)
-    listed = [name for group in saved["groups"] for name in group["params"]]
-    if listed != names:
-        raise BuildError("the checkpoint's optimizer has other parameter groups; build with the factory it was saved with")
-    index = {name: number for number, name in enumerate(names)}
-    groups = [{**group, "params": [index[name] for name in group["params"]]} for group in saved["groups"]]
-    optimizer.load_state_dict({"state": {index[name]: value for name, value in saved["state"].items()}, "param_groups": groups})
