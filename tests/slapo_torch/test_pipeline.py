@@ -211,7 +211,7 @@ def _different_start(rank: int, layout: dict[str, int]) -> str:
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
-        ({"pp": 2}, r"stages \(0, 1\) start from different values, or requires_grad, of the tied 'transformer.wte.weight'"),
+        ({"pp": 2}, r"stages \(0, 1\) have different values, or requires_grad, of the tied 'transformer.wte.weight'"),
         ({"dp": 2}, "the replicas start from different values of 'transformer.wte.weight'"),
         ({"tp": 2}, "the tensor-parallel ranks start from different values of 'transformer.ln_f.weight'"),
     ],

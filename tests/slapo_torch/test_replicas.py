@@ -195,6 +195,54 @@ def test_replicas_and_micro_batches_may_use_different_parameters() -> None:
         assert max(differences) < 1e-5
 
 
+def _thawed(rank: int, layout: dict[str, int]) -> list[float]:
+    """Steps with ``b`` frozen from the start, with ``b`` unfrozen and ``head`` frozen, and with all trained."""
+    mesh = mesh_of(**layout)
+    torch.manual_seed(0)
+    model = _frozen(Model(), ("b",))
+    reference = copy.deepcopy(model)
+    schedule, engine = _engine(model, mesh, clip=0.5)
+    optimizer = adamw([parameter for parameter in reference.parameters() if parameter.requires_grad])
+    differences = []
+    for step, batch in enumerate(_batches(4)):
+        for root, owner in ((model, engine.optimizer), (reference, optimizer)):
+            root.head.requires_grad_(step != 1)
+            held = list(root.b.parameters())
+            if step == 1:
+                root.b.requires_grad_(True)
+                if not held[0].is_meta:
+                    owner.add_param_group({"params": held})
+        loss = engine.train_batch(**_mine(batch, mesh)).item()
+        differences.append(abs(loss - _reference_step(reference, optimizer, batch, 0.5, 1)))
+        differences.append(_compare(schedule, reference))
+    return differences
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_parameters_may_be_unfrozen_and_frozen_after_the_build(layout: dict[str, int]) -> None:
+    for differences in run_distributed(_thawed, layout.get("pp", 1) * layout["dp"], layout):
+        assert max(differences) < 1e-5
+
+
+def _thawed_alone(rank: int) -> list[str]:
+    mesh = mesh_of(dp=2)
+    torch.manual_seed(0)
+    model = _frozen(Model(), ("embed", "a", "b", "head"))
+    _, engine = _engine(model, mesh)
+    batch, messages = _mine(_batches(1)[0], mesh), []
+    for alike in (False, True):
+        if alike or rank == 1:
+            model.b.requires_grad_(True)
+        messages.append(message_of(partial(engine.train_batch, **batch)))
+    return [*messages, str(engine.optimizer is not None)]
+
+
+def test_replicas_unfreeze_alike_and_what_had_no_optimizer_gets_one() -> None:
+    for refused, sound, has_optimizer in run_distributed(_thawed_alone, 2):
+        assert "the replicas have parameters of different names, shapes or requires_grad" in refused
+        assert (sound, has_optimizer) == ("no error", "True")
+
+
 def _with_errors(rank: int, layout: dict[str, int]) -> tuple[list[str], float]:
     """Steps 1 and 3 are sound; between them one replica breaks in every place where it can."""
     mesh = mesh_of(**layout)

@@ -33,6 +33,9 @@ Runner = Callable[[list[Batch], list[Any]], StepResult]
 class TorchEngine(Engine):
     """Trains or evaluates one stage, or the whole model, on this rank.
 
+    Parameters may be frozen and unfrozen between steps, alike on all ranks that hold them; the optimizer is told of unfrozen
+    ones by ``add_param_group``. On a rank that had none to train it is made of them in the next step.
+
     Every method is collective over the mesh. An error on one rank is raised on all of them, and the engine can go on with
     the next batch; after one in the optimizer's step, though, the other ranks have stepped: load a checkpoint. An error in the
     model that some tensor-parallel ranks only have ends the engine: these raise it, and the others, which wait for them in a
@@ -64,6 +67,7 @@ class TorchEngine(Engine):
         self._holdings = Holdings(program)
         self._replicas: Replicas | None = None
         self._unused = False
+        self._outdated = False
         self._unchecked: torch.Tensor | int = 0
         try:
             self._holdings.check_same_start()
@@ -123,7 +127,11 @@ class TorchEngine(Engine):
         if self._peers is not None:
             self._peers.begin()
         self._modes.set(training)
-        runner, parts, labels = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
+        prepared = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
+        if self._outdated:
+            self._take_in_unfrozen()
+            prepared = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
+        runner, parts, labels = prepared
         result = runner(parts, labels)
         loss = self._settle(result, training)
         if self._options.record_timeline:
@@ -133,6 +141,7 @@ class TorchEngine(Engine):
 
     def _prepare(self, batch: Batch, training: bool) -> tuple[Runner, list[Batch], list[Any]]:
         """Cut the batch and find what runs it; touches no other rank."""
+        self._outdated = training and self._holdings.is_outdated()
         parts = split(batch, self._options.microbatches)
         self._facts = [
             fingerprint([signature(part) for part in parts[:1]]),
@@ -177,14 +186,23 @@ class TorchEngine(Engine):
             error = err
         mine = facts() if facts is not None and error is None else []
         mine = [*mine, *[0] * (4 - len(mine))]
-        largest = torch.tensor([error is not None, *mine, *(-fact for fact in mine)], dtype=torch.int64, device=self._device)
-        failed, *bounds = all_reduce(largest, self._mesh, dist.ReduceOp.MAX).tolist()
+        flags = [error is not None, self._outdated]
+        largest = torch.tensor([*flags, *mine, *(-fact for fact in mine)], dtype=torch.int64, device=self._device)
+        failed, self._outdated, *bounds = all_reduce(largest, self._mesh, dist.ReduceOp.MAX).tolist()
         if failed:
             agree(error, self._mesh)
         high, low = bounds[:4], [-bound for bound in bounds[4:]]
         if high != low:
             raise BuildError(_difference(high, low, self._options.ignored_label))
         return value
+
+    def _take_in_unfrozen(self) -> None:
+        """Train with what is trainable now. Collective."""
+        holdings = Holdings(self._program)
+        holdings.check_same_start()
+        self._holdings, self._outdated = holdings, False
+        self._together(self._make_optimizer)
+        self._together(self._make_replicas)
 
     def _settle(self, result: StepResult, training: bool) -> torch.Tensor:
         """The mean loss over micro-batches and replicas, on every rank; or the error of any rank, on every rank."""
@@ -216,9 +234,7 @@ class TorchEngine(Engine):
 
     def _start_over(self) -> None:
         self.module.zero_grad(set_to_none=True)
-        if self._replicas is not None:  # a backward that broke off may have left its bookkeeping, which plans use, incomplete
-            self._plans.clear()
-            self._replicas.close()
+        if self._replicas is not None:  # a backward that broke off may have left its bookkeeping incomplete
             self._make_replicas()
 
     def _reduce(self) -> None:
@@ -236,6 +252,7 @@ class TorchEngine(Engine):
             self.optimizer.step()
 
     def _make_replicas(self) -> None:
+        self.close()
         # DistributedDataParallel refuses a stage without trainable parameters, which has nothing to reduce
         if self._program.axis_size("dp") > 1 and self._holdings.trainable and self._options.optimizer is not None:
             assert self._mesh is not None
@@ -243,7 +260,7 @@ class TorchEngine(Engine):
 
     def _make_optimizer(self) -> None:
         trainable = self._holdings.trainable
-        if self._options.optimizer is not None and trainable:
+        if self._options.optimizer is not None and trainable and self.optimizer is None:
             made = self._options.optimizer(trainable)
             if not isinstance(made, torch.optim.Optimizer):
                 raise BuildError(f"optimizer= gave a {type(made).__name__}; it must return a torch.optim.Optimizer")

@@ -30,6 +30,7 @@ class Holdings:
         self._program = program
         self._stage = program.stages[program.axis_rank("pp")].module
         self.trainable = [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
+        self._known = {id(parameter) for parameter in self.trainable}
         named = dict(program.module.named_parameters(remove_duplicate=False))
         rank = program.axis_rank("pp")
         staged = len(program.stages) > 1
@@ -38,6 +39,10 @@ class Holdings:
         self._unchecked = {name: p for name, p in self._stage.named_parameters() if p.requires_grad and not is_part(p)}
         if len(self._unchecked) == len(self.trainable):  # nothing is sharded
             self._unchecked.clear()
+
+    def is_outdated(self) -> bool:
+        """Whether parameters were unfrozen since this was made."""
+        return any(parameter.requires_grad and id(parameter) not in self._known for parameter in self._stage.parameters())
 
     def reduce_ties(self) -> None:
         """Sum the gradients of tied parameters over the stages that share them."""
@@ -102,7 +107,7 @@ class Holdings:
             return None
         tie = ties[wrong[0]]
         return BuildError(
-            f"stages {tie.stages} start from different values, or requires_grad, of the tied {tie.names[0]!r}; "
+            f"stages {tie.stages} have different values, or requires_grad, of the tied {tie.names[0]!r}; "
             "seed and freeze alike on all ranks"
         )
 
