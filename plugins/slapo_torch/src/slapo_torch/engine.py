@@ -212,8 +212,9 @@ class TorchEngine(Engine):
         unchecked = self._holdings.num_unchecked() if training else 0
         if result.failure is not None and self._peers is not None:
             self._peers.meet(result.failure)
-        counts = torch.tensor([result.failure is not None, result.unused, unchecked], dtype=torch.float64)
-        total, failures, unused, self._unchecked = all_reduce(
+        is_double = any(loss.dtype is torch.float64 for loss in result.losses)
+        counts = torch.tensor([result.failure is not None, result.unused, unchecked, is_double], dtype=torch.float64)
+        total, failures, unused, self._unchecked, doubles = all_reduce(
             torch.cat([own.cpu().reshape(1), counts]).to(self._device), self._mesh
         )
         self._unused = bool(unused.item())
@@ -221,7 +222,7 @@ class TorchEngine(Engine):
             self._start_over()
             agree(result.failure, self._mesh)
         mean: torch.Tensor = total / self._program.axis_size("dp")
-        return mean.float()
+        return mean if doubles.item() else mean.float()
 
     def _check_gradients(self) -> None:
         """Refuse a step in which ranks have parts of a gradient and take each for the whole."""

@@ -161,7 +161,9 @@ def _different(parameters: Sequence[nn.Parameter | None], group: dist.ProcessGro
 
 def _marks(parameter: nn.Parameter) -> torch.Tensor:
     """Three numbers that differ where values or requires_grad do."""
-    values = parameter.detach()
+    values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    if not values.is_floating_point() or values.element_size() == 1:
+        values = values.double()  # norms of these types are not to be had
     return torch.stack(
         [
             values.sum(dtype=torch.float64),
