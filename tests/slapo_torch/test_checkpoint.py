@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
+import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
 from slapo_core.build import build
 from slapo_core.errors import BuildError, ScheduleError
+from slapo_core.random import get_cuda_rng_tracker, set_random_seed
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
@@ -173,3 +177,104 @@ def test_plain_data_is_what_comes_back(tmp_path: Path) -> None:
     check_plain(data, "data")
     torch.save(data, tmp_path / "data.pt")
     assert str(torch.load(tmp_path / "data.pt", weights_only=True)) == str(data)
+
+
+class Draws(nn.Module):
+    """Drops layers as Python's and NumPy's generators say, and keeps a number beside its tensors."""
+
+    def __init__(self, kept: Any = 1.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.kept = kept
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.kept = state["kept"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * random.random() * numpy.random.rand()
+
+
+class Silent(Draws):
+    """Gives nothing beside its tensors."""
+
+    get_extra_state = nn.Module.get_extra_state
+
+
+def test_what_python_and_numpy_draw_goes_on_exactly(tmp_path: Path) -> None:
+    set_random_seed(3)
+    engine, batch = engine_with(partial(torch.optim.SGD, lr=0.1), Draws()), {"x": torch.ones(4, 4), "labels": torch.ones(4, 1)}
+    engine.train_batch(**batch)
+    engine.save(tmp_path)
+    ahead = [engine.train_batch(**batch).item() for _ in range(3)]
+    assert [engine.train_batch(**batch).item() for _ in range(3)] != ahead
+    engine.load(tmp_path)
+    assert [engine.train_batch(**batch).item() for _ in range(3)] == ahead
+
+
+def test_the_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
+    set_random_seed(3)
+    engine_with(None, nn.Sequential(Draws(3.0))).save(tmp_path)
+    model = nn.Sequential(Draws())
+    engine_with(None, model).load(tmp_path)
+    assert model[0].kept == 3.0
+    with pytest.raises(BuildError, match="the extra state of '0' is not in the engine; load it into the model it was saved"):
+        engine_with(None, nn.Sequential(Silent())).load(tmp_path)
+    with pytest.raises(BuildError, match=r"the extra state of '0', 'kept' has a torch.nn.*Linear; only numbers"):
+        engine_with(None, nn.Sequential(Draws(nn.Linear(1, 1)))).save(tmp_path)
+
+
+def test_a_random_state_that_cannot_be_put_back_changes_nothing(tmp_path: Path) -> None:
+    set_random_seed(3)
+    engine_with(None, nn.Linear(4, 1)).save(tmp_path)
+    get_cuda_rng_tracker().reset()
+    model = nn.Linear(4, 1)
+    engine = engine_with(None, model)
+    nn.init.zeros_(model.weight)
+    with pytest.raises(BuildError, match="has the random state 'model-parallel-rng', this process has not; call set"):
+        engine.load(tmp_path)
+    assert not model.weight.any()
+
+
+def cut_with_extra_state(rank: int, path: str) -> list[Any]:
+    torch.manual_seed(0)
+    set_random_seed(3)
+    mesh = mesh_of(pp=2, dp=2)
+    model = nn.Sequential(nn.Linear(4, 4), Factor(), nn.Linear(4, 4))
+    batch = {"input": torch.ones(4, 4), "labels": torch.ones(4, 4)}
+    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    sch = create_schedule(model, mesh=mesh, example_inputs={"input": batch["input"]}, plugins=plugins)
+    sch["0"].cut_pipeline_stage()
+    engine: Any = build(sch, "torch", loss_fn=nn.functional.mse_loss, microbatches=2)
+    model[1].factor = 2.0 + mesh["dp"].get_local_rank()
+    before = engine.eval_batch(**batch).item()
+    engine.save(path)
+    model[1].factor = 5.0
+    between = engine.eval_batch(**batch).item()
+    engine.load(path)
+    return [before, between, engine.eval_batch(**batch).item(), model[1].factor]
+
+
+class Factor(nn.Module):
+    """A number that is no tensor."""
+
+    factor = 1.0
+
+    def get_extra_state(self) -> float:
+        return self.factor
+
+    def set_extra_state(self, state: float) -> None:
+        self.factor = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+@pytest.mark.multiproc
+def test_every_replica_of_a_pipeline_gets_its_own_extra_state_back(tmp_path: Path) -> None:
+    found = run_distributed(cut_with_extra_state, 4, str(tmp_path))
+    assert sorted(factor for *_, factor in found) == [2.0, 2.0, 3.0, 3.0]
+    for before, between, after, _ in found:
+        assert before == after != between

@@ -1,7 +1,8 @@
 """Save and load an engine: model, optimizer and random states, to go on exactly on the same layout.
 
 A directory with ``layout.json``, written last, and per place of the mesh ``shared-pp0-tp0.pt`` (parameters and optimizer, equal
-in all replicas, so written by the first) and ``own-pp0-dp0-tp0.pt`` (buffers and random states, each replica's own).
+in all replicas, so written by the first) and ``own-pp0-dp0-tp0.pt`` (buffers, the modules' extra state and random states, which
+are each replica's own).
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from torch import nn
 from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
-from slapo_core.random import RNGState, rng_state, set_rng_state
 
-from . import model_state, optimizer_state
+from . import extra_state, model_state, optimizer_state, random_state
 
 _AXES = ("pp", "dp", "tp")
 _FORMAT = 2
@@ -46,10 +46,10 @@ def save_checkpoint(
             parameters = model_state.packed(model_state.parameters(module))
             shared = {"parameters": parameters, "optimizer": optimizer_state.packed(module, optimizer)}
             parts[folder / _file("shared", program, "pp", "tp")] = shared
-        random = rng_state()
         parts[folder / _file("own", program, *_AXES)] = {
             "buffers": model_state.packed(model_state.buffers(module)),
-            "random": {"devices": random.devices, "tracked": random.tracked},
+            "extra": extra_state.packed(program.module),
+            "random": random_state.packed(),
         }
 
     def begin() -> None:
@@ -89,14 +89,17 @@ def load_checkpoint(
         for kind, held in tensors.items():
             model_state.check_same(held, found[kind])
         optimizer_state.check_same(module, optimizer, found["optimizer"])
+        extra_state.check_same(program.module, found["extra"])
+        random_state.check(found["random"])
 
     def put_foreign() -> None:  # others' code, which may raise, while the tensors are as they were
+        extra_state.put(program.module, found["extra"])
         optimizer_state.put(module, optimizer, found["optimizer"])
 
     def put() -> None:
         for kind, held in tensors.items():
             model_state.put(held, found[kind])
-        set_rng_state(RNGState(found["random"]["devices"], found["random"]["tracked"], ()))
+        random_state.put(found["random"])
 
     for action in (read, put_foreign, put):
         _on_all(action, program)

@@ -1,0 +1,47 @@
+"""What modules keep beside tensors: ``get_extra_state`` and ``set_extra_state``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from slapo_core.errors import BuildError
+
+from .plain import check_plain
+
+
+def packed(model: nn.Module) -> dict[str, Any]:
+    """The extra state of each module that has some, by its path.
+
+    Raises:
+        BuildError: it is more than plain data.
+    """
+    states = {path: module.get_extra_state() for path, module in _keepers(model).items()}
+    for path, state in states.items():
+        check_plain(state, f"the extra state of {path!r}")
+    return states
+
+
+def check_same(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Refuse what was saved of other modules.
+
+    Raises:
+        BuildError: a module has extra state in the checkpoint or in the engine only.
+    """
+    if odd := sorted(set(saved) ^ set(_keepers(model))):
+        where = "engine" if odd[0] in saved else "checkpoint"
+        raise BuildError(f"the extra state of {odd[0]!r} is not in the {where}; load it into the model it was saved from")
+
+
+def put(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Hand each module what it gave."""
+    for path, module in _keepers(model).items():
+        module.set_extra_state(saved[path])
+
+
+def _keepers(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        path: module for path, module in model.named_modules() if type(module).get_extra_state is not nn.Module.get_extra_state
+    }

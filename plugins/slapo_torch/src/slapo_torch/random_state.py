@@ -1,0 +1,46 @@
+"""The generators of this process as plain data: torch's and the tracker's, Python's, NumPy's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from slapo_core.errors import BuildError
+from slapo_core.random import RNGState, get_cuda_rng_tracker, rng_state, set_rng_state
+
+
+def packed() -> dict[str, Any]:
+    """What is written of the generators that ``set_random_seed`` seeds."""
+    now, numpy = rng_state(), _numpy_random()
+    kept = None
+    if numpy is not None:
+        kind, words, *rest = numpy.get_state()
+        kept = (str(kind), words.tolist(), *rest)
+    return {"devices": now.devices, "tracked": now.tracked, "python": random.getstate(), "numpy": kept}
+
+
+def check(saved: Mapping[str, Any]) -> None:
+    """Refuse what could not be put back here.
+
+    Raises:
+        BuildError: a named state that nobody added in this process, or NumPy's where it is not loaded.
+    """
+    if missing := sorted(set(saved["tracked"]) - set(get_cuda_rng_tracker().get_states())):
+        raise BuildError(f"the checkpoint has the random state {missing[0]!r}, this process has not; call set_random_seed")
+    if saved["numpy"] is not None and _numpy_random() is None:
+        raise BuildError("the checkpoint has NumPy's random state, but numpy is not loaded here; import numpy first")
+
+
+def put(saved: Mapping[str, Any]) -> None:
+    """Go on with the numbers that came next when it was saved."""
+    set_rng_state(RNGState(saved["devices"], saved["tracked"], ()))
+    random.setstate(saved["python"])
+    numpy = _numpy_random()
+    if numpy is not None and saved["numpy"] is not None:
+        numpy.set_state(saved["numpy"])
+
+
+def _numpy_random() -> Any:
+    return getattr(sys.modules.get("numpy"), "random", None)
