@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,6 +51,36 @@ def test_real_and_fake_tensors_mix() -> None:
     mode = private.FakeMode(allow_non_fake_inputs=True)
     with mode:
         assert isinstance(torch.ones(2) + private.fake_like(mode, torch.ones(2)), private.FakeTensor)
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_views_share_memory_and_results_do_not(fake: bool) -> None:
+    mode = private.FakeMode()
+    with mode if fake else nullcontext():
+        for _ in range(2):  # the second time from the cache
+            x = torch.ones(2, 4)
+            others = [
+                x.view(-1),
+                x[1],
+                x.split(1)[1],
+                x.detach(),
+                nn.Flatten()(x),
+                x.add_(1),
+                x * 1,
+                x.reshape(4, 2).t().reshape(-1),
+            ]
+            assert [private.memory(other) == private.memory(x) for other in others] == [True] * 6 + [False] * 2
+    assert private.memory(torch.eye(2).to_sparse()) != private.memory(torch.eye(2))
+
+
+@pytest.mark.parametrize("mode", [private.Watch, private.FakeMode])
+def test_random_draws_are_counted(mode: Any) -> None:
+    alpha = torch.ones(1)
+    with mode(allow_non_fake_inputs=True) if mode is private.FakeMode else mode() as watch:
+        for count in (1, 2):
+            torch._standard_gamma(alpha)
+            torch.nn.functional.dropout(alpha + 1, 0.5, training=False)
+            assert watch.drawn == count
 
 
 def test_fakes_take_the_key_of_ours_and_tell_apart_what_torch_does() -> None:

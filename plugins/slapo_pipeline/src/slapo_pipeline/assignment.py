@@ -8,20 +8,19 @@ in every stage that needs it, so that it need not be sent.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx, nn
 
 from slapo_core.errors import TraceError
-from slapo_core.tracing.calls import RANDOM, function_name
+from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.regions import is_region_node
 
-from .memory import Memory, changes
+from .memory import Memory, changes, is_part
 
-_SEND = ("conv", "fft", "stft", "attention", *RANDOM)
-"""Parts of the names of functions that are dearer to run again than their result is to send, or give another result."""
+_SEND = ("conv", "fft", "stft", "attention")
+"""Parts of the names of functions that are dearer to run again than their result is to send."""
 
 
 class Assignment(NamedTuple):
@@ -58,6 +57,8 @@ class Assigner:
         """Stage of each node that runs once; the others run wherever they are used."""
         self.shared: set[fx.Node] = set()
         """Nodes that every stage can run for itself from the batch alone, with the same result."""
+        self.once: set[int] = set()
+        """Memory that one stage makes, as a change of it is done once."""
 
     def run(self) -> Assignment:
         """Assign every node.
@@ -65,13 +66,8 @@ class Assigner:
         Raises:
             TraceError: a value that is no tensor, or one changed in place, would have to cross.
         """
-        for node in self.order:
-            if node.op == "output":
-                self.home[node] = self.num_stages - 1
-            elif self._is_shared(node):
-                self.shared.add(node)
-            elif not _is_record(node):
-                self.home[node] = self._home(node)
+        while not self._divide():
+            pass
         stages = self._stages()
         self._check_objects(stages)
         received = self._received(stages)
@@ -81,13 +77,36 @@ class Assigner:
 
     # ---- where a node runs
 
+    def _divide(self) -> bool:
+        """Divide the nodes into those with a home and the others; False to begin anew, with more memory that has one.
+
+        What is changed by a node that runs once is made once, as is what a change reaches that outlives the call.
+        """
+        self.home, self.shared = {}, set()
+        for node in self.order:
+            if node.op == "output":
+                self.home[node] = self.num_stages - 1
+            elif self._is_shared(node):
+                self.shared.add(node)
+            elif not _is_record(node):
+                self.home[node] = self._home(node)
+        lasting = {memory for node in self.order if node.op in ("placeholder", "get_attr") for memory in self.memory.of(node)}
+        changed = self.memory.changed.items()
+        once = {memory for memory, by in changed if memory in lasting or any(node in self.home for node in by)}
+        done = once <= self.once
+        self.once |= once
+        return done
+
     def _is_shared(self, node: fx.Node) -> bool:
-        if node.op in ("placeholder", "get_attr"):
+        if node.op == "get_attr":
             return True  # read where it is used
-        owner = self.memory.owner(node)
-        if owner.op in ("placeholder", "get_attr") and owner in self.memory.changed:
+        if self.memory.of(node) & self.once:
             return False  # the change is done once, and what is a view of it sees it
-        if not all(other in self.shared and not self._is_parameter(other) for other in node.all_input_nodes):
+        if node.op == "placeholder":
+            return True
+        if node.meta.get("draws") or not all(
+            other in self.shared and not self._is_parameter(other) for other in node.all_input_nodes
+        ):
             return False
         if node.op == "call_module":
             return isinstance(self.root.get_submodule(str(node.target)), nn.Identity)
@@ -102,10 +121,14 @@ class Assigner:
         return name in self.root.get_submodule(".".join(parents))._parameters
 
     def _home(self, node: fx.Node) -> int:
-        if _is_part(node) and node.args[0] in self.home:
+        if node.op == "placeholder":  # where it is used first
+            return min(map(self._by_place, node.users), default=0)
+        if is_part(node) and node.args[0] in self.home:
             return self.home[node.args[0]]  # type: ignore[index]
-        by_place = sum(position < self.place[node] for position in self.positions)
-        return max([by_place, *(self.home[other] for other in node.all_input_nodes if other in self.home)])
+        return max([self._by_place(node), *(self.home[other] for other in node.all_input_nodes if other in self.home)])
+
+    def _by_place(self, node: fx.Node) -> int:
+        return sum(position < self.place[node] for position in self.positions)
 
     def _stages(self) -> dict[fx.Node, set[int]]:
         """Stages in which each node runs: its home, or every stage that uses it."""
@@ -121,7 +144,7 @@ class Assigner:
         work = [
             (other, stage)
             for node in self.order
-            for other in (self.memory.changed.get(self.memory.owner(node), ()) if node not in self.home else ())
+            for other in (self.memory.changes_of(node) if node not in self.home else ())
             for stage in stages[node]
         ]
         while work:
@@ -145,9 +168,9 @@ class Assigner:
     def _check_objects(self, stages: Mapping[fx.Node, set[int]]) -> None:
         """Values that are no tensors stay in one stage, unless every stage can make them anew."""
         for node in self.order:
-            if "val" in node.meta or node.op in ("placeholder", "get_attr", "output"):
+            if "val" in node.meta or node.op in ("get_attr", "output") or (node.op == "placeholder" and node not in self.home):
                 continue
-            used = {stage for user in node.users if user in stages and not _is_part(user) for stage in stages[user]}
+            used = {stage for user in node.users if user in stages and not is_part(user) for stage in stages[user]}
             crosses = bool(used - {self.home[node]}) if node in self.home else len(used) > 1 and _is_mutable(node)
             if crosses:
                 kind = _kind(node)
@@ -161,23 +184,15 @@ class Assigner:
     def _check_changes(self, received: Sequence[Sequence[fx.Node]]) -> None:
         """What is received is a copy: two views of one memory must not be changed behind a boundary."""
         for stage in range(1, self.num_stages):
-            seen: dict[fx.Node, fx.Node] = {}
+            seen: dict[int, fx.Node] = {}
             for node in received[stage]:
-                owner = self.memory.owner(node)
-                late = any(self.home.get(other, 0) >= stage for other in self.memory.changed.get(owner, ()))
-                if late and owner in seen:
-                    pair = f"{seen[owner].name!r} and {node.name!r}"
-                    message = f"{pair} share memory that stage {stage} changes in place; cut elsewhere"
-                    raise TraceError(message, source=node.meta.get("source"))
-                seen[owner] = node
-
-
-def _is_part(node: fx.Node) -> bool:
-    """Whether the node takes a part out of a value that is no tensor."""
-    if node.op != "call_function" or node.target not in (operator.getitem, getattr):
-        return False
-    whole = node.args[0]
-    return isinstance(whole, fx.Node) and "val" not in whole.meta and whole.op != "placeholder"
+                late = any(self.home.get(other, 0) >= stage for other in self.memory.changes_of(node))
+                for memory in self.memory.of(node):
+                    if late and memory in seen:
+                        pair = f"{seen[memory].name!r} and {node.name!r}"
+                        message = f"{pair} share memory that stage {stage} changes in place; cut elsewhere"
+                        raise TraceError(message, source=node.meta.get("source"))
+                    seen[memory] = node
 
 
 def _template(node: fx.Node) -> Any:
@@ -196,5 +211,7 @@ def _is_mutable(node: fx.Node) -> bool:
 
 
 def _kind(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"value that changes, given for {node.target!r},"
     value = _template(node)
     return type(value).__name__ if value is not None else f"result of {node.target}"

@@ -1,48 +1,49 @@
-"""Which nodes of a flat graph may share memory, and which change it in place."""
+"""Which nodes of a flat graph share memory, and which change it in place."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 from torch import fx
 
 from slapo_core.tracing.calls import function_name
 
-_VIEWS = frozenset(
-    (
-        *("view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "flatten", "unflatten", "contiguous", "detach"),
-        *("getitem", "setitem", "narrow", "select", "chunk", "split", "unbind", "diagonal", "squeeze", "unsqueeze"),
-        *("transpose", "permute", "movedim", "swapaxes", "t", "T", "mT"),
-        *("to", "type", "float", "half", "long", "int", "bool"),
-    )
-)
-"""Functions whose result may be a view of their first argument, or that argument itself."""
-
 
 class Memory:
-    """What the nodes of one graph have in common.
+    """What the nodes of one graph have in common, as it was when they were recorded.
 
     Args:
         nodes: All nodes in the order in which they run.
     """
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
-        self._owner: dict[fx.Node, fx.Node] = {}
-        self.changed: dict[fx.Node, list[fx.Node]] = {}
-        """Owner of memory to the nodes that change it."""
-        for node in nodes:
-            viewed = _viewed(node)
-            self._owner[node] = self._owner[viewed] if viewed is not None else node
-            for other in changes(node):
-                self.changed.setdefault(self.owner(other), []).append(node)
+        order = list(nodes)
+        self._of: dict[fx.Node, set[int]] = {node: {node.meta["memory"]} if "memory" in node.meta else set() for node in order}
+        for node in reversed(order):
+            if not self._of[node]:  # a list or an object: that of its parts, where it has any
+                self._of[node] = {memory for user in node.users if is_part(user) for memory in self._of.get(user, ())} or {
+                    id(node)
+                }
+        self.changed: dict[int, list[fx.Node]] = {}
+        """Memory to the nodes that change it."""
+        self.reads = [node for node in order if node.op == "get_attr"]
+        """Nodes that read parameters and buffers."""
+        for node in order:
+            for memory in self.touched_by([node]):
+                self.changed.setdefault(memory, []).append(node)
 
-    def owner(self, node: fx.Node) -> fx.Node:
-        """The node that made the memory this one's value may lie in."""
-        return self._owner[node]
+    def of(self, node: fx.Node) -> set[int]:
+        """Numbers of the memory that this node's value lies in."""
+        return self._of[node]
 
-    def touched_by(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """Owners of the memory that some of these nodes change."""
-        return {self.owner(other) for node in nodes for other in changes(node)}
+    def changes_of(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that change the memory of this one's value, at any time."""
+        return [other for memory in self._of[node] for other in self.changed.get(memory, ())]
+
+    def touched_by(self, nodes: Iterable[fx.Node]) -> set[int]:
+        """The memory that some of these nodes change."""
+        return {memory for node in nodes for other in changes(node) for memory in self._of[other]}
 
 
 def changes(node: fx.Node) -> list[fx.Node]:
@@ -54,11 +55,8 @@ def changes(node: fx.Node) -> list[fx.Node]:
     return [node.all_input_nodes[place] for place in node.meta.get("mutates", ())]
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """The input whose memory the result may lie in."""
-    if node.op not in ("call_function", "call_method"):
-        return None
-    inputs, out = node.all_input_nodes, node.kwargs.get("out")
-    if inputs and (function_name(node) in _VIEWS or inputs[0] in changes(node)):
-        return inputs[0]
-    return out if isinstance(out, fx.Node) else None
+def is_part(node: fx.Node) -> bool:
+    """Whether the node takes a part out of a value that is no tensor."""
+    if node.op != "call_function" or node.target not in (operator.getitem, getattr):
+        return False
+    return isinstance(node.args[0], fx.Node) and "val" not in node.args[0].meta

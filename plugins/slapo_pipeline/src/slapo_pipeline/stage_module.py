@@ -96,7 +96,7 @@ def _stage_graph(parts: Assignment, index: int) -> tuple[fx.Graph, list[str]]:
         env[node] = graph.node_copy(node)
     changed = parts.memory.touched_by(nodes)
     for node in parts.received[index]:
-        if parts.memory.owner(node) in changed:  # what was received is the runtime's, and a leaf of autograd
+        if parts.memory.of(node) & changed:  # what was received is the runtime's, and a leaf of autograd
             env[node] = graph.call_method("clone", (env[node],))
     for node in nodes:
         if node.op != "placeholder":

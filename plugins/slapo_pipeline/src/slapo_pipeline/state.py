@@ -66,8 +66,9 @@ class State:
         return names.get(id(getattr(self._root.get_submodule(path), name, None)), place)
 
     def _written(self, node: fx.Node, parts: Assignment, names: dict[int, str]) -> set[str]:
-        owners = parts.memory.touched_by([node])
-        written = {name for owner in owners if owner.op == "get_attr" for name in self._touched(owner, names)}
+        touched = parts.memory.touched_by([node])
+        reads = [read for read in parts.memory.reads if touched & parts.memory.of(read)]
+        written = {name for read in reads for name in self._touched(read, names)}
         return written | {self._name(place, names) for place in node.meta.get("changes", ())}
 
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 unrecorded: Callable[[], Any] = DisableTorchFunction
@@ -25,8 +26,28 @@ recorded: Callable[[], Any] = _EnableTorchFunction
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that draw random numbers."""
+
+    supports_higher_order_operators = True
+    drawn = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count(func)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, func: Any) -> None:
+        """An operator is about to run."""
+        self.drawn += torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
     """torch's own, which remembers what operators return; its own keys took a third of the time of a trace."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on fake tensors."""
+        self.count(func)
+        return super().dispatch(func, types, args, kwargs)
 
     def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
         key = [func, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled(), *kwargs]
@@ -71,6 +92,13 @@ def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 def version(tensor: torch.Tensor) -> int:
     """How often the tensor was changed in place."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """The same number for all views of one memory, as long as one of them lives."""
+    if tensor.layout is not torch.strided:  # as if indices and values were no views of others
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
 
 
 def leaf_paths(value: Any) -> list[tuple[Any, ...]]:

@@ -27,9 +27,6 @@ _METADATA = SHAPES | frozenset(
 MAKES_SHAPES = frozenset("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave where".split())
 """Operators whose result has a shape that depends on values."""
 
-RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential", "gumbel", "rrelu", "poisson")
-"""Parts of the names of functions that draw random numbers."""
-
 _BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()
 _UNARY_AND_COMPARISONS = "lt le eq ne gt ge neg invert abs pos getitem".split()
 _OPERATORS = {f"__{name.strip('_')}__": getattr(operator, name) for name in [*_BINARY, *_UNARY_AND_COMPARISONS]}
@@ -70,16 +67,27 @@ def node_form(func: Any, name: str, args: tuple[Any, ...]) -> tuple[str, Any, tu
     return "call_method" if getattr(torch.Tensor, kind, None) == func else "call_function", func, args
 
 
-class Changes:
-    """Which tensors among the arguments a call changes in place."""
+class Effects:
+    """What a call does besides its result: tensors it changes in place, random numbers it draws.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    Args:
+        args: Of the call.
+        kwargs: Of the call.
+        watch: Sees the operators that run.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: private.Watch) -> None:
+        self._watch, self._drawn = watch, watch.drawn
         values = [value if isinstance(value, (list, tuple)) else (value,) for value in (*args, *kwargs.values())]
         self.tensors = [part for parts in values for part in parts if isinstance(part, torch.Tensor)]
         self._before = [private.version(tensor) for tensor in self.tensors]
 
-    def ids(self) -> set[int]:
-        """Of those changed by now."""
+    def draws(self) -> bool:
+        """Whether random numbers have been drawn by now."""
+        return self._watch.drawn > self._drawn
+
+    def changed(self) -> set[int]:
+        """Ids of the arguments changed by now."""
         return {id(t) for t, before in zip(self.tensors, self._before, strict=True) if private.version(t) != before}
 
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 from ..errors import TraceError
 from . import _torch_private as private
 from . import regions
-from .calls import ASKS_VALUES, MAKES_SHAPES, SHAPES, Changes, function_name, is_metadata, model_source, name_of, node_form
+from .calls import ASKS_VALUES, MAKES_SHAPES, SHAPES, Effects, function_name, is_metadata, model_source, name_of, node_form
 from .escapes import KnownValues, chance_decided
 from .graph_ops import Slot, Template, expect_shape, rebuild, set_state, setitem
 from .sandbox import Sandbox
@@ -222,12 +222,12 @@ class Recorder:
         """Run a module that stays whole and record the call."""
         self.passed = []
         node_args, node_kwargs = self.argument(args, exact=True), self.argument(kwargs, exact=True)
-        passed, changes = self.passed, Changes(args, kwargs)
+        passed, effects = self.passed, Effects(args, kwargs, self.sandbox.watch)
         out = call()
         node = self._create("call_module", self.modules[id(module)][0], node_args, node_kwargs, out)
         for tracked in passed:
             tracked.refresh()
-        return self._bind(node, out, self._mark(node, changes))
+        return self._bind(node, out, self._mark(node, effects))
 
     def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function and record it when it makes or changes a tensor."""
@@ -242,27 +242,28 @@ class Recorder:
             return func(*args, **kwargs)
         if name in ("register_hook", "register_post_accumulate_grad_hook"):
             raise self._refusal(f"the forward calls {name} on a tensor, which a graph cannot repeat")
-        changes = Changes(args, kwargs)
-        if name in ASKS_VALUES and changes.tensors:
+        effects = Effects(args, kwargs, self.sandbox.watch)
+        if name in ASKS_VALUES and effects.tensors:
             return self._ask(func, name, args, kwargs)
         out = func(*args, **kwargs)
-        if not has_tensor(out) and not changes.ids() and func.__name__ != "__set__":
-            return out if self.sandbox.fake or not changes.tensors else self._ask(func, name, args, kwargs)
+        if not has_tensor(out) and not effects.changed() and func.__name__ != "__set__":
+            return out if self.sandbox.fake or not effects.tensors else self._ask(func, name, args, kwargs)
         if isinstance(out, (tuple, list)) and not self.sandbox.fake:
-            for tensor in changes.tensors:
+            for tensor in effects.tensors:
                 self._pin_shape(tensor)
         op, target, args = node_form(func, name, args)
         target = name if op == "call_method" else target
         node = self._create(op, target, self.argument(args), self.argument(kwargs), out)
-        changed = self._mark(node, changes)
+        changed = self._mark(node, effects)
         if target is setitem:
             self._rebind(args[0], node)
             return None
         return self._bind(node, out, changed)
 
-    def _mark(self, node: fx.Node, changes: Changes) -> set[int]:
-        """Note which of its inputs a call has changed in place, by their places among the node's inputs."""
-        changed = changes.ids()
+    def _mark(self, node: fx.Node, effects: Effects) -> set[int]:
+        """Note which inputs a call has changed in place, by their places among the node's inputs, and whether it draws."""
+        changed = effects.changed()
+        node.meta["draws"] = effects.draws()
         nodes = {self.nodes[key] for key in changed if key in self.nodes}
         if changed:
             node.meta["mutates"] = tuple(place for place, other in enumerate(node.all_input_nodes) if other in nodes)
@@ -310,10 +311,11 @@ class Recorder:
     def _bind_tensor(self, node: fx.Node, value: torch.Tensor) -> None:
         self.nodes[id(value)] = node
         self.alive.append(value)
+        node.meta["memory"] = private.memory(value)
 
     def _rebind(self, value: torch.Tensor, node: fx.Node) -> None:
         node.meta["val"] = self.sandbox.fake_of(value)
-        self.nodes[id(value)] = node
+        self._bind_tensor(node, value)
 
 
 class _Memo(dict[int, Any]):

@@ -6,7 +6,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from types import CellType, FunctionType
 from typing import Any
@@ -30,6 +30,7 @@ class Sandbox:
     def __init__(self, root: nn.Module, inputs: Any, *, fake: bool) -> None:
         self.root, self.fake = root, fake
         self.mode = private.FakeMode(allow_non_fake_inputs=True)
+        self.watch = self.mode if fake else private.Watch()  # type: ignore[no-untyped-call]
         self.originals: dict[int, torch.Tensor] = {}
         """Stand-in (by id) to the model's own tensor."""
         objects = [] if fake else gc.get_objects()
@@ -66,7 +67,7 @@ class Sandbox:
         try:
             with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), private.quiet():
                 self._swap(modules)
-                with self.mode if self.fake else nullcontext():
+                with self.watch:
                     yield
         finally:
             for snapshot in self.state.values():

@@ -13,7 +13,6 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from .calls import RANDOM, function_name
 from .structures import Snapshot, contents, fingerprint
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def _is_constant(node: fx.Node) -> bool:
         value = other.meta.get("val")
         if other.op in ("placeholder", "call_module", "output") or (value is not None and value.requires_grad):
             return False
-        if other.op != "get_attr" and any(part in function_name(other).lower() for part in RANDOM):
+        if other.meta.get("draws"):
             return False
         if other.meta.get("mutates") and any(given.op == "get_attr" for given in other.all_input_nodes):
             return False
