@@ -33,7 +33,8 @@ class ReplacePrimitive(Primitive):
         sch.replace(new, match):          y = a(b(x))       -->  y = new(x)
 
     A replaced module's hooks, training mode and ``requires_grad`` carry over, each parameter of ``new`` with the name and
-    shape of an old one takes its original name, and a module that several places share is replaced at all of them.
+    shape of an old one takes its original name, unless the old one lives on inside of ``new``, and a module that several places
+    share is replaced at all of them. Replacing one holder of a tied parameter ends the tie there.
 
     ``new`` runs where the subgraph's last operation was. If it draws random numbers, dropouts between the subgraph's
     operations draw before it: their masks are other ones than the unmodified model's for the same seed, and as random.
