@@ -60,13 +60,7 @@ def build(
         BuildError: the schedule and the engine do not go together, another rank failed, or has another schedule; nothing was
             built. After an error of ``slapo_after_build`` the schedule counts as built, and takes a new one to try again.
     """
-    common: dict[str, Any] = {
-        "optimizer": optimizer,
-        "loss_fn": loss_fn,
-        "microbatches": microbatches,
-        "precision": precision,
-        "clip": clip,
-    }
+    common: dict[str, Any] = dict(zip(_DEFAULTS, (optimizer, loss_fn, microbatches, precision, clip), strict=True))
     if not isinstance(sch, Schedule):
         raise BuildError(f"cannot build a {type(sch).__name__}; give what create_schedule returned")
     root, error = sch._root, None
@@ -88,11 +82,7 @@ def build(
         root.registry.hook.slapo_after_build(engine=engine)
     except Exception as err:
         error = err
-    try:
-        agree(error, *ranks)
-    except Exception:
-        engine.close()
-        raise
+    agree(error, *ranks)
     return engine
 
 

@@ -73,8 +73,7 @@ def _power(grads: list[torch.Tensor], norm_type: float, device: torch.device) ->
     """The sum of ``|x| ** norm_type`` over all elements, or their largest absolute value; fp64."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
-    each = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad, dtype in zip(grads, wide, strict=True)]
+    each = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
     norms = torch.stack([norm.to(device, torch.float64) for norm in each])
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
