@@ -90,7 +90,10 @@ class Partitioner:
         flat = trace_flat(root, inputs, self.places)
         positions = [position for position, _ in cut_positions(root, flat.graph, self.places)]
         parts = Assigner(flat.graph, root, positions).run()
-        keep = divide(root, [_used(nodes) for nodes in parts.nodes])
+        used = [_used(nodes) for nodes in parts.nodes]
+        keep = divide(root, used)
+        if self.mesh is not None:
+            self._state.check_holders(used, keep)
         modules = [stage_module(flat, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
         self._state.check(parts)
         stages = [_stage(index, module, parts) for index, module in enumerate(modules)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 
 from torch import fx, nn
 
@@ -22,6 +23,35 @@ class State:
         self._root = root
         self._changed: dict[str, set[int]] = {}
         self._used: dict[str, set[int]] = {}
+        self._weights: dict[str, str] = {}
+        self._held: list[set[str]] = []
+
+    def check_holders(self, used: Sequence[set[str]], keep: Sequence[set[str]]) -> None:
+        """The first plan decides which process holds which weights; a later one must do with that.
+
+        Args:
+            used: Per stage the paths of modules, parameters and buffers that it calls or reads.
+            keep: Per stage the paths that it holds.
+
+        Raises:
+            TraceError: a stage uses a weight that another one holds.
+        """
+        if not self._held:
+            names = self._names()
+            tensors = [*self._root.named_parameters(remove_duplicate=False), *self._root.named_buffers(remove_duplicate=False)]
+            self._weights = {path: names[id(t)] for path, t in tensors if isinstance(t, nn.Parameter) or t.is_meta}
+            self._held = [self._weights_in(paths) for paths in keep]
+        for stage, paths in enumerate(used):
+            for name in sorted(self._weights_in(paths) - self._held[stage]):
+                holders = {index for index, held in enumerate(self._held) if name in held}
+                mode = "train" if self._root.training else "eval"
+                raise TraceError(
+                    f"stage {stage} uses {name!r} on these inputs in {mode} mode, but the "
+                    f"first plan left it with {_stages(holders)}; build in a mode and with example inputs that use it"
+                )
+
+    def _weights_in(self, paths: set[str]) -> set[str]:
+        return {name for place, name in self._weights.items() if place in paths or any(map(paths.__contains__, _above(place)))}
 
     def check(self, parts: Assignment) -> None:
         """Add a plan to what is known.
@@ -70,6 +100,11 @@ class State:
         reads = [read for read in parts.memory.reads if touched & parts.memory.of(read)]
         written = {name for read in reads for name in self._touched(read, names)}
         return written | {self._name(place, names) for place in node.meta.get("changes", ())}
+
+
+def _above(place: str) -> Iterator[str]:
+    """Paths of the modules that a parameter is in."""
+    return (place[:end] for end, letter in enumerate(place) if letter == ".")
 
 
 def _stages(numbers: set[int]) -> str:
