@@ -99,3 +99,27 @@ def test_a_tie_that_one_stage_alone_unfreezes_is_refused() -> None:
     for refused, sound in run_distributed(_unfrozen_on_one_stage, 2, timeout=60):
         assert "have different values, or requires_grad, of the tied 'a.weight'" in refused
         assert sound == "no error"
+
+
+class Sparse(nn.Module):
+    """An embedding of sparse gradients and a last layer of dense ones share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.c.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+def _sparse(rank: int) -> str:
+    torch.manual_seed(0)
+    x = torch.arange(8) % 4
+    _, engine = _engine(Sparse(), 3, x)
+    return message_of(partial(engine.train_batch, x=x, labels=torch.randn(8, 4)))
+
+
+def test_a_sparse_gradient_of_a_tie_fails_all_stages() -> None:
+    for message in run_distributed(_sparse, 3, timeout=30):
+        assert "the sparse gradient of the tied 'a.weight' cannot be summed over stages" in message

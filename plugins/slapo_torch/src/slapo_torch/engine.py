@@ -210,6 +210,8 @@ class TorchEngine(Engine):
         if self._program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
             own = torch.zeros((), dtype=torch.float64)
         unchecked = self._holdings.num_unchecked() if training else 0
+        if training and result.failure is None:
+            result.failure = self._holdings.sparse_tie()
         if result.failure is not None and self._peers is not None:
             self._peers.meet(result.failure)
         is_double = any(loss.dtype is torch.float64 for loss in result.losses)

@@ -9,8 +9,6 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
-from slapo_core.errors import BuildError
-
 BUCKET_BYTES = 25 * 2**20
 """Largest message; several are under way at the same time."""
 
@@ -24,8 +22,8 @@ def sum_gradients(ties: Mapping[tuple[int, ...], Bucket], pipeline: dist.Process
     these ranks would have to be made on all ranks of the world, which may be more than train this model.
 
     Args:
-        ties: This rank's tied parameters, as ``by_stages`` gives them. One without a gradient counts as zero, and keeps None
-            where no stage has one.
+        ties: This rank's tied parameters, as ``by_stages`` gives them, with dense gradients. One without a gradient counts as
+            zero, and keeps None where no stage has one.
         pipeline: The ranks of all stages.
     """
     own, sums, messages = dist.get_rank(pipeline), [], []
@@ -49,8 +47,6 @@ def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[Bucket]:
     open_buckets: dict[torch.dtype, Bucket] = defaultdict(list)
     sizes: dict[torch.dtype, int] = defaultdict(int)
     for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise BuildError("a sparse gradient cannot be reduced over ranks; build the embedding with sparse=False")
         dtype = parameter.dtype
         open_buckets[dtype].append(parameter)
         sizes[dtype] += parameter.numel() * parameter.element_size()

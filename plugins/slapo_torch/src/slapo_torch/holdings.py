@@ -44,6 +44,15 @@ class Holdings:
         """Whether parameters were unfrozen since this was made."""
         return any(parameter.requires_grad and id(parameter) not in self._known for parameter in self._stage.parameters())
 
+    def sparse_tie(self) -> BuildError | None:
+        """What would break off ``reduce_ties`` on this rank while the other stages wait in it."""
+        for tie, parameter in self._mine:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                return BuildError(
+                    f"the sparse gradient of the tied {tie.names[0]!r} cannot be summed over stages; build it with sparse=False"
+                )
+        return None
+
     def reduce_ties(self) -> None:
         """Sum the gradients of tied parameters over the stages that share them."""
         if self._shared:
