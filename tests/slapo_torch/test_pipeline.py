@@ -319,6 +319,25 @@ def _counting(rank: int) -> list[float]:
     return [loss, torch.stack([reference(part) for part in x.chunk(4)]).mean().item()]
 
 
+def _batches(rank: int) -> list[str]:
+    mesh = mesh_of(pp=2, dp=2)
+    data = tokens(2)[0]
+    part = my_part(data, mesh)
+    engine: Any = build(scheduled(gpt2(), mesh, part), "torch", optimizer=adamw, microbatches=2)
+    shuffled = {name: value.flip(0) if rank == 3 else value for name, value in part.items()}
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    messages = [message_of(partial(engine.train_batch, **shuffled)), message_of(partial(engine.eval_batch, **shuffled))]
+    changed = [name for name, value in engine.module.state_dict().items() if not torch.equal(value, before[name])]
+    assert not changed, (changed, messages)
+    engine.train_batch(**part)
+    return messages
+
+
+def test_stages_that_are_given_different_rows_are_refused() -> None:
+    for messages in run_distributed(_batches, 4):
+        assert all("the ranks of replica 1 were given different batches" in message for message in messages)
+
+
 def _cut_after_a(model: nn.Module, mesh: DeviceMesh, example: dict[str, torch.Tensor], **config: Any) -> Any:
     import slapo_pipeline.plugin
     import slapo_torch.plugin

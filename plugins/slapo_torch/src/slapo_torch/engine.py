@@ -15,7 +15,7 @@ from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
-from .batches import Batch, check_labels, counted_labels, fingerprint, signature, split
+from .batches import Batch, check_labels, content, counted_labels, fingerprint, signature, split
 from .checkpoint import load_checkpoint, save_checkpoint
 from .failures import Peers
 from .holdings import Holdings
@@ -142,6 +142,7 @@ class TorchEngine(Engine):
     def _prepare(self, batch: Batch, training: bool) -> tuple[Runner, list[Batch], list[Any]]:
         """Cut the batch and find what runs it; touches no other rank."""
         self._outdated = training and self._holdings.is_outdated()
+        self._content = content(batch) if self._shares_batches else 0
         parts = split(batch, self._options.microbatches)
         self._facts = [
             fingerprint([signature(part) for part in parts[:1]]),
@@ -186,15 +187,32 @@ class TorchEngine(Engine):
             error = err
         mine = facts() if facts is not None and error is None else []
         mine = [*mine, *[0] * (4 - len(mine))]
-        flags = [error is not None, self._outdated]
-        largest = torch.tensor([*flags, *mine, *(-fact for fact in mine)], dtype=torch.int64, device=self._device)
+        slots = self._slots(error is None) if facts is not None else []
+        row = [error is not None, self._outdated, *mine, *(-fact for fact in mine), *slots]
+        largest = torch.tensor(row, dtype=torch.int64, device=self._device)
         failed, self._outdated, *bounds = all_reduce(largest, self._mesh, dist.ReduceOp.MAX).tolist()
         if failed:
             agree(error, self._mesh)
-        high, low = bounds[:4], [-bound for bound in bounds[4:]]
+        high, low = bounds[:4], [-bound for bound in bounds[4:8]]
         if high != low:
             raise BuildError(_difference(high, low, self._options.ignored_label))
+        _check_contents(bounds[8:])
         return value
+
+    @property
+    def _shares_batches(self) -> bool:
+        """Whether several ranks have to be given the same batch."""
+        return self._program.axis_size("pp") * self._program.axis_size("tp") > 1
+
+    def _slots(self, known: bool) -> list[int]:
+        """For each replica the largest and, negated, the smallest content of its ranks' batches; this rank knows its own."""
+        if not self._shares_batches:
+            return []
+        slots = [_NOTHING] * (2 * self._program.axis_size("dp"))
+        if known:
+            own = 2 * self._program.axis_rank("dp")
+            slots[own : own + 2] = self._content, -self._content
+        return slots
 
     def _take_in_unfrozen(self) -> None:
         """Train with what is trainable now. Collective."""
@@ -278,6 +296,18 @@ def _device(program: Program) -> torch.device:
 def _parameter_device(module: nn.Module) -> str:
     first = next(module.parameters(), None)
     return first.device.type if first is not None else "cpu"
+
+
+_NOTHING = -(2**40)
+
+
+def _check_contents(slots: list[int]) -> None:
+    for replica, (high, low) in enumerate(zip(slots[::2], slots[1::2], strict=True)):
+        if high != -low:
+            raise BuildError(
+                f"the ranks of replica {replica} were given different batches; give all pipeline stages and tensor-parallel "
+                "ranks of one replica the same rows in the same order, e.g. by one seed for their data loaders"
+            )
 
 
 def _difference(high: list[int], low: list[int], ignored: int) -> str:
