@@ -18,10 +18,12 @@ import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
 from slapo_core.build import build
-from slapo_core.errors import BuildError
+from slapo_core.errors import BuildError, TraceError
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.tracing import trace_module
+from slapo_sharding.foreign_reads import watch
 
 pytestmark = pytest.mark.multiproc
 
@@ -200,3 +202,15 @@ def _traced(rank: int) -> None:
 
 def test_a_read_in_a_traced_forward():
     run_distributed(_traced, 2)
+
+
+def test_a_trace_names_the_models_line_while_a_first_run_is_awaited() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    awaited = nn.Linear(2, 2)
+    watch([awaited])
+    with pytest.raises(TraceError, match=r"data.*test_foreign_reads.py:\d+"):
+        trace_module(nn.Sequential(Asks()), torch.ones(2))
+    awaited(torch.ones(2))

@@ -72,7 +72,31 @@ def _same(rank: int, name: str) -> int:
     return sum(child.name == "shard" for child in step.children)
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - REFUSED.keys()))
+FAST = (
+    *("albert", "bart", "bert", "bloom", "clip", "deepseek_v3", "distilbert", "gemma2", "gemma3_text", "glm", "gpt2"),
+    *(
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "granitemoe",
+        "llama",
+        "mistral",
+        "mixtral",
+        "modernbert",
+        "mpnet",
+        "opt",
+        "openai-gpt",
+        "phi3",
+    ),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta", "stablelm", "t5", "vit", "whisper", "xglm"),
+)
+"""Those of which the others are variations."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in sorted(FAMILIES.keys() - REFUSED.keys())],
+)
 def test_two_ranks(name: str) -> None:
     assert run_distributed(_same, 2, name, timeout=120)[0] > 0
 

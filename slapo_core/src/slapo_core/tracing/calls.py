@@ -31,7 +31,7 @@ _BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshif
 _UNARY_AND_COMPARISONS = "lt le eq ne gt ge neg invert abs pos getitem".split()
 _OPERATORS = {f"__{name.strip('_')}__": getattr(operator, name) for name in [*_BINARY, *_UNARY_AND_COMPARISONS]}
 _REFLECTED = {f"__r{name.strip('_')}__": getattr(operator, name) for name in _BINARY}
-_TORCH, _HERE = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _PLUMBING = ("contextlib.py", "inspect.py", "functools.py", "copy.py")
 
 
@@ -91,6 +91,11 @@ class Effects:
         return {id(t) for t, before in zip(self.tensors, self._before, strict=True) if private.version(t) != before}
 
 
+def _is_slapo(frame: Any) -> bool:
+    """Whether a frame is of core or of a plugin by its naming rule."""
+    return str(frame.f_globals.get("__name__")).startswith("slapo_")
+
+
 def model_source(err: BaseException | None = None) -> str | None:
     """``file:line`` of the model's own innermost frame: of this call, or of where ``err`` was raised; None when it has none."""
     frames: Iterator[tuple[Any, int]] = walk_stack(sys._getframe(1))
@@ -101,6 +106,6 @@ def model_source(err: BaseException | None = None) -> str | None:
         file = frame.f_code.co_filename
         if file.startswith(_TORCH):
             inner = inner or f"{file}:{line}"
-        elif not file.startswith((_HERE, "<")) and not file.endswith(_PLUMBING):
+        elif not (file.startswith("<") or file.endswith(_PLUMBING) or _is_slapo(frame)):
             return f"{file}:{line}"
     return inner
