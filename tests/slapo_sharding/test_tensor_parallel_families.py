@@ -111,7 +111,9 @@ def _refused(rank: int, name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("falcon", "mamba") else pytest.mark.slow) for name in sorted(REFUSED)]
+)
 def test_refused_families_say_why(name: str) -> None:
     first, second = run_distributed(_refused, 2, name, timeout=120)
     assert first == second
