@@ -14,7 +14,7 @@ from slapo_core.build import build
 from slapo_core.errors import ScheduleError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.testing import DistributedError, assert_equivalent, run_distributed
 from slapo_sharding import plugin
 
 pytestmark = pytest.mark.multiproc
@@ -153,6 +153,50 @@ def _counts_on_all(rank: int) -> str:
 def test_a_size_that_no_attribute_holds_is_refused_and_nothing_changed() -> None:
     first, second = run_distributed(_counts_on_all, 2)
     assert first == second
+
+
+class Scaled(nn.Module):
+    """The count that has to turn local for the view also scales the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.pieces, self.up, self.down = 4, nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x).view(len(x), self.pieces, 4)).flatten(1) / self.pieces)
+
+
+def _scaled(rank: int) -> None:
+    create_schedule(Scaled(), plugins=Registry([plugin]), example_inputs=(torch.randn(3, 8),)).tensor_parallel()
+
+
+def test_a_count_that_scales_a_value_is_refused() -> None:
+    with pytest.raises(DistributedError, match="counts on all heads"):
+        run_distributed(_scaled, 2)
+
+
+class Filled(nn.Module):
+    """A constant of the sharded size that is used where it must be whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.in_, self.out = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ones = torch.ones(len(x), 16)
+        weights = ones.softmax(-1)
+        x = x + self.down(torch.tanh(self.up(x)) * ones) + weights[:, :8]
+        return x + self.out(torch.tanh(self.in_(x)))
+
+
+def _filled(rank: int) -> list[str]:
+    return _derived(Filled(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
+
+
+def test_a_constant_that_has_to_stay_whole_ends_the_search() -> None:
+    assert any("in_" in step for step in run_distributed(_filled, 2, timeout=60)[0])
 
 
 def _refused(rank: int, kind: str) -> None:

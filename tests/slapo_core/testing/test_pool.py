@@ -101,6 +101,12 @@ def one_is_done_early(rank: int) -> float:
     return value.item()
 
 
+def reduces_over_the_default(rank: int) -> float:
+    from torch.distributed.nn.functional import all_reduce
+
+    return all_reduce(torch.ones(1)).item()
+
+
 def groups(rank: int) -> list[float]:
     pair = dist.new_group([0, 1])
     value = torch.ones(1)
@@ -135,6 +141,14 @@ def test_results_carry_classes_of_the_test_and_detached_tensors() -> None:
 def test_workers_are_reused() -> None:
     pids = [{result["pid"] for result in run_distributed(returns_everything, 2, Named(0))} for _ in range(2)]
     assert pids[0] == pids[1]
+
+
+def test_a_group_that_torch_took_as_default_is_none_of_an_earlier_job() -> None:
+    shutdown_workers()
+    assert run_distributed(reduces_over_the_default, 2) == [2.0, 2.0]
+    with pytest.raises(DistributedError):
+        run_distributed(dies, 2, "exit")  # rank 0 still has the group it met the old rank 1 in
+    assert run_distributed(reduces_over_the_default, 2) == [2.0, 2.0]
 
 
 def test_a_job_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

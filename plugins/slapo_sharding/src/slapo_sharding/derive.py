@@ -64,6 +64,7 @@ class _Search:
         self.candidates = {path: Split("sharded") for path in self.calls if is_layer(traced.get_submodule(path))}
         self.tables = {path for path in self.calls if is_table(traced.get_submodule(path))}
         self.filled: dict[fx.Node, int] = {}
+        self.tried: set[fx.Node] = set()
         self.reasons: dict[str, str] = {}
 
     def run(self) -> Derived:
@@ -78,6 +79,9 @@ class _Search:
 
     def retreat(self, err: LayoutError) -> None:
         """Split a table too, or what is filled with one number, or try the layers at fault as fused, or leave them whole."""
+        if not err.sources:  # nothing but what is filled is sharded here
+            self.filled.clear()
+            return
         whole = [other for other in err.node.all_input_nodes if other not in err.layouts.sources]
         behind = _behind(whole)
         tables = {str(node.target) for node in behind if node.op == "call_module"} & self.tables
@@ -86,8 +90,9 @@ class _Search:
             self.tables -= tables
             return
         filled = {node: dim for node in behind if node.target in _FILLS for dim in _dims(node, err.sharded_sizes())}
-        if filled.keys() - self.filled.keys():
+        if filled.keys() - self.tried:
             self.filled.update(filled)
+            self.tried |= filled.keys()
             return
         kinds = {_kind(path) for path in err.sources}
         for path in [path for path in self.candidates if _kind(path) in kinds]:

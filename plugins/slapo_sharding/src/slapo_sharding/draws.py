@@ -37,11 +37,8 @@ def draws(module: fx.GraphModule, node: fx.Node) -> bool:
     values = {other: as_meta(other.meta["val"]) for other in node.all_input_nodes}
     args: Any = map_arg(node.args, values.__getitem__)
     kwargs: Any = map_arg(node.kwargs, values.__getitem__)
-    with (
-        torch.no_grad(),
-        _Watch() as watch,
-        suppress(RuntimeError, NotImplementedError),
-    ):  # some operations have no form without data; none of these draws
+    # an operation that cannot run without data has drawn before it failed, or does not draw
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _Watch() as watch, suppress(Exception):
         _run(module, node, args, kwargs)
     return bool(watch.drew)
 

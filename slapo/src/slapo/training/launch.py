@@ -123,7 +123,9 @@ def _run_rank(work: Work, settings: Settings, folder: str) -> None:
             "message": str(err) if isinstance(err, SlapoError) else f"{type(err).__name__}: {err}",
             "traceback": "" if isinstance(err, SlapoError) else traceback.format_exc(),
         }
-        Path(folder, f"rank{rank}.json").write_text(json.dumps(record))
+        unfinished = Path(folder, f"rank{rank}.unfinished")
+        unfinished.write_text(json.dumps(record))
+        unfinished.rename(Path(folder, f"rank{rank}.json"))  # this rank may be ended at any moment
         if record["bystander"]:
             time.sleep(BYSTANDER_SECONDS)
         raise

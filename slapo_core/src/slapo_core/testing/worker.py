@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its functions default to the world of the moment it is imported: here, none
 
 from .. import random as slapo_random
 from .transport import Job, Report, detached, unpickled
