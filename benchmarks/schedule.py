@@ -2,12 +2,14 @@
 
 Run ``python benchmarks/schedule.py``; it prints rows for ``benchmarks/README.md``. The peer is a plain walk over the same
 model in the same run, ``list(named_modules())`` and ``list(named_parameters())``. Times are medians; a schedule is started
-on a model that has never been scheduled.
+on a model that has never been scheduled, after a garbage collection: else the copies of models made here, and not what is
+measured, decide which call Python collects in.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -72,6 +74,7 @@ def measure_start(label: str, model: nn.Module, target: str) -> tuple[float, flo
     ours, peer = [], []
     for _ in range(5):
         fresh = copy.deepcopy(model)
+        gc.collect()
         peer.append(seconds(partial(walk, fresh)) * 1e3)
         ours.append(seconds(partial(create_schedule, fresh)) * 1e3)
     found, walked = statistics.median(ours), statistics.median(peer)

@@ -168,9 +168,9 @@ class Plugins:
         get_logger().warning("%s", record.failure)
 
     def _refuse_equal_names(self, record: PluginRecord) -> None:
-        same = sorted(other.provider for other in self.records if other.name == record.name and not other.disabled)
+        same = [other for other in self.records if other.name == record.name and not other.disabled]
         if len(same) > 1:
-            raise PluginError(f"{' and '.join(same)} have the same plugin name; uninstall one", owner=str(record))
+            raise PluginError(f"{' and '.join(sorted(other.provider for other in same))} have the same plugin name; uninstall one", owner=str(record))
 
     def _import(self, record: PluginRecord) -> None:
         record.plugin = record.entry_point.load() if record.entry_point else record.plugin
