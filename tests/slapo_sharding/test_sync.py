@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slapo_core.build import build
 from slapo_core.errors import ScheduleError
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import run_distributed
+from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
 
 pytestmark = pytest.mark.multiproc
@@ -211,3 +212,75 @@ def test_what_only_shows_when_it_runs_is_an_error_too():
     assert "along axis 2 of a tensor with 1 dimensions" in axis
     assert "no tensor in an output of type str" in text
     assert "no floating-point tensor among the inputs" in integers
+
+
+class Users(nn.Module):
+    """Three layers on one value, one on another; ``between`` may change the value in place or switch gradients off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(4, 8)
+        self.between = "nothing"
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        if self.between == "no_grad":
+            with torch.no_grad():
+                self.q(x)
+            return self.k(x) + self.v(x)
+        q = self.q(x)
+        if self.between == "in place":
+            q = q.detach()
+            x.mul_(2.0)
+        return q + self.k(other if self.between == "another" else x) + self.v(x)
+
+
+def _sums(model: nn.Module, *inputs: torch.Tensor) -> int:
+    """Number of all-reduces in a backward."""
+    loss = model(*inputs).pow(2).sum()
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    return sum(event.count for event in profile.key_averages() if event.key == "_c10d_functional::all_reduce")
+
+
+def _one_sum(rank: int) -> dict[str, int]:
+    found = {}
+    for between in ("nothing", "another", "in place", "no_grad"):
+        model = Users()
+        model.between = between
+        before = copy.deepcopy(model)
+        sch = _schedule(model)
+        for name in "qkv":
+            sch[name].shard("weight", axis=0, gathered=True).sync("fwd_post", "all_gather", axis=-1)
+        sch.sync("bwd_post", "all_reduce", of=["q", "k", "v"]).undo()
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        sch.sync("bwd_post", "all_reduce", of=["q", "k", "v"])
+        assert "sync('bwd_post', 'all_reduce', of=['q', 'k', 'v'])" in str(sch.journal.steps[-1])
+        build(sch)
+        inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+        assert_equivalent(before, model, *inputs)
+        found[between] = _sums(model, *inputs)
+        shared = [hook.shared for module in model.modules() for hook in module._forward_pre_hooks.values()]
+        assert shared[0].known is None or between != "nothing"
+    return found
+
+
+def test_layers_that_use_one_value_sum_its_gradient_once():
+    found = run_distributed(_one_sum, 2)[0]
+    assert found == {"nothing": 1, "another": 3, "in place": 1, "no_grad": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"of": ["q", "w"]}, r"sync\(''\): of names 'w', which is no module below"),
+        ({"of": ["q", "q"]}, "of names a module twice: q, q"),
+        ({"of": "q"}, "of is 'q'; give a list of paths"),
+        ({"of": []}, r"of is \[\]; give a list of paths"),
+        ({"of": ["q"], "mode": "fwd_post"}, "of goes with 'bwd_post' and 'all_reduce', not with 'fwd_post'"),
+    ],
+)
+def test_bad_members_are_refused(arguments: dict[str, Any], message: str):
+    with pytest.raises(ScheduleError, match=message):
+        _schedule(Users()).sync(arguments.pop("mode", "bwd_post"), "all_reduce", **arguments)

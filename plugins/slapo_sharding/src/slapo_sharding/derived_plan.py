@@ -14,6 +14,7 @@ from slapo_core.schedule import Schedule
 from slapo_core.tracing.tracers import trace
 from slapo_core.wrapping import is_opaque
 
+from . import column_inputs
 from .derive import Derived, derive
 from .draws import forks
 from .layouts import Split
@@ -57,8 +58,9 @@ def apply_derived(schedule: Schedule) -> None:
     found = counts(derived.layouts, schedule.mod, size)
     for count in found:
         schedule.touch(count.module)
-    for path, split in derived.splits.items():
-        _split(schedule[path], split)
+    columns = [path for path, split in derived.splits.items() if _split(schedule[path], split)]
+    for paths in column_inputs.by_input(derived.layouts.graph, columns):
+        column_inputs.sum_gradients(schedule, paths)
     _sum_gradients(schedule, derived)
     _count_locally(schedule, derived, found)
     _fork(schedule, derived)
@@ -96,15 +98,15 @@ def _training(root: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _split(schedule: Schedule, split: Split) -> None:
+def _split(schedule: Schedule, split: Split) -> bool:
+    """Split a layer; whether the gradient of its input then is partial."""
     cut = cut_with(schedule.mod, "sharded" if split.output == "sharded" else "partial")
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
     schedule.shard("weight", axis=cut.dims["weight"], blocks=blocks)
     if split.output != "sharded":
         schedule.sync("fwd_post", "all_reduce")
-    elif cut.input == "replicated":
-        schedule.sync("bwd_post", "all_reduce")
+    return cut.input == "replicated"
 
 
 def _sum_gradients(schedule: Schedule, derived: Derived) -> None:

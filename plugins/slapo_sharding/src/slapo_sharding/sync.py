@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slapo_core.errors import ScheduleError
@@ -13,7 +13,7 @@ from slapo_core.schedule import Schedule
 
 from . import attention
 from .rules import applied_cut
-from .syncing import GradientSum, Sync, sums_gradient, trainable
+from .syncing import GradientSum, SharedSum, Sync, sums_gradient, trainable
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
@@ -42,16 +42,20 @@ class SyncPrimitive(Primitive):
     ``fn(module, grad_input, grad_output)`` after the backward. It must be importable for the schedule to be saved. On one
     rank an operation does nothing; a function is called all the same.
 
+    Modules that are given the same tensor, as the projections of an attention, sum its gradient together with
+    ``sync("bwd_post", "all_reduce", of=["q_proj", "k_proj", "v_proj"])`` on a module around them: one all-reduce, not three.
+
     Args:
         mode: ``"fwd_pre"``, ``"fwd_post"``, ``"bwd_post"`` or ``"grad"``.
         sync_op_or_fn: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"scatter"`` or a function.
         axis: Dimension of the tensor to gather, scatter or reduce-scatter along; may be negative.
         backward: For ``all_gather``: ``"split"`` where what follows is replicated or declares its own syncs (default after
             the module), ``"reduce_scatter"`` where each rank goes on to use its own shard (default before the module).
+        of: For ``bwd_post``: paths below this module of those whose inputs are meant, instead of the module's own.
 
     Raises:
         ScheduleError: unknown mode or operation, one that this mode does not take, a missing axis, a function with other
-            arguments, or gradients that are whole, or summed already.
+            arguments, no such module, or gradients that are whole, or summed already.
     """
 
     name = "sync"
@@ -65,9 +69,10 @@ class SyncPrimitive(Primitive):
         axis: int | None = None,
         *,
         backward: str | None = None,
+        of: Sequence[str] | None = None,
     ) -> None:
         """Make the hook."""
-        _make(schedule, mode, sync_op_or_fn, axis, backward)
+        _make(schedule, mode, sync_op_or_fn, axis, backward, of)
 
     @staticmethod
     def apply(
@@ -77,9 +82,10 @@ class SyncPrimitive(Primitive):
         axis: int | None = None,
         *,
         backward: str | None = None,
+        of: Sequence[str] | None = None,
     ) -> None:
         """Register the hook."""
-        sync, module = _make(schedule, mode, sync_op_or_fn, axis, backward), schedule.mod
+        sync, module = _make(schedule, mode, sync_op_or_fn, axis, backward, of), schedule.mod
         if sync.fn is None and schedule.world_size <= 1:
             return
         if mode == "grad":
@@ -87,6 +93,10 @@ class SyncPrimitive(Primitive):
                 label = f"{schedule.path}.{name}" if schedule.path else name
                 handle = parameter.register_hook(GradientSum(schedule.group, label))  # type: ignore[no-untyped-call]
                 schedule.on_undo(handle.remove)
+        elif of is not None:
+            for path in of:
+                schedule.touch(schedule[path].mod)
+                schedule[path].mod.register_forward_pre_hook(sync, with_kwargs=True)
         elif mode == "fwd_post":
             module.register_forward_hook(sync, with_kwargs=True)
         elif mode == "bwd_post" and sync.fn is not None:
@@ -95,7 +105,14 @@ class SyncPrimitive(Primitive):
             module.register_forward_pre_hook(sync, with_kwargs=True)
 
 
-def _make(schedule: Schedule, mode: str, op: str | Callable[..., Any], axis: int | None, backward: str | None) -> Sync:
+def _make(
+    schedule: Schedule,
+    mode: str,
+    op: str | Callable[..., Any],
+    axis: int | None,
+    backward: str | None,
+    of: Sequence[str] | None,
+) -> Sync:
     """The hook, or a ``ScheduleError`` that says why not."""
 
     def error(message: str) -> ScheduleError:
@@ -105,6 +122,8 @@ def _make(schedule: Schedule, mode: str, op: str | Callable[..., Any], axis: int
         raise error(f"no mode {mode!r}; available: {', '.join(_MODES)}")
     if mode == "grad":
         _check_grad(schedule, op, error)
+    if of is not None:
+        _check_members(schedule, mode, op, of, error)
     if not isinstance(op, str):
         return Sync(mode, "function", fn=op, takes_kwargs=_takes_kwargs(mode, op, error))
     if re.fullmatch("[RS][RS]->[RS][RS]", op):
@@ -119,7 +138,8 @@ def _make(schedule: Schedule, mode: str, op: str | Callable[..., Any], axis: int
         raise error(f"backward is {backward!r}; all_gather takes 'split' or 'reduce_scatter', the others have one backward")
     _check_gather(schedule, mode, op, error)
     default = "reduce_scatter" if mode == "fwd_pre" else "split"
-    return Sync(mode, op, axis, schedule.group, backward or default)
+    shared = SharedSum(schedule.group, len(of)) if of is not None else None
+    return Sync(mode, op, axis, schedule.group, backward or default, shared=shared)
 
 
 def _takes_kwargs(mode: str, fn: Callable[..., Any], error: Callable[[str], ScheduleError]) -> bool:
@@ -134,6 +154,18 @@ def _takes_kwargs(mode: str, fn: Callable[..., Any], error: Callable[[str], Sche
             continue
         return count > fewest
     raise error(f"the function takes {signature}; a {mode} function is called with {fewest} or {most} arguments")
+
+
+def _check_members(schedule: Schedule, mode: str, op: Any, of: Any, error: Callable[[str], ScheduleError]) -> None:
+    if (mode, op) != ("bwd_post", "all_reduce"):
+        raise error(f"of goes with 'bwd_post' and 'all_reduce', not with {mode!r} and {op!r}; sync each module for itself")
+    if isinstance(of, str) or not of or not all(isinstance(path, str) for path in of):
+        raise error(f"of is {of!r}; give a list of paths below the module, e.g. ['q_proj', 'k_proj', 'v_proj']")
+    for path in of:
+        if not path or path not in schedule:
+            raise error(f"of names {path!r}, which is no module below; give paths below the module")
+    if len({schedule[path].mod for path in of}) < len(of):
+        raise error(f"of names a module twice: {', '.join(of)}; name each once")
 
 
 def _check_gather(schedule: Schedule, mode: str, op: str, error: Callable[[str], ScheduleError]) -> None:

@@ -33,6 +33,7 @@ class Sync:
         backward: Of ``all_gather``.
         fn: The user's function.
         takes_kwargs: Whether ``fn`` wants the keyword inputs as well.
+        shared: What sums the gradients of inputs instead, together with those of other modules.
     """
 
     mode: str
@@ -42,6 +43,7 @@ class Sync:
     backward: str = "split"
     fn: Callable[..., Any] | None = None
     takes_kwargs: bool = False
+    shared: SharedSum | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sync:
         return self  # groups cannot be copied, and nothing here changes
@@ -71,7 +73,9 @@ class Sync:
         return getattr(collectives, self.op)(x, self.axis, self.group)  # type: ignore[no-any-return]
 
     def _reduce_grad(self, x: torch.Tensor) -> torch.Tensor:
-        return collectives.all_reduce_grad(x, self.group) if x.requires_grad else x
+        if not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        return collectives.all_reduce_grad(x, self.group) if self.shared is None else self.shared.take(x)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.fn is None:
@@ -109,6 +113,33 @@ class Sync:
             last = self.axis in (-1, x.dim() - 1)
             bias = collectives.scatter(bias, 0, self.group) if last else collectives.all_reduce_grad(bias, self.group)
         return x + bias.to(x.dtype)
+
+
+class SharedSum:
+    """Modules that use the same tensor sum its gradient over the group once, all their parts of it together.
+
+    Which tensor that is shows when they run: one that another module has not been given has a sum of its own, so the
+    gradients are right whatever the modules are given.
+
+    Args:
+        group: The ranks that each have a part of the gradient.
+        members: Number of modules; once all have had the tensor, it is let go.
+    """
+
+    def __init__(self, group: collectives.Group, members: int) -> None:
+        self.group, self.members = group, members
+        self.left = 0
+        self.known: tuple[torch.Tensor, int, torch.Tensor] | None = None
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, whose gradient is summed; the same one as long as ``x`` is the same and unchanged."""
+        if self.known is None or self.known[0] is not x or self.known[1] != x._version:
+            self.known, self.left = (x, x._version, collectives.all_reduce_grad(x, self.group)), self.members
+        taken = self.known[2]
+        self.left -= 1
+        if self.left == 0:
+            self.known = None
+        return taken
 
 
 class GradientSum:

@@ -12,7 +12,7 @@ from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
-from . import attention, dropout
+from . import attention, column_inputs, dropout
 from .derived_plan import apply_derived
 from .plan import head_norms, published_plan, tensor_parallel_plan, undeclared_parameters, vocabulary
 from .rules import Cut, find_rule
@@ -56,6 +56,8 @@ class TensorParallelPrimitive(Primitive):
             steps = dict(vocabulary(schedule.mod, max(schedule.world_size, 1)))
         for path, style in steps.items():
             STYLES[style](schedule[path] if path else schedule)
+        for paths in column_inputs.by_parent(path for path, style in steps.items() if style in _COLUMNS):
+            column_inputs.sum_gradients(schedule, paths)
         if schedule.world_size > 1 and not derived:
             dropout.fork_dropouts(schedule, {path for path, style in steps.items() if style in ("colwise", "rowwise")})
 
@@ -122,7 +124,6 @@ def _match(schedule: Schedule, key: str) -> list[str]:
 def _colwise(schedule: Schedule, *, gathered: bool = False) -> None:
     blocks = None if _known_blocks(schedule) else 1  # what publishes a plan splits without mixing
     schedule.shard("weight", axis=_axis(schedule, output="sharded"), blocks=blocks, gathered=gathered)
-    schedule.sync("bwd_post", "all_reduce")
     if gathered:
         schedule.sync("fwd_post", "all_gather", axis=-1)
 
@@ -153,6 +154,7 @@ STYLES: dict[str, Callable[[Schedule], None]] = {
     "embedding_rowwise": _embedding_rowwise,
     "replicated_with_grad_allreduce": _reduce_gradients,
 }
+_COLUMNS = ("colwise", "colwise_gather_output")
 
 
 def _axis(schedule: Schedule, output: str) -> int:
