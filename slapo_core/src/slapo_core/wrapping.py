@@ -47,12 +47,14 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 def is_opaque(module: nn.Module) -> bool:
     """Whether what happens when the module is called is more than its class's forward: wrappers, hooks, or sharded tensors.
 
-    Tracing keeps such a module whole: a graph would lose the first two, and use a part as if it were all.
+    Tracing keeps such a module whole: a graph would lose the first two, and use a part as if it were all. A hook with a true
+    attribute ``traced`` says that it is no reason to: what it does is recorded with the forward.
     """
     return bool(
         "forward" in module.__dict__
-        or module._forward_hooks
-        or module._forward_pre_hooks
+        or any(
+            not getattr(hook, "traced", False) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
         or module._backward_hooks
         or module._backward_pre_hooks
         or any(is_part(tensor) for tensor in [*module._parameters.values(), *module._buffers.values()])
