@@ -119,6 +119,28 @@ def test_an_attribute_that_changes_makes_a_new_plan() -> None:
         program.stages[0].module(x=x)
 
 
+class Asks(nn.Module):
+    """Does something else where there are no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x) if torch.is_grad_enabled() else -self.a(x)
+        return self.b(y if y.grad_fn is not None else y * 3).mean()
+
+
+def test_a_forward_that_asks_for_the_gradient_mode() -> None:
+    model, x = Asks(), torch.randn(4, 8)
+    program = build_program(cut(model, {"x": x}, "a"))
+    torch.testing.assert_close(program(x=x), model(x))
+    with torch.no_grad():
+        torch.testing.assert_close(program(x=x), model(x))
+        with pytest.raises(TraceError, match="asks for is_grad_enabled, which is False"):
+            program.stages[0].module(x=x)
+
+
 def test_one_tensor_for_two_arguments() -> None:
     x = torch.randn(4, 1).expand(4, 8).contiguous()
 

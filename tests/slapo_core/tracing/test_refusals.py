@@ -9,10 +9,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
 
 from slapo_core.errors import TraceError, UnknownNameError
-from slapo_core.tracing import trace_module
+from slapo_core.tracing import trace, trace_module
 from tests.slapo_core.tracing.test_value import Box, Forward
 
 X = torch.randn(2, 4)
@@ -283,6 +283,62 @@ def test_another_mode() -> None:
     traced = trace_module(Forward(lambda self, x: x).train(), (X,))
     with pytest.raises(TraceError, match="is in eval mode but was traced in train mode"):
         traced.eval()(X)
+
+
+# ---- questions whose answers are part of the graph
+
+
+@pytest.mark.parametrize("tracer", [trace_module, trace])
+@pytest.mark.parametrize(
+    ("ask", "question"),
+    [
+        (lambda self, x: torch.is_grad_enabled(), "is_grad_enabled"),
+        (lambda self, x: is_grad_enabled(), "is_grad_enabled"),
+        (lambda self, x: (x * self.scale).requires_grad, "requires_grad"),
+        (lambda self, x: (x * self.scale).grad_fn is not None, "is_leaf"),
+    ],
+)
+def test_the_gradient_mode_is_asked_for(ask: Any, question: str, tracer: Any) -> None:
+    model = Forward(lambda self, x: self.inner(x) + 1)
+    model.inner = Forward(lambda self, x: x * self.scale if ask(self, x) else x - self.scale)
+    traced = tracer(model, example_inputs=(X,))
+    torch.testing.assert_close(traced(X), model(X))
+    with torch.no_grad():
+        with pytest.raises(TraceError, match=f"the forward asks for {question}, which is .*, traced as .*; trace again"):
+            traced(X)
+        traced = tracer(model, example_inputs=(X,))
+        torch.testing.assert_close(traced(X), model(X))
+    with pytest.raises(TraceError, match=f"the forward asks for {question}"):
+        traced(X)
+
+
+def test_a_mode_that_the_forward_sets_itself_is_known() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            table = x.cos() if torch.is_grad_enabled() else x.sin()
+        return x * table * self.scale
+
+    model = Forward(forward)
+    traced = trace_module(model, (X,))
+    torch.testing.assert_close(traced(X), model(X))
+    with torch.no_grad():
+        torch.testing.assert_close(traced(X), model(X))
+
+
+def test_a_weight_that_is_frozen_after_the_trace() -> None:
+    model = Forward(lambda self, x: x * self.scale if self.scale.requires_grad else x)
+    traced = trace_module(model, (X,))
+    model.scale.requires_grad_(False)
+    with pytest.raises(TraceError, match="asks for requires_grad, which is False in this call, traced as True"):
+        traced(X)
+
+
+@pytest.mark.parametrize("question", ["is_contiguous", "stride", "storage_offset"])
+def test_the_layout_of_an_input_is_asked_for(question: str) -> None:
+    traced = trace_module(Forward(lambda self, x: x if getattr(x, question)() in (True, (4, 1), 0) else -x), (X,))
+    torch.testing.assert_close(traced(X), X)
+    with pytest.raises(TraceError, match=f"asks for {question}, which is"):
+        traced(torch.randn(4, 3)[:, 1:].t())
 
 
 # ---- numbers of the model that the graph has taken over

@@ -154,13 +154,24 @@ def test_calls_are_intercepted_and_then_no_more() -> None:
 
     model, x = nn.Sequential(nn.Identity()), torch.ones(1)
     reads: list[tuple[object, str]] = []
-    with private.intercept(module_call, apply, lambda module, name: reads.append((module, name))):
+    modes: list[tuple[str, bool]] = []
+    plain = torch.is_grad_enabled
+
+    def ask_mode(name, answer):  # type: ignore[no-untyped-def]
+        modes.append((name, answer()))
+        return answer()
+
+    with private.intercept(module_call, apply, lambda module, name: reads.append((module, name)), ask_mode):
+        assert torch.is_grad_enabled()
+        asked = modes[-1]
         assert Twice.apply(model(x)) == 2
         assert torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True) == x.sin()
         assert model[0].training
         assert not hasattr(model, "absent")
     assert calls == ["Sequential", "Identity", "Twice"]
     assert (model[0], "training") in reads
+    assert asked == ("is_grad_enabled", True)
+    assert torch.is_grad_enabled is plain
     Twice.apply(model(x))
     assert len(calls) == 3
     assert "__getattribute__" not in vars(nn.Module)

@@ -422,14 +422,14 @@ def test_a_shape_that_depends_on_data_is_checked() -> None:
     x = torch.tensor([[1.0, -1, 2, 3], [-1, 1, 1, 1]])
     traced = check(model, x)
     assert_same(model, traced, {"x": x.flip(0, 1)})
-    with pytest.raises(TraceError, match=r"a shape that depends on the data is \[0\], traced as \[6\]"):
+    with pytest.raises(TraceError, match=r"asks for shape, which is .*\[0\].*, traced as \(6,\)"):
         traced(-x.abs())
 
 
 def test_as_many_parts_as_the_data_says() -> None:
     model = Forward(lambda self, x: sum(self.fc(x)[x[:, 0] > 0].unbind(0)))
     traced = check(model, X.abs())
-    with pytest.raises(TraceError, match=r"a shape that depends on the data is \[1, 4\], traced as \[2, 4\]"):
+    with pytest.raises(TraceError, match=r"asks for shape, which is .*\[1, 4\].*, traced as \(2, 4\)"):
         traced(torch.stack([X[0].abs(), -X[1].abs()]))
 
 

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from slapo_core.errors import TraceError
 from slapo_core.tracing.calls import function_name
+from slapo_core.tracing.graph_ops import expect
 from slapo_core.tracing.regions import is_region_node
 
 from .memory import Memory, changes, is_part
@@ -104,6 +105,8 @@ class Assigner:
             return False  # the change is done once, and what is a view of it sees it
         if node.op == "placeholder":
             return True
+        if node.target is expect:
+            return False  # nobody uses it, and yet it has to run
         if node.meta.get("draws") or not all(
             other in self.shared and not self._is_parameter(other) for other in node.all_input_nodes
         ):
@@ -123,6 +126,9 @@ class Assigner:
     def _home(self, node: fx.Node) -> int:
         if node.op == "placeholder":  # where it is used first
             return min(map(self._by_place, node.users), default=0)
+        asked = next((other for other in node.all_input_nodes if other in self.home), None) if node.target is expect else None
+        if asked is not None:
+            return self.home[asked]  # others have a copy of what is asked
         if is_part(node) and node.args[0] in self.home:
             return self.home[node.args[0]]  # type: ignore[index]
         return max([self._by_place(node), *(self.home[other] for other in node.all_input_nodes if other in self.home)])

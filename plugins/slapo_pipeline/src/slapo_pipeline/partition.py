@@ -75,7 +75,7 @@ class Partitioner:
 
         What the graph has taken over from attributes of modules counts too: where one has changed, a new program is made.
         """
-        key = repr((training, autocast_state(), fingerprint(dict(inputs))))
+        key = repr((training, torch.is_grad_enabled(), autocast_state(), fingerprint(dict(inputs))))
         with _mode(self.root, training):
             known = self._programs.get(key)
             if known is None or known[1].changed(self.root):

@@ -14,7 +14,7 @@ from itertools import chain, combinations
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.tracing.graph_ops import expect_shape
+from slapo_core.tracing.graph_ops import expect
 
 from .layouts import Layouts
 
@@ -94,7 +94,7 @@ def difference(layouts: Layouts, local: fx.GraphModule) -> str | None:
     for whole, part in zip(ours, theirs, strict=False):
         if (whole.op, str(whole.target)) != (part.op, str(part.target)):
             return f"{part.target} runs where the unmodified model runs {whole.target} ({whole.meta.get('source')})"
-        if whole.target is expect_shape:
+        if whole.target is expect:
             continue  # of a value that is compared itself
         if whole not in layouts.sized and _literals(whole) != _literals(part):
             return f"{whole.name} is given {_literals(part)} instead of {_literals(whole)} ({whole.meta.get('source')})"

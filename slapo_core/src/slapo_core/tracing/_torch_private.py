@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,10 @@ recorded: Callable[[], Any] = _EnableTorchFunction
 
 
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+MODES = {"is_grad_enabled": torch.is_grad_enabled, "is_inference_mode_enabled": torch.is_inference_mode_enabled}
+"""Questions to torch that no torch function mode sees."""
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -128,10 +134,13 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def intercept(module_call: Callable[..., Any], apply: Callable[..., Any], read: Callable[..., Any]) -> Iterator[None]:
+def intercept(
+    module_call: Callable[..., Any], apply: Callable[..., Any], read: Callable[..., Any], ask_mode: Callable[..., Any]
+) -> Iterator[None]:
     """Send calls of modules to ``module_call(call, module, ...)``, of autograd functions to ``apply(call, ...)``.
 
-    And tell ``read(module, name)`` of every attribute of a module that is read, but for parameters, buffers and children.
+    And tell ``read(module, name)`` of every attribute of a module that is read, but for parameters, buffers and children, and
+    send the questions in ``MODES`` to ``ask_mode(name, answer)``.
 
     Reentrant checkpoints are no operation of the model's: their function runs as if it were called.
     """
@@ -150,12 +159,18 @@ def intercept(module_call: Callable[..., Any], apply: Callable[..., Any], read: 
         read(module, name)
         return value
 
+    spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    askers = [(space, name) for space in spaces for name, answer in MODES.items() if space.get(name) is answer]
+    for space, name in askers:
+        space[name] = partial(ask_mode, name, MODES[name])
     nn.Module.__call__ = patched_call  # type: ignore[method-assign]
     nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
     Function.apply = classmethod(patched_apply)  # type: ignore[assignment]
     try:
         yield
     finally:
+        for space, name in askers:
+            space[name] = MODES[name]
         del nn.Module.__getattribute__
         nn.Module.__call__ = plain_call  # type: ignore[method-assign]
         Function.apply = plain_apply  # type: ignore[method-assign]

@@ -24,7 +24,9 @@ _METADATA = SHAPES | frozenset(
     "dim ndim ndimension dtype device layout storage_offset element_size itemsize requires_grad grad_fn output_nr name names "
     "_version get_device result_type can_cast __hash__ __repr__ __format__ __dir__ retains_grad _is_param _is_view".split()
 )
-MAKES_SHAPES = frozenset("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave where".split())
+_OPEN = frozenset("requires_grad is_leaf grad_fn is_inference is_contiguous stride storage_offset".split())
+_OPEN |= frozenset(private.MODES)
+_MAKES_SHAPES = frozenset("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave where".split())
 """Operators whose result has a shape that depends on values."""
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()
@@ -94,6 +96,26 @@ class Effects:
 def _is_slapo(frame: Any) -> bool:
     """Whether a frame is of core or of a plugin by its naming rule."""
     return str(frame.f_globals.get("__name__")).startswith("slapo_")
+
+
+def is_dynamic(node: fx.Node) -> bool:
+    """Whether the shape of the result may depend on data."""
+    name = function_name(node)
+    inputs = node.all_input_nodes
+    vals = [other.meta["val"] for other in inputs[1:] if "val" in other.meta]
+    by_mask = name == "getitem" and any(val.dtype in (torch.bool, torch.uint8) for val in vals)
+    return node.op == "call_module" or name in _MAKES_SHAPES or by_mask or any(other.meta.get("dynamic") for other in inputs)
+
+
+def is_open(name: str, depth: int) -> bool:
+    """Whether the model's own code asks what may have another answer for a tensor of the same shape and dtype, or a mode.
+
+    Args:
+        name: Of the question.
+        depth: How far up the caller's stack the code is.
+    """
+    frame = sys._getframe(depth + 1)
+    return name in _OPEN and not (frame.f_code.co_filename.startswith(_TORCH) or _is_slapo(frame))
 
 
 def model_source(err: BaseException | None = None) -> str | None:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from .calls import function_name
+from .graph_ops import expect
 
 _RANDOM = (torch.rand, torch.rand_like)
 
@@ -36,7 +37,8 @@ class KnownValues:
         return None if self.poisoned else self.values.get(node)
 
     def _run(self, node: fx.Node) -> None:
-        known = node.op in ("call_function", "call_method") and all(other in self.values for other in node.all_input_nodes)
+        computes = node.op in ("call_function", "call_method") and node.target is not expect
+        known = computes and all(other in self.values for other in node.all_input_nodes)
         if not known:
             # an assignment of something unknown into a known tensor may reach others through views
             self.poisoned |= bool(node.meta.get("mutates")) and any(other in self.values for other in node.all_input_nodes)

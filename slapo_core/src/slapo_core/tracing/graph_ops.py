@@ -24,17 +24,17 @@ def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: l
     fill(target, {key: part for key, part in (contents(target) or {}).items() if key not in drop} | content)
 
 
-def expect_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Check a shape that depends on data and that the forward's Python code has used.
+def expect(answer: Any, name: str, tensor: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    """Check what the forward's Python code was told by a tensor, or by torch itself.
 
     Raises:
-        TraceError: It is another one at this call.
+        TraceError: The answer is another one at this call.
     """
-    if tuple(tensor.shape) != shape:
-        raise TraceError(
-            f"a shape that depends on the data is {list(tensor.shape)}, traced as {list(shape)}; "
-            "keep the module that uses it whole with leaf_modules"
-        )
+    now = getattr(torch if tensor is None else tensor, name)
+    now = now(*args, **kwargs) if callable(now) else now
+    if now != answer:
+        what = f"the forward asks for {name}, which is {now} in this call, traced as {answer}"
+        raise TraceError(f"{what}; trace again for calls like this, or keep what asks whole with leaf_modules")
 
 
 class Slot:

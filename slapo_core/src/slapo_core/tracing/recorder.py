@@ -15,9 +15,9 @@ from torch import fx, nn
 from ..errors import TraceError
 from . import _torch_private as private
 from . import regions
-from .calls import ASKS_VALUES, MAKES_SHAPES, SHAPES, Effects, function_name, is_metadata, model_source, name_of, node_form
+from .calls import ASKS_VALUES, SHAPES, Effects, is_dynamic, is_metadata, is_open, model_source, name_of, node_form
 from .escapes import KnownValues, chance_decided
-from .graph_ops import Slot, Template, expect_shape, rebuild, set_state, setitem
+from .graph_ops import Slot, Template, expect, rebuild, set_state, setitem
 from .sandbox import Sandbox
 from .structures import ATOMS, Snapshot, by_reference, contents, getter, has_tensor, replace_tensors, walk
 
@@ -68,6 +68,8 @@ class Recorder:
         """Paths of the inlined modules that run now, outermost first."""
         self.baseline = regions.current()
         self.grad_switches = 0
+        self.has_asked = False
+        """Whether the forward's own code may have seen in which gradient mode it runs."""
 
     def attributes(self, caches: dict[tuple[int, str], Any]) -> tuple[set[tuple[str, str]], dict[tuple[str, str], Any]]:
         """Path and name of the attributes that the graph depends on, and what was put into some; not caches of tensors."""
@@ -196,7 +198,7 @@ class Recorder:
         if isinstance(value, torch.Tensor):
             node.meta["val"] = self.sandbox.fake_of(value)
         if not self.sandbox.fake and op not in ("placeholder", "get_attr"):
-            node.meta["dynamic"] = _is_dynamic(node)
+            node.meta["dynamic"] = is_dynamic(node)
         return node
 
     def parameter(self, name: str, value: Any, is_input: bool) -> None:
@@ -239,7 +241,10 @@ class Recorder:
         if is_metadata(func, name):
             if name in SHAPES and not self.sandbox.fake:
                 self._pin_shape(args[0])
-            return func(*args, **kwargs)
+            answer = func(*args, **kwargs)
+            if is_open(name, 2):  # of two nodes of autograd only whether there is one can be compared
+                self.expect(*((answer is None, "is_leaf") if name == "grad_fn" else (answer, name)), *args, **kwargs)
+            return answer
         if name in ("register_hook", "register_post_accumulate_grad_hook"):
             raise self._refusal(f"the forward calls {name} on a tensor, which a graph cannot repeat")
         effects = Effects(args, kwargs, self.sandbox.watch)
@@ -274,7 +279,12 @@ class Recorder:
         node = self.nodes.get(id(value))
         if node is not None and node.meta.get("dynamic"):
             node.meta["dynamic"] = False
-            self._create("call_function", expect_shape, (node, tuple(value.shape)), {}, None)
+            self._create("call_function", expect, (tuple(value.shape), "shape", node), {}, None)
+
+    def expect(self, answer: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        """Python code was told something that may be otherwise at the next call: the graph is to say so then."""
+        self.has_asked = True
+        self._create("call_function", expect, (answer, name, *self.argument(args)), self.argument(kwargs), None)
 
     def _ask(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a question for a tensor's values, if the answer is the same at every call."""
@@ -346,12 +356,3 @@ class _Memo(dict[int, Any]):
         self.slots.append(Slot())
         self.nodes.append(node)
         return self.slots[-1]
-
-
-def _is_dynamic(node: fx.Node) -> bool:
-    """Whether the shape of the result may depend on data."""
-    name = function_name(node)
-    inputs = node.all_input_nodes
-    vals = [other.meta["val"] for other in inputs[1:] if "val" in other.meta]
-    by_mask = name == "getitem" and any(val.dtype in (torch.bool, torch.uint8) for val in vals)
-    return node.op == "call_module" or name in MAKES_SHAPES or by_mask or any(other.meta.get("dynamic") for other in inputs)

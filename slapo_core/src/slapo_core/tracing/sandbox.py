@@ -58,14 +58,14 @@ class Sandbox:
         return not self.fake and id(tensor) not in self.before
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """Stand-ins are in the model, gradients on, and afterwards model and random numbers are as before."""
+    def open(self, grad: bool) -> Iterator[None]:
+        """Stand-ins are in the model, gradients on or off, and afterwards model and random numbers are as before."""
         modules = list(self.root.modules())
         self.random_numbers = OtherRandomNumbers()
         self.forget_results = _forget_results(modules)
         devices = [] if self.fake or self.device.type != "cuda" else [self.device]
         try:
-            with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), private.quiet():
+            with torch.random.fork_rng(devices), torch.inference_mode(False), torch.set_grad_enabled(grad), private.quiet():
                 self._swap(modules)
                 with self.watch:
                     yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -12,7 +13,7 @@ from ..errors import TraceError
 from ..wrapping import is_opaque
 from . import _torch_private as private
 from .attributes import OF_TORCH, Attributes, facts_of
-from .calls import model_source
+from .calls import is_open, model_source
 from .guard import Guard
 from .recorder import Recorder
 from .sandbox import OtherRandomNumbers, Sandbox
@@ -107,6 +108,13 @@ class _Session(TorchFunctionMode):
         with private.unrecorded():
             return recorder.call_function(call, args, kwargs)
 
+    def ask_mode(self, name: str, answer: Callable[[], bool]) -> bool:
+        """Code asks torch for a mode; inside a ``torch.no_grad`` of the forward the answer is always the same."""
+        recorder = self.stack[-1]
+        if recorder is not None and is_open(name, 1) and not recorder.grad_switches:
+            recorder.expect(answer(), name)
+        return answer()
+
     @property
     def recorders(self) -> dict[str, Recorder]:
         """Path of each module with a graph to what records it."""
@@ -122,7 +130,7 @@ class _Session(TorchFunctionMode):
         """Run the root's forward."""
         memo = {id(module): module for module in self.root.modules()}
         args, kwargs = replace_tensors((args, kwargs), self.sandbox.enter_input, memo)
-        with private.intercept(self.module_call, self.apply, self.read), self:
+        with private.intercept(self.module_call, self.apply, self.read, self.ask_mode), self:
             try:
                 self.root(*args, **kwargs)
             except TraceError:
@@ -180,19 +188,26 @@ def trace_value(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     """The graph of ``root.get_submodule(target)`` with the inputs it gets when the root runs on ``args`` and ``kwargs``.
 
     Fake tensors first; where they cannot follow (a leaf that looks at values, an operator without a fake kernel), real ones.
+    With gradients, unless the caller has turned them off and the forward asks.
     """
-    try:
-        session = _run(root, args, kwargs, plan, target, fake=True)
-    except TraceError as failed:
-        if failed.__cause__ is None or any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
-            raise
-        session = _run(root, args, kwargs, plan, target, fake=False)
+    session = _attempt(root, args, kwargs, plan, target, grad=True)
+    if not torch.is_grad_enabled() and any(recorder.has_asked for recorder in session.recorders.values()):
+        session = _attempt(root, args, kwargs, plan, target, grad=False)
     return _assemble(root, session, target)
 
 
-def _run(root: nn.Module, args: Any, kwargs: Any, plan: Plan, target: str, *, fake: bool) -> _Session:
+def _attempt(root: nn.Module, args: Any, kwargs: Any, plan: Plan, target: str, *, grad: bool) -> _Session:
+    try:
+        return _run(root, args, kwargs, plan, target, fake=True, grad=grad)
+    except TraceError as failed:
+        if failed.__cause__ is None or any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
+            raise
+        return _run(root, args, kwargs, plan, target, fake=False, grad=grad)
+
+
+def _run(root: nn.Module, args: Any, kwargs: Any, plan: Plan, target: str, *, fake: bool, grad: bool) -> _Session:
     sandbox = Sandbox(root, (args, kwargs), fake=fake)
-    with sandbox.open():
+    with sandbox.open(grad):
         session = _Session(root, target, plan, sandbox)
         session.run(args, kwargs)
         if sandbox.random_numbers.changed():
