@@ -64,11 +64,8 @@ def _owners(program: Program | None) -> dict[str, int]:
     """Current parameter name to the first stage that has it; empty where every rank has all."""
     if program is None or program.axis_size("pp") == 1:
         return {}
-    owners: dict[str, int] = {}
-    for stage in program.stages:
-        for name, _ in stage.module.named_parameters(remove_duplicate=False):
-            owners.setdefault(name, stage.index)
-    return owners
+    stages = reversed(program.stages)
+    return {name: stage.index for stage in stages for name, _ in stage.module.named_parameters(remove_duplicate=False)}
 
 
 def _from_stage(
@@ -76,8 +73,7 @@ def _from_stage(
 ) -> torch.Tensor | None:
     assert program.mesh is not None
     pipeline = program.mesh["pp"]
-    mine = pipeline.get_local_rank() == stage
-    full = over_group(parameter, read) if mine else None
+    full = over_group(parameter, read) if pipeline.get_local_rank() == stage else None
     source = dist.get_global_rank(pipeline.get_group(), stage)
     device = torch.device(program.mesh.device_type)
     present = torch.tensor(full is not None, dtype=torch.uint8, device=device)
@@ -101,6 +97,8 @@ def over_group(parameter: nn.Parameter, read: Callable[[nn.Parameter], torch.Ten
     if not present.item():
         return None
     mine = local.contiguous() if local is not None else torch.zeros_like(parameter)
+    if missing := max(spec.sizes) - spec.sizes[spec.rank]:
+        mine = nn.functional.pad(mine, [0, 0] * (mine.dim() - 1 - spec.dim) + [0, missing])
     shards = [torch.empty_like(mine) for _ in range(spec.num_shards)]
     dist.all_gather(shards, mine, group=spec.group)
     return spec.assemble(shards)

@@ -18,7 +18,7 @@ def total_grad_norm(
     extra_groups: Sequence[dist.ProcessGroup] = (),
     counts: Callable[[torch.Tensor], bool] = lambda parameter: True,
 ) -> torch.Tensor:
-    """The norm of all gradients: sharded ones are summed over their group, replicated ones counted once.
+    """The norm of all gradients: sharded ones are summed over their group, replicated ones and copies counted once.
 
     Collective over the groups of the shards and ``extra_groups``; gradients are final, data parallelism has reduced them.
 
@@ -38,7 +38,7 @@ def total_grad_norm(
         spec = shard_spec(tensor)
         bucket = buckets.setdefault(spec.group if spec is not None else None, [])
         if tensor.grad is not None and counts(tensor):
-            bucket.append(tensor.grad.detach())
+            bucket.append(spec.counted(tensor.grad.detach()) if spec is not None else tensor.grad.detach())
     parts = [_over(_power(grads, norm_type, device), norm_type, group) for group, grads in buckets.items()]
     total = torch.stack(parts)
     total = total.max() if math.isinf(norm_type) else total.sum()
@@ -71,7 +71,7 @@ def clip_grad_norm_(
 
 def _power(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """The sum of ``|x| ** norm_type`` over all elements, or their largest absolute value; fp64."""
-    if not grads:
+    if not (grads := [grad for grad in grads if grad.numel()]):
         return torch.zeros((), dtype=torch.float64, device=device)
     each = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
     norms = torch.stack([norm.to(device, torch.float64) for norm in each])

@@ -6,8 +6,10 @@ importing this module lets ``nn.Parameter`` copy the facts as well, where there 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ class ShardSpec:
             up to ``full_shape[dim]``. An unfused tensor is one block.
         group: The process group the shards live on; None when there is one shard.
         axis: Name of the mesh axis of that group.
+        dealt: For every rank the ``(start, stop)`` ranges along ``dim`` that it holds, in order, where the blocks are not
+            dealt out in equal parts. What several ranges hold are copies: equal, and each has the whole gradient.
     """
 
     dim: int
@@ -39,6 +43,7 @@ class ShardSpec:
     blocks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
     axis: str = "tp"
+    dealt: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     def __deepcopy__(self, memo: object) -> ShardSpec:
         return self  # immutable, and a process group cannot be copied
@@ -51,20 +56,33 @@ class ShardSpec:
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
         """The ``(start, stop)`` ranges along ``dim`` of the full tensor that ``rank`` (default: this one) holds, in order."""
         rank = self.rank if rank is None else rank
-        ranges, offset = [], 0
-        for size in self.blocks:
-            part = size // self.num_shards
-            ranges.append((offset + rank * part, offset + (rank + 1) * part))
-            offset += size
-        return ranges
+        if self.dealt is not None:
+            return list(self.dealt[rank])
+        blocks = zip(accumulate(self.blocks), self.blocks, strict=True)
+        parts = [(stop - size, size // self.num_shards) for stop, size in blocks]
+        return [(start + rank * part, start + (rank + 1) * part) for start, part in parts]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How much of ``dim`` each rank holds."""
+        return tuple(sum(stop - start for start, stop in self.ranges(rank)) for rank in range(self.num_shards))
+
+    def counted(self, shard: torch.Tensor) -> torch.Tensor:
+        """What of this rank's shard counts where every element of the full tensor counts once: of copies the last."""
+        if self.dealt is None:
+            return shard
+        line = replace(self, dim=0, full_shape=(self.full_shape[self.dim],))
+        numbers = torch.arange(self.num_shards * max(self.sizes)).view(self.num_shards, -1)
+        counts = line.local(line.assemble(numbers)) == numbers[self.rank, : self.sizes[self.rank]]
+        return shard if counts.all() else shard.index_select(self.dim, counts.nonzero().squeeze(1).to(shard.device))
 
     def local(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """Cut the shard of ``rank`` out of ``full``: a new contiguous tensor, never a view that keeps ``full`` alive."""
         parts = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank)]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
-    def assemble(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Put the shards of all ranks, in rank order, together to the full tensor."""
+    def assemble(self, shards: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+        """Put the shards of all ranks, in rank order, together to the full tensor; what is behind a shard's size is ignored."""
         full = shards[0].new_empty(self.full_shape)
         for rank, shard in enumerate(shards):
             offset = 0
@@ -91,17 +109,12 @@ class ParamFacts:
 
 def facts(tensor: torch.Tensor) -> ParamFacts:
     """The facts of a parameter or buffer; made when first asked for."""
-    found: ParamFacts | None = tensor.__dict__.get(_FACTS)
-    if found is None:
-        found = ParamFacts()
-        setattr(tensor, _FACTS, found)
-    return found
+    return tensor.__dict__.setdefault(_FACTS, ParamFacts())  # type: ignore[no-any-return]
 
 
 def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
     """How the tensor is sharded, or None."""
-    found: ParamFacts | None = tensor.__dict__.get(_FACTS)
-    return found.spec if found else None
+    return getattr(tensor.__dict__.get(_FACTS), "spec", None)
 
 
 def is_part(tensor: torch.Tensor | None) -> bool:
@@ -130,8 +143,7 @@ def successor(old: torch.Tensor, data: torch.Tensor, **changes: Any) -> torch.Te
 
 def _carry(old: torch.Tensor, new: torch.Tensor) -> None:
     new.__dict__.update(old.__dict__)
-    known = facts(old)
-    setattr(new, _FACTS, ParamFacts(known.names, known.spec, set(known.tags)))
+    setattr(new, _FACTS, replace(facts(old), tags=set(facts(old).tags)))
 
 
 _plain_deepcopy: Callable[[nn.Parameter, dict[int, Any]], nn.Parameter] = nn.Parameter.__deepcopy__
@@ -143,9 +155,8 @@ def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     copied = _plain_deepcopy(parameter, memo)
     if is_new and _FACTS in parameter.__dict__:
         _carry(parameter, copied)
-        for hook in (parameter._backward_hooks or {}).values():
-            if hasattr(hook, "__deepcopy__"):
-                copied.register_hook(hook.__deepcopy__(memo))  # type: ignore[no-untyped-call]
+        hooks = [(key, hook) for key, hook in (parameter._backward_hooks or {}).items() if hasattr(hook, "__deepcopy__")]
+        copied._backward_hooks = OrderedDict((key, hook.__deepcopy__(memo)) for key, hook in hooks)  # also of a frozen one
     return copied
 
 

@@ -86,9 +86,8 @@ def materialize(
         for group in _groups(places, wanted):
             full = _initialised(root, group, initialise, seed)
             new |= {key: _localised(wanted[key], tensor, device) for key, tensor in full.items() if key in wanted}
-    for tree in trees:
-        for place in list(_places(tree)):
-            place.table[place.name] = new.get(id(place.tensor), place.tensor)
+    for place in [place for tree in trees for place in _places(tree)]:
+        place.table[place.name] = new.get(id(place.tensor), place.tensor)
 
 
 class _Place(NamedTuple):
@@ -107,9 +106,7 @@ def _places(root: nn.Module) -> Iterator[_Place]:
 
 
 def _reset(module: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
-        reset()
+    getattr(module, "reset_parameters", lambda: None)()
 
 
 @contextmanager
@@ -168,8 +165,7 @@ def _initialised(root: nn.Module, places: list[_Place], initialise: Initialiser,
     """
     full = {id(place.tensor): _full(place.tensor, "cpu") for place in places}
     stand_ins = [place.table[place.name] for place in places]
-    names = [place.path.split(".") for place in places]
-    chain = {".".join(parts[:end]) for parts in names for end in range(len(parts) + 1)}
+    chain = {".".join(parts[:end]) for place in places if (parts := place.path.split(".")) for end in range(len(parts) + 1)}
     try:
         for place in places:
             place.table[place.name] = full[id(place.tensor)]

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .dealing import share
+
 Group = dist.ProcessGroup | None
 
 
@@ -36,7 +38,9 @@ def all_reduce_grad(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     return x if num_ranks(group) == 1 else _apply(_AllReduceGrad, x, group)
 
 
-def all_gather(x: torch.Tensor, dim: int, group: Group = None, *, backward: str = "split") -> torch.Tensor:
+def all_gather(
+    x: torch.Tensor, dim: int, group: Group = None, *, backward: str = "split", size: int | None = None
+) -> torch.Tensor:
     """Put the shards of all ranks together along ``dim``.
 
     Args:
@@ -45,13 +49,19 @@ def all_gather(x: torch.Tensor, dim: int, group: Group = None, *, backward: str 
         group: Ranks in the order of their shards.
         backward: ``"split"`` where all ranks compute the same from the result, so that each has the whole gradient;
             ``"reduce_scatter"`` where each rank has only its part of the sum.
+        size: Of the result along ``dim``, for shards as ``torch.chunk`` deals them out of it, the last ones smaller or empty.
 
     Raises:
-        ValueError: another ``backward``.
+        ValueError: another ``backward``, or a shard that is not this rank's part of ``size``.
     """
     if backward not in ("split", "reduce_scatter"):
         raise ValueError(f"backward of all_gather is {backward!r}; 'split' and 'reduce_scatter' are known")
-    return x if num_ranks(group) == 1 else _apply(_AllGather, x, dim % x.dim(), group, backward)
+    if group is None or num_ranks(group) == 1:
+        return x
+    dim = dim % x.dim()
+    if size is not None and x.size(dim) != _width(size, group):
+        raise ValueError(f"dim {dim} of a shard of shape {tuple(x.shape)} is not rank {group.rank()}'s part of {size}")
+    return _apply(_AllGather, x, dim, group, backward, size)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group = None) -> torch.Tensor:
@@ -63,13 +73,23 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group = None) -> torch.Tens
     return x if num_ranks(group) == 1 else _apply(_ReduceScatter, x, dim % x.dim(), group)
 
 
-def scatter(x: torch.Tensor, dim: int, group: Group = None) -> torch.Tensor:
+def scatter(x: torch.Tensor, dim: int, group: Group = None, *, uneven: bool = False) -> torch.Tensor:
     """This rank's piece of a replicated tensor along ``dim``; the gradient is gathered to the whole one.
+
+    Args:
+        x: The same on every rank.
+        dim: Dimension to cut.
+        group: Ranks in the order of their pieces.
+        uneven: A size that is not divisible is dealt out as by ``torch.chunk``, the last pieces smaller or empty.
 
     Raises:
         ValueError: the size along ``dim`` is not divisible by the group size.
     """
-    return x if num_ranks(group) == 1 else _apply(_Scatter, x, dim % x.dim(), group)
+    if group is None or num_ranks(group) == 1:
+        return x
+    if not uneven:
+        _check_divides(x, dim % x.dim(), group)
+    return _apply(_Scatter, x, dim % x.dim(), group)
 
 
 def total(x: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -115,35 +135,36 @@ class _AllReduceGrad(torch.autograd.Function):
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, backward: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, backward: str, size: int | None) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.cut = dim, group, _piece if backward == "split" else _sum_piece
-        return _join(x, dim, group)
+        return _join(x, dim, group, group.size() * x.size(dim) if size is None else size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.cut(grad, ctx.dim, ctx.group), None, None, None
+        return ctx.cut(grad, ctx.dim, ctx.group), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
+        _check_divides(x, dim, group)
+        ctx.dim, ctx.group, ctx.size = dim, group, x.size(dim)
         return _sum_piece(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _join(grad, ctx.dim, ctx.group), None, None
+        return _join(grad, ctx.dim, ctx.group, ctx.size), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim, ctx.group, ctx.size = dim, group, x.size(dim)
         return _piece(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _join(grad, ctx.dim, ctx.group), None, None
+        return _join(grad, ctx.dim, ctx.group, ctx.size), None, None
 
 
 _ops = torch.ops._c10d_functional
@@ -158,23 +179,41 @@ def _reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
     return result
 
 
-def _join(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather along ``dim``; the backend puts ranks along dimension 0."""
-    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
-    return torch.cat(gathered.chunk(group.size()), dim) if dim else gathered
+def _join(x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+    """Gather ``size`` along ``dim``; the backend puts ranks, all with as much, along dimension 0."""
+    ranks, missing = group.size(), -size % group.size()
+    mine = _padded(x, dim, -(-size // ranks)) if missing else x.contiguous()
+    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(mine, ranks, group.group_name))
+    if not dim:
+        return gathered.narrow(0, 0, size) if missing else gathered
+    parts = gathered.chunk(ranks)
+    if missing:
+        parts = [part.narrow(dim, 0, _width(size, group, rank)) for rank, part in enumerate(parts)]
+    return torch.cat(parts, dim)
 
 
 def _sum_piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Reduce-scatter along ``dim``; the backend cuts along dimension 0."""
-    _check_divides(x, dim, group)
-    rows = torch.cat(x.chunk(group.size(), dim)) if dim else x.contiguous()
-    result: torch.Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(rows, "sum", group.size(), group.group_name))
-    return result
+    """Reduce-scatter along ``dim``; the backend cuts along dimension 0, into equal pieces."""
+    ranks, size = group.size(), x.size(dim)
+    if size % ranks:
+        x = _padded(x, dim, -(-size // ranks) * ranks)
+    rows = torch.cat(x.chunk(ranks, dim)) if dim else x.contiguous()
+    result: torch.Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(rows, "sum", ranks, group.group_name))
+    return result.narrow(dim, 0, _width(size, group)) if size % ranks else result
 
 
 def _piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    _check_divides(x, dim, group)
-    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+    start, stop = share(x.size(dim), group.size(), group.rank())
+    return x.narrow(dim, start, stop - start).contiguous()
+
+
+def _width(size: int, group: dist.ProcessGroup, rank: int | None = None) -> int:
+    start, stop = share(size, group.size(), group.rank() if rank is None else rank)
+    return stop - start
+
+
+def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, size - x.size(dim)])
 
 
 def _check_divides(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> None:

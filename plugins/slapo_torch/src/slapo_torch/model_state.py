@@ -14,7 +14,7 @@ from slapo_core.parameters import is_part, shard_spec
 
 Tensors = dict[str, torch.Tensor]
 
-_CUT = ("dim", "full_shape", "rank", "num_shards", "blocks", "axis")
+_CUT = ("dim", "full_shape", "rank", "num_shards", "blocks", "axis", "dealt")
 
 
 def parameters(module: nn.Module) -> Tensors:

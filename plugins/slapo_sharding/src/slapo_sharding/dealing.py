@@ -1,0 +1,59 @@
+"""Who holds what where ranks do not hold equal parts: sizes that do not divide, and key and value heads in copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import gcd
+
+Ranges = tuple[tuple[int, int], ...]
+"""``(start, stop)`` ranges that one rank holds, in order."""
+
+
+def share(size: int, num_shards: int, rank: int) -> tuple[int, int]:
+    """The ``(start, stop)`` range of a rank, as ``torch.chunk`` and DTensor deal it.
+
+    The first ranks all have the same, so only the end of a whole put together of parts of one size is padding.
+    """
+    part = -(-size // num_shards)
+    return min(rank * part, size), min((rank + 1) * part, size)
+
+
+def chunks(size: int, num_shards: int) -> tuple[Ranges, ...]:
+    """What each rank holds of one block."""
+    return tuple((share(size, num_shards, rank),) for rank in range(num_shards))
+
+
+def head_copies(queries: int, pairs: int, size: int, num_shards: int) -> tuple[Ranges, ...]:
+    """What each rank holds of a block of key or value heads: those that its equal share of the query heads needs.
+
+    Each is held as often as it takes to let every one serve as many query heads as the next, which is how models pair them.
+
+    Args:
+        queries: Query heads, a multiple of ``pairs`` and of ``num_shards``.
+        pairs: Key heads, as many as value heads.
+        size: Of one head.
+        num_shards: Number of ranks.
+    """
+    own, served = queries // num_shards, queries // pairs
+    firsts = [range(rank * own, (rank + 1) * own, gcd(own, served)) for rank in range(num_shards)]
+    return tuple(_joined((query // served * size, (query // served + 1) * size) for query in each) for each in firsts)
+
+
+def side_by_side(blocks: Sequence[int], dealt: Iterable[tuple[Ranges, ...]]) -> tuple[Ranges, ...]:
+    """What each rank holds of all blocks, from what it holds of each."""
+    starts = [stop - size for stop, size in zip(accumulate(blocks), blocks, strict=True)]
+    moved = [
+        [tuple((start + low, start + high) for low, high in own) for own in ranks]
+        for start, ranks in zip(starts, dealt, strict=True)
+    ]
+    return tuple(tuple(part for own in parts for part in own) for parts in zip(*moved, strict=True))
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            start, _ = joined.pop()
+        joined.append((start, stop))
+    return tuple(joined)
