@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -197,3 +200,72 @@ def test_any_cut_of_any_wiring(cuts: set[int], data: st.DataObject) -> None:
 @pytest.mark.parametrize(("changes", "reads"), [((0,), (0, 2)), ((2,), (2,)), ((0,), ())])
 def test_a_changed_buffer_of_one_stage(changes: tuple[int, ...], reads: tuple[int, ...]) -> None:
     assert_same_as_model(Counts(changes, reads), {"x": torch.randn(4, 8)}, "a")
+
+
+class Then(nn.Module):
+    """A layer and what is done with its result."""
+
+    def __init__(self, then: Any) -> None:
+        super().__init__()
+        self.layer, self.then = nn.Linear(8, 8), then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(self.layer(x))
+
+
+class Turned(nn.Module):
+    """What its first part gives is not contiguous, and the second gets it through a function."""
+
+    def __init__(self, turn: Any, use: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.use = Then(turn), nn.Linear(8, 8), use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.use(self.a(x))).mean()
+
+
+def over_a_reshaped_copy(y: torch.Tensor) -> torch.Tensor:
+    z = y.reshape(-1)
+    z.mul_(3)
+    return y + z.view(8, 8)
+
+
+def over_a_contiguous_copy(y: torch.Tensor) -> torch.Tensor:
+    z = y.contiguous()
+    z.mul_(3)
+    return y + z
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda y: y.t(),
+        lambda y: y[:1].expand(8, 8),
+        lambda y: y.repeat(1, 2)[:, 4:12],
+        lambda y: torch.cat([y, y]).as_strided((8, 8), (4, 1)),
+    ],
+    ids=["transposed", "expanded", "cut out", "overlapping"],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: y.as_strided((4, 8), y.stride()) * 2,
+        lambda y: y * y.stride(0) if not y.is_contiguous() else -y,
+        over_a_reshaped_copy,
+        over_a_contiguous_copy,
+    ],
+    ids=["strides", "questions", "reshape", "contiguous"],
+)
+def test_what_is_not_contiguous_keeps_its_layout(turn: Any, use: Any) -> None:
+    model, x = Turned(turn, use), torch.randn(8, 8)
+    program = assert_same_as_model(model, {"x": x}, "a")
+    model.zero_grad()
+    before = copy.deepcopy(model)
+    (given,) = program.stages[0].module(x=x)
+    sent = given.detach().contiguous().requires_grad_()
+    assert sent.stride() == (8, 1)
+    torch.testing.assert_close(program.stages[1].module(sent), before(x))
+    program.stages[1].module(sent).backward()
+    given.backward(sent.grad)
+    before(x).backward()
+    assert_same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in before.named_parameters()}, "grad")

@@ -96,7 +96,10 @@ def _stage_graph(parts: Assignment, index: int) -> tuple[fx.Graph, list[str]]:
         env[node] = graph.node_copy(node)
     changed = parts.memory.touched_by(nodes)
     for node in parts.received[index]:
-        if parts.memory.of(node) & changed:  # what was received is the runtime's, and a leaf of autograd
+        value = node.meta["val"]
+        if not value.is_contiguous():
+            env[node] = graph.call_function(laid_out, (env[node], tuple(value.stride())))
+        elif parts.memory.of(node) & changed:  # what was received is the runtime's, and a leaf of autograd
             env[node] = graph.call_method("clone", (env[node],))
     for node in nodes:
         if node.op != "placeholder":
@@ -105,6 +108,13 @@ def _stage_graph(parts: Assignment, index: int) -> tuple[fx.Graph, list[str]]:
         graph.output(tuple(env[node] for node in parts.received[index + 1]))
     write_regions(graph)
     return graph, [str(node.target) for node in batch]
+
+
+def laid_out(received: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A copy with the strides that the value has in the model: what is received is contiguous, but views follow strides."""
+    once = received[tuple(slice(None) if step else slice(1) for step in stride)]
+    copied = torch.empty_strided(once.shape, stride, dtype=received.dtype, device=received.device).copy_(once)
+    return copied.expand(received.shape)
 
 
 def read_from_batch(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
