@@ -10,7 +10,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -70,6 +70,12 @@ class Root:
     children: list[Step] = field(default_factory=list)  # steps taken inside the step under way
     program: Program | None = None  # of the last build
     target: str | None = None  # the dialect that has built an engine from the model
+
+    @cached_property
+    def mesh_group(self) -> dist.ProcessGroup | None:
+        """The process group of the mesh's ``tp`` axis, if it has one."""
+        has_axis = self.mesh is not None and "tp" in (self.mesh.mesh_dim_names or ())
+        return self.mesh["tp"].get_group() if self.mesh is not None and has_axis else None
 
     def metadata_of(self, module: nn.Module) -> ScheduleMetadata:
         """The metadata of one module, made when first asked for."""
@@ -174,18 +180,22 @@ class Schedule:
         if root.group is not None:
             return root.group
         if root.mesh is not None:
-            return root.mesh["tp"].get_group() if "tp" in (root.mesh.mesh_dim_names or ()) else None
+            return root.mesh_group
         return dist.group.WORLD if dist.is_initialized() else None
 
     @property
     def rank(self) -> int:
         """This process's rank in ``group``; 0 without one."""
-        return dist.get_rank(self.group) if self.group is not None else 0
+        group = self.group
+        if group is None:
+            return 0
+        return group.rank() if isinstance(group, dist.ProcessGroup) else -1  # torch has a number for a group we are not in
 
     @property
     def world_size(self) -> int:
         """Size of ``group``; 1 without one."""
-        return dist.get_world_size(self.group) if self.group is not None else 1
+        group = self.group
+        return group.size() if isinstance(group, dist.ProcessGroup) else 1 if group is None else -1
 
     # ---- what is known
 
@@ -193,6 +203,11 @@ class Schedule:
     def metadata(self) -> ScheduleMetadata:
         """What the schedule knows about this module; a module put in by ``replace`` starts afresh."""
         return self._root.metadata_of(self.mod)
+
+    @property
+    def registry(self) -> Registry:
+        """The plugins this schedule goes by."""
+        return self._root.registry
 
     @property
     def journal(self) -> Journal:
