@@ -331,6 +331,33 @@ class Meddling(Primitive):
         """Nothing more."""
 
 
+class Planned(Primitive):
+    """Works out in its check what it applies, around another step of the kind."""
+
+    name = "planned"
+
+    @staticmethod
+    def check(schedule: Schedule, depth: int) -> list[int]:
+        return [depth]
+
+    @staticmethod
+    def apply(schedule: Schedule, depth: int) -> list[int]:
+        inner = schedule.planned(depth - 1) if depth else []
+        return [*schedule.checked, *inner]
+
+
+def test_what_a_check_returns_is_its_own_steps() -> None:
+    class Plugin:
+        @hookimpl
+        def slapo_primitives(self) -> dict[str, type[Primitive]]:
+            return {"planned": Planned}
+
+    with isolated_plugins(Plugin()) as registry:
+        schedule = create_schedule(nn.Linear(2, 2), plugins=registry)
+        assert schedule.planned(2) == [2, 1, 0]
+        assert schedule.checked is None
+
+
 def test_what_a_check_changes_is_taken_back() -> None:
     class Plugin:
         @hookimpl

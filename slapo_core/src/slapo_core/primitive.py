@@ -30,8 +30,11 @@ class Primitive(ABC):
     scope: ClassVar[Literal["module", "subtree"]] = "subtree"
 
     @staticmethod
-    def check(schedule: Schedule, /, *args: Any, **kwargs: Any) -> None:
-        """Raise ``ScheduleError`` if the step is illegal. Must change nothing."""
+    def check(schedule: Schedule, /, *args: Any, **kwargs: Any) -> Any:
+        """Raise ``ScheduleError`` if the step is illegal. Must change nothing.
+
+        What it returns, the step worked out say, ``apply`` finds as ``schedule.checked``.
+        """
 
     @staticmethod
     @abstractmethod

@@ -68,6 +68,7 @@ class Root:
     metadata: WeakKeyDictionary[nn.Module, ScheduleMetadata] = field(default_factory=WeakKeyDictionary)
     transaction: Transaction | None = None
     children: list[Step] = field(default_factory=list)  # steps taken inside the step under way
+    checked: Any = None  # what the check of the step under way returned
     program: Program | None = None  # of the last build
     target: str | None = None  # the dialect that has built an engine from the model
 
@@ -355,6 +356,11 @@ class Schedule:
             known: One of the places, where the caller knows one.
         """
         return self._root.holders.of(self._root.module, value, known)
+
+    @property
+    def checked(self) -> Any:
+        """For a primitive's ``apply``: what its ``check`` returned for this step."""
+        return self._root.checked
 
     def touch(self, module: nn.Module) -> None:
         """Say that a module outside this one will be changed, so that a failure or ``undo`` restores it."""

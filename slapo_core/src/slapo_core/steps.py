@@ -39,10 +39,10 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         transaction.touch(module)
     else:
         transaction.touch_tree(module)
-    outer, siblings, kept = root.transaction, root.children, root.holders.kept
+    outer, siblings, kept, checked = root.transaction, root.children, root.holders.kept, root.checked
     root.transaction, root.children = transaction, []
     try:
-        cls.check(schedule, *args, **kwargs)  # should change nothing; a stranger's that does is rolled back as well
+        root.checked = cls.check(schedule, *args, **kwargs)  # a stranger's that changes something is rolled back too
         root.holders.kept = kept and cls.scope == "module"
         metadata.primitives.setdefault(name, cls.init_metadata())
         value = cls.apply(schedule, *args, **kwargs)
@@ -56,7 +56,7 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         transaction.rollback()
         raise
     finally:
-        root.transaction, root.children, root.holders.kept = outer, siblings, kept
+        root.transaction, root.children, root.holders.kept, root.checked = outer, siblings, kept, checked
     if outer is None:
         root.journal.record(step, transaction)
     else:

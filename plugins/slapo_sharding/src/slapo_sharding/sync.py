@@ -70,9 +70,9 @@ class SyncPrimitive(Primitive):
         *,
         backward: str | None = None,
         of: Sequence[str] | None = None,
-    ) -> None:
+    ) -> Sync:
         """Make the hook."""
-        _make(schedule, mode, sync_op_or_fn, axis, backward, of)
+        return _make(schedule, mode, sync_op_or_fn, axis, backward, of)
 
     @staticmethod
     def apply(
@@ -85,7 +85,8 @@ class SyncPrimitive(Primitive):
         of: Sequence[str] | None = None,
     ) -> None:
         """Register the hook."""
-        sync, module = _make(schedule, mode, sync_op_or_fn, axis, backward, of), schedule.mod
+        sync: Sync = schedule.checked
+        module = schedule.mod
         if sync.fn is None and schedule.world_size <= 1:
             return
         if mode == "grad":
