@@ -23,6 +23,7 @@ from slapo_core.random import get_cuda_rng_tracker, set_random_seed
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
+from slapo_core.tracing import trace_module
 from slapo_torch.plain import check_plain
 
 from .layouts import mesh_of, message_of
@@ -197,6 +198,13 @@ class Draws(nn.Module):
         return self.linear(x) * random.random() * numpy.random.rand()
 
 
+class Quiet(Draws):
+    """Draws nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
 class Silent(Draws):
     """Gives nothing beside its tensors."""
 
@@ -218,6 +226,9 @@ def test_the_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
     set_random_seed(3)
     engine_with(None, nn.Sequential(Draws(3.0))).save(tmp_path)
     model = nn.Sequential(Draws())
+    engine_with(None, model).load(tmp_path)
+    assert model[0].kept == 3.0
+    model[0] = trace_module(Quiet(4.0), (torch.ones(1, 4),))
     engine_with(None, model).load(tmp_path)
     assert model[0].kept == 3.0
     with pytest.raises(BuildError, match="the extra state of '0' is not in the engine; load it into the model it was saved"):

@@ -153,3 +153,50 @@ def test_fx_with_any_number_of_arguments() -> None:
 
     traced = trace_module(Several(), (torch.ones(2), torch.ones(2)), tracer="fx")
     torch.testing.assert_close(traced(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
+
+
+class Keeps(nn.Module):
+    """Has more in its state dict than its tensors."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.seen, self.loaded = nn.Linear(4, 4), 1, None
+        self.register_state_dict_post_hook(Keeps.mark)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}own"] = torch.ones(1) * self.seen
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.loaded = state_dict.pop(f"{prefix}own") + state_dict.pop(f"{prefix}mark"), metadata["version"]
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+    def mark(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        state_dict[f"{prefix}mark"] = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("make", [lambda module: module, copy.deepcopy, _roundtrip, lambda module: trace_module(module, (X,))])
+def test_the_state_dict_is_that_of_the_class(make: Any) -> None:
+    model, outer = Keeps(), nn.Sequential(Keeps())
+    gm = make(trace_module(model, (X,)))
+    outer[0] = gm
+    assert list(gm.state_dict()) == list(model.state_dict())
+    gm.seen = 5
+    saved = outer.state_dict()
+    assert saved["0._extra_state"] == {"seen": 5}
+    assert saved["0.own"] == 5
+    gm.seen = 0
+    outer.load_state_dict(saved)
+    assert (gm.seen, gm.loaded) == (5, (5, 3))
+    assert (model.seen, model.loaded) == (1, None)

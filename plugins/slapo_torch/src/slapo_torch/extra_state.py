@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from slapo_core.errors import BuildError
+from slapo_core.tracing.traced_module import as_original
 
 from .plain import check_plain
 
@@ -42,6 +43,5 @@ def put(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def _keepers(model: nn.Module) -> dict[str, nn.Module]:
-    return {
-        path: module for path, module in model.named_modules() if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
+    modules = {path: as_original(module) for path, module in model.named_modules()}
+    return {path: module for path, module in modules.items() if type(module).get_extra_state is not nn.Module.get_extra_state}

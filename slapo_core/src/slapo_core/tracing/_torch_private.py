@@ -25,6 +25,7 @@ recorded: Callable[[], Any] = _EnableTorchFunction
 """Context, inside ``unrecorded``, in which the modes see calls again."""
 
 
+_Handler = Callable[..., Any]
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -134,9 +135,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def intercept(
-    module_call: Callable[..., Any], apply: Callable[..., Any], read: Callable[..., Any], ask_mode: Callable[..., Any]
-) -> Iterator[None]:
+def intercept(module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: _Handler) -> Iterator[None]:
     """Send calls of modules to ``module_call(call, module, ...)``, of autograd functions to ``apply(call, ...)``.
 
     And tell ``read(module, name)`` of every attribute of a module that is read, but for parameters, buffers and children, and

@@ -24,8 +24,7 @@ _METADATA = SHAPES | frozenset(
     "dim ndim ndimension dtype device layout storage_offset element_size itemsize requires_grad grad_fn output_nr name names "
     "_version get_device result_type can_cast __hash__ __repr__ __format__ __dir__ retains_grad _is_param _is_view".split()
 )
-_OPEN = frozenset("requires_grad is_leaf grad_fn is_inference is_contiguous stride storage_offset".split())
-_OPEN |= frozenset(private.MODES)
+_OPEN = frozenset([*"requires_grad is_leaf grad_fn is_inference is_contiguous stride storage_offset".split(), *private.MODES])
 _MAKES_SHAPES = frozenset("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave where".split())
 """Operators whose result has a shape that depends on values."""
 
@@ -120,9 +119,7 @@ def is_open(name: str, depth: int) -> bool:
 
 def model_source(err: BaseException | None = None) -> str | None:
     """``file:line`` of the model's own innermost frame: of this call, or of where ``err`` was raised; None when it has none."""
-    frames: Iterator[tuple[Any, int]] = walk_stack(sys._getframe(1))
-    if err is not None:
-        frames = iter(list(walk_tb(err.__traceback__))[::-1])
+    frames: Iterator[tuple[Any, int]] = walk_stack(sys._getframe(1)) if err is None else reversed([*walk_tb(err.__traceback__)])
     inner = None
     for frame, line in frames:
         file = frame.f_code.co_filename

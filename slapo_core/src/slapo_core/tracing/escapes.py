@@ -37,9 +37,8 @@ class KnownValues:
         return None if self.poisoned else self.values.get(node)
 
     def _run(self, node: fx.Node) -> None:
-        computes = node.op in ("call_function", "call_method") and node.target is not expect
-        known = computes and all(other in self.values for other in node.all_input_nodes)
-        if not known:
+        known = node.op in ("call_function", "call_method") and self.values.keys() >= {*node.all_input_nodes}
+        if not known or node.target is expect:
             # an assignment of something unknown into a known tensor may reach others through views
             self.poisoned |= bool(node.meta.get("mutates")) and any(other in self.values for other in node.all_input_nodes)
             return

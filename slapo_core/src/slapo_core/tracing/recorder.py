@@ -68,8 +68,6 @@ class Recorder:
         """Paths of the inlined modules that run now, outermost first."""
         self.baseline = regions.current()
         self.grad_switches = 0
-        self.has_asked = False
-        """Whether the forward's own code may have seen in which gradient mode it runs."""
 
     def attributes(self, caches: dict[tuple[int, str], Any]) -> tuple[set[tuple[str, str]], dict[tuple[str, str], Any]]:
         """Path and name of the attributes that the graph depends on, and what was put into some; not caches of tensors."""
@@ -283,7 +281,6 @@ class Recorder:
 
     def expect(self, answer: Any, name: str, *args: Any, **kwargs: Any) -> None:
         """Python code was told something that may be otherwise at the next call: the graph is to say so then."""
-        self.has_asked = True
         self._create("call_function", expect, (answer, name, *self.argument(args)), self.argument(kwargs), None)
 
     def _ask(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

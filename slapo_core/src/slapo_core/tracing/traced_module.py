@@ -16,6 +16,7 @@ from .codegen import compile_graph
 from .guard import Guard, device_of
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_KEPT = ("training", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 class TracedModule(fx.GraphModule):
@@ -57,8 +58,16 @@ class TracedModule(fx.GraphModule):
 
     def _adopt(self, root: nn.Module) -> None:
         for name, value in _shallow_copy(root).__dict__.items():
-            if name in (*_TABLES, "training") or name not in (*self.__dict__, "graph", "code", "forward"):
+            if name in (*_TABLES, *_KEPT) or name not in (*self.__dict__, "graph", "code", "forward"):
                 self.__dict__[name] = value
+        self.__dict__.setdefault("_traced_class", nn.Module if isinstance(root, fx.GraphModule) else type(root))
+        self.__dict__["_version"] = root._version
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        as_original(self)._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        as_original(self)._load_from_state_dict(*args, **kwargs)
 
     def _own_parents(self, target: str, copies: dict[int, nn.Module]) -> None:
         module: nn.Module = self
@@ -108,6 +117,13 @@ class TracedModule(fx.GraphModule):
 
     def _state(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("_graph", "_run", "_code")}
+
+
+def as_original(module: nn.Module) -> nn.Module:
+    """A module as an object of the class it was traced from, with the same attributes."""
+    original: nn.Module = object.__new__(module.__dict__.get("_traced_class", type(module)))
+    object.__setattr__(original, "__dict__", module.__dict__)
+    return original
 
 
 def subtree(root: nn.Module, targets: Iterable[str]) -> nn.Module:

@@ -14,6 +14,7 @@ from ..wrapping import is_opaque
 from . import _torch_private as private
 from .attributes import OF_TORCH, Attributes, facts_of
 from .calls import is_open, model_source
+from .graph_ops import expect
 from .guard import Guard
 from .recorder import Recorder
 from .sandbox import OtherRandomNumbers, Sandbox
@@ -191,7 +192,8 @@ def trace_value(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     With gradients, unless the caller has turned them off and the forward asks.
     """
     session = _attempt(root, args, kwargs, plan, target, grad=True)
-    if not torch.is_grad_enabled() and any(recorder.has_asked for recorder in session.recorders.values()):
+    asks = any(recorder.graph.find_nodes(op="call_function", target=expect) for recorder in session.recorders.values())
+    if asks and not torch.is_grad_enabled():
         session = _attempt(root, args, kwargs, plan, target, grad=False)
     return _assemble(root, session, target)
 
