@@ -70,11 +70,17 @@ def _signature(cls: type[Primitive]) -> inspect.Signature:
     return inspect.signature(cls.apply)
 
 
+@lru_cache(maxsize=1024)
+def _bind(cls: type[Primitive], positional: int, names: tuple[str, ...]) -> None:
+    """Whether a call fits, which its number of positional arguments and the names of the others say."""
+    _signature(cls).bind(None, *range(positional), **dict.fromkeys(names))
+
+
 def _check_arguments(
     cls: type[Primitive], schedule: Schedule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     try:
-        _signature(cls).bind(schedule, *args, **kwargs)
+        _bind(cls, len(args), tuple(kwargs))
     except TypeError as err:
         known = ", ".join(map(str, list(_signature(cls).parameters.values())[1:]))
         raise ScheduleError(f"{err}; it takes ({known})", path=schedule.path, primitive=name) from err

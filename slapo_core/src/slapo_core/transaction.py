@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
@@ -124,7 +125,9 @@ class _ModuleMemory(_Memory):
         self.settled = True
         self.cls = None if type(self.subject) is self.cls else self.cls
         self.attributes = _former(self.subject.__dict__, self.attributes)
-        self.containers = [(live, saved) for live, saved in self.containers if not _same_content(live, saved)]
+        self.containers = [
+            (live, saved) for live, saved in self.containers if (live or saved) and not _same_content(live, saved)
+        ]
         return bool(self.cls or self.attributes or self.containers)
 
     def put_back(self) -> None:
@@ -183,6 +186,8 @@ class _TensorMemory(_Memory):
 
 def _former(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """The former values of the keys that changed; ``_ABSENT`` for new ones."""
+    if now.keys() == before.keys() and all(map(is_, now.values(), before.values())):
+        return {}
     former = {name: value for name, value in before.items() if now.get(name, _ABSENT) is not value}
     former.update((name, _ABSENT) for name in now.keys() - before.keys())
     return former
@@ -199,8 +204,6 @@ def _put_back(live: dict[str, Any], former: dict[str, Any]) -> None:
 def _same_content(live: Any, saved: Any) -> bool:
     if len(live) != len(saved):
         return False
-    if not live:
-        return True
     if isinstance(live, dict):
         return list(map(id, live)) == list(map(id, saved)) and all(live[key] is saved[key] for key in live)
     return live == saved if isinstance(live, set) else all(one is other for one, other in zip(live, saved, strict=True))
