@@ -361,6 +361,32 @@ def test_a_closed_engine_leaves_the_model_alone() -> None:
         assert max(differences) == 0.0
 
 
+def _train_after_close(rank: int) -> tuple[list[str], float, bool]:
+    mesh = mesh_of(dp=2)
+    torch.manual_seed(0)
+    model = Model()
+    _, engine = _engine(model, mesh)
+    before, batch = copy.deepcopy(model), _mine(_batches(1)[0], mesh)
+    messages = []
+    for closes in (rank == 1, True):
+        if closes:
+            engine.close()
+        messages.append(message_of(lambda: engine.train_batch(**batch)))
+    same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+    return messages, engine.eval_batch(**batch).item(), same
+
+
+def test_a_closed_engine_trains_no_more() -> None:
+    """Without the reduction over replicas they would drift apart."""
+    for rank, (messages, loss, same) in enumerate(run_distributed(_train_after_close, 2)):
+        one, both = messages
+        assert ("rank 1 failed: " in one) == (rank == 0)
+        for message in (one, both):
+            assert message.endswith("this engine was closed and trains no more; build another one, or close it later")
+        assert loss > 0
+        assert same
+
+
 def _inside_backward(rank: int) -> tuple[float, int]:
     """A gradient right after the backward, on data that differs by rank."""
     mesh = mesh_of(dp=2)

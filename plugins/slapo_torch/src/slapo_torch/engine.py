@@ -68,6 +68,7 @@ class TorchEngine(Engine):
         self._replicas: Replicas | None = None
         self._unused = False
         self._outdated = False
+        self._is_closed = False
         self._unchecked: torch.Tensor | int = 0
         try:
             self._holdings.check_same_start()
@@ -75,7 +76,7 @@ class TorchEngine(Engine):
             self._holdings.release_others()
             self._together(self._make_replicas)
         except Exception:
-            self.close()
+            self._release()
             raise
 
     # ---- what users call
@@ -85,7 +86,7 @@ class TorchEngine(Engine):
 
         Raises:
             BuildError: no optimizer factory was given; the batch cannot be cut into equal micro-batches; the micro-batches or
-                ranks have different numbers of labels; another rank failed.
+                ranks have different numbers of labels; the engine was closed; another rank failed.
         """
         if self._options.optimizer is None:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
@@ -115,7 +116,11 @@ class TorchEngine(Engine):
         load_checkpoint(path, self._program, self.module, self.optimizer)
 
     def close(self) -> None:
-        """Take the engine's hooks off the parameters and forget its plans."""
+        """Take the engine's hooks off the parameters and forget its plans; it only evaluates and saves from now on."""
+        self._is_closed = True
+        self._release()
+
+    def _release(self) -> None:
         self._plans.clear()
         if self._replicas is not None:
             self._replicas.close()
@@ -141,6 +146,8 @@ class TorchEngine(Engine):
 
     def _prepare(self, batch: Batch, training: bool) -> tuple[Runner, list[Batch], list[Any]]:
         """Cut the batch and find what runs it; touches no other rank."""
+        if training and self._is_closed:
+            raise BuildError("this engine was closed and trains no more; build another one, or close it later")
         self._outdated = training and self._holdings.is_outdated()
         self._content = content(batch) if self._shares_batches else 0
         parts = split(batch, self._options.microbatches)
@@ -273,7 +280,7 @@ class TorchEngine(Engine):
             self.optimizer.step()
 
     def _make_replicas(self) -> None:
-        self.close()
+        self._release()
         # DistributedDataParallel refuses a stage without trainable parameters, which has nothing to reduce
         if self._program.axis_size("dp") > 1 and self._holdings.trainable and self._options.optimizer is not None:
             assert self._mesh is not None
