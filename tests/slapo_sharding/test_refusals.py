@@ -52,7 +52,7 @@ SHARDS = {
     "size": (lambda: nn.Linear(4, 7), ("weight", 0), "dim 0 of 'weight' has size 7, not divisible by 2 ranks; pad it"),
     "vocabulary": (lambda: nn.Embedding(11, 4), ("weight", 0), "dim 0 of 'weight' has size 11, not divisible by 2 ranks"),
     "row bias": (lambda: nn.Linear(4, 8), (["weight", "bias"], 1), "'bias' stays whole when 'weight' is split along 1"),
-    "class": (lambda: nn.Conv2d(4, 8, 1), ("weight", 0), "'weight' is in a Conv2d, which no sharding rule covers"),
+    "class": (lambda: nn.Bilinear(4, 4, 8), ("weight", 0), "'weight' is in a Bilinear, which no sharding rule covers"),
     "own forward": (lambda: OwnForward(4, 8), ("weight", 0), "'weight' is in a OwnForward, which no sharding rule covers"),
     "max_norm": (lambda: nn.Embedding(8, 4, max_norm=1.0), ("weight", 0), "max_norm=1.0 rescales whole rows"),
     "sparse": (lambda: nn.Embedding(8, 4, sparse=True), ("weight", 1), "sparse gradients cannot be sharded"),

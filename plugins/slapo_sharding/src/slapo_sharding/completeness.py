@@ -11,11 +11,18 @@ from slapo_core.parameters import is_part
 from slapo_core.schedule import Schedule
 
 from . import attention
+from .foreign_reads import watch
 from .rules import AppliedCut, applied_cut
 from .sharding import user_code
 from .syncing import REDUCING, Sync, sums_gradient
 
 _OFF = "check=False turns this check off"
+
+
+def check(schedule: Schedule) -> None:
+    """Refuse shards that lack a sync, and at the first run what others read of them."""
+    check_syncs(schedule)
+    watch(cut_modules(schedule.root_module))
 
 
 def check_syncs(schedule: Schedule) -> None:

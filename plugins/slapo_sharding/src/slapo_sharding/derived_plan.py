@@ -19,25 +19,7 @@ from .derive import Derived, derive
 from .draws import forks
 from .layouts import Split
 from .localise import Count, counts, difference, localise
-from .rules import Cut, find_rule
-
-
-def cut_with(module: nn.Module, output: str) -> Cut | None:
-    """The way to split a layer that gives such an output: ``"sharded"``, or ``"partial"`` from a sharded input."""
-    rule = find_rule(module)
-    cuts = rule.cuts if rule is not None else ()
-    return next((cut for cut in cuts if cut.output == output and (output == "sharded" or cut.input == "sharded")), None)
-
-
-def is_layer(module: nn.Module) -> bool:
-    """Whether a module can be split along its output and along its input."""
-    return cut_with(module, "sharded") is not None and cut_with(module, "partial") is not None
-
-
-def is_table(module: nn.Module) -> bool:
-    """Whether a module looks rows up and can be split along these."""
-    cut = cut_with(module, "sharded")
-    return cut is not None and cut.input == "indices"
+from .rulebook import rules_of
 
 
 def apply_derived(schedule: Schedule) -> None:
@@ -51,7 +33,8 @@ def apply_derived(schedule: Schedule) -> None:
     group, size = schedule.group, schedule.world_size
     if group is None or size <= 1:
         return
-    derived = derive(_trace(schedule), DeviceMesh.from_group(group, "cpu"), is_layer, is_table)
+    rules = rules_of(schedule)
+    derived = derive(_trace(schedule), DeviceMesh.from_group(group, "cpu"), rules.is_layer, rules.is_table)
     if not derived.splits:
         reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
         raise _error(schedule, f"nothing of the {type(schedule.mod).__name__} can be split: {reasons}")
@@ -69,7 +52,7 @@ def apply_derived(schedule: Schedule) -> None:
 
 
 def _trace(schedule: Schedule) -> fx.GraphModule:
-    layers = [path for path, module in schedule.mod.named_modules() if path and (is_layer(module) or is_table(module))]
+    layers = _layers(schedule)
     for path, module in schedule.mod.named_modules():
         if is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
             raise _error(
@@ -77,6 +60,11 @@ def _trace(schedule: Schedule) -> fx.GraphModule:
             )
     with _training(schedule.mod):
         return _traced(schedule, layers)
+
+
+def _layers(schedule: Schedule) -> list[str]:
+    rules, named = rules_of(schedule), schedule.mod.named_modules()
+    return [path for path, module in named if path and (rules.is_layer(module) or rules.is_table(module))]
 
 
 def _traced(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
@@ -100,10 +88,11 @@ def _training(root: nn.Module) -> Iterator[None]:
 
 def _split(schedule: Schedule, split: Split) -> bool:
     """Split a layer; whether the gradient of its input then is partial."""
-    cut = cut_with(schedule.mod, "sharded" if split.output == "sharded" else "partial")
+    cut = rules_of(schedule).layer_cut(schedule.mod, "sharded" if split.output == "sharded" else "partial")
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
-    schedule.shard("weight", axis=cut.dims["weight"], blocks=blocks)
+    name = cut.main(schedule.mod)
+    schedule.shard(name, axis=cut.dims[name], blocks=blocks)
     if split.output != "sharded":
         schedule.sync("fwd_post", "all_reduce")
     return cut.input == "replicated"
@@ -134,7 +123,7 @@ def _fork(schedule: Schedule, derived: Derived) -> None:
 
 
 def _count_locally(schedule: Schedule, derived: Derived, found: list[Count]) -> None:
-    layers = [path for path, module in schedule.mod.named_modules() if path and (is_layer(module) or is_table(module))]
+    layers = _layers(schedule)
 
     def problem() -> str | None:
         try:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .rules import Cut, ShardingRule, add_rule, applied_cut
+from .rules import Cut, ShardingRule, applied_cut
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -64,34 +64,29 @@ def _refuse_embedding(module: nn.Module, cut: Cut) -> str | None:
     return None
 
 
-add_rule(
-    ShardingRule(
-        "Linear",
-        is_linear,
-        (
-            Cut({"weight": 0, "bias": 0}, "replicated", "sharded", ("out_features",)),
-            Cut({"weight": 1}, "sharded", "partial", ("in_features",), linear_without_bias, late_bias=True),
-        ),
-    )
+LINEAR = ShardingRule(
+    "Linear",
+    is_linear,
+    (
+        Cut({"weight": 0, "bias": 0}, "replicated", "sharded", ("out_features",)),
+        Cut({"weight": 1}, "sharded", "partial", ("in_features",), linear_without_bias, late_bias=True),
+    ),
 )
-add_rule(
-    ShardingRule(
-        "Embedding",
-        is_embedding,
-        (
-            Cut({"weight": 0}, "indices", "partial", ("num_embeddings",), vocabulary_lookup, fusable=False),
-            Cut({"weight": 1}, "indices", "sharded", ("embedding_dim",)),
-        ),
-        _refuse_embedding,
-    )
+EMBEDDING = ShardingRule(
+    "Embedding",
+    is_embedding,
+    (
+        Cut({"weight": 0}, "indices", "partial", ("num_embeddings",), vocabulary_lookup, fusable=False),
+        Cut({"weight": 1}, "indices", "sharded", ("embedding_dim",)),
+    ),
+    _refuse_embedding,
 )
-add_rule(
-    ShardingRule(
-        "Transformers Conv1D",
-        is_conv1d,
-        (
-            Cut({"weight": 1, "bias": 0}, "replicated", "sharded", ("nf",)),
-            Cut({"weight": 0}, "sharded", "partial", ("nx",), conv1d_without_bias, late_bias=True),
-        ),
-    )
+CONV1D = ShardingRule(
+    "Transformers Conv1D",
+    is_conv1d,
+    (
+        Cut({"weight": 1, "bias": 0}, "replicated", "sharded", ("nf",)),
+        Cut({"weight": 0}, "sharded", "partial", ("nx",), conv1d_without_bias, late_bias=True),
+    ),
 )
+RULES = (LINEAR, EMBEDDING, CONV1D)

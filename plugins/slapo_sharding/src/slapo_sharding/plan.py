@@ -20,7 +20,7 @@ from torch import nn
 
 from . import attention
 from .layers import is_conv1d
-from .rules import find_cut
+from .rulebook import Rulebook
 
 Plan = Mapping[str, str]
 
@@ -86,7 +86,7 @@ def _ancestors(path: str) -> Iterator[str]:
         yield path
 
 
-def vocabulary(model: nn.Module, num_shards: int) -> list[tuple[str, str]]:
+def vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> list[tuple[str, str]]:
     """Paths and styles of the embedding and the head, where the vocabulary can be split: their rule allows it and it divides.
 
     What is tied to them is split along, or all of it stays whole. Without a head the embedding stays whole: its weight may
@@ -99,7 +99,7 @@ def vocabulary(model: nn.Module, num_shards: int) -> list[tuple[str, str]]:
     steps: dict[str, str] = {}
     for module in found:
         tied = _tied(named, module)
-        if all(_splits(other, num_shards) for other in tied.values()):
+        if all(_splits(other, num_shards, rules) for other in tied.values()):
             styles = {True: "embedding_rowwise", False: "colwise_gather_output"}
             steps.update((path, styles[isinstance(other, nn.Embedding)]) for path, other in tied.items())
     return list(steps.items())
@@ -119,9 +119,9 @@ def _held(module: nn.Module) -> set[int]:
     return {id(tensor) for tensor in module._parameters.values() if tensor is not None}
 
 
-def _splits(module: nn.Module, num_shards: int) -> bool:
+def _splits(module: nn.Module, num_shards: int, rules: Rulebook) -> bool:
     try:
-        find_cut(module, "weight", 0)
+        rules.cut(module, "weight", 0)
     except LookupError:
         return False
     return module.get_parameter("weight").shape[0] % num_shards == 0

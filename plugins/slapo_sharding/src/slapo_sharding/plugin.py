@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from slapo_core.hookspecs import hookimpl
 
+from . import hookspecs
+
 
 @hookimpl
-def slapo_primitives() -> Mapping[str, str]:
+def slapo_primitives() -> dict[str, str]:
     """The tensor-parallel primitives."""
-    return {
-        "fork_rng": "slapo_sharding.fork_rng:ForkRngPrimitive",
-        "shard": "slapo_sharding.shard:ShardPrimitive",
-        "sync": "slapo_sharding.sync:SyncPrimitive",
-        "tensor_parallel": "slapo_sharding.tensor_parallel:TensorParallelPrimitive",
-    }
+    classes = {"fork_rng": "ForkRng", "shard": "Shard", "sync": "Sync", "tensor_parallel": "TensorParallel"}
+    return {name: f"slapo_sharding.{name}:{kind}Primitive" for name, kind in classes.items()}
+
+
+@hookimpl
+def slapo_add_hookspecs(manager: Any) -> None:
+    """``slapo_shard_rules``."""
+    manager.add_hookspecs(hookspecs)
+
+
+@hookimpl(trylast=True)
+def slapo_shard_rules() -> list[str]:
+    """The rules for modules of torch and Transformers."""
+    return [f"slapo_sharding.{kinds}:RULES" for kinds in ("layers", "convolutions", "norms")]
 
 
 @hookimpl
 def slapo_before_build(schedule: Any, config: dict[str, Any]) -> None:
     """Refuse shards that lack a sync or that others read; ``check=False`` in the configuration turns this off."""
-    from .completeness import check_syncs, cut_modules  # noqa: PLC0415  (finding plugins must stay cheap)
-    from .foreign_reads import watch  # noqa: PLC0415
+    from .completeness import check  # noqa: PLC0415  (finding plugins must stay cheap)
 
     if config.pop("check", True):
-        check_syncs(schedule)
-        watch(cut_modules(schedule.root_module))
+        check(schedule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
@@ -21,12 +21,15 @@ class Cut:
         dims: Parameter to the dimension that is split; those the module has are split together.
         input: What the module must be given: ``"replicated"`` (its gradient comes out partial), ``"sharded"``, or
             ``"indices"`` (replicated, and without a gradient).
-        output: What the module then returns: ``"sharded"`` along the last dimension, or ``"partial"``.
-        attributes: Sizes that become local.
+        output: What the module then returns: ``"sharded"``, or ``"partial"``.
+        attributes: Sizes that become local, those the module has.
         forward: Takes the place of the module's forward on more than one rank; ``forward(module, *args)``.
         late_bias: ``forward`` leaves out the module's bias, which the sync that reduces the output adds once; a module
             without a bias keeps its own forward.
         fusable: Whether the dimension may be made of fused blocks.
+        dim: Dimension along which a sharded input or output is sharded, and which a late bias is added along; the last one by
+            default, and -3 for images of ``[channels, height, width]``, with or without a batch before these.
+        parts: Parameter to the number of equal blocks it is made of, each split for itself; the others are one block.
     """
 
     dims: Mapping[str, int]
@@ -36,15 +39,23 @@ class Cut:
     forward: Callable[..., Any] | None = None
     late_bias: bool = False
     fusable: bool = True
+    dim: int = -1
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    def main(self, module: nn.Module) -> str:
+        """The first of the parameters that ``module`` has; the others follow it."""
+        held = {**module._buffers, **module._parameters}
+        return next(name for name in self.dims if held.get(name) is not None)
 
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """The cuts of a class of modules.
+    """The cuts of a class of modules; plugins give theirs by the hook ``slapo_shard_rules``.
 
     Args:
         kind: What such a module is called in messages.
-        matches: Whether a module is one.
+        matches: Whether a module is one. It has to be sure of the forward, not of the class alone: a subclass may compute
+            something else.
         cuts: The ways to split it.
         refuse: Why a cut of this module would be wrong, or None.
     """
@@ -77,39 +88,6 @@ class AppliedCut:
         return self
 
 
-_RULES: list[ShardingRule] = []
-
-
-def add_rule(rule: ShardingRule) -> ShardingRule:
-    """Register a rule; later ones are asked first."""
-    _RULES.insert(0, rule)
-    return rule
-
-
-def find_rule(module: nn.Module) -> ShardingRule | None:
-    """The rule for a module, or None."""
-    return next((rule for rule in _RULES if rule.matches(module)), None)
-
-
-def find_cut(module: nn.Module, name: str, dim: int) -> Cut:
-    """The cut of ``module`` that splits parameter ``name`` along ``dim``.
-
-    Raises:
-        LookupError: no rule for such modules, no such cut, or the rule refuses it; its message continues "'name' ...".
-    """
-    rule = find_rule(module)
-    if rule is None:
-        kinds = ", ".join(rule.kind for rule in reversed(_RULES))
-        raise LookupError(f"is in a {type(module).__name__}, which no sharding rule covers; there are rules for {kinds}")
-    cut = next((cut for cut in rule.cuts if cut.dims.get(name) == dim), None)
-    if cut is None:
-        known = sorted({f"{name!r} along {dim}" for cut in rule.cuts for name, dim in cut.dims.items()})
-        raise LookupError(f"of a {rule.kind} cannot be split along {dim}; it can split {', '.join(known)}")
-    if reason := rule.refuse(module, cut):
-        raise LookupError(f"cannot be split along {dim}: {reason}")
-    return cut
-
-
 def applied_cut(module: nn.Module) -> AppliedCut | None:
     """How a module was cut, or None."""
     return module.__dict__.get(_CUT)
@@ -118,3 +96,18 @@ def applied_cut(module: nn.Module) -> AppliedCut | None:
 def record_cut(module: nn.Module, applied: AppliedCut) -> None:
     """Note on the module how it was cut."""
     module.__dict__[_CUT] = applied
+
+
+class _Instead:
+    """Stands for a module with other values of some attributes."""
+
+    def __init__(self, module: nn.Module, values: Mapping[str, Any]) -> None:
+        self.__dict__.update(values, _slapo_module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_slapo_module"], name)
+
+
+def forward_with(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of the module's class with other values of some attributes, its bias say; the module stays as it is."""
+    return type(module).forward(_Instead(module, values), *args, **kwargs)

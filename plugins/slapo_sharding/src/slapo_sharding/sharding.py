@@ -16,8 +16,9 @@ from slapo_core.parameters import ShardSpec, facts, shard_spec, successor
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import forward_wrappers, own_forward
 
-from . import attention, layers  # noqa: F401  (layers registers its rules)
-from .rules import AppliedCut, Cut, applied_cut, find_cut, record_cut
+from . import attention
+from .rulebook import rules_of
+from .rules import AppliedCut, Cut, applied_cut, record_cut
 from .syncing import Sync
 
 Blocks = int | Sequence[int] | None
@@ -87,7 +88,7 @@ class Sharder:
 
     def _cut(self, module: nn.Module, name: str, dim: int) -> Cut:
         try:
-            return find_cut(module, name, dim)
+            return rules_of(self.schedule).cut(module, name, dim)
         except LookupError as err:
             raise self._error(f"{self._label(module, name)} {err.args[0]}") from err
 
@@ -107,6 +108,10 @@ class Sharder:
         if known is not None and self.blocks is None:
             return known.blocks
         width = (known.full_shape if known is not None else self._held(first).shape)[dim]
+        if cut.parts and self.blocks is not None:
+            raise self._error(f"the blocks of a {type(self.module).__name__} are known from its rule; leave out blocks")
+        if cut.parts:
+            return self._parts(cut, first, width)
         if self.blocks is not None:
             sizes = self._given_blocks(first, width)
             if len(sizes) > 1 and not cut.fusable:
@@ -120,6 +125,12 @@ class Sharder:
                 f"give blocks=[sizes along dim {dim}], or blocks=1 where a plain split is right"
             )
         return found
+
+    def _parts(self, cut: Cut, name: str, width: int) -> tuple[int, ...]:
+        number = cut.parts.get(name, 1)
+        if width % number:
+            raise self._error(f"{name!r} has size {width} along {cut.dims[name]}, which is not {number} equal blocks")
+        return (width // number,) * number
 
     def _given_blocks(self, first: str, width: int) -> tuple[int, ...]:
         if isinstance(self.blocks, int):
@@ -150,10 +161,21 @@ class Sharder:
                 if tensor is None or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
-                spec = self._spec(module, name, tensor, dim, sizes)
-                if shard_spec(tensor) is None:
+                known = shard_spec(tensor)
+                width = (known.full_shape if known is not None else tensor.shape)[dim]
+                blocks = sizes if len(sizes) > 1 and not cut.parts else self._parts(cut, name, width)
+                spec = self._spec(module, name, tensor, dim, blocks)
+                if known is None:
                     step.pieces.append((module, name, tensor, spec))
                 waiting += [(holder, self._cut(holder, other, dim)) for holder, other in self._others(tensor, module, name)]
+            self._check_attributes(module, cut)
+
+    def _check_attributes(self, module: nn.Module, cut: Cut) -> None:
+        """What counts something else than the parameters' own size (groups, heads) has to divide as well."""
+        for name in cut.attributes:
+            if (value := getattr(module, name, 0)) % self.size:
+                kind = type(module).__name__
+                raise self._error(f"{name} of the {kind} is {value}, not divisible by {self.size} ranks; use fewer ranks")
 
     def _others(self, tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
         for holder, other in self.schedule.places_of(tensor, (module, name)):
@@ -246,7 +268,8 @@ def _local(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 def _turn_local(module: nn.Module, cut: Cut, num_shards: int) -> None:
     for name in cut.attributes:
-        setattr(module, name, getattr(module, name) // num_shards)
+        if hasattr(module, name):
+            setattr(module, name, getattr(module, name) // num_shards)
     if _needs_forward(module, cut):
         assert cut.forward is not None
         module.__dict__["forward"] = types.MethodType(cut.forward, module)

@@ -79,7 +79,7 @@ class Sync:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.fn is None:
-            return map_input(self.run, args, kwargs)
+            return map_input(partial(self._along_cut, module), args, kwargs)
         result = self.fn(module, args, kwargs) if self.takes_kwargs else self.fn(module, args)
         if result is None or self.takes_kwargs:
             return result
@@ -87,7 +87,7 @@ class Sync:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.fn is None:
-            output = map_output(self.run, output)
+            output = map_output(partial(self._along_cut, module), output)
         else:
             result = self.fn(module, args, kwargs, output) if self.takes_kwargs else self.fn(module, args, output)
             output = output if result is None else result
@@ -105,14 +105,30 @@ class Sync:
     def _plus_bias(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         """Add the bias in the output's own dtype, which autocast may have chosen.
 
-        An output that was scattered along its last dimension takes a piece of the bias; one scattered along another leaves
+        An output that was scattered along the bias's dimension takes a piece of the bias; one scattered along another leaves
         each rank a part of the bias's gradient.
         """
         bias: torch.Tensor = module.bias
+        applied = applied_cut(module)
+        assert applied is not None
+        dim = applied.cut.dim % x.dim()
         if self.op == "reduce_scatter":
-            last = self.axis in (-1, x.dim() - 1)
-            bias = collectives.scatter(bias, 0, self.group) if last else collectives.all_reduce_grad(bias, self.group)
-        return x + bias.to(x.dtype)
+            assert self.axis is not None
+            same = self.axis % x.dim() == dim
+            bias = collectives.scatter(bias, 0, self.group) if same else collectives.all_reduce_grad(bias, self.group)
+        bias = bias.to(x.dtype)
+        return x + (bias.view(-1, *(1,) * (x.dim() - 1 - dim)) if dim < x.dim() - 1 else bias)
+
+    def _along_cut(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Run on what goes into a module or comes out; parts of channels, say, must not be put together along another one."""
+        applied = applied_cut(module) if self.op in ("all_gather", "scatter") else None
+        if applied is not None and applied.spec.num_shards > 1:
+            side = {"fwd_post all_gather": applied.cut.output, "fwd_pre scatter": applied.cut.input}
+            assert self.axis is not None
+            if side.get(f"{self.mode} {self.op}") == "sharded" and (self.axis - applied.cut.dim) % x.dim():
+                what = f"a {type(module).__name__} is sharded along {applied.cut.dim} there, not along {self.axis}"
+                raise ScheduleError(f"{self.mode} {self.op}: {what}; give axis={applied.cut.dim}", primitive="sync")
+        return self.run(x)
 
 
 class SharedSum:

@@ -15,7 +15,8 @@ from slapo_core.schedule import Schedule
 from . import attention, column_inputs, dropout
 from .derived_plan import apply_derived
 from .plan import head_norms, published_plan, tensor_parallel_plan, undeclared_parameters, vocabulary
-from .rules import Cut, find_rule
+from .rulebook import rules_of
+from .rules import Cut
 from .syncing import trainable
 
 
@@ -53,7 +54,7 @@ class TensorParallelPrimitive(Primitive):
         derived = steps is None
         if steps is None:
             apply_derived(schedule)
-            steps = dict(vocabulary(schedule.mod, max(schedule.world_size, 1)))
+            steps = dict(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
         for path, style in steps.items():
             STYLES[style](schedule[path] if path else schedule)
         for paths in column_inputs.by_parent(path for path, style in steps.items() if style in _COLUMNS):
@@ -108,7 +109,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel
             raise error(
                 f"{undeclared[0]!r} may be used on sharded or on replicated values, the published plan is silent; give plan="
             )
-        steps.update(vocabulary(schedule.mod, max(schedule.world_size, 1)))
+        steps.update(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
     return steps
 
 
@@ -123,15 +124,19 @@ def _match(schedule: Schedule, key: str) -> list[str]:
 
 def _colwise(schedule: Schedule, *, gathered: bool = False) -> None:
     blocks = None if _known_blocks(schedule) else 1  # what publishes a plan splits without mixing
-    schedule.shard("weight", axis=_axis(schedule, output="sharded"), blocks=blocks, gathered=gathered)
+    cut = _cut(schedule, "replicated", "sharded")
+    name = cut.main(schedule.mod)
+    schedule.shard(name, axis=cut.dims[name], blocks=blocks, gathered=gathered)
     if gathered:
-        schedule.sync("fwd_post", "all_gather", axis=-1)
+        schedule.sync("fwd_post", "all_gather", axis=cut.dim)
 
 
 def _rowwise(schedule: Schedule, *, split: bool = False) -> None:
+    cut = _cut(schedule, "sharded", "partial")
+    name = cut.main(schedule.mod)
     if split:
-        schedule.sync("fwd_pre", "scatter", axis=-1)
-    schedule.shard("weight", axis=_axis(schedule, output="partial"))
+        schedule.sync("fwd_pre", "scatter", axis=cut.dim)
+    schedule.shard(name, axis=cut.dims[name])
     schedule.sync("fwd_post", "all_reduce")
 
 
@@ -157,12 +162,10 @@ STYLES: dict[str, Callable[[Schedule], None]] = {
 _COLUMNS = ("colwise", "colwise_gather_output")
 
 
-def _axis(schedule: Schedule, output: str) -> int:
-    rule = find_rule(schedule.mod)
-    cuts: tuple[Cut, ...] = rule.cuts if rule is not None else ()
-    for cut in cuts:
-        if cut.output == output and cut.input != "indices":
-            return cut.dims["weight"]
+def _cut(schedule: Schedule, input: str, output: str) -> Cut:
+    for cut in rules_of(schedule).cuts(schedule.mod):
+        if (cut.input, cut.output) == (input, output):
+            return cut
     kind = type(schedule.mod).__name__
     raise ScheduleError(
         f"no sharding rule splits a {kind} this way; take it out of the plan", path=schedule.path, primitive="tensor_parallel"

@@ -1,0 +1,36 @@
+"""The hook this plugin adds for others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slapo_core.hookspecs import hookspec
+
+if TYPE_CHECKING:
+    from .rules import ShardingRule
+
+
+@hookspec
+def slapo_shard_rules() -> Sequence[ShardingRule | str]:  # type: ignore[empty-body]
+    """How modules of your classes are split: ``ShardingRule``s, asked in order, before those of this plugin.
+
+    Where ``"module:NAME"`` stands for a rule or a list of rules, it is imported when a schedule first shards something.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from slapo_sharding.rules import Cut, ShardingRule
+        >>> class Scale(nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.width, self.weight = width, nn.Parameter(torch.ones(width))
+        ...     def forward(self, x):
+        ...         return x.view(-1, self.width) * self.weight
+        >>> SCALE = ShardingRule(
+        ...     "Scale", lambda module: type(module) is Scale, (Cut({"weight": 0}, "sharded", "sharded", ("width",)),)
+        ... )
+        >>> @hookimpl
+        ... def slapo_shard_rules():
+        ...     return [SCALE]
+    """

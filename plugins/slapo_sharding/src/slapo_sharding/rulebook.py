@@ -1,0 +1,178 @@
+"""The sharding rules a schedule goes by: those of all plugins of its registry, our own last."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from slapo_core.causes import reason
+from slapo_core.errors import PluginError
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule
+
+from .rules import Cut, ShardingRule, applied_cut
+
+
+class Rulebook:
+    """Rules, the first that matches a module counts.
+
+    Args:
+        rules: Each with who it is from.
+    """
+
+    def __init__(self, rules: Sequence[tuple[ShardingRule, str]]) -> None:
+        self.rules = rules
+
+    def find(self, module: nn.Module) -> ShardingRule | None:
+        """The rule for a module, or None."""
+        return next((rule for rule, owner in self.rules if _ask(rule, owner, rule.matches, module)), None)
+
+    def cuts(self, module: nn.Module) -> tuple[Cut, ...]:
+        """The ways to split a module; none without a rule."""
+        rule = self.find(module)
+        return tuple(rule.cuts) if rule is not None else ()
+
+    def layer_cut(self, module: nn.Module, output: str) -> Cut | None:
+        """The way to split along the last dimension: ``"sharded"`` from a whole input, ``"partial"`` from a sharded one."""
+        given = {"sharded": ("replicated", "indices"), "partial": ("sharded",)}[output]
+        cuts = self.cuts(module)
+        return next((cut for cut in cuts if cut.output == output and cut.input in given and cut.dim == -1), None)
+
+    def is_layer(self, module: nn.Module) -> bool:
+        """Whether a module can be split along its output and along its input."""
+        return all(self.layer_cut(module, output) is not None for output in ("sharded", "partial"))
+
+    def is_table(self, module: nn.Module) -> bool:
+        """Whether a module looks rows up and can be split along these."""
+        cut = self.layer_cut(module, "sharded")
+        return cut is not None and cut.input == "indices"
+
+    def cut(self, module: nn.Module, name: str, dim: int) -> Cut:
+        """The cut of ``module`` that splits parameter ``name`` along ``dim``; the one it was cut by, if that is so.
+
+        Raises:
+            LookupError: no rule for such modules, no such cut, or the rule refuses it; its message continues "'name' ...".
+        """
+        applied = applied_cut(module)
+        if applied is not None and applied.cut.dims.get(name) == dim:
+            return applied.cut
+        for rule, owner in self.rules:
+            if _ask(rule, owner, rule.matches, module):
+                return _cut(rule, owner, module, name, dim)
+        kinds = ", ".join(rule.kind for rule, _ in self.rules)
+        raise LookupError(f"is in a {type(module).__name__}, which no sharding rule covers; there are rules for {kinds}")
+
+
+def _cut(rule: ShardingRule, owner: str, module: nn.Module, name: str, dim: int) -> Cut:
+    cut = next((cut for cut in rule.cuts if cut.dims.get(name) == dim), None)
+    if cut is None:
+        held = {*module._parameters, *module._buffers}
+        known = sorted({f"{name!r} along {dim}" for cut in rule.cuts for name, dim in cut.dims.items() if name in held})
+        raise LookupError(f"of a {rule.kind} cannot be split along {dim}; it can split {', '.join(known)}")
+    if why := _ask(rule, owner, rule.refuse, module, cut):
+        raise LookupError(f"cannot be split along {dim}: {why}")
+    return cut
+
+
+def _ask(rule: ShardingRule, owner: str, question: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return question(*args)
+    except Exception as error:
+        raise PluginError(f"sharding rule {rule.kind!r} of {owner} failed: {reason(error)}", owner=owner) from error
+
+
+_books: WeakKeyDictionary[Registry, Rulebook] = WeakKeyDictionary()
+
+
+def rules_of(schedule: Schedule) -> Rulebook:
+    """The rules of the schedule's plugins, loaded when first asked for.
+
+    Raises:
+        PluginError: a plugin's hook fails, or a rule cannot be imported or is not one.
+    """
+    registry = schedule.registry
+    book = _books.get(registry)
+    if book is None:
+        book = _books[registry] = Rulebook(list(_load(registry)))
+    return book
+
+
+def _load(registry: Registry) -> Iterator[tuple[ShardingRule, str]]:
+    owners = {id(record.plugin): str(record) for record in registry.records}
+    for implementation in reversed(registry.hook.slapo_shard_rules.get_hookimpls()):
+        owner = owners[id(implementation.plugin)]
+        try:
+            given = implementation.function()
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"slapo_shard_rules of {owner} failed: {reason(error)}", owner=owner) from error
+        if not isinstance(given, (list, tuple)):
+            raise PluginError(f"slapo_shard_rules of {owner} returned {given!r}; return a list of rules", owner=owner)
+        for rule in [rule for entry in given for rule in _imported(entry, owner)]:
+            if problem := next(_problems(rule), None):
+                label = repr(rule.kind if isinstance(rule, ShardingRule) else rule)
+                raise PluginError(f"sharding rule {label} of {owner} cannot be used: {problem}", owner=owner)
+            yield rule, owner
+
+
+def _imported(given: Any, owner: str) -> Sequence[Any]:
+    try:
+        found = pkgutil.resolve_name(given) if isinstance(given, str) else given
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"sharding rule {given!r} of {owner} cannot be imported: {reason(error)}", owner=owner) from error
+    return found if isinstance(found, (list, tuple)) else [found]
+
+
+def _problems(rule: Any) -> Iterator[str]:
+    if not isinstance(rule, ShardingRule):
+        yield f"{rule!r} is not a ShardingRule"
+        return
+    yield from _wrong_function("matches", rule.matches, "(module)", 1)
+    yield from _wrong_function("refuse", rule.refuse, "(module, cut)", 2)
+    if not isinstance(rule.cuts, (list, tuple)) or not rule.cuts or not all(isinstance(cut, Cut) for cut in rule.cuts):
+        yield f"cuts is {rule.cuts!r}; give a tuple of Cut"
+        return
+    for cut in rule.cuts:
+        yield from _wrong_cut(cut)
+
+
+def _wrong_cut(cut: Cut) -> Iterator[str]:
+    if not _counts(cut.dims, 0) or not cut.dims:
+        yield f"dims is {cut.dims!r}; give each parameter's dimension, counted from 0"
+    elif not _counts(cut.parts, 1) or not cut.parts.keys() <= cut.dims.keys():
+        yield f"parts is {cut.parts!r}; give a number of blocks for names out of {sorted(cut.dims)}"
+    if cut.input not in ("replicated", "sharded", "indices"):
+        yield f"input is {cut.input!r}; available: 'replicated', 'sharded', 'indices'"
+    if cut.output not in ("sharded", "partial"):
+        yield f"output is {cut.output!r}; available: 'sharded', 'partial'"
+    if not isinstance(cut.attributes, (list, tuple)) or not all(isinstance(name, str) for name in cut.attributes):
+        yield f"attributes is {cut.attributes!r}; give a tuple of names"
+    if not isinstance(cut.dim, int):
+        yield f"dim is {cut.dim!r}; give a dimension"
+    if cut.forward is not None:
+        yield from _wrong_function("forward", cut.forward, "(module, input)", 2)
+    if cut.late_bias and (cut.forward is None or cut.output != "partial" or "bias" in cut.dims):
+        yield "late_bias goes with a partial output, a whole bias and a forward that leaves it out"
+
+
+def _counts(given: Any, least: int) -> bool:
+    return isinstance(given, Mapping) and all(
+        isinstance(name, str) and type(number) is int and number >= least for name, number in given.items()
+    )
+
+
+def _wrong_function(what: str, given: Any, called: str, arguments: int) -> Iterator[str]:
+    if not callable(given):
+        yield f"{what} is {given!r}; give a function {called}"
+        return
+    try:
+        signature = inspect.signature(given)
+        signature.bind(*range(arguments))
+    except ValueError:  # what is not written in Python may have no signature
+        return
+    except TypeError:
+        yield f"{what} takes {signature}; it is called as {called}"
