@@ -159,6 +159,44 @@ def test_what_a_whole_module_changes_on_itself_in_one_stage(what: str) -> None:
         torch.testing.assert_close(program(x=x), plain(x))
 
 
+class Tally(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.seen = nn.Linear(8, 8), 0, {"calls": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen["calls"] += 1
+        return self.linear(x)
+
+
+class Follower(nn.Module):
+    """Reads a number of a module that is not its child."""
+
+    def __init__(self, other: Tally, name: str) -> None:
+        super().__init__()
+        self.linear, self.others, self.name = nn.Linear(8, 8), [other], name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = getattr(self.others[0], self.name)
+        return self.linear(x) * (number["calls"] if isinstance(number, dict) else number)
+
+
+@pytest.mark.parametrize("name", ["calls", "seen"])
+def test_a_number_that_another_stage_changes(name: str) -> None:
+    tally = Tally()
+    model = nn.Sequential(tally, Follower(tally, name), nn.Linear(8, 1))
+    with pytest.raises(TraceError, match=f"'0.{name}' is changed in .* and used in stages 0 and 1, which have a copy each"):
+        build_program(cut(model, {"input": torch.randn(4, 8)}, "0"))
+    alike = copy.deepcopy(model)
+    program = build_program(cut(model, {"input": torch.randn(4, 8)}, "1"))
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(program(input=x), alike(x))
+
+
 @pytest.mark.parametrize(("changes", "reads"), [((0, 2), ()), ((0, 2), (2,)), ((2,), (0,)), ((0, 1, 2), (0, 1, 2))])
 def test_a_buffer_that_would_drift_apart(changes: tuple[int, ...], reads: tuple[int, ...]) -> None:
     with pytest.raises(TraceError, match="'calls' is changed in stages? .* and used in stages 0 and 1"):

@@ -33,9 +33,9 @@ def trace_module(
     graph, and a call that differs in it, in a shape, a dtype or the training mode is a ``TraceError``. Nodes have
     ``meta["val"]``: a fake tensor without history, ``meta["source"]``: the model's ``file:line``, ``meta["regions"]``: see
     ``tracing.regions``, ``meta["mutates"]`` where a call changes tensors in place: their places among the node's inputs, and
-    ``meta["changes"]``: paths of buffers and attributes a module kept whole changes on itself; ``meta["draws"]``: whether a
-    call draws random numbers; ``meta["memory"]``: equal for tensors that share memory. To split a graph, copy nodes
-    with their ``meta``, leave out region nodes and call ``regions.write_regions`` on each part.
+    ``meta["changes"]``: paths of buffers and attributes a module kept whole changes on itself, or reads and another changes;
+    ``meta["draws"]``: whether a call draws random numbers; ``meta["memory"]``: equal for tensors that share memory. To split a
+    graph, copy nodes with their ``meta``, leave out region nodes and call ``regions.write_regions`` on each part.
 
     Args:
         model: What to trace; its weights may be on the meta device.

@@ -33,10 +33,12 @@ class _Session(TorchFunctionMode):
     def __init__(self, root: nn.Module, target: str, plan: Plan, sandbox: Sandbox, earlier: _Session | None = None) -> None:
         super().__init__()
         self.root, self.plan, self.sandbox, self.earlier = root, plan, sandbox, earlier
-        self.target = root.get_submodule(target)
+        self.running = self.target = root.get_submodule(target)
         self.paths = {id(module): name for name, module in root.named_modules()}
         self.stack: list[Recorder | None] = [None]  # None: what runs now is not recorded
         self.whole: dict[int, nn.Module] = {}
+        self.read_by: dict[tuple[int, str], set[int]] = {}
+        """Attributes that are read while a module kept whole is ``running``, with the modules; all by id."""
         self.graphs: dict[str, tuple[Recorder, Guard]] = {}
         self.filled: dict[tuple[int, str], Any] = {}
         """Attributes that serve as caches, with what is in them after the forward; None for tensors."""
@@ -68,7 +70,7 @@ class _Session(TorchFunctionMode):
 
     def run_whole(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module unrecorded; random numbers of Python and NumPy it draws are its own."""
-        others = OtherRandomNumbers()
+        others, self.running = OtherRandomNumbers(), module
         self.stack.append(None)
         try:
             return call(module, *args, **kwargs)
@@ -124,8 +126,9 @@ class _Session(TorchFunctionMode):
     def read(self, module: nn.Module, name: str) -> None:
         """An attribute is read."""
         recorder = self.stack[-1]
-        if recorder is not None and name not in OF_TORCH:
-            recorder.reads.add((id(module), name))
+        if name not in OF_TORCH:
+            seen = self.read_by.setdefault((id(module), name), set())
+            seen.add(id(self.running)) if recorder is None else recorder.reads.add((id(module), name))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the root's forward."""
@@ -170,10 +173,11 @@ class _Session(TorchFunctionMode):
                 raise TraceError(f"{what}, which a graph cannot repeat; keep it whole with leaf_modules")
 
     def _mark_changes(self, changed: list[Change]) -> None:
-        """Note at the calls of modules kept whole what they may have changed on themselves."""
+        """Note at the calls of modules kept whole what they may have changed on themselves, or read of it."""
         found: dict[int, list[str]] = {}
-        for module, _, (first, name) in changed:
-            found.setdefault(id(module), []).append(f"{self.paths[id(first)]}.{name}")
+        for module, name, (first, there) in changed:
+            for holder in {id(module), *self.read_by.get((id(module), name), ())}:
+                found.setdefault(holder, []).append(f"{self.paths[id(first)]}.{there}")
         tensors = self.sandbox.changed_tensors()
         for module in self.target.modules() if tensors else ():
             held = [*module._parameters.items(), *module._buffers.items()]
