@@ -185,7 +185,7 @@ def test_what_no_plan_can_do_is_refused_and_nothing_changes():
     messages = run_distributed(_refusals, 2)[0]
     assert messages["unknown model"].startswith("tensor_parallel(''): no plan is known for Sequential; give example_inputs")
     assert messages["traced"].endswith("call tensor_parallel before trace")
-    assert "sequence_parallel is not supported yet" in messages["sequence parallel"]
+    assert "where the sequence can be split shows when the model runs; give example_inputs" in messages["sequence parallel"]
     assert "'columnwise', which is not supported; did you mean 'colwise'?" in messages["style"]
     assert "the plan's 'transformer.h.*.mlp.fc' matches no module" in messages["no match"]
     assert "no sharding rule splits a LayerNorm this way" in messages["no cut"]

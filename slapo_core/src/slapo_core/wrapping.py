@@ -53,7 +53,8 @@ def is_opaque(module: nn.Module) -> bool:
     return bool(
         "forward" in module.__dict__
         or any(
-            not getattr(hook, "traced", False) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            not getattr(hook, "traced", False)
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         )
         or module._backward_hooks
         or module._backward_pre_hooks

@@ -15,37 +15,54 @@ from slapo_core.tracing.tracers import trace
 from slapo_core.wrapping import is_opaque
 
 from . import column_inputs
+from .borders import marked
 from .derive import Derived, derive
 from .draws import forks
 from .layouts import Split
 from .localise import Count, counts, difference, localise
 from .rulebook import rules_of
+from .sequence import CannotSplit, split_sequence
+from .sequence_layouts import SequenceLayouts
 
 
-def apply_derived(schedule: Schedule) -> None:
+def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
     """Derive a plan for the module and take its steps.
 
+    Args:
+        schedule: Of the module.
+        sequence_parallel: Split the sequence between the layers too.
+
     Raises:
-        ScheduleError: no example inputs, nothing that can be split, or a module that cannot be made to count what it has on
-            this rank.
+        ScheduleError: no example inputs, nothing that can be split, a sequence that cannot, or a module that cannot be made to
+            count what it has on this rank.
         TraceError: the forward cannot be a graph.
     """
     group, size = schedule.group, schedule.world_size
     if group is None or size <= 1:
         return
     rules = rules_of(schedule)
-    derived = derive(_trace(schedule), DeviceMesh.from_group(group, "cpu"), rules.is_layer, rules.is_table)
+    borders = _borders(schedule) if sequence_parallel else []
+    with marked(borders):
+        traced = _trace(schedule)
+    derived = derive(traced, DeviceMesh.from_group(group, "cpu"), rules.is_layer, rules.is_table)
     if not derived.splits:
         reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
         raise _error(schedule, f"nothing of the {type(schedule.mod).__name__} can be split: {reasons}")
+    if sequence_parallel:
+        derived.layouts = _split_sequence(schedule, derived)
     found = counts(derived.layouts, schedule.mod, size)
     for count in found:
         schedule.touch(count.module)
-    columns = [path for path, split in derived.splits.items() if _split(schedule[path], split)]
-    for paths in column_inputs.by_input(derived.layouts.graph, columns):
+    layouts = derived.layouts
+    columns = [path for path, split in derived.splits.items() if _split(schedule[path], split, path in layouts.scattered)]
+    columns = [path for path in columns if not layouts.summed.get(path)]
+    for paths in column_inputs.by_input(layouts.graph, columns):
         column_inputs.sum_gradients(schedule, paths)
+    for (path, mode), crossing in layouts.crossings.items():
+        schedule[path].sync(mode, crossing.op, **crossing.arguments())
     _sum_gradients(schedule, derived)
-    _count_locally(schedule, derived, found)
+    with marked(borders):
+        _count_locally(schedule, derived, found)
     _fork(schedule, derived)
     for path, reason in derived.reasons.items():
         get_logger().debug("tensor_parallel: %s stays whole: %s", path, reason)
@@ -73,6 +90,19 @@ def _traced(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
     )
 
 
+def _borders(schedule: Schedule) -> list[tuple[str, nn.Module]]:
+    """The modules that a trace goes into."""
+    layers = set(_layers(schedule))
+    return [(path, mod) for path, mod in schedule.mod.named_modules() if path and path not in layers and not is_opaque(mod)]
+
+
+def _split_sequence(schedule: Schedule, derived: Derived) -> SequenceLayouts:
+    try:
+        return split_sequence(derived.layouts)
+    except CannotSplit as err:
+        raise _error(schedule, f"the sequence cannot be split: {err}; leave out sequence_parallel") from err
+
+
 @contextmanager
 def _training(root: nn.Module) -> Iterator[None]:
     """Every module in training mode for a moment: what drops something is part of the graph then."""
@@ -86,14 +116,16 @@ def _training(root: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _split(schedule: Schedule, split: Split) -> bool:
+def _split(schedule: Schedule, split: Split, scattered: bool) -> bool:
     """Split a layer; whether the gradient of its input then is partial."""
     cut = rules_of(schedule).layer_cut(schedule.mod, "sharded" if split.output == "sharded" else "partial")
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
     name = cut.main(schedule.mod)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks)
-    if split.output != "sharded":
+    if scattered:
+        schedule.sync("fwd_post", "reduce_scatter", axis=1)
+    elif split.output != "sharded":
         schedule.sync("fwd_post", "all_reduce")
     return cut.input == "replicated"
 

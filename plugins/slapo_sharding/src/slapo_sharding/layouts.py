@@ -94,6 +94,7 @@ class Layouts(fx.Interpreter):
         is_layer: Any,
     ) -> None:
         super().__init__(graph_module)
+        self.extra_traceback = False  # errors are read by the search
         self.traced, self.mesh, self.is_layer = graph_module, mesh, is_layer
         self.candidates, self.filled = candidates, filled
         self.splits: dict[str, Split] = {}
@@ -101,6 +102,11 @@ class Layouts(fx.Interpreter):
         self.sources: dict[fx.Node, frozenset[str]] = {}
         self.partial: dict[str, fx.Node] = {}
         self.sized: dict[fx.Node, tuple[int, ...]] = {}
+        # what a dry run with the sequence split fills in
+        self.parts: dict[fx.Node, Any] = {}
+        self.crossings: Mapping[tuple[str, str], Any] = {}
+        self.summed: dict[str, bool] = {}
+        self.scattered: set[str] = set()
 
     def check(self) -> None:
         """Run.
@@ -230,7 +236,7 @@ class Layouts(fx.Interpreter):
         ):
             return
         for other in n.all_input_nodes:
-            if other in self.sources or not _has_gradient(other):
+            if other in self.sources or other in self.parts or not has_gradient(other):
                 continue
             names = parameters_of(other)
             if not names:
@@ -283,7 +289,7 @@ def as_meta(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _has_gradient(node: fx.Node) -> bool:
+def has_gradient(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.requires_grad
 
@@ -294,5 +300,5 @@ def parameters_of(node: fx.Node) -> list[str]:
         return [str(node.target)]
     if node.op in ("placeholder", "call_module"):
         return []
-    found = [parameters_of(other) for other in node.all_input_nodes if _has_gradient(other)]
+    found = [parameters_of(other) for other in node.all_input_nodes if has_gradient(other)]
     return [name for names in found for name in names] if all(found) else []

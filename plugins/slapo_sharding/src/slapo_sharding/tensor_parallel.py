@@ -31,11 +31,13 @@ class TensorParallelPrimitive(Primitive):
 
     Args:
         plan: ``{path or glob: style}``, see ``slapo_sharding.plan``; nothing else is split then.
-        sequence_parallel: Not supported yet.
+        sequence_parallel: Values between the sharded layers are split along the sequence, dimension 1 of ``[batch, sequence,
+            width]``: norms, dropouts and residual sums run on a rank's part of it. The plan is derived, whatever is published.
+            The length has to be divisible by the number of ranks at every call.
 
     Raises:
-        ScheduleError: no plan is known or can be derived, an unknown style, a key that matches nothing, or a step of the plan
-            that is illegal; the model is as before.
+        ScheduleError: no plan is known or can be derived, an unknown style, a key that matches nothing, a step of the plan
+            that is illegal, or a sequence that cannot be split; the model is as before.
         TraceError: a plan has to be derived, but the forward cannot be traced.
     """
 
@@ -65,23 +67,36 @@ class TensorParallelPrimitive(Primitive):
 
 def _planned(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
     """The steps of a plan that is given or known; None where one can be derived."""
+    if sequence_parallel:
+        _check_derivable(schedule, plan)
+        return None
     try:
-        return _steps(schedule, plan, sequence_parallel)
+        return _steps(schedule, plan)
     except ScheduleError:
-        derivable = plan is None and not sequence_parallel and not isinstance(schedule.mod, fx.GraphModule)
+        derivable = plan is None and not isinstance(schedule.mod, fx.GraphModule)
         if not derivable or schedule.example_inputs is None:
             raise
         return None
 
 
-def _steps(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str]:
+def _check_derivable(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
+    message = None
+    if plan is not None:
+        message = "a plan that splits the sequence is derived from the model; leave out plan, or sequence_parallel"
+    elif isinstance(schedule.mod, fx.GraphModule):
+        message = "the model is traced already; call tensor_parallel before trace"
+    elif schedule.example_inputs is None:
+        message = "where the sequence can be split shows when the model runs; give example_inputs to create_schedule"
+    if message is not None:
+        raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
+
+
+def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]:
     """Path of every module that is split, to its style."""
 
     def error(message: str) -> ScheduleError:
         return ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
 
-    if sequence_parallel:
-        raise error("sequence_parallel is not supported yet; leave it out")
     known = published_plan if schedule.example_inputs is not None else tensor_parallel_plan
     given = known(schedule.mod) if plan is None else plan
     for key, style in given.items():

@@ -1,0 +1,233 @@
+"""The dry run with the sequence split as well: values between the layers are sharded along it, borders gather and scatter.
+
+Beside sharded and replicated there is a third type here: a whole value of whose gradient each rank has a *part*. It comes out
+of a gather whose backward is a reduce-scatter; whatever it meets, and what ranks make of it, has to leave it so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from .borders import Place, border
+from .layouts import LayoutError, Layouts, has_gradient, parameters_of
+from .syncing import map_input
+
+SEQUENCE = "the sequence"
+"""Among the sources of a value: it is sharded along dimension 1."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What happens to a value at a border.
+
+    Args:
+        op: ``"scatter"`` or ``"all_gather"``.
+        backward: Of ``all_gather``.
+    """
+
+    op: Literal["scatter", "all_gather"]
+    backward: Literal["split", "reduce_scatter"] = "split"
+
+    def arguments(self) -> dict[str, Any]:
+        """What ``sync`` is given beside the mode."""
+        backward = {"backward": self.backward} if self.op == "all_gather" else {}
+        return {"axis": 1, **backward}
+
+
+@dataclass
+class Plan:
+    """Where the sequence is split.
+
+    Args:
+        crossings: What happens at which borders.
+        blocks: Paths of the repeated layers, between which values are split, to the shape of these.
+        whole: Paths of modules inside them that do their work on all of the sequence, to the end.
+    """
+
+    crossings: dict[Place, Crossing] = field(default_factory=dict)
+    blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
+
+    def block_of(self, path: str) -> str | None:
+        """The repeated layer around a module."""
+        return next((block for block in self.blocks if path.startswith(f"{block}.")), None)
+
+    def splits_output(self, node: fx.Node) -> bool:
+        """Whether the result of a row-parallel layer is left split."""
+        path = str(node.target)
+        block = self.block_of(path)
+        if block is None or any(path.startswith(f"{module}.") for module in self.whole):
+            return False
+        return tuple(node.meta["val"].shape) == self.blocks[block]
+
+
+class PartError(LayoutError):
+    """Ranks have a part each of a gradient that has to be whole; ``places`` are the gathers it goes back to."""
+
+    def __init__(self, layouts: Layouts, node: fx.Node, places: frozenset[Place]) -> None:
+        super().__init__(layouts, node, "ranks have a part of a gradient each")
+        self.places = places
+
+
+class BorderError(LayoutError):
+    """A value cannot be gathered or scattered at ``place``."""
+
+    def __init__(self, layouts: Layouts, node: fx.Node, place: Place, reason: str) -> None:
+        super().__init__(layouts, node, reason)
+        self.place = place
+
+
+class MixedUse(LayoutError):
+    """A parameter is used on a part of the sequence and on all of it."""
+
+
+class SequenceLayouts(Layouts):
+    """A dry run of a graph that was traced inside ``marked``.
+
+    Args:
+        layouts: An earlier dry run, which says how layers are split.
+        plan: Where the sequence is split.
+
+    Attributes:
+        gathered: Whole values, to the gathers they come from.
+        parts: Those of them with a part of their gradient on each rank.
+        summed: Column-parallel layers, to whether the gradient of their input is summed by such a gather.
+        scattered: Row-parallel layers whose result is split along the sequence.
+    """
+
+    def __init__(self, layouts: Layouts, plan: Plan) -> None:
+        super().__init__(layouts.traced, layouts.mesh, layouts.candidates, layouts.filled, layouts.is_layer)
+        self.plan, self.crossings = plan, plan.crossings
+        self.gathered: dict[fx.Node, frozenset[Place]] = {}
+
+    def check(self) -> None:
+        """Run, then see that each parameter is used on parts of values or on whole ones."""
+        super().check()
+        named = dict(self.traced.named_parameters(remove_duplicate=False))
+        partial = {id(named[name]): node for name, node in self.partial.items()}
+        for node in self.graph.nodes:
+            for name in self._used_whole(node):
+                if node_of := partial.get(id(named[name])):
+                    raise MixedUse(self, node_of, f"{name!r} is used on a part of the sequence and on all of it")
+
+    def _used_whole(self, node: fx.Node) -> list[str]:
+        if node in self.local or node in self.parts or str(node.target) in self.splits:
+            return []
+        if node.op == "call_module" and not any(other in self.local for other in node.all_input_nodes):
+            module = self.traced.get_submodule(str(node.target))
+            return [f"{node.target}.{name}" for name, _ in module.named_parameters()]
+        if node.op != "output" and parameters_of(node):
+            return []
+        return [name for other in node.all_input_nodes if has_gradient(other) for name in parameters_of(other)]
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is border:
+            value = self._pass(n)
+        else:
+            value = super().run_node(n)
+        if self.is_split(n) and n in self.sized:
+            raise LayoutError(self, n, "it is given the length of the whole sequence")
+        if self.is_split(n) and isinstance(value, DTensor) and type(value.placements[0]) is not Shard:
+            raise LayoutError(self, n, "the sequence is merged with another dimension")
+        self._follow(n, value)
+        place = (str(n.args[1]), str(n.args[2])) if n.target is border else (str(n.target), "fwd_post")
+        crossing = self.plan.crossings.get(place) if n.op.startswith("call") else None
+        return value if crossing is None else self._cross(n, place, crossing, value)
+
+    def is_split(self, n: fx.Node) -> bool:
+        """Whether a value is sharded along the sequence."""
+        return SEQUENCE in self.sources.get(n, ())
+
+    def _pass(self, n: fx.Node) -> Any:
+        (x,) = n.all_input_nodes
+        for table in (self.sources, self.local):
+            if x in table:
+                table[n] = table[x]  # type: ignore[assignment]
+        return self.env[x]
+
+    def _cross(self, n: fx.Node, place: Place, crossing: Crossing, value: Any) -> torch.Tensor:
+        if crossing.op == "all_gather":
+            if not self.is_split(n) or not isinstance(value, DTensor):
+                raise BorderError(self, self._failed(n), place, "a value that is gathered is whole")
+            del self.sources[n], self.local[n]
+            self.gathered[n] = frozenset((place,))
+            if crossing.backward == "reduce_scatter":
+                self.parts[n] = self.gathered[n]
+            return torch.empty(value.shape, dtype=value.dtype)
+        if n in self.sources or not isinstance(value, torch.Tensor) or value.dim() != 3:
+            raise BorderError(self, self._failed(n), place, "a value that is scattered is split already")
+        if n in self.parts:
+            raise PartError(self, self._failed(n), self.parts[n])
+        self.gathered.pop(n, None)
+        self.sources[n] = frozenset((SEQUENCE,))
+        split = self._shard(value, 1)
+        self.local[n] = tuple(split.to_local().shape)
+        return split
+
+    def _failed(self, n: fx.Node) -> fx.Node:
+        self.sources.setdefault(n, frozenset())
+        return n
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        place = (str(n.target), "fwd_pre")
+        if n.op != "call_module" or place not in self.plan.crossings:
+            return args, kwargs
+
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            if not isinstance(x, DTensor) or self.plan.crossings[place].op != "all_gather":
+                raise BorderError(self, self._failed(n), place, "a value that is gathered is whole")
+            return torch.empty(x.shape, dtype=x.dtype)
+
+        return map_input(gather, args, kwargs)
+
+    def _module(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        path = str(n.target)
+        if self.is_split(n) and isinstance(self.fetch_attr(path), (nn.modules.conv._ConvNd, nn.RNNBase)):
+            raise ValueError("it mixes neighbours along the sequence")
+        value = super()._module(n, args, kwargs)
+        if n in self.sources or not self.plan.splits_output(n):
+            return value
+        self.sources[n] = frozenset((SEQUENCE,))
+        self.scattered.add(path)
+        return self._shard(value, 1)
+
+    def _follow(self, n: fx.Node, value: Any) -> None:
+        """Keep track of whole values that come from a gather."""
+        own: frozenset[Place] = frozenset()
+        if n.op == "call_module" and (place := (str(n.target), "fwd_pre")) in self.plan.crossings:
+            own = frozenset((place,))
+        partly = own and self.plan.crossings[(str(n.target), "fwd_pre")].backward == "reduce_scatter"
+        inputs = n.all_input_nodes
+        places = own.union(*(self.gathered.get(other, frozenset()) for other in inputs))
+        parts = (own if partly else frozenset[Place]()).union(*(self.parts.get(other, frozenset()) for other in inputs))
+        split = self.splits.get(str(n.target)) if n.op == "call_module" else None
+        if (
+            split is not None
+            and split.output == "sharded"
+            and self.summed.setdefault(str(n.target), bool(parts)) != bool(parts)
+        ):
+            raise PartError(self, n, parts)
+        if n in self.sources or not places:
+            return
+        self.gathered[n] = places
+        if parts and (has_gradient(n) or not isinstance(value, torch.Tensor)):
+            self._part_of_gradient(n, parts)
+
+    def _part_of_gradient(self, n: fx.Node, parts: frozenset[Place]) -> None:
+        if n.op == "output":
+            raise PartError(self, self._failed(n), parts)
+        for other in n.all_input_nodes:
+            if other not in self.parts and other not in self.sources and has_gradient(other):
+                names = parameters_of(other)
+                if not names:
+                    raise PartError(self, self._failed(n), parts)
+                self.partial.update(dict.fromkeys(names, n))
+        if n.op == "call_module":
+            self.partial.update((f"{n.target}.{name}", n) for name, _ in self.fetch_attr(str(n.target)).named_parameters())
+        self.parts[n] = parts

@@ -1,0 +1,240 @@
+"""``tensor_parallel(sequence_parallel=True)``: the numbers of the unmodified model, with the sequence split between layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from slapo_core.build import build
+from slapo_core.errors import ScheduleError
+from slapo_core.random import set_random_seed
+from slapo_core.registry import Registry
+from slapo_core.replay import load_schedule
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding import plugin
+from tests.zoo.families import FAMILIES
+
+pytestmark = pytest.mark.multiproc
+
+BATCH, LENGTH, WIDTH = 3, 8, 16
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each with a norm before and a dropout behind."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.heads = 4
+        self.norm, self.make, self.back = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+        self.norm2, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(rate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.make(self.norm(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.back(mixed))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.places = nn.Embedding(10, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList([Block(rate), Block(rate)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.places[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _ids(length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(10, (BATCH, length), generator=torch.Generator().manual_seed(1))
+
+
+def _schedule(model: nn.Module, *inputs: Any) -> Schedule:
+    return create_schedule(model, plugins=Registry([plugin]), example_inputs=inputs)
+
+
+def _steps(rank: int) -> list[str]:
+    model = Model()
+    before = copy.deepcopy(model)
+    sch = _schedule(model, _ids())
+    sch.tensor_parallel(sequence_parallel=True)
+    (step,) = sch.journal
+    build(sch)
+    assert_equivalent(before, model, _ids())
+    assert_equivalent(before, model, _ids(4))
+    return [str(child) for child in step.children if ".1." not in str(child)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_steps_are_those_of_megatron(ranks: int) -> None:
+    assert run_distributed(_steps, ranks)[0] == [
+        "sch['blocks.0.make'].shard('weight', axis=0, blocks=[16, 16, 16])",
+        "sch['blocks.0.back'].shard('weight', axis=1, blocks=1)",
+        "sch['blocks.0.back'].sync('fwd_post', 'reduce_scatter', axis=1)",
+        "sch['blocks.0.mlp.0'].shard('weight', axis=0, blocks=1)",
+        "sch['blocks.0.mlp.2'].shard('weight', axis=1, blocks=1)",
+        "sch['blocks.0.mlp.2'].sync('fwd_post', 'reduce_scatter', axis=1)",
+        "sch['blocks.0'].sync('fwd_pre', 'scatter', axis=1)",
+        "sch['blocks.0.make'].sync('fwd_pre', 'all_gather', axis=1, backward='reduce_scatter')",
+        "sch['blocks.0.mlp'].sync('fwd_pre', 'all_gather', axis=1, backward='reduce_scatter')",
+        "sch['norm'].sync('fwd_post', 'all_gather', axis=1, backward='split')",
+        "sch['blocks.0.norm'].sync('grad', 'all_reduce')",
+        "sch['blocks.0.norm2'].sync('grad', 'all_reduce')",
+        "sch['norm'].sync('grad', 'all_reduce')",
+    ]
+
+
+def _saved_bytes(model: nn.Module, *inputs: torch.Tensor) -> int:
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = model(*inputs)
+    kept = sum(storage.nbytes() for storage in saved.values())
+    result.square().sum().backward()
+    return kept
+
+
+def _memory(rank: int) -> tuple[int, int]:
+    found = []
+    for sequence_parallel in (False, True):
+        model = Model(rate=0.5)
+        sch = _schedule(model, _ids())
+        sch.tensor_parallel(sequence_parallel=sequence_parallel)
+        build(sch)
+        set_random_seed(3, tp_rank=rank)
+        found.append(_saved_bytes(model, _ids()))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_saves_its_part_of_norms_and_dropouts(ranks: int) -> None:
+    positions = BATCH * LENGTH
+    value, statistics = 4 * positions * WIDTH, 2 * 4 * positions
+    norms = 5 * (value + statistics)
+    masks = 4 * value  # on a CPU a dropout keeps what it multiplies with
+    for whole, part in run_distributed(_memory, ranks):
+        assert whole - part == (norms + masks) * (ranks - 1) // ranks
+
+
+def _masks(rank: int) -> tuple[list[float], list[list[bool]]]:
+    model = FAMILIES["gpt2"].model(dropout=0.5)
+    ids = torch.randint(5, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs={"input_ids": ids, "use_cache": False})
+    sch.tensor_parallel(sequence_parallel=True)
+    build(sch)
+    dropped: list[list[bool]] = []
+    block: Any = model.transformer.h[0]
+    for module in (model.transformer.drop, block.attn.resid_dropout, block.mlp.dropout):
+        module.register_forward_hook(lambda module, args, output: dropped.append((output == 0).flatten().tolist()))
+    losses = []
+    for _ in range(2):
+        set_random_seed(3, tp_rank=rank)
+        losses.append(float(model(input_ids=ids, use_cache=False).logits.detach().square().mean()))
+    assert dropped[:3] == dropped[3:]
+    return losses, dropped[:3]
+
+
+def test_parts_of_the_sequence_draw_masks_of_their_own_and_runs_repeat() -> None:
+    (one, first), (other, second) = run_distributed(_masks, 2)
+    assert one[0] == one[1] == other[0] == other[1]
+    assert [left == right for left, right in zip(first, second, strict=True)] == [True, False, False]
+    assert [len(mask) for mask in first] == [2 * 12 * 32, 2 * 6 * 32, 2 * 6 * 32]
+
+
+def _kept(rank: int) -> None:
+    model = Model()
+    before, names = copy.deepcopy(model), {name: id(parameter) for name, parameter in model.named_parameters()}
+    sch = _schedule(model, _ids())
+    sch.tensor_parallel(sequence_parallel=True)
+    sch.save(f"schedule{rank}.json")
+    again = load_schedule(Model(), f"schedule{rank}.json", plugins=Registry([plugin]), example_inputs=(_ids(),))
+    build(again)
+    assert_equivalent(before, again.mod, _ids())
+    sch.undo()
+    assert names == {name: id(parameter) for name, parameter in model.named_parameters()}
+    assert_equivalent(before, model, _ids())
+
+
+def test_the_plan_is_saved_replayed_and_undone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_distributed(_kept, 2)
+
+
+class Odd(Model):
+    """A model that does one thing that no part of the sequence can do."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        self.why = why
+        if why == "used on both":
+            self.blocks[1].norm = self.blocks[0].norm
+        if why == "a list":
+            self.blocks = nn.Sequential(*self.blocks)  # type: ignore[assignment]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.places[: ids.shape[1]]
+        if self.why == "another order":
+            x = x.transpose(0, 1)
+        if self.why == "used on both":
+            x = self.blocks[0].norm(x)
+        for block in self.blocks:
+            x = block(x)
+            if self.why == "the length":
+                x = x + torch.arange(x.shape[1])[:, None] / 10
+            if self.why == "neighbours":
+                x = x + x.roll(1, 1)
+        return self.head(self.norm(x))
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    messages = {}
+
+    def refused(key: str, model: nn.Module, inputs: Any, **options: Any) -> None:
+        state = [(name, id(p), len(p._backward_hooks or ())) for name, p in model.named_parameters()]
+        hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+        sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=inputs)
+        with pytest.raises(ScheduleError) as caught:
+            sch.tensor_parallel(sequence_parallel=True, **options)
+        messages[key] = str(caught.value)
+        assert state == [(name, id(p), len(p._backward_hooks or ())) for name, p in model.named_parameters()]
+        assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+        assert not sch.journal
+
+    refused("no inputs", Model(), None)
+    refused("a plan", Model(), (_ids(),), plan={"head": "colwise"})
+    refused("odd length", Model(), (_ids(7),))
+    for why in ("another order", "used on both", "a list", "the length", "neighbours"):
+        refused(why, Odd(why), (_ids(),))
+    return messages
+
+
+def test_what_cannot_be_split_is_refused_and_nothing_changes() -> None:
+    first, second = run_distributed(_refusals, 2)
+    assert first == second
+    assert "give example_inputs to create_schedule" in first["no inputs"]
+    assert "leave out plan, or sequence_parallel" in first["a plan"]
+    assert "the sequence in 'blocks.0' has length 7, not divisible by 2 ranks" in first["odd length"]
+    assert "'blocks.0' is given values of shape [8, 3, 16], not [batch, sequence, width]" in first["another order"]
+    assert "'blocks.0.norm.weight' is used on a part of the sequence and on all of it" in first["used on both"]
+    assert "no list of layers (nn.ModuleList)" in first["a list"]
+    for why in ("the length", "neighbours"):
+        assert "test_sequence_parallel.py:" in first[why], "the line of the model"
