@@ -13,11 +13,13 @@ sharded, and a replicated tensor that ranks use in different ways has a partial 
     scatter            replicated -> sharded      all-gather
 
 Each returns its input when the group is None or has one rank, works on any dimension (negative too), and changes no tensor
-in place. This is the one file that knows torch's functional collectives: they trace, compile and run on fake tensors.
+in place; backward can be differentiated again. This is the one file that knows torch's functional collectives: they trace,
+compile and run on fake tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +38,19 @@ def all_reduce(x: torch.Tensor, group: Group = None) -> torch.Tensor:
 def all_reduce_grad(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     """A replicated tensor, unchanged, whose gradient is summed over the group: each rank uses it for its own shard."""
     return x if num_ranks(group) == 1 else _apply(_AllReduceGrad, x, group)
+
+
+def all_reduce_grad_around(x: torch.Tensor, group: Group, between: Callable[[], None]) -> torch.Tensor:
+    """As ``all_reduce_grad``; what ``between`` records in the forward runs in the backward while the sum is under way.
+
+    Autograd runs what was recorded last first: the sum starts, then ``between``'s part, then what waits for the sum.
+    """
+    if group is None or num_ranks(group) == 1:
+        between()
+        return x
+    waited = _apply(_Wait, x)
+    between()
+    return _apply(_Start, waited, group)
 
 
 def all_gather(
@@ -70,7 +85,10 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group = None) -> torch.Tens
     Raises:
         ValueError: the size along ``dim`` is not divisible by the group size.
     """
-    return x if num_ranks(group) == 1 else _apply(_ReduceScatter, x, dim % x.dim(), group)
+    if group is None or num_ranks(group) == 1:
+        return x
+    _check_divides(x, dim % x.dim(), group)
+    return _apply(_ReduceScatter, x, dim % x.dim(), group)
 
 
 def scatter(x: torch.Tensor, dim: int, group: Group = None, *, uneven: bool = False) -> torch.Tensor:
@@ -115,11 +133,12 @@ def num_ranks(group: Group) -> int:
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
         return _sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+        return all_reduce_grad(grad, ctx.group), None
 
 
 class _AllReduceGrad(torch.autograd.Function):
@@ -130,30 +149,29 @@ class _AllReduceGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum(grad, ctx.group), None
+        return all_reduce(grad, ctx.group), None
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, backward: str, size: int | None) -> torch.Tensor:
-        ctx.dim, ctx.group, ctx.cut = dim, group, _piece if backward == "split" else _sum_piece
+        ctx.dim, ctx.group, ctx.cut = dim, group, _Scatter if backward == "split" else _ReduceScatter
         return _join(x, dim, group, group.size() * x.size(dim) if size is None else size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.cut(grad, ctx.dim, ctx.group), None, None, None, None
+        return _apply(ctx.cut, grad, ctx.dim, ctx.group), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        _check_divides(x, dim, group)
         ctx.dim, ctx.group, ctx.size = dim, group, x.size(dim)
         return _sum_piece(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _join(grad, ctx.dim, ctx.group, ctx.size), None, None
+        return all_gather(grad, ctx.dim, ctx.group, backward="reduce_scatter", size=ctx.size), None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -164,7 +182,30 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _join(grad, ctx.dim, ctx.group, ctx.size), None, None
+        return all_gather(grad, ctx.dim, ctx.group, size=ctx.size), None, None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if torch.is_grad_enabled():  # a graph of this backward is made
+            return all_reduce(grad, ctx.group), None
+        return _ops.all_reduce(grad.contiguous(), "sum", ctx.group.group_name), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad if torch.is_grad_enabled() else _ops.wait_tensor(grad)
 
 
 _ops = torch.ops._c10d_functional
@@ -183,10 +224,10 @@ def _join(x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int) -> tor
     """Gather ``size`` along ``dim``; the backend puts ranks, all with as much, along dimension 0."""
     ranks, missing = group.size(), -size % group.size()
     mine = _padded(x, dim, -(-size // ranks)) if missing else x.contiguous()
-    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(mine, ranks, group.group_name))
+    gathered: torch.Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(mine, ranks, group.group_name))
     if not dim:
         return gathered.narrow(0, 0, size) if missing else gathered
-    parts = gathered.chunk(ranks)
+    parts = list(gathered.chunk(ranks))
     if missing:
         parts = [part.narrow(dim, 0, _width(size, group, rank)) for rank, part in enumerate(parts)]
     return torch.cat(parts, dim)

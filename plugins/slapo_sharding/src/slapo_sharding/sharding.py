@@ -19,6 +19,7 @@ from slapo_core.wrapping import forward_wrappers, own_forward
 from . import attention
 from .rulebook import rules_of
 from .rules import AppliedCut, Cut, applied_cut, record_cut
+from .shared_sum import is_overlapping
 from .syncing import Sync
 
 Blocks = int | Sequence[int] | None
@@ -287,7 +288,8 @@ def user_code(module: nn.Module) -> str | None:
         if any(not isinstance(hook, Sync) for hook in table.values()):
             return kind
     forward, applied = own_forward(module), applied_cut(module)
-    ours = forward is None or (applied is not None and getattr(forward, "__func__", None) is applied.cut.forward)
+    ours = forward is None or is_overlapping(forward)
+    ours = ours or (applied is not None and getattr(forward, "__func__", None) is applied.cut.forward)
     return None if ours else "forward"
 
 

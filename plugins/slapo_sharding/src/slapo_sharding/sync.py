@@ -13,7 +13,8 @@ from slapo_core.schedule import Schedule
 
 from . import attention
 from .rules import applied_cut
-from .syncing import GradientSum, SharedSum, Sync, sums_gradient, trainable
+from .shared_sum import SharedSum, overlap, overlaps
+from .syncing import GradientSum, Sync, sums_gradient, trainable
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
@@ -94,10 +95,12 @@ class SyncPrimitive(Primitive):
                 label = f"{schedule.path}.{name}" if schedule.path else name
                 handle = parameter.register_hook(GradientSum(schedule.group, label))  # type: ignore[no-untyped-call]
                 schedule.on_undo(handle.remove)
-        elif of is not None:
-            for path in of:
-                schedule.touch(schedule[path].mod)
-                schedule[path].mod.register_forward_pre_hook(sync, with_kwargs=True)
+        elif sync.shared is not None:
+            for each in sync.shared.modules:
+                schedule.touch(each)
+                each.register_forward_pre_hook(sync, with_kwargs=True)
+                if applied_cut(each) is not None and overlaps(each):
+                    overlap(each)
         elif mode == "fwd_post":
             module.register_forward_hook(sync, with_kwargs=True)
         elif mode == "bwd_post" and sync.fn is not None:
@@ -139,7 +142,9 @@ def _make(
         raise error(f"backward is {backward!r}; all_gather takes 'split' or 'reduce_scatter', the others have one backward")
     _check_gather(schedule, mode, op, error)
     default = "reduce_scatter" if mode == "fwd_pre" else "split"
-    shared = SharedSum(schedule.group, len(of)) if of is not None else None
+    shared = None
+    if mode == "bwd_post":
+        shared = SharedSum(schedule.group, [schedule.mod] if of is None else [schedule[path].mod for path in of])
     return Sync(mode, op, axis, schedule.group, backward or default, shared=shared)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from slapo_core.errors import ScheduleError
 
 from . import collectives
 from .rules import applied_cut
+from .shared_sum import SharedSum
 
 REDUCING = ("all_reduce", "reduce_scatter")
 """Operations that make a partial output whole."""
@@ -33,7 +35,7 @@ class Sync:
         backward: Of ``all_gather``.
         fn: The user's function.
         takes_kwargs: Whether ``fn`` wants the keyword inputs as well.
-        shared: What sums the gradients of inputs instead, together with those of other modules.
+        shared: What sums the gradients of inputs instead, also of other modules'.
     """
 
     mode: str
@@ -46,7 +48,8 @@ class Sync:
     shared: SharedSum | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sync:
-        return self  # groups cannot be copied, and nothing here changes
+        """Groups cannot be copied, and nothing here changes; what is shared knows its modules."""
+        return self if self.shared is None else dataclasses.replace(self, shared=copy.deepcopy(self.shared, memo))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Any:
         if self.mode == "fwd_post":
@@ -55,12 +58,12 @@ class Sync:
             return self.fn(module, args, kwargs)  # torch calls a backward hook with (module, grad_input, grad_output)
         if self.mode == "bwd_post":
             if len(args) == 1 and isinstance(args[0], torch.Tensor) and not kwargs:
-                return (self._reduce_grad(args[0]),), kwargs
-            return pytree.tree_map_only(torch.Tensor, self._reduce_grad, (args, kwargs))
+                return (self._reduce_grad(module, args[0]),), kwargs
+            return pytree.tree_map_only(torch.Tensor, partial(self._reduce_grad, module), (args, kwargs))
         return self._before(module, args, kwargs)
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """The operation on one tensor."""
+    def run(self, x: torch.Tensor, uneven: int | None = None) -> torch.Tensor:
+        """The operation on one tensor; ``uneven`` is the size of the whole one where ranks do not have equal parts of it."""
         if self.op == "all_reduce":
             return collectives.all_reduce(x, self.group)
         assert self.axis is not None
@@ -69,13 +72,15 @@ class Sync:
                 f"sync {self.op} along axis {self.axis} of a tensor with {x.dim()} dimensions; give another axis"
             )
         if self.op == "all_gather":
-            return collectives.all_gather(x, self.axis, self.group, backward=self.backward)
+            return collectives.all_gather(x, self.axis, self.group, backward=self.backward, size=uneven)
+        if self.op == "scatter":
+            return collectives.scatter(x, self.axis, self.group, uneven=uneven is not None)
         return getattr(collectives, self.op)(x, self.axis, self.group)  # type: ignore[no-any-return]
 
-    def _reduce_grad(self, x: torch.Tensor) -> torch.Tensor:
+    def _reduce_grad(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if not x.requires_grad or not torch.is_grad_enabled():
             return x
-        return collectives.all_reduce_grad(x, self.group) if self.shared is None else self.shared.take(x)
+        return collectives.all_reduce_grad(x, self.group) if self.shared is None else self.shared.take(module, x)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.fn is None:
@@ -125,37 +130,14 @@ class Sync:
         if applied is not None and applied.spec.num_shards > 1:
             side = {"fwd_post all_gather": applied.cut.output, "fwd_pre scatter": applied.cut.input}
             assert self.axis is not None
-            if side.get(f"{self.mode} {self.op}") == "sharded" and (self.axis - applied.cut.dim) % x.dim():
+            if side.get(f"{self.mode} {self.op}") != "sharded":
+                return self.run(x)
+            if (self.axis - applied.cut.dim) % x.dim():
                 what = f"a {type(module).__name__} is sharded along {applied.cut.dim} there, not along {self.axis}"
                 raise ScheduleError(f"{self.mode} {self.op}: {what}; give axis={applied.cut.dim}", primitive="sync")
+            if applied.spec.dealt is not None:
+                return self.run(x, uneven=applied.spec.full_shape[applied.spec.dim])
         return self.run(x)
-
-
-class SharedSum:
-    """Modules that use the same tensor sum its gradient over the group once, all their parts of it together.
-
-    Which tensor that is shows when they run: one that another module has not been given has a sum of its own, so the
-    gradients are right whatever the modules are given.
-
-    Args:
-        group: The ranks that each have a part of the gradient.
-        members: Number of modules; once all have had the tensor, it is let go.
-    """
-
-    def __init__(self, group: collectives.Group, members: int) -> None:
-        self.group, self.members = group, members
-        self.left = 0
-        self.known: tuple[torch.Tensor, int, torch.Tensor] | None = None
-
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, whose gradient is summed; the same one as long as ``x`` is the same and unchanged."""
-        if self.known is None or self.known[0] is not x or self.known[1] != x._version:
-            self.known, self.left = (x, x._version, collectives.all_reduce_grad(x, self.group)), self.members
-        taken = self.known[2]
-        self.left -= 1
-        if self.left == 0:
-            self.known = None
-        return taken
 
 
 class GradientSum:
