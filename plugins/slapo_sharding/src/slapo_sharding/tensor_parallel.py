@@ -55,7 +55,7 @@ class TensorParallelPrimitive(Primitive):
         steps = _planned(schedule, plan, sequence_parallel)
         derived = steps is None
         if steps is None:
-            apply_derived(schedule)
+            apply_derived(schedule, sequence_parallel)
             steps = dict(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
         for path, style in steps.items():
             STYLES[style](schedule[path] if path else schedule)
