@@ -174,7 +174,9 @@ def test_on_one_rank_an_operation_leaves_the_module_alone():
     [
         (("backward", "all_reduce"), r"sync\(''\): no mode 'backward'; available: fwd_pre, fwd_post, bwd_post"),
         (("fwd_post", "all_sum"), "no operation 'all_sum'; available: all_reduce"),
-        (("fwd_post", "RR->RS"), "the reshard scheme 'RR->RS' is not supported yet; say it with"),
+        (("fwd_post", "RR->RX"), "no scheme 'RR->RX'; each side is one of RR, RS, SR"),
+        (("fwd_post", "RR->RS", 1), "'RR->RS' with mode 'fwd_post' and axis=1; it goes with 'fwd_pre' or 'fwd_post'"),
+        (("bwd_post", "RR->RS"), "'RR->RS' with mode 'bwd_post'"),
         (("bwd_post", "all_gather", 0), "bwd_post takes all_reduce or a function, not 'all_gather'"),
         (("fwd_post", "all_gather"), "axis is None; all_gather needs the dimension"),
         (("fwd_post", "all_gather", "last"), "axis is 'last'"),
@@ -284,3 +286,34 @@ def test_layers_that_use_one_value_sum_its_gradient_once():
 def test_bad_members_are_refused(arguments: dict[str, Any], message: str):
     with pytest.raises(ScheduleError, match=message):
         _schedule(Users()).sync(arguments.pop("mode", "bwd_post"), "all_reduce", **arguments)
+
+
+def _laid_out(whole: torch.Tensor, layout: str, rank: int) -> torch.Tensor:
+    dims = {"RR": None, "RS": -1, "SR": -2}
+    return whole if dims[layout] is None else whole.chunk(2, dims[layout])[rank].contiguous()
+
+
+def _reshard(rank: int, scheme: str) -> None:
+    before, after = scheme.split("->")
+    whole, weight = (torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    model = _schedule(nn.Identity()).sync("fwd_post", scheme).mod
+    x = _laid_out(whole, before, rank).requires_grad_()
+    y = model(x)
+    assert torch.equal(y, _laid_out(whole, after, rank))
+    (y * _laid_out(weight, after, rank)).sum().backward()
+    assert torch.equal(x.grad, _laid_out(weight, before, rank))
+
+
+@pytest.mark.parametrize("scheme", [f"{before}->{after}" for before in ("RR", "RS", "SR") for after in ("RR", "RS", "SR")])
+def test_reshard(scheme: str):
+    run_distributed(_reshard, 2, scheme)
+
+
+def _reshard_a_vector(rank: int) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        _schedule(nn.Identity()).sync("fwd_post", "RS->SR").mod(torch.ones(4))
+    return str(caught.value)
+
+
+def test_a_scheme_needs_two_dimensions():
+    assert "all_to_all along axis -1 of a tensor with 1 dimensions" in run_distributed(_reshard_a_vector, 2)[0]

@@ -11,6 +11,7 @@ sharded, and a replicated tensor that ranks use in different ways has a partial 
                                                   reduce-scatter: each rank used the result in its own way
     reduce_scatter     partial -> sharded         all-gather
     scatter            replicated -> sharded      all-gather
+    all_to_all         sharded -> sharded         all-to-all: along another dimension, and back
 
 Each returns its input when the group is None or has one rank, works on any dimension (negative too), and changes no tensor
 in place; backward can be differentiated again. This is the one file that knows torch's functional collectives: they trace,
@@ -110,6 +111,24 @@ def scatter(x: torch.Tensor, dim: int, group: Group = None, *, uneven: bool = Fa
     return _apply(_Scatter, x, dim % x.dim(), group)
 
 
+def all_to_all(x: torch.Tensor, dim: int, new_dim: int, group: Group = None) -> torch.Tensor:
+    """A tensor that is sharded along ``dim``, sharded along ``new_dim`` instead.
+
+    Args:
+        x: This rank's shard along ``dim``; the same shape on every rank.
+        dim: Dimension that becomes whole.
+        new_dim: Dimension to cut.
+        group: Ranks in the order of their shards.
+
+    Raises:
+        ValueError: the size along ``new_dim`` is not divisible by the group size.
+    """
+    if group is None or num_ranks(group) == 1:
+        return x
+    _check_divides(x, new_dim % x.dim(), group)
+    return _apply(_AllToAll, x, dim % x.dim(), new_dim % x.dim(), group)
+
+
 def total(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Sum over the group, without a gradient."""
     return x if num_ranks(group) == 1 else _reduce(x, "sum", group)
@@ -185,6 +204,17 @@ class _Scatter(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group, size=ctx.size), None, None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, new_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.new_dim, ctx.group = dim, new_dim, group
+        return _exchange(x, dim, new_dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return all_to_all(grad, ctx.new_dim, ctx.dim, ctx.group), None, None, None
+
+
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -241,6 +271,14 @@ def _sum_piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
     rows = torch.cat(x.chunk(ranks, dim)) if dim else x.contiguous()
     result: torch.Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(rows, "sum", ranks, group.group_name))
     return result.narrow(dim, 0, _width(size, group)) if size % ranks else result
+
+
+def _exchange(x: torch.Tensor, dim: int, new_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send each rank its piece along ``new_dim``, and put what the ranks send together along ``dim``."""
+    ranks = group.size()
+    rows = torch.stack(x.chunk(ranks, new_dim))
+    sent = _ops.wait_tensor(_ops.all_to_all_single(rows, [1] * ranks, [1] * ranks, group.group_name))
+    return torch.cat(sent.unbind(), dim)
 
 
 def _piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

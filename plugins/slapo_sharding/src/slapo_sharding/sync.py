@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,9 @@ from .syncing import GradientSum, Sync, sums_gradient, trainable
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
+_LAYOUTS = {"RR": None, "RS": -1, "SR": -2}
+"""Which of the last two dimensions is sharded."""
+_NOTHING = "nothing"
 _ARGUMENTS = {"fwd_pre": (2, 3), "fwd_post": (3, 4), "bwd_post": (3, 3)}
 """How many arguments a function takes: without and with the keyword inputs."""
 
@@ -38,6 +40,10 @@ class SyncPrimitive(Primitive):
     rank's piece of a whole tensor, ``reduce_scatter`` sums and keeps this rank's piece. Each has its own right backward, see
     ``slapo_sharding.collectives``; ``bwd_post`` is for modules whose ranks use one input for their own shards.
 
+    A scheme says how the last two dimensions are laid out before and after, R replicated and S sharded: ``"RR->RS"`` cuts the
+    last one, ``"SR->RR"`` gathers the one before it, ``"RS->SR"`` exchanges the two; nine in all, those from a layout to
+    itself do nothing.
+
     A function has the signature of torch's hook of that kind, with or without keyword inputs: ``fn(module, args)``,
     ``fn(module, args, kwargs)`` before; ``fn(module, args, output)``, ``fn(module, args, kwargs, output)`` after;
     ``fn(module, grad_input, grad_output)`` after the backward. It must be importable for the schedule to be saved. On one
@@ -48,7 +54,7 @@ class SyncPrimitive(Primitive):
 
     Args:
         mode: ``"fwd_pre"``, ``"fwd_post"``, ``"bwd_post"`` or ``"grad"``.
-        sync_op_or_fn: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"scatter"`` or a function.
+        sync_op_or_fn: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"scatter"``, a scheme or a function.
         axis: Dimension of the tensor to gather, scatter or reduce-scatter along; may be negative.
         backward: For ``all_gather``: ``"split"`` where what follows is replicated or declares its own syncs (default after
             the module), ``"reduce_scatter"`` where each rank goes on to use its own shard (default before the module).
@@ -88,7 +94,7 @@ class SyncPrimitive(Primitive):
         """Register the hook."""
         sync: Sync = schedule.checked
         module = schedule.mod
-        if sync.fn is None and schedule.world_size <= 1:
+        if (sync.fn is None and schedule.world_size <= 1) or sync.op == _NOTHING:
             return
         if mode == "grad":
             for name, parameter in trainable(module).items():
@@ -130,11 +136,14 @@ def _make(
         _check_members(schedule, mode, op, of, error)
     if not isinstance(op, str):
         return Sync(mode, "function", fn=op, takes_kwargs=_takes_kwargs(mode, op, error))
-    if re.fullmatch("[RS][RS]->[RS][RS]", op):
-        raise error(f"the reshard scheme {op!r} is not supported yet; say it with all_gather, scatter or reduce_scatter")
-    if op not in _OPS:
-        raise error(f"no operation {op!r}; available: {', '.join(_OPS)}, or a function")
-    if op not in _MODES[mode]:
+    new_axis = None
+    if "->" in op:
+        op, axis, new_axis = _reshard(mode, op, axis, error)
+    if op == _NOTHING:
+        return Sync(mode, op)
+    if op not in _OPS and new_axis is None:
+        raise error(f"no operation {op!r}; available: {', '.join(_OPS)}, a scheme such as 'RS->RR', or a function")
+    if op not in _MODES[mode] and new_axis is None:
         raise error(f"bwd_post takes all_reduce or a function, not {op!r}, which has its own backward; use a forward mode")
     if (axis is None) != (op == "all_reduce") or isinstance(axis, bool) or not isinstance(axis, int | None):
         raise error(f"axis is {axis!r}; {op} {'takes none' if op == 'all_reduce' else 'needs the dimension it works along'}")
@@ -145,7 +154,24 @@ def _make(
     shared = None
     if mode == "bwd_post":
         shared = SharedSum(schedule.group, [schedule.mod] if of is None else [schedule[path].mod for path in of])
-    return Sync(mode, op, axis, schedule.group, backward or default, shared=shared)
+    return Sync(mode, op, axis, schedule.group, backward or default, shared=shared, new_axis=new_axis)
+
+
+def _reshard(
+    mode: str, scheme: str, axis: int | None, error: Callable[[str], ScheduleError]
+) -> tuple[str, int | None, int | None]:
+    """The operation of a scheme, the dimension it works along, and the one that is cut instead."""
+    before, _, after = scheme.partition("->")
+    if before not in _LAYOUTS or after not in _LAYOUTS:
+        raise error(f"no scheme {scheme!r}; each side is one of {', '.join(_LAYOUTS)}")
+    if mode not in ("fwd_pre", "fwd_post") or axis is not None:
+        raise error(f"{scheme!r} with mode {mode!r} and axis={axis!r}; it goes with 'fwd_pre' or 'fwd_post', without axis")
+    old, new = _LAYOUTS[before], _LAYOUTS[after]
+    if old == new:
+        return _NOTHING, None, None
+    if old is None:
+        return "scatter", new, None
+    return ("all_gather", old, None) if new is None else ("all_to_all", old, new)
 
 
 def _takes_kwargs(mode: str, fn: Callable[..., Any], error: Callable[[str], ScheduleError]) -> bool:

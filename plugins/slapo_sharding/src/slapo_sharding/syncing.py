@@ -35,6 +35,7 @@ class Sync:
         backward: Of ``all_gather``.
         fn: The user's function.
         takes_kwargs: Whether ``fn`` wants the keyword inputs as well.
+        new_axis: Of ``all_to_all``: the dimension that is cut.
         shared: What sums the gradients of inputs instead, also of other modules'.
     """
 
@@ -46,6 +47,7 @@ class Sync:
     fn: Callable[..., Any] | None = None
     takes_kwargs: bool = False
     shared: SharedSum | None = None
+    new_axis: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sync:
         """Groups cannot be copied, and nothing here changes; what is shared knows its modules."""
@@ -67,10 +69,13 @@ class Sync:
         if self.op == "all_reduce":
             return collectives.all_reduce(x, self.group)
         assert self.axis is not None
-        if not -x.dim() <= self.axis < x.dim():
+        if not all(-x.dim() <= axis < x.dim() for axis in (self.axis, self.new_axis or 0)):
             raise ScheduleError(
                 f"sync {self.op} along axis {self.axis} of a tensor with {x.dim()} dimensions; give another axis"
             )
+        if self.op == "all_to_all":
+            assert self.new_axis is not None
+            return collectives.all_to_all(x, self.axis, self.new_axis, self.group)
         if self.op == "all_gather":
             return collectives.all_gather(x, self.axis, self.group, backward=self.backward, size=uneven)
         if self.op == "scatter":
