@@ -155,15 +155,17 @@ def _refusals(rank: int) -> dict[str, str]:
             self.qkv_proj = nn.Linear(16, 48)
             self.gate_up_proj = nn.Linear(16, 64)
 
-    sch = _schedule(nn.Sequential(Fused(), Attention(kv_heads=1), Attention(heads=3, kv_heads=1)))
+    odd = Attention(kv_heads=2)
+    odd.num_key_value_heads = 1  # not as many as its layers make
+    sch = _schedule(nn.Sequential(Fused(), odd, Attention(heads=3, kv_heads=1)))
     refused("fused", sch["0.qkv_proj"], "weight", axis=0)
     refused("gate and up", sch["0.gate_up_proj"], "weight", axis=0)
     refused("uneven sum", sch["0.qkv_proj"], "weight", axis=0, blocks=(16, 16, 15))
     refused("unequal", sch["0.qkv_proj"], "weight", axis=0, blocks=5)
     refused("block", sch["0.gate_up_proj"], "weight", axis=0, blocks=(33, 31))
-    refused("kv heads", sch["1.key"], "weight", axis=0)
-    refused("count of kv heads", sch["1.query"], "weight", axis=0)
     refused("heads", sch["2.query"], "weight", axis=0)
+    refused("kv heads", sch["2.key"], "weight", axis=0)
+    refused("count of kv heads", sch["1.query"], "weight", axis=0)
     sch["0.gate_up_proj"].shard("weight", axis=0, blocks=2)
     sch["0.qkv_proj"].shard("weight", axis=0, blocks=1)
     with pytest.raises(ScheduleError) as caught:

@@ -82,7 +82,7 @@ def test_gradient_of_one_rank() -> None:
         ([0, 4], {}, IndexError, "outside of the vocabulary of 4"),
         ([0, -1], {}, IndexError, "outside of the vocabulary of 4"),
         ([0, 3], {"vocab_size": 3}, IndexError, "outside of the vocabulary of 3"),
-        ([0, 1], {"vocab_size": 5}, ValueError, "vocab_size is 5, but there are 4 columns"),
+        ([0, 1], {"vocab_size": 5}, ValueError, "vocab_size is 5, but there are 4 columns on rank 0 of 1"),
         ([0, 1], {"reduction": "max"}, ValueError, "reduction is 'max'"),
         ([0, 1], {"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5"),
     ],

@@ -6,16 +6,24 @@ heads. Transformers' attention views ``(..., -1, head_dim)``, which needs no cou
 
 from __future__ import annotations
 
+from math import gcd
+from typing import NamedTuple
+
 from torch import nn
 
+from . import dealing
+from .rules import applied_cut
+
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_per_head")
-_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
+_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+_GROUPS = ("num_key_value_groups", "n_rep")
 _WIDTHS = ("split_size", "embed_dim", "all_head_size", "inner_dim")
+_KEY_WIDTHS = ("kv_dim",)
 _FUSED = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "in_proj", "gate_up_proj")
-PROJECTIONS = {
-    *_FUSED[:-1],
-    *("q_attn", "q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v", "q_lin", "k_lin", "v_lin"),
-}
+_QUERIES = ("q_attn", "q_proj", "query", "q", "q_lin")
+_KEYS = ("k_proj", "v_proj", "key", "value", "k", "v", "k_lin", "v_lin")
+PROJECTIONS = {*_FUSED[:-1], *_QUERIES, *_KEYS}
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 _LOCAL = "_slapo_local_heads"
 
@@ -41,29 +49,95 @@ def makes_heads(owner: nn.Module | None, child: str) -> bool:
     return owner is not None and child in PROJECTIONS and _head_size(owner) is not None
 
 
-def whole_heads(owner: nn.Module, blocks: tuple[int, ...], num_shards: int) -> str | None:
-    """Why heads cannot be dealt out to ``num_shards`` ranks, or None. ``blocks`` are the output widths."""
-    size = _head_size(owner)
+class Heads(NamedTuple):
+    """Heads of an attention on all ranks together: the queries', and the keys', each of which serves as many queries."""
+
+    queries: int
+    keys: int
+    size: int
+
+    def local(self, num_shards: int) -> Heads:
+        """What each rank has: the keys its queries need, some in copies where these cannot be dealt out."""
+        own = self.queries // num_shards
+        return Heads(own, own // gcd(own, self.queries // self.keys), self.size)
+
+    def counts(self) -> dict[str, int]:
+        """Attributes that models keep of the keys."""
+        widths = dict.fromkeys(_KEY_WIDTHS, self.keys * self.size)
+        return {**dict.fromkeys(_KEY_COUNTS, self.keys), **dict.fromkeys(_GROUPS, self.queries // self.keys), **widths}
+
+
+def deal(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int) -> tuple[dealing.Ranges, ...] | None:
+    """How the output of a projection that makes heads is dealt out; None for equal parts of every block.
+
+    Args:
+        owner: The attention module.
+        child: Name of the projection.
+        blocks: Its output widths.
+        num_shards: Number of ranks.
+
+    Raises:
+        LookupError: heads cannot be dealt out; its message says why.
+    """
+    size, heads = _head_size(owner), _heads(owner, child, blocks)
     assert size is not None
-    for width in blocks:
-        if width % size or (width // size) % num_shards:
-            return f"{width / size:g} attention heads of size {size} cannot be dealt out to {num_shards} ranks"
-    if counts_local_heads(owner):
-        return None
+    dealt = []
+    for index, width in enumerate(blocks):
+        of_keys = child in _KEYS or (child in _FUSED and index > 0)
+        if width % size == 0 and (width // size) % num_shards == 0:
+            dealt.append(dealing.chunks(width, num_shards))
+        elif of_keys and heads is not None and heads.keys * size == width and heads.queries % num_shards == 0:
+            dealt.append(dealing.head_copies(heads.queries, heads.keys, size, num_shards))
+        else:
+            raise LookupError(f"{width / size:g} attention heads of size {size} cannot be dealt out to {num_shards} ranks")
+    if not counts_local_heads(owner):
+        _check_counts(owner, heads, num_shards)
+    return dealing.side_by_side(blocks, dealt) if any(width // size % num_shards for width in blocks) else None
+
+
+def _check_counts(owner: nn.Module, heads: Heads | None, num_shards: int) -> None:
     known = {**getattr(getattr(owner, "config", None), "__dict__", {}), **owner.__dict__}
-    for name in _COUNTS:
-        if isinstance(count := known.get(name), int) and count % num_shards:
-            return f"{name} of the attention module is {count}, not divisible by {num_shards} ranks"
+    for name in (*_COUNTS, *_KEY_COUNTS):
+        copied = heads is not None and name in _KEY_COUNTS and known.get(name) == heads.keys
+        if isinstance(count := known.get(name), int) and count % num_shards and not copied:
+            raise LookupError(f"{name} of the attention module is {count}, not divisible by {num_shards} ranks")
+
+
+def _heads(owner: nn.Module, child: str, blocks: tuple[int, ...]) -> Heads | None:
+    """The heads, where the projections say how many there are."""
+    size = _head_size(owner)
+    widths: list[int | None] = []
+    if child not in _FUSED:
+        first = [next((name for name in names if name in owner._modules), "") for names in (_QUERIES, _KEYS)]
+        widths = [_width(owner._modules.get(name)) for name in first]
+    elif len(blocks) == 3 and blocks[1] == blocks[2]:
+        widths = [*blocks[:2]]
+    match widths:
+        case [int(queries), int(keys)] if size and not (queries % keys or keys % size):
+            return Heads(queries // size, keys // size, size)
     return None
 
 
-def count_local_heads(owner: nn.Module, num_shards: int) -> None:
+def _width(projection: nn.Module | None) -> int | None:
+    """Width of a projection's output on all ranks together."""
+    applied = applied_cut(projection) if projection is not None else None
+    if applied is not None and applied.cut.output == "sharded":
+        return applied.spec.full_shape[applied.spec.dim]
+    return next((width for name in ("out_features", "nf") if isinstance(width := getattr(projection, name, None), int)), None)
+
+
+def count_local_heads(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int) -> None:
     """Let the attention module count local heads; once, however many of its projections are sharded."""
     if num_shards == 1 or _LOCAL in owner.__dict__:
         return
+    heads = _heads(owner, child, blocks)
+    whole, local = (heads.counts(), heads.local(num_shards).counts()) if heads is not None else ({}, {})
     owner.__dict__[_LOCAL] = num_shards
-    for name in (*_COUNTS, *_WIDTHS):
-        if (value := _integer(owner, name)) is not None:
+    for name in (*_COUNTS, *_KEY_COUNTS, *_WIDTHS, *_KEY_WIDTHS, *_GROUPS):
+        value = _integer(owner, name)
+        if value is not None and value == whole.get(name):
+            setattr(owner, name, local[name])
+        elif value is not None and name not in _GROUPS:
             setattr(owner, name, value // num_shards)
 
 

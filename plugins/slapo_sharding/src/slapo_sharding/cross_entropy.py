@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import collectives
+from .dealing import share
 
 
 def parallel_cross_entropy(
@@ -25,37 +26,46 @@ def parallel_cross_entropy(
     the logits are never gathered.
 
     Args:
-        logits: ``(..., vocabulary / n)``: this rank's columns, in the order of the ranks, as many on each.
+        logits: ``(..., vocabulary / n)``: this rank's columns, in the order of the ranks: as many on each, or, with
+            ``vocab_size``, as ``torch.chunk`` deals these out, the last ranks fewer.
         target: ``(...)``: ids out of the whole vocabulary, the same on every rank.
         group: The ranks; None for one.
         ignore_index: Targets that do not count.
         label_smoothing: Share of the target that is spread over the vocabulary, 0 to 1.
         reduction: ``"mean"`` over the targets that count, ``"sum"`` or ``"none"``.
-        vocab_size: Size of the vocabulary where the last columns of the whole logits are padding: these never count.
+        vocab_size: Size of the vocabulary where the ranks do not divide it. If all have as many columns nevertheless, the last
+            ones of the whole logits are padding: these never count.
 
     Returns:
         The loss, the same on every rank, in the dtype of ``logits``; ``(...)`` for ``"none"``, else a scalar.
 
     Raises:
-        ValueError: shapes that do not belong together, an unknown reduction, a smoothing outside of 0 to 1, or a padded
-            vocabulary that is larger than the columns.
+        ValueError: shapes that do not belong together, an unknown reduction, a smoothing outside of 0 to 1, a vocabulary that
+            is larger than the columns, or not as many columns on each rank without ``vocab_size``.
         IndexError: a target outside of the vocabulary.
     """
     ranks = collectives.num_ranks(group)
-    whole = logits.shape[-1] * ranks
-    size = whole if vocab_size is None else vocab_size
+    width, rank = logits.shape[-1], 0 if group is None else group.rank()
+    size = width * ranks if vocab_size is None else vocab_size
+    part, (low, high) = -(-size // ranks), share(size, ranks, rank)
     if logits.shape[:-1] != target.shape:
         raise ValueError(f"logits {list(logits.shape)} and target {list(target.shape)} differ in more than the vocabulary")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; 'mean', 'sum' and 'none' are known")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it lies between 0 and 1")
-    if not 0 < size <= whole:
-        raise ValueError(f"vocab_size is {size}, but there are {whole} columns on {ranks} ranks")
+    if vocab_size is not None and (size <= 0 or (width < part and width != high - low)):
+        raise ValueError(f"vocab_size is {size}, but there are {width} columns on rank {rank} of {ranks}")
+    start = rank * max(width, part)
+    real = min(max(size - start, 0), width)  # the columns after these are padding
+    highest = _highest(logits.detach()[..., :real], width, group, same=vocab_size is None)
     counts = target != ignore_index
     if not torch.compiler.is_compiling() and bool((counts & ((target < 0) | (target >= size))).any()):
         raise IndexError(f"a target is outside of the vocabulary of {size} and is not ignore_index ({ignore_index})")
-    losses: torch.Tensor = _CrossEntropy.apply(logits, target, counts, group, label_smoothing, size)  # type: ignore[no-untyped-call]
+    column = target - start
+    losses: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, highest, column, counts, group, label_smoothing, (real, size)
+    )
     if reduction == "mean":
         losses = losses.sum() / counts.sum()
     elif reduction == "sum":
@@ -63,28 +73,36 @@ def parallel_cross_entropy(
     return losses.to(logits.dtype)
 
 
+def _highest(values: torch.Tensor, width: int, group: collectives.Group, same: bool) -> torch.Tensor:
+    """The highest logit of each row, over all ranks; the same reduction says whether these have the same number of columns."""
+    highest = values.amax(-1) if values.shape[-1] else values.new_full(values.shape[:-1], -torch.inf)
+    highest = highest.to(torch.promote_types(values.dtype, torch.float32))
+    all_highest = collectives.largest(torch.cat([highest.flatten(), highest.new_tensor([width, -width])]), group)
+    if same and not torch.compiler.is_compiling() and bool(all_highest[-2] != -all_highest[-1]):
+        most, fewest = int(all_highest[-2]), -int(all_highest[-1])
+        raise ValueError(f"the ranks have from {fewest} to {most} columns; give vocab_size=, the size of the whole vocabulary")
+    return all_highest[:-2].view_as(highest)
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         logits: torch.Tensor,
-        target: torch.Tensor,
+        highest: torch.Tensor,
+        column: torch.Tensor,
         counts: torch.Tensor,
         group: collectives.Group,
         smoothing: float,
-        size: int,
+        sizes: tuple[int, int],
     ) -> torch.Tensor:
-        width = logits.shape[-1]
-        start = width * (0 if group is None else group.rank())
-        real = min(max(size - start, 0), width)  # the columns after these are padding
-        values = logits[..., :real].to(torch.promote_types(logits.dtype, torch.float32))
-        largest = values.amax(-1) if real else values.new_full(target.shape, -torch.inf)
-        shifted = values - collectives.largest(largest, group).unsqueeze(-1)
-        column = target - start
+        real, size = sizes
+        values = logits[..., :real].to(highest.dtype)
+        shifted = values - highest.unsqueeze(-1)
         owned = counts & (column >= 0) & (column < real)
         column = column.masked_fill(~owned, 0)
         picked = (
-            shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~owned, 0) if real else torch.zeros_like(largest)
+            shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~owned, 0) if real else torch.zeros_like(highest)
         )
         exponentials = shifted.exp()
         sums = torch.stack([exponentials.sum(-1), picked, shifted.sum(-1)][: 3 if smoothing else 2])
@@ -93,7 +111,7 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing:
             losses = losses - smoothing / size * sums[2]
         ctx.save_for_backward(exponentials / sums[0].unsqueeze(-1), column, owned, counts)
-        ctx.shares, ctx.width, ctx.dtype = (1 - smoothing, smoothing / size), width, logits.dtype
+        ctx.shares, ctx.width, ctx.dtype = (1 - smoothing, smoothing / size), logits.shape[-1], logits.dtype
         return losses.masked_fill(~counts, 0)
 
     @staticmethod
@@ -105,4 +123,4 @@ class _CrossEntropy(torch.autograd.Function):
             local = local.scatter_add(-1, column.unsqueeze(-1), (owned * -hit).to(local.dtype).unsqueeze(-1))
         local = local * grad.masked_fill(~counts, 0).unsqueeze(-1)
         padded = torch.nn.functional.pad(local, (0, ctx.width - local.shape[-1]))
-        return padded.to(ctx.dtype), None, None, None, None, None
+        return padded.to(ctx.dtype), None, None, None, None, None, None

@@ -24,18 +24,18 @@ def chunks(size: int, num_shards: int) -> tuple[Ranges, ...]:
     return tuple((share(size, num_shards, rank),) for rank in range(num_shards))
 
 
-def head_copies(queries: int, pairs: int, size: int, num_shards: int) -> tuple[Ranges, ...]:
+def head_copies(queries: int, keys: int, size: int, num_shards: int) -> tuple[Ranges, ...]:
     """What each rank holds of a block of key or value heads: those that its equal share of the query heads needs.
 
     Each is held as often as it takes to let every one serve as many query heads as the next, which is how models pair them.
 
     Args:
-        queries: Query heads, a multiple of ``pairs`` and of ``num_shards``.
-        pairs: Key heads, as many as value heads.
+        queries: Query heads, a multiple of ``keys`` and of ``num_shards``.
+        keys: Key heads, as many as value heads.
         size: Of one head.
         num_shards: Number of ranks.
     """
-    own, served = queries // num_shards, queries // pairs
+    own, served = queries // num_shards, queries // keys
     firsts = [range(rank * own, (rank + 1) * own, gcd(own, served)) for rank in range(num_shards)]
     return tuple(_joined((query // served * size, (query // served + 1) * size) for query in each) for each in firsts)
 

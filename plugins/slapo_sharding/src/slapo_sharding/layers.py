@@ -68,16 +68,16 @@ LINEAR = ShardingRule(
     "Linear",
     is_linear,
     (
-        Cut({"weight": 0, "bias": 0}, "replicated", "sharded", ("out_features",)),
-        Cut({"weight": 1}, "sharded", "partial", ("in_features",), linear_without_bias, late_bias=True),
+        Cut({"weight": 0, "bias": 0}, "replicated", "sharded", ("out_features",), uneven=True),
+        Cut({"weight": 1}, "sharded", "partial", ("in_features",), linear_without_bias, late_bias=True, uneven=True),
     ),
 )
 EMBEDDING = ShardingRule(
     "Embedding",
     is_embedding,
     (
-        Cut({"weight": 0}, "indices", "partial", ("num_embeddings",), vocabulary_lookup, fusable=False),
-        Cut({"weight": 1}, "indices", "sharded", ("embedding_dim",)),
+        Cut({"weight": 0}, "indices", "partial", ("num_embeddings",), vocabulary_lookup, fusable=False, uneven=True),
+        Cut({"weight": 1}, "indices", "sharded", ("embedding_dim",), uneven=True),
     ),
     _refuse_embedding,
 )
@@ -85,8 +85,8 @@ CONV1D = ShardingRule(
     "Transformers Conv1D",
     is_conv1d,
     (
-        Cut({"weight": 1, "bias": 0}, "replicated", "sharded", ("nf",)),
-        Cut({"weight": 0}, "sharded", "partial", ("nx",), conv1d_without_bias, late_bias=True),
+        Cut({"weight": 1, "bias": 0}, "replicated", "sharded", ("nf",), uneven=True),
+        Cut({"weight": 0}, "sharded", "partial", ("nx",), conv1d_without_bias, late_bias=True, uneven=True),
     ),
 )
 RULES = (LINEAR, EMBEDDING, CONV1D)

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from . import attention
+from .dealing import share
 from .layers import is_conv1d
 from .rulebook import Rulebook
 
@@ -87,7 +88,7 @@ def _ancestors(path: str) -> Iterator[str]:
 
 
 def vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> list[tuple[str, str]]:
-    """Paths and styles of the embedding and the head, where the vocabulary can be split: their rule allows it and it divides.
+    """Paths and styles of the embedding and the head, where the vocabulary can be split: no rule is against it.
 
     What is tied to them is split along, or all of it stays whole. Without a head the embedding stays whole: its weight may
     serve as one.
@@ -121,10 +122,12 @@ def _held(module: nn.Module) -> set[int]:
 
 def _splits(module: nn.Module, num_shards: int, rules: Rulebook) -> bool:
     try:
-        rules.cut(module, "weight", 0)
+        cut = rules.cut(module, "weight", 0)
     except LookupError:
         return False
-    return module.get_parameter("weight").shape[0] % num_shards == 0
+    size = module.get_parameter("weight").shape[0]
+    start, stop = share(size, num_shards, num_shards - 1)
+    return size % num_shards == 0 or (cut.uneven and start < stop)
 
 
 def _vocabulary_modules(model: Any) -> list[nn.Module]:

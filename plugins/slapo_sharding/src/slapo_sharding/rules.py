@@ -30,6 +30,7 @@ class Cut:
         dim: Dimension along which a sharded input or output is sharded, and which a late bias is added along; the last one by
             default, and -3 for images of ``[channels, height, width]``, with or without a batch before these.
         parts: Parameter to the number of equal blocks it is made of, each split for itself; the others are one block.
+        uneven: Whether ranks may have parts of different sizes.
     """
 
     dims: Mapping[str, int]
@@ -41,6 +42,7 @@ class Cut:
     fusable: bool = True
     dim: int = -1
     parts: Mapping[str, int] = field(default_factory=dict)
+    uneven: bool = False
 
     def main(self, module: nn.Module) -> str:
         """The first of the parameters that ``module`` has; the others follow it."""

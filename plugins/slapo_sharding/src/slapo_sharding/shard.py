@@ -26,6 +26,9 @@ class ShardPrimitive(Primitive):
     ``out_features`` turn local, and so do the counts of heads of an attention module around a projection. A tied
     parameter is split once, for all who hold it; naming the other holder in the same way afterwards changes nothing.
 
+    Where the ranks divide the query heads of an attention but not its fewer key and value heads, each rank holds those that
+    its queries need: some are held in copies, whose gradients are summed, so that they stay equal.
+
     Args:
         name: Parameter of this module, or several, e.g. ``"weight"`` or ``["weight", "bias"]``.
         axis: Dimension to split; of the one with most dimensions, when several are named.
@@ -33,6 +36,8 @@ class ShardPrimitive(Primitive):
             one block; for ``c_attn`` of GPT-2 and other attention that keeps ``split_size``, blocks of that size.
         gathered: The output is gathered at once (``sync("fwd_post", "all_gather", axis=-1)``), so heads and fused blocks may
             be split anyhow, and the attention module goes on counting all heads.
+        uneven: A size that the group size does not divide is dealt out all the same, as by ``torch.chunk``: the last ranks get
+            less, or nothing. A column and a row layer dealt out so fit together.
 
     Raises:
         ScheduleError: no such parameter, axis out of range, no rule for the module, already sharded, not divisible by the
@@ -45,14 +50,26 @@ class ShardPrimitive(Primitive):
 
     @staticmethod
     def check(
-        schedule: Schedule, name: str | Sequence[str], axis: int, blocks: Blocks = None, *, gathered: bool = False
+        schedule: Schedule,
+        name: str | Sequence[str],
+        axis: int,
+        blocks: Blocks = None,
+        *,
+        gathered: bool = False,
+        uneven: bool = False,
     ) -> None:
         """Plan the step."""
-        Sharder(schedule, name, axis, blocks, gathered).plan()
+        Sharder(schedule, name, axis, blocks, gathered=gathered, uneven=uneven).plan()
 
     @staticmethod
     def apply(
-        schedule: Schedule, name: str | Sequence[str], axis: int, blocks: Blocks = None, *, gathered: bool = False
+        schedule: Schedule,
+        name: str | Sequence[str],
+        axis: int,
+        blocks: Blocks = None,
+        *,
+        gathered: bool = False,
+        uneven: bool = False,
     ) -> None:
         """Plan the step and carry it out."""
-        carry_out(schedule, Sharder(schedule, name, axis, blocks, gathered).plan())
+        carry_out(schedule, Sharder(schedule, name, axis, blocks, gathered=gathered, uneven=uneven).plan())

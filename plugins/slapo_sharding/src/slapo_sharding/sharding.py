@@ -16,7 +16,8 @@ from slapo_core.parameters import ShardSpec, facts, shard_spec, successor
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import forward_wrappers, own_forward
 
-from . import attention
+from . import attention, dealing
+from .copies import has_copies, sum_copies
 from .rulebook import rules_of
 from .rules import AppliedCut, Cut, applied_cut, record_cut
 from .shared_sum import is_overlapping
@@ -45,13 +46,24 @@ class ShardStep:
 class Sharder:
     """Plans one call of ``shard``; changes nothing."""
 
-    def __init__(self, schedule: Schedule, name: str | Sequence[str], axis: int, blocks: Blocks, gathered: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        name: str | Sequence[str],
+        axis: int,
+        blocks: Blocks,
+        *,
+        gathered: bool = False,
+        uneven: bool = False,
+    ) -> None:
         self.schedule = schedule
         self.module = schedule.mod
         self.names = (name,) if isinstance(name, str) else tuple(name)
         self.axis = axis
         self.blocks = blocks
         self.gathered = gathered
+        self.uneven = uneven
+        self.heads: tuple[dealing.Ranges, ...] | None = None
         self.size = max(schedule.world_size, 1)
 
     def plan(self) -> ShardStep:
@@ -66,11 +78,12 @@ class Sharder:
         if applied is not None:
             return ShardStep(self._follow(applied, cut, first))
         sizes = self._sizes(cut, first, dim)
-        spec = self._spec(self.module, first, self._held(first), dim, sizes)
+        owner = self._owner(cut, sizes)
+        spec = self._spec(self.module, cut, first, self._held(first), sizes)
         late = self.size > 1 and _has_late_bias(self.module, cut)
         step = ShardStep(AppliedCut(cut, spec, late, frozenset(self.names), self.gathered))
         self._spread(step, cut, sizes)
-        step.owner = self._owner(cut, sizes)
+        step.owner = owner
         return step
 
     def _first(self) -> tuple[str, int]:
@@ -165,16 +178,16 @@ class Sharder:
                 known = shard_spec(tensor)
                 width = (known.full_shape if known is not None else tensor.shape)[dim]
                 blocks = sizes if len(sizes) > 1 and not cut.parts else self._parts(cut, name, width)
-                spec = self._spec(module, name, tensor, dim, blocks)
+                spec = self._spec(module, cut, name, tensor, blocks)
                 if known is None:
                     step.pieces.append((module, name, tensor, spec))
                 waiting += [(holder, self._cut(holder, other, dim)) for holder, other in self._others(tensor, module, name)]
-            self._check_attributes(module, cut)
+            self._check_attributes(module, cut, step.record.spec)
 
-    def _check_attributes(self, module: nn.Module, cut: Cut) -> None:
+    def _check_attributes(self, module: nn.Module, cut: Cut, spec: ShardSpec) -> None:
         """What counts something else than the parameters' own size (groups, heads) has to divide as well."""
         for name in cut.attributes:
-            if (value := getattr(module, name, 0)) % self.size:
+            if (value := getattr(module, name, 0)) % self.size and value != spec.full_shape[spec.dim]:
                 kind = type(module).__name__
                 raise self._error(f"{name} of the {kind} is {value}, not divisible by {self.size} ranks; use fewer ranks")
 
@@ -183,29 +196,44 @@ class Sharder:
             if holder is not module or other != name:
                 yield holder, other
 
-    def _spec(self, module: nn.Module, name: str, tensor: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> ShardSpec:
+    def _spec(self, module: nn.Module, cut: Cut, name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> ShardSpec:
         """The spec of one tensor; one that a step has cut before must have the very same."""
-        label, known = self._label(module, name), shard_spec(tensor)
+        label, dim, known = self._label(module, name), cut.dims[name], shard_spec(tensor)
         shape = known.full_shape if known is not None else tuple(tensor.shape)
         if sum(sizes) != shape[dim]:
             raise self._error(f"dim {dim} of {label} has size {shape[dim]}, the blocks add up to {sum(sizes)}")
-        if bad := [size for size in sizes if size % self.size]:
-            what = f"dim {dim} of {label} has size {shape[dim]}"
-            what += f" with a block of {bad[0]}" if len(sizes) > 1 else ""
-            raise self._error(f"{what}, not divisible by {self.size} ranks; pad it or use another axis")
+        dealt = self.heads if self.heads is not None or known is None else known.dealt
+        if dealt is None and any(size % self.size for size in sizes):
+            dealt = dealing.side_by_side(sizes, [dealing.chunks(size, self.size) for size in sizes])
+            self._check_uneven(cut, f"dim {dim} of {label} has size {shape[dim]}", sizes)
+        if dealt is not None and not cut.uneven:
+            raise self._error(f"a {type(module).__name__} has to have equal parts of {label} on all ranks; use fewer ranks")
         group = self.schedule.group if self.size > 1 else None
-        spec = ShardSpec(dim, shape, self.schedule.rank, self.size, sizes, group)
+        spec = ShardSpec(dim, shape, self.schedule.rank, self.size, sizes, group, dealt=dealt)
         if known is not None and known != spec:
             raise self._error(f"{label} is already sharded along {known.dim} with blocks {known.blocks}; shard it the same way")
         return spec
+
+    def _check_uneven(self, cut: Cut, what: str, sizes: tuple[int, ...]) -> None:
+        """Parts that are not equal have to be wanted, and a table that has nothing to look up is of no use."""
+        first = next(size for size in sizes if size % self.size)
+        what += f" with a block of {first}" if len(sizes) > 1 else ""
+        if not self.uneven or not cut.uneven:
+            hint = "pad it, give uneven=True" if cut.uneven else "pad it"
+            raise self._error(f"{what}, not divisible by {self.size} ranks; {hint} or use another axis")
+        start, stop = dealing.share(first, self.size, self.size - 1)
+        if (cut.input, cut.output) == ("indices", "partial") and start == stop:
+            raise self._error(f"{what}, of which the last of {self.size} ranks would get nothing; use fewer ranks")
 
     def _owner(self, cut: Cut, sizes: tuple[int, ...]) -> nn.Module | None:
         owner = self._parent()
         if self.gathered or cut.output != "sharded" or not attention.makes_heads(owner, self.schedule.name):
             return None
         assert owner is not None
-        if reason := attention.whole_heads(owner, sizes, self.size):
-            raise self._error(f"{reason}; use fewer ranks, or gathered=True and an all_gather of the output")
+        try:
+            self.heads = attention.deal(owner, self.schedule.name, sizes, self.size)
+        except LookupError as err:
+            raise self._error(f"{err.args[0]}; use fewer ranks, or gathered=True and an all_gather of the output") from err
         return owner
 
     def _check_forward(self, module: nn.Module, cut: Cut) -> None:
@@ -251,26 +279,29 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
             (top[paths[module]] if paths[module] else top).set_parameter(name, _local(tensor, spec))
     for module, cut in step.cuts.items():
         if num_shards > 1:
-            _turn_local(module, cut, num_shards)
+            _turn_local(module, cut, step.record.spec)
         late = num_shards > 1 and _has_late_bias(module, cut)
         record_cut(module, AppliedCut(cut, step.record.spec, late))
     record_cut(schedule.mod, step.record)
     if step.owner is not None:
         schedule.touch(step.owner)
-        attention.count_local_heads(step.owner, num_shards)
+        attention.count_local_heads(step.owner, schedule.name, step.record.spec.blocks, num_shards)
 
 
 def _local(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     new = successor(tensor, spec.local(tensor.detach()), spec=spec)
     if tensor.grad is not None:
         new.grad = spec.local(tensor.grad)
+    if has_copies(spec) and isinstance(new, nn.Parameter):
+        sum_copies(new, spec)
     return new
 
 
-def _turn_local(module: nn.Module, cut: Cut, num_shards: int) -> None:
+def _turn_local(module: nn.Module, cut: Cut, spec: ShardSpec) -> None:
+    whole, part = spec.full_shape[spec.dim], spec.sizes[spec.rank]
     for name in cut.attributes:
-        if hasattr(module, name):
-            setattr(module, name, getattr(module, name) // num_shards)
+        if (value := getattr(module, name, None)) is not None:
+            setattr(module, name, part if value == whole else value // spec.num_shards)
     if _needs_forward(module, cut):
         assert cut.forward is not None
         module.__dict__["forward"] = types.MethodType(cut.forward, module)

@@ -141,7 +141,7 @@ def _colwise(schedule: Schedule, *, gathered: bool = False) -> None:
     blocks = None if _known_blocks(schedule) else 1  # what publishes a plan splits without mixing
     cut = _cut(schedule, "replicated", "sharded")
     name = cut.main(schedule.mod)
-    schedule.shard(name, axis=cut.dims[name], blocks=blocks, gathered=gathered)
+    schedule.shard(name, axis=cut.dims[name], blocks=blocks, gathered=gathered, uneven=cut.uneven)
     if gathered:
         schedule.sync("fwd_post", "all_gather", axis=cut.dim)
 
@@ -151,12 +151,12 @@ def _rowwise(schedule: Schedule, *, split: bool = False) -> None:
     name = cut.main(schedule.mod)
     if split:
         schedule.sync("fwd_pre", "scatter", axis=cut.dim)
-    schedule.shard(name, axis=cut.dims[name])
+    schedule.shard(name, axis=cut.dims[name], uneven=cut.uneven)
     schedule.sync("fwd_post", "all_reduce")
 
 
 def _embedding_rowwise(schedule: Schedule) -> None:
-    schedule.shard("weight", axis=0)
+    schedule.shard("weight", axis=0, uneven=True)
     schedule.sync("fwd_post", "all_reduce")
 
 
