@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 def train(
     ctx: typer.Context,
     model: Annotated[
-        str, typer.Option(help="Transformers model type with a causal language model, e.g. gpt2, llama, qwen2.", metavar="TYPE")
+        str, typer.Option(help="Transformers model type with a language model, e.g. gpt2, llama, t5.", metavar="TYPE")
     ] = "gpt2",
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 4,
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 64,
@@ -54,6 +54,9 @@ def train(
     checkpoint_layers: Annotated[
         bool, typer.Option("--checkpoint-layers", help="Recompute each layer in the backward pass.")
     ] = False,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Split the sequence too, between the layers that --tp splits.")
+    ] = False,
     schedule_kind: Annotated[
         Literal["gpipe", "1f1b"], typer.Option(help="Order of the micro-batches in the pipeline.")
     ] = "1f1b",
@@ -69,7 +72,7 @@ def train(
         str, typer.Option(help="Write report.html and schedule.json into this folder.", metavar="DIR", show_default=False)
     ] = "",
 ) -> None:
-    """Train a causal language model on bytes, with random initial weights, on the processes of this machine.
+    """Train a language model on bytes, with random initial weights, on the processes of this machine.
 
     Started by torchrun, as for several machines, it joins that world instead of starting processes of its own.
     """

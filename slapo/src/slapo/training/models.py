@@ -1,4 +1,7 @@
-"""A causal language model of any type Transformers knows, from a config with small sizes."""
+"""A language model of any type Transformers knows, from a config with small sizes.
+
+Types that have no causal language model, as T5 has none, get their encoder-decoder: it reads the text and is taught to say it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ from typing import Any
 
 import transformers  # noqa: TID253
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig  # noqa: TID253
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: TID253
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig  # noqa: TID253
+from transformers.models.auto.modeling_auto import (  # noqa: TID253
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging  # noqa: TID253
 
 from slapo_core.errors import UnknownNameError
@@ -18,17 +24,31 @@ from slapo_core.errors import UnknownNameError
 from .settings import VOCABULARY, Settings, SettingsError
 
 ALIASES = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+    "layers": (
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "num_decoder_layers",
+        "encoder_layers",
+        "decoder_layers",
+    ),
     "hidden": ("hidden_size", "n_embd", "d_model", "n_embed", "dim"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"),
     "seq": ("max_position_embeddings", "n_positions", "max_seq_len", "max_seq_length", "context_length"),
 }
 """Flag to the attribute names configs use for it; a config's own ``attribute_map`` is followed as well."""
 
+KNOWN = {**MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+"""Model type to the class that speaks."""
+
 EXAMPLES = ("gpt2", "llama", "qwen3")
 """Types to suggest to somebody whose type is like no other."""
 
-INNER = ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "d_ff", "moe_intermediate_size")
+INNER = (
+    *("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "d_ff"),
+    "moe_intermediate_size",
+)
 """Attribute names of the feed-forward size: 4 x hidden."""
 
 
@@ -41,7 +61,8 @@ def build_model(settings: Settings) -> nn.Module:
     """
     config = build_config(settings)
     try:
-        model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        auto = AutoModelForCausalLM if settings.model in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForSeq2SeqLM
+        model: nn.Module = auto.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as err:
         raise SettingsError(
             f"--model {settings.model}: transformers cannot build it with these sizes: {_first_line(err)}; try other sizes"
@@ -51,7 +72,7 @@ def build_model(settings: Settings) -> nn.Module:
 
 def build_config(settings: Settings) -> PretrainedConfig:
     """The config of ``settings.model`` with the sizes of the settings and a vocabulary of bytes."""
-    if settings.model not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if settings.model not in KNOWN:
         raise _unknown(settings.model)
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
@@ -83,7 +104,7 @@ def _dependent_sizes(config: PretrainedConfig, settings: Settings) -> dict[str, 
     changes: dict[str, Any] = dict.fromkeys(_present(config, INNER), 4 * settings.hidden)
     changes |= dict.fromkeys(_present(config, ("word_embed_proj_dim", "embedding_size")), settings.hidden)
     if not hasattr(config, "qk_rope_head_dim"):  # latent attention has head sizes of its own, independent of hidden
-        changes |= dict.fromkeys(_present(config, ("head_dim", "rotary_dim")), settings.hidden // settings.heads)
+        changes |= dict.fromkeys(_present(config, ("head_dim", "rotary_dim", "d_kv")), settings.hidden // settings.heads)
     for name in _present(config, ("num_key_value_heads", "num_kv_heads")):
         changes[name] = _key_value_heads(getattr(config, name), config.num_attention_heads, settings)
     return changes | _layer_types(config, settings.layers)
@@ -107,7 +128,8 @@ def _key_value_heads(default: int | None, default_heads: int, settings: Settings
 def _tokens(config: PretrainedConfig) -> dict[str, Any]:
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     special = {name: 0 for name in names if getattr(config, name, None) is not None}  # the zero byte is in no text
-    return {"vocab_size": VOCABULARY, **special}
+    start = {"decoder_start_token_id": 0} if config.is_encoder_decoder else {}
+    return {"vocab_size": VOCABULARY, **special, **start}
 
 
 def _dropouts(config: PretrainedConfig, settings: Settings) -> dict[str, Any]:
@@ -126,11 +148,10 @@ def _present(config: PretrainedConfig, names: Iterable[str]) -> list[str]:
 
 
 def _unknown(name: str) -> UnknownNameError:
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    near = get_close_matches(name, known, n=3) or EXAMPLES
+    near = get_close_matches(name, KNOWN, n=3) or EXAMPLES
     return UnknownNameError(
-        f"--model {name}: transformers {transformers.__version__} has no causal language model of this type; "
-        f"try {', '.join(near)} or another of its {len(known)}"
+        f"--model {name}: transformers {transformers.__version__} has no language model of this type; "
+        f"try {', '.join(near)} or another of its {len(KNOWN)}"
     )
 
 

@@ -29,7 +29,7 @@ def schedule_model(model: nn.Module, settings: Settings, mesh: DeviceMesh | None
 def apply_default(sch: Schedule, settings: Settings) -> None:
     """Tensor parallelism by the model's structure, checkpointed layers if asked for, and even pipeline cuts."""
     if settings.tp > 1:
-        sch.tensor_parallel()
+        sch.tensor_parallel(**({"sequence_parallel": True} if settings.sequence_parallel else {}))
     if settings.pp == 1 and not settings.checkpoint_layers:
         return
     layers = find_layers(sch.mod, settings)

@@ -47,6 +47,7 @@ class Settings:
     data: tuple[str, ...] = ()
     schedule: str = ""
     checkpoint_layers: bool = False
+    sequence_parallel: bool = False
     schedule_kind: str = "1f1b"
     precision: str = "fp32"
     steps: int = 30
@@ -102,6 +103,12 @@ class Settings:
             raise SettingsError(
                 f"--pp {self.pp}: the model has {counted(self.layers, 'layer')}, fewer than {self.pp} stages; "
                 f"use --pp {self.layers} or fewer, or --layers {self.pp} or more"
+            )
+        if self.sequence_parallel and (self.tp == 1 or self.seq % self.tp):
+            parts = f"{self.seq} bytes cannot be divided among" if self.tp > 1 else "there is nothing to split among"
+            raise SettingsError(
+                f"--sequence-parallel: {parts} {counted(self.tp, 'tensor-parallel rank')}; "
+                "use --tp 2 or more, and a --seq that is divisible by it"
             )
 
 
