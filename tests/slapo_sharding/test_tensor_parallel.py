@@ -174,7 +174,7 @@ def _refusals(rank: int) -> dict[str, str]:
     refused("no match", _gpt2(), {"transformer.h.*.mlp.fc": "colwise"})
     refused("no cut", nn.Sequential(nn.LayerNorm(4)), {"0": "colwise"})
     refused("heads", _gpt2(n_head=1))
-    refused("experts", _llama_like("mixtral"))
+    refused("published style", _llama_like("granite_swa"))
     refused("slopes", _llama_like("apertus"))
     inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4))
     refused("dropout", inner, {"0": "colwise", "2": "rowwise"})
@@ -190,7 +190,7 @@ def test_what_no_plan_can_do_is_refused_and_nothing_changes():
     assert "the plan's 'transformer.h.*.mlp.fc' matches no module" in messages["no match"]
     assert "no sharding rule splits a LayerNorm this way" in messages["no cut"]
     assert "1 attention heads of size 16 cannot be dealt out to 2 ranks" in messages["heads"]
-    assert "has the style 'packed_colwise', which is not supported" in messages["experts"]
+    assert "has the style 'local_params', which is not supported" in messages["published style"]
     assert "mlp.act_fn.alpha_p' may be used on sharded or on replicated values" in messages["slopes"]
     assert "'1' may see sharded or replicated values; set it to 0, or shard by hand with fork_rng" in messages["dropout"]
 

@@ -28,8 +28,7 @@ REFUSED = {
     "resnet": "it has no layers but convolutions, which cannot be split yet",
     "poolformer": "it has no layers but convolutions, which cannot be split yet",
     "segformer": "one head, and convolutions",
-    "olmoe": "its norms run over all heads, its experts have no rule yet",
-    "gpt_oss": "its sinks are one number per head, its experts have no rule yet",
+    "gpt_oss": "its sinks are one number per head",
 }
 """Families that are refused, and why."""
 

@@ -7,6 +7,9 @@ The styles are those Transformers publishes in ``base_model_tp_plan``:
     colwise_gather_output          output gathered: both sides replicated
     rowwise_split_input            input cut first: both sides replicated
     embedding_rowwise              vocabulary split over the ranks
+    packed_colwise, packed_rowwise as colwise and rowwise, the split dimension made of two equal parts, as gate and up
+    moe_tp_experts                 stacked experts, each split along its inner width; the output is reduced. What is said of
+                                   their single parameters follows from it
     replicated_with_grad_allreduce parameters are whole, but used on sharded values, so their gradients are summed:
                                    ``sync("grad", "all_reduce")``
 """
@@ -62,7 +65,8 @@ def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
     Their gradients are partial if they are used on sharded values (a scale per head, an activation's slope), which only the
     module's code knows.
     """
-    owners = {path.rpartition(".")[0] for path, style in steps.items() if style in ("colwise", "rowwise")}
+    inside = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
+    owners = {path.rpartition(".")[0] for path, style in steps.items() if style in inside}
     found = []
     for owner in sorted(owners):
         for name, _ in model.get_submodule(owner).named_parameters(owner):

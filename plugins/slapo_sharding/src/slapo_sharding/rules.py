@@ -110,6 +110,11 @@ class _Instead:
         return getattr(self.__dict__["_slapo_module"], name)
 
 
+def standing_in(module: nn.Module, values: Mapping[str, Any]) -> Any:
+    """What a method of the module's class may take for the module: other values of some attributes."""
+    return _Instead(module, values)
+
+
 def forward_with(module: nn.Module, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Call the forward of the module's class with other values of some attributes, its bias say; the module stays as it is."""
     return type(module).forward(_Instead(module, values), *args, **kwargs)

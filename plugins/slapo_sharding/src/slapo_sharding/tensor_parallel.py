@@ -105,11 +105,17 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise error(f"{key!r} has the style {style!r}, which is not supported; {hint}supported: {', '.join(STYLES)}")
     steps: dict[str, str] = {}
+    stacked: dict[str, str] = {}
     for key, style in given.items():
         found = _match(schedule, key)
-        if not found and plan is not None:
+        owners = _match(schedule, key, parameter=True) if not found else []
+        if not found and not owners and plan is not None:
             raise error(f"the plan's {key!r} matches no module; give a path or glob below {schedule.path!r}")
         steps.update(dict.fromkeys(found, style))
+        stacked.update(dict.fromkeys(owners, key))
+    for path, key in stacked.items():
+        if steps.get(path) != "moe_tp_experts":
+            raise error(f"{key!r} is a parameter of {path!r}, which has no style 'moe_tp_experts'; give the module a style")
     if not steps and isinstance(schedule.mod, fx.GraphModule):
         raise error("the model is traced already, its plan is found on the model itself; call tensor_parallel before trace")
     if not steps:
@@ -128,17 +134,22 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
     return steps
 
 
-def _match(schedule: Schedule, key: str) -> list[str]:
+def _match(schedule: Schedule, key: str, *, parameter: bool = False) -> list[str]:
+    """Paths of the modules of this name, or of those that have a parameter of this name."""
+    path, _, name = key.rpartition(".") if parameter else (key, "", "")
     try:
-        found = schedule.select(key)
+        found = schedule.select(path)
     except ScheduleError:
         return []
+    if parameter:
+        found = [handle for handle in found if name in handle.mod._parameters]
     start = len(schedule.path) + 1 if schedule.path else 0
     return [handle.path[start:] for handle in found]
 
 
-def _colwise(schedule: Schedule, *, gathered: bool = False) -> None:
-    blocks = None if _known_blocks(schedule) else 1  # what publishes a plan splits without mixing
+def _colwise(schedule: Schedule, *, gathered: bool = False, blocks: int | None = None) -> None:
+    if blocks is None and not _known_blocks(schedule):
+        blocks = 1  # what publishes a plan splits without mixing
     cut = _cut(schedule, "replicated", "sharded")
     name = cut.main(schedule.mod)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks, gathered=gathered, uneven=cut.uneven)
@@ -146,13 +157,20 @@ def _colwise(schedule: Schedule, *, gathered: bool = False) -> None:
         schedule.sync("fwd_post", "all_gather", axis=cut.dim)
 
 
-def _rowwise(schedule: Schedule, *, split: bool = False) -> None:
+def _rowwise(schedule: Schedule, *, split: bool = False, blocks: int | None = None) -> None:
     cut = _cut(schedule, "sharded", "partial")
     name = cut.main(schedule.mod)
     if split:
         schedule.sync("fwd_pre", "scatter", axis=cut.dim)
-    schedule.shard(name, axis=cut.dims[name], uneven=cut.uneven)
+    schedule.shard(name, axis=cut.dims[name], blocks=blocks, uneven=cut.uneven)
     schedule.sync("fwd_post", "all_reduce")
+
+
+def _experts(schedule: Schedule) -> None:
+    cut = _cut(schedule, "replicated", "partial")
+    name = cut.main(schedule.mod)
+    schedule.shard(name, axis=cut.dims[name])
+    schedule.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
 
 
 def _embedding_rowwise(schedule: Schedule) -> None:
@@ -173,8 +191,11 @@ STYLES: dict[str, Callable[[Schedule], None]] = {
     "rowwise_split_input": partial(_rowwise, split=True),
     "embedding_rowwise": _embedding_rowwise,
     "replicated_with_grad_allreduce": _reduce_gradients,
+    "packed_colwise": partial(_colwise, blocks=2),
+    "packed_rowwise": partial(_rowwise, blocks=2),
+    "moe_tp_experts": _experts,
 }
-_COLUMNS = ("colwise", "colwise_gather_output")
+_COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
 
 
 def _cut(schedule: Schedule, input: str, output: str) -> Cut:

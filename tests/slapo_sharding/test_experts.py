@@ -1,0 +1,168 @@
+"""Stacked experts of Transformers, split along their inner width: outputs, every gradient and three steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
+
+from slapo_core.build import build
+from slapo_core.errors import BuildError, ScheduleError
+from slapo_core.parameters import shard_spec
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding import plugin
+from tests.zoo.families import FAMILIES
+
+pytestmark = pytest.mark.multiproc
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_local_experts": 4}
+STYLE = {"experts": "moe_tp_experts"}
+
+
+class Routed(nn.Module):
+    """Experts with weights that have a gradient, given by name."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts, self.router = experts, nn.Linear(16, 4)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        return self.experts(x, chosen, weights)
+
+
+def _experts(kind: str, implementation: str) -> nn.Module:
+    config = {
+        "mixtral": lambda: MixtralConfig(**SIZES),
+        "deepseek": lambda: DeepseekV3Config(**SIZES, moe_intermediate_size=32),
+        "gpt_oss": lambda: GptOssConfig(**SIZES),
+    }[kind]()
+    config._experts_implementation = implementation
+    return {"mixtral": MixtralExperts, "deepseek": DeepseekV3Experts, "gpt_oss": GptOssExperts}[kind](config)
+
+
+def _split(rank: int, ranks: int, kind: str) -> list[tuple[int, ...]]:
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        model = Routed(_experts(kind, implementation))
+        before = copy.deepcopy(model)
+        sch = create_schedule(model, plugins=Registry([plugin]))
+        sch.tensor_parallel(STYLE)
+        build(sch)
+        assert_equivalent(before, model, torch.randn(10, 16, requires_grad=True))
+        names = {"gate_up_proj", "gate_up_proj_bias", "down_proj"}
+        held = {name: parameter for name, parameter in model.experts.named_parameters() if name in names}
+        assert all(parameter.numel() * ranks == before.experts.get_parameter(name).numel() for name, parameter in held.items())
+    spec = shard_spec(model.experts.gate_up_proj)
+    assert spec is not None
+    return [spec.blocks]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("mixtral", 2), ("mixtral", 4), ("deepseek", 2), ("gpt_oss", 2), ("gpt_oss", 4)])
+def test_every_implementation_on_split_experts(kind, ranks):
+    blocks = [(64,)] if kind == "gpt_oss" else [(32, 32)]  # gate and up in turn, or one behind the other
+    assert run_distributed(_split, ranks, ranks, kind) == [blocks] * ranks
+
+
+def _by_hand(rank: int) -> str:
+    model = Routed(_experts("mixtral", "eager"))
+    before = copy.deepcopy(model)
+    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch["experts"].shard(["gate_up_proj", "down_proj"], axis=1).sync("fwd_post", "all_reduce")
+    with pytest.raises(BuildError) as caught:
+        build(sch)
+    sch["experts"].sync("bwd_post", "all_reduce")
+    build(sch)
+    assert_equivalent(before, model, torch.randn(10, 16, requires_grad=True))
+    return str(caught.value)
+
+
+def test_without_the_sum_of_the_router_s_gradient_there_is_no_build():
+    assert all("'experts': the gradient of its input is partial" in message for message in run_distributed(_by_hand, 2))
+
+
+def _training(rank: int, name: str) -> list[tuple[bool, int]]:
+    """The published plan, with no batch to derive one from."""
+    model, batch = FAMILIES[name].model(), {**FAMILIES[name].batch(), "use_cache": False}
+    before = copy.deepcopy(model)
+    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch.tensor_parallel()
+    build(sch)
+    assert_equivalent(before, model, **batch)
+    for each in (before, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(**batch).loss.backward()
+            optimizer.step()
+    trained = sch.full_state()
+    expected = {name: parameter.detach() for name, parameter in before.named_parameters(remove_duplicate=False)}
+    torch.testing.assert_close(trained, {name: expected[name] for name in trained}, atol=1e-5, rtol=1e-5)
+    stacks = {name: p for name, p in model.named_parameters() if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    return [(p.numel() * 2 == expected[name].numel(), p.dim()) for name, p in stacks.items()]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "granitemoe"])
+def test_published_plans_split_the_experts(name):
+    for split in run_distributed(_training, 2, name, timeout=120):
+        assert len(split) >= 2
+        assert set(split) == {(True, 3)}
+
+
+class Mixing(MixtralExperts):
+    """Its gate looks at all of the inner width."""
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate.softmax(-1) * up
+
+
+class Scaled(MixtralExperts):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+def _refused(rank: int) -> list[str]:
+    config, messages = MixtralConfig(**SIZES), []
+    odd = MixtralConfig(**{**SIZES, "intermediate_size": 9})
+    normed, dealt, other = MixtralExperts(config), MixtralExperts(config), MixtralExperts(config)
+    normed.has_post_expert_norm = dealt._is_expert_parallel = other.is_transposed = True
+    for experts in (Mixing(config), Scaled(config), MixtralExperts(odd), normed, dealt, other):
+        sch = create_schedule(Routed(experts), plugins=Registry([plugin]))
+        with pytest.raises(ScheduleError) as caught:
+            sch.tensor_parallel(STYLE)
+        messages.append(str(caught.value))
+    sch = create_schedule(MixtralSparseMoeBlock(config), plugins=Registry([plugin]))
+    for plan in ({"experts.down_proj": "rowwise"}, {"gate": "moe_tp_experts"}, {**STYLE, "experts.other": "rowwise"}):
+        with pytest.raises(ScheduleError) as caught:
+            sch.tensor_parallel(plan)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_not_known_of_experts_leaves_them_whole():
+    first, second = run_distributed(_refused, 2)
+    assert first == second
+    mixing, scaled, odd, normed, dealt, other, alone, gate, absent = first
+    assert mixing.startswith(
+        "shard('experts'): 'gate_up_proj' cannot be split along 1: the experts' gate mixes their inner width"
+    )
+    assert "what the experts do with 'scale' is not known" in scaled
+    assert "with a block of 9, not divisible by 2 ranks" in odd
+    assert "the norm behind each expert" in normed
+    assert "the experts themselves are dealt out" in dealt
+    assert "'gate_up_proj' and 'down_proj' do not fit together" in other
+    assert "'experts.down_proj' is a parameter of 'experts', which has no style 'moe_tp_experts'" in alone
+    assert "no sharding rule splits a MixtralTopKRouter this way" in gate
+    assert "'experts.other' matches no module" in absent
