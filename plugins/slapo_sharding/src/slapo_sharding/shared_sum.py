@@ -39,6 +39,7 @@ class SharedSum:
     def __init__(self, group: collectives.Group, modules: Sequence[nn.Module]) -> None:
         self.group, self.modules = group, list(modules)
         self.left = 0
+        self.proven = False  # that all modules have been given one tensor, unchanged
         self.known: tuple[torch.Tensor, int, torch.Tensor] | None = None
         self.weights: dict[nn.Module, torch.Tensor] = {}
 
@@ -49,22 +50,30 @@ class SharedSum:
 
     def take(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """``x`` for one of the modules, its gradient summed; the same tensor as long as ``x`` is the same and unchanged."""
-        if self.known is None or self.known[0] is not x or self.known[1] != x._version:
-            self.known, self.left = (x, x._version, self._summed(x)), len(self.modules)
-        taken, weight = self.known[2], self.weights.pop(module, None)
-        module.__dict__.pop(_GIVEN, None)
-        if weight is not None:
-            module.__dict__[_GIVEN] = taken, weight
+        if torch.compiler.is_compiling() and not self.proven:  # a graph has no versions to tell that x is unchanged
+            return collectives.all_reduce_grad(x, self.group)
+        version = 0 if torch.compiler.is_compiling() else x._version
+        if self.known is None or self.known[0] is not x or self.known[1] != version:
+            self.known, self.left = (x, version, self._summed(x)), len(self.modules)
+        taken = self.known[2]
         self.left -= 1
         if self.left == 0:
-            self.known = None
+            self.known, self.proven = None, True
+        self._hand_over(module, taken)
         return taken
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
-        self.weights.clear()
         if torch.compiler.is_compiling():  # the compiler orders the backward itself
             return collectives.all_reduce_grad(x, self.group)
+        self.weights.clear()
         return collectives.all_reduce_grad_around(x, self.group, lambda: self._record_weights(x))
+
+    def _hand_over(self, module: nn.Module, taken: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        module.__dict__.pop(_GIVEN, None)
+        if (weight := self.weights.pop(module, None)) is not None:
+            module.__dict__[_GIVEN] = taken, weight
 
     def _record_weights(self, x: torch.Tensor) -> None:
         for module in self.modules:
@@ -90,7 +99,7 @@ def is_overlapping(forward: Callable[..., Any] | None) -> bool:
 
 
 def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    given = module.__dict__.pop(_GIVEN, None)
+    given = None if torch.compiler.is_compiling() else module.__dict__.pop(_GIVEN, None)
     if given is None or given[0] is not x:
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     return _apply(_Data, x, given[1], module.weight, module.bias, is_conv1d(module))
