@@ -77,7 +77,7 @@ def put(tensors: Tensors, saved: Mapping[str, Any]) -> None:
 def _cut(tensor: torch.Tensor) -> dict[str, Any] | None:
     """How this rank's part was cut from the full tensor; None for a whole one."""
     spec = shard_spec(tensor)
-    return {key: getattr(spec, key) for key in _CUT} if is_part(tensor) else None
+    return {key: value for key in _CUT if (value := getattr(spec, key)) is not None} if is_part(tensor) else None
 
 
 def _described(cut: dict[str, Any] | None) -> str:

@@ -1,0 +1,99 @@
+"""Training and checkpoints of shards that are not equal parts: an odd vocabulary, key heads in copies."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_pipeline.plugin
+import slapo_sharding.plugin
+import slapo_torch.plugin
+from slapo_core.build import build
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+
+from .layouts import adamw, mesh_of, message_of
+
+pytestmark = pytest.mark.multiproc
+
+VOCABULARY = 33
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 15, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "head_dim": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True, use_cache=False))
+
+
+def _engine(layout: dict[str, int]) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    plugins, mesh = Registry([slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin]), mesh_of(**layout)
+    ids = torch.randint(VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(1))
+    own = ids.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
+    batch = {"input_ids": own, "labels": own}
+    sch = create_schedule(_llama(), mesh=mesh, example_inputs=batch, plugins=plugins)
+    sch.tensor_parallel()
+    if layout.get("pp", 1) > 1:
+        sch["model.layers.0"].cut_pipeline_stage()
+    return sch, build(sch, "torch", optimizer=adamw, clip=0.1, microbatches=2), batch
+
+
+def _beside_reference(rank: int, layout: dict[str, int], path: str) -> list[float]:
+    sch, engine, batch = _engine(layout)
+    reference = _llama()
+    optimizer = adamw(reference.parameters())
+    ids = torch.randint(VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        loss = engine.train_batch(**batch)
+        optimizer.zero_grad()
+        expected = reference(input_ids=ids, labels=ids).loss
+        expected.backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        optimizer.step()
+        torch.testing.assert_close(loss, expected.detach(), atol=1e-5, rtol=1e-5)
+        assert engine.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    trained = sch.full_state()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(trained[name], parameter.detach(), atol=1e-5, rtol=1e-4)
+    engine.save(path)
+    kept = copy.deepcopy(engine.module.state_dict())
+    going_on = [engine.train_batch(**batch).item() for _ in range(2)]
+    _, again, _ = _engine(layout)
+    again.load(path)
+    for name, value in again.module.state_dict().items():
+        assert torch.equal(value, kept[name])
+    assert [again.train_batch(**batch).item() for _ in range(2)] == going_on
+    return going_on
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_training_and_going_on(layout: dict[str, int], tmp_path: Path) -> None:
+    ranks = torch.tensor(list(layout.values())).prod().item()
+    results = run_distributed(_beside_reference, int(ranks), layout, str(tmp_path))
+    assert all(result == results[0] for result in results)
+
+
+def _other_parts(rank: int, path: str) -> str:
+    def layer(sharded: bool) -> Any:
+        torch.manual_seed(0)
+        plugins = Registry([slapo_sharding.plugin, slapo_torch.plugin])
+        sch = create_schedule(nn.Sequential(nn.Linear(2, 5)), mesh=mesh_of(tp=2), plugins=plugins)
+        if sharded:
+            sch["0"].shard("weight", axis=0, uneven=True).sync("bwd_post", "all_reduce")
+        return build(sch, "torch", loss_fn=lambda outputs, labels: outputs.mean())
+
+    layer(sharded=True).save(path)
+    return message_of(lambda: layer(sharded=False).load(path))
+
+
+def test_other_parts_are_refused(tmp_path: Path) -> None:
+    for message in run_distributed(_other_parts, 2, str(tmp_path)):
+        assert "dealt=(((0, 3),), ((3, 5),)) in the checkpoint, but whole in the engine" in message
