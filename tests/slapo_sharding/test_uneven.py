@@ -272,6 +272,43 @@ def _bad(rank: int) -> dict[str, str]:
     return {**found, "reduced": str(caught.value)}
 
 
+def _misplaced(rank: int) -> list[str]:
+    messages = []
+    for place, sync, options in (
+        ("0", {"sync_op_or_fn": "all_gather", "axis": -1}, {"uneven": True}),
+        ("0.0", {"sync_op_or_fn": "RS->SR"}, {"uneven": True}),
+        ("0.0", {"sync_op_or_fn": "all_gather", "axis": -1}, {"blocks": 2, "uneven": True}),
+    ):
+        sch = create_schedule(nn.Sequential(nn.Sequential(nn.Linear(4, 6))), plugins=Registry([plugin]))
+        sch["0.0"].shard("weight", axis=0, **options).sync("bwd_post", "all_reduce")
+        sch[place].sync("fwd_post", **sync)
+        with pytest.raises(BuildError) as caught:
+            build(sch)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_bad_input_what_would_be_put_together_wrongly_is_refused():
+    around, exchanged, mixed = run_distributed(_misplaced, 4)[0]
+    assert "'0': the output of '0.0' is not in equal parts; gather it at '0.0' itself" in around
+    assert "'0.0': its output is not in equal parts, which all_to_all needs; all_gather it" in exchanged
+    assert "made of blocks, each split for itself, which all_gather would mix; shard it with gathered=True" in mixed
+
+
+def _blocks_gathered(rank: int) -> None:
+    def steps(sch: Schedule) -> None:
+        sch["0"].shard("weight", axis=0, blocks=2, gathered=True, uneven=True)
+        sch["0"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
+
+    before, sch = _scheduled(nn.Sequential(nn.Linear(4, 6)), steps)
+    assert_equivalent(before, sch.mod, torch.randn(3, 4, requires_grad=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_blocks_that_are_gathered_at_once_stay_in_order(ranks):
+    run_distributed(_blocks_gathered, ranks)
+
+
 def test_bad_input_what_does_not_divide_is_refused():
     messages = run_distributed(_bad, 4)[0]
     assert messages["default"] == messages["bias"]

@@ -17,6 +17,7 @@ from .sharding import user_code
 from .syncing import REDUCING, Sync, sums_gradient
 
 _OFF = "check=False turns this check off"
+_MOVING = ("all_gather", "all_to_all")
 
 
 def check(schedule: Schedule) -> None:
@@ -42,6 +43,7 @@ def check_syncs(schedule: Schedule) -> None:
         applied = applied_cut(module)
         if applied is None:
             _check_unawares(path, module)
+            _check_gathered_around(path, module)
         elif applied.spec.num_shards > 1:
             _check_code(path, module)
             own = list(_syncs(module))
@@ -66,6 +68,16 @@ def _check_code(path: str, module: nn.Module) -> None:
         raise BuildError(
             f"{path!r} has a {own} of its own that would see a part only; put it on a module around, or give it to sync; {_OFF}"
         )
+
+
+def _check_gathered_around(path: str, module: nn.Module) -> None:
+    """Parts that are not equal are put together where their sizes are known."""
+    if not any(sync.mode == "fwd_post" and sync.op in _MOVING and sync.axis == -1 for sync in _syncs(module)):
+        return
+    for name, inside in module.named_modules(prefix=path):
+        applied = applied_cut(inside)
+        if applied is not None and applied.spec.dealt is not None and applied.cut.output == "sharded" and not applied.gathered:
+            raise BuildError(f"{path!r}: the output of {name!r} is not in equal parts; gather it at {name!r} itself; {_OFF}")
 
 
 def _check_stray(path: str, module: nn.Module) -> None:
@@ -114,6 +126,12 @@ def _check_output(path: str, applied: AppliedCut, own: list[Sync], above: list[S
     if applied.cut.output == "sharded":
         if reducing:
             raise BuildError(f"{path!r}: its output is sharded, {reducing[0].op} would add different parts; gather it; {_OFF}")
+        moving = next((sync.op for sync in after if sync.op in _MOVING), None)
+        if moving and len(applied.spec.blocks) > 1 and not applied.cut.parts:
+            mixed = f"its output is made of blocks, each split for itself, which {moving} would mix"
+            raise BuildError(f"{path!r}: {mixed}; shard it with gathered=True; {_OFF}")
+        if moving == "all_to_all" and applied.spec.dealt is not None:
+            raise BuildError(f"{path!r}: its output is not in equal parts, which all_to_all needs; all_gather it; {_OFF}")
         if applied.gathered and not any(sync.op in ("all_gather", "function") for sync in after):
             raise BuildError(f"{path!r}: sharded with gathered=True; needs sync('fwd_post', 'all_gather', axis=-1); {_OFF}")
         return

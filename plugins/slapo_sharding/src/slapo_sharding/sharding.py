@@ -130,7 +130,7 @@ class Sharder:
             sizes = self._given_blocks(first, width)
             if len(sizes) > 1 and not cut.fusable:
                 raise self._error(f"{first!r} cannot be split along {dim} in blocks; leave out blocks")
-            return sizes
+            return (width,) if self.gathered else sizes
         fusable = cut.output == "sharded" and cut.fusable and not self.gathered and self.size > 1
         found = attention.fused_blocks(self._parent(), self.schedule.name, width) if fusable else (width,)
         if found is None:
