@@ -22,7 +22,6 @@ pytestmark = pytest.mark.multiproc
 
 REFUSED = {
     "codegen": "its number of model-parallel parts is written in its code",
-    "falcon": "its linear layers have a forward of their own",
     "led": "it takes the width from the shape of its input",
     "mamba": "its scan mixes all channels of a chunk with those of the input projection",
     "resnet": "it has no layers but convolutions, which cannot be split yet",
@@ -72,7 +71,7 @@ def _same(rank: int, name: str) -> int:
 
 
 FAST = (
-    *("albert", "bart", "bert", "bloom", "clip", "deepseek_v3", "distilbert", "gemma2", "gemma3_text", "glm", "gpt2"),
+    *("albert", "bart", "bert", "bloom", "clip", "deepseek_v3", "distilbert", "falcon", "gemma2", "gemma3_text", "glm", "gpt2"),
     *(
         "gpt_neo",
         "gpt_neox",
@@ -111,7 +110,7 @@ def _refused(rank: int, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("falcon", "mamba") else pytest.mark.slow) for name in sorted(REFUSED)]
+    "name", [pytest.param(name, marks=() if name == "mamba" else pytest.mark.slow) for name in sorted(REFUSED)]
 )
 def test_refused_families_say_why(name: str) -> None:
     first, second = run_distributed(_refused, 2, name, timeout=120)

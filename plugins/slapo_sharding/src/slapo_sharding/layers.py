@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .linear_forwards import computes_linear
 from .rules import Cut, ShardingRule, applied_cut
 
 
 def is_linear(module: nn.Module) -> bool:
     """A Linear, or a subclass that computes the same."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or computes_linear(module))
 
 
 def is_embedding(module: nn.Module) -> bool:

@@ -1,0 +1,68 @@
+"""Subclasses of Linear whose own forward computes the same, as Falcon's does: shown, not believed.
+
+Such a forward is run on random numbers, with nothing of the module at hand but weight, bias and mode, and may only transpose,
+multiply and add. What it returns is then a polynomial of these numbers, and one that agrees with another where they were drawn
+at random is the same one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_POLYNOMIAL = {
+    *(F.linear, torch.matmul, torch.add, torch.addmm, torch.mm, torch.t, torch.transpose, torch.swapaxes),
+    *(torch.Tensor.T.__get__, torch.Tensor.mT.__get__, torch.Tensor.t, torch.Tensor.transpose, torch.Tensor.swapaxes),
+    *(torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__, torch.Tensor.add, torch.Tensor.__add__),
+}
+_STATE = {*vars(nn.Linear(1, 1, device="meta")), "_is_hf_initialized", "forward"}
+
+
+def computes_linear(module: nn.Linear) -> bool:
+    """Whether the forward of the module's class computes ``input @ weight.T + bias``, and its gradients, whatever the input."""
+    extra = {name for name in vars(module) if name not in _STATE and not name.startswith("_slapo")}
+    state = {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}
+    return not extra and not state and _same(type(module), module.bias is not None)
+
+
+@cache
+def _same(cls: Any, bias: bool) -> bool:
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        return all(_agrees(cls, bias, training, shape) for training in (True, False) for shape in ((3,), (2, 3), (2, 4, 3)))
+
+
+def _agrees(cls: Any, bias: bool, training: bool, shape: tuple[int, ...]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return drawn.requires_grad_()
+
+    probe: Any = cls.__new__(cls)
+    nn.Module.__init__(probe)
+    probe.weight = nn.Parameter(draw(5, 3).detach())
+    probe.bias = nn.Parameter(draw(5).detach()) if bias else None
+    probe.training = training
+    numbers = [draw(*shape), *probe.parameters()]
+    try:
+        with _Polynomials():
+            found = probe.forward(numbers[0])
+        expected, weights = F.linear(numbers[0], probe.weight, probe.bias), draw(*shape[:-1], 5)
+        values = [[of, *torch.autograd.grad((of * weights).sum(), numbers)] for of in (found, expected)]
+        return all(one.shape == other.shape and torch.allclose(one, other) for one, other in zip(*values, strict=True))
+    except Exception:  # whatever a stranger's forward does without the rest of its module
+        return False
+
+
+class _Polynomials(TorchFunctionMode):
+    """Refuses all but a few functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _POLYNOMIAL:
+            raise TypeError(f"{func} is no polynomial")
+        return func(*args, **(kwargs or {}))
