@@ -7,8 +7,8 @@ at random is the same one.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -30,10 +30,16 @@ def computes_linear(module: nn.Linear) -> bool:
     return not extra and not state and _same(type(module), module.bias is not None)
 
 
-@cache
-def _same(cls: Any, bias: bool) -> bool:
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        return all(_agrees(cls, bias, training, shape) for training in (True, False) for shape in ((3,), (2, 3), (2, 4, 3)))
+_known: WeakKeyDictionary[type[nn.Linear], dict[bool, bool]] = WeakKeyDictionary()
+
+
+def _same(cls: type[nn.Linear], bias: bool) -> bool:
+    known = _known.setdefault(cls, {})
+    if bias not in known:
+        cases = [(training, shape) for training in (True, False) for shape in ((3,), (2, 3), (2, 4, 3))]
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            known[bias] = all(_agrees(cls, bias, training, shape) for training, shape in cases)
+    return known[bias]
 
 
 def _agrees(cls: Any, bias: bool, training: bool, shape: tuple[int, ...]) -> bool:
