@@ -18,7 +18,7 @@ from slapo_core.replay import load_schedule
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
-from tests.zoo.families import FAMILIES
+from tests.zoo.families import FAMILIES, Family
 
 pytestmark = pytest.mark.multiproc
 
@@ -94,6 +94,44 @@ def test_the_steps_are_those_of_megatron(ranks: int) -> None:
         "sch['blocks.0.norm2'].sync('grad', 'all_reduce')",
         "sch['norm'].sync('grad', 'all_reduce')",
     ]
+
+
+def _shared(rank: int) -> None:
+    model: Any = Model()
+    model.blocks[1].norm.weight = model.blocks[0].norm.weight
+    model.blocks[1].norm.bias = model.blocks[0].norm.bias
+    model.blocks[1].norm2 = model.blocks[0].norm2
+    model.norm.requires_grad_(False)
+    before = copy.deepcopy(model)
+    sch = _schedule(model, _ids())
+    sch.tensor_parallel(sequence_parallel=True)
+    build(sch)
+    assert_equivalent(before, model, _ids())
+    assert not any(parameter.requires_grad for parameter in model.norm.parameters())
+
+
+def test_norms_that_are_tied_shared_or_frozen() -> None:
+    run_distributed(_shared, 2)
+
+
+def _images(rank: int) -> list[str]:
+    vit = FAMILIES["vit"]
+    model = Family(vit.name, vit.head, vit.inputs, {**vit.config, "image_size": 24}).model()
+    batch = {
+        "pixel_values": torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(1)),
+        "labels": torch.tensor([0, 1]),
+    }
+    before = copy.deepcopy(model)
+    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
+    sch.tensor_parallel(sequence_parallel=True)
+    (step,) = sch.journal
+    build(sch)
+    assert_equivalent(before, model, **batch)
+    return [str(child) for child in step.children if "gather" in str(child) or "scatter" in str(child)]
+
+
+def test_an_image_whose_patches_divide() -> None:
+    assert sum("reduce_scatter" in step for step in run_distributed(_images, 2)[0]) == 8
 
 
 def _saved_bytes(model: nn.Module, *inputs: torch.Tensor) -> int:

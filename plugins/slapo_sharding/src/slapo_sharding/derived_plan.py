@@ -23,6 +23,7 @@ from .localise import Count, counts, difference, localise
 from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
 from .sequence_layouts import SequenceLayouts
+from .syncing import sums_gradient, trainable
 
 
 def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
@@ -54,7 +55,7 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
     for count in found:
         schedule.touch(count.module)
     layouts = derived.layouts
-    columns = [path for path, split in derived.splits.items() if _split(schedule[path], split, path in layouts.scattered)]
+    columns = [path for path, split in derived.splits.items() if _split(schedule[path], split, layouts.scattered.get(path))]
     columns = [path for path in columns if not layouts.summed.get(path)]
     for paths in column_inputs.by_input(layouts.graph, columns):
         column_inputs.sum_gradients(schedule, paths)
@@ -116,15 +117,15 @@ def _training(root: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _split(schedule: Schedule, split: Split, scattered: bool) -> bool:
+def _split(schedule: Schedule, split: Split, scattered: int | None) -> bool:
     """Split a layer; whether the gradient of its input then is partial."""
     cut = rules_of(schedule).layer_cut(schedule.mod, "sharded" if split.output == "sharded" else "partial")
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
     name = cut.main(schedule.mod)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks)
-    if scattered:
-        schedule.sync("fwd_post", "reduce_scatter", axis=1)
+    if scattered is not None:
+        schedule.sync("fwd_post", "reduce_scatter", axis=scattered)
     elif split.output != "sharded":
         schedule.sync("fwd_post", "all_reduce")
     return cut.input == "replicated"
@@ -138,8 +139,10 @@ def _sum_gradients(schedule: Schedule, derived: Derived) -> None:
         owners.setdefault(path, set()).add(own)
     for path, names in owners.items():
         handle = schedule[path] if path else schedule
-        whole = {name for name, parameter in handle.mod.named_parameters(recurse=False) if parameter.requires_grad} - names
-        if whole:
+        parameters = trainable(handle.mod)
+        if not names & parameters.keys() or any(map(sums_gradient, parameters.values())):  # frozen, or tied to one that is done
+            continue
+        if whole := parameters.keys() - names:
             used = f"{sorted(names)[0]!r} of {path!r} is used on sharded values and {sorted(whole)[0]!r} on whole ones"
             raise _error(schedule, f"{used}; give plan=")
         handle.sync("grad", "all_reduce")

@@ -106,7 +106,7 @@ class Layouts(fx.Interpreter):
         self.parts: dict[fx.Node, Any] = {}
         self.crossings: Mapping[tuple[str, str], Any] = {}
         self.summed: dict[str, bool] = {}
-        self.scattered: set[str] = set()
+        self.scattered: dict[str, int] = {}
 
     def check(self) -> None:
         """Run.

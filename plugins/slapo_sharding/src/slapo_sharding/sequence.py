@@ -15,7 +15,8 @@ from torch import fx, nn
 
 from .borders import Place, border
 from .layouts import LayoutError, Layouts
-from .sequence_layouts import BorderError, Crossing, MixedUse, PartError, Plan, SequenceLayouts
+from .sequence_layouts import BorderError, LengthError, MixedUse, PartError, SequenceLayouts
+from .sequence_plan import Backward, Crossing, Plan
 
 _MOST = 200  # dry runs; every one adds to the plan
 
@@ -33,12 +34,18 @@ def split_sequence(layouts: Layouts) -> SequenceLayouts:
     Raises:
         CannotSplit: says why.
     """
-    return _Search(layouts).run()
+    try:
+        return _Search(layouts, flattens=False).run()
+    except CannotSplit as first:
+        try:
+            return _Search(layouts, flattens=True).run()
+        except CannotSplit:
+            raise first from None
 
 
 class _Search:
-    def __init__(self, layouts: Layouts) -> None:
-        self.layouts, self.plan = layouts, Plan()
+    def __init__(self, layouts: Layouts, flattens: bool) -> None:
+        self.layouts, self.plan = layouts, Plan(flattens=flattens)
         self.modules = dict(layouts.traced.named_modules())
         self.banned: set[Place] = set()
         self.starts: dict[Place, list[Place]] = {}
@@ -81,6 +88,8 @@ class _Search:
             done = False
         elif isinstance(err, PartError):
             done = self._keep_whole(err.places)
+        elif isinstance(err, LengthError):
+            done = self._enclose(err.module)
         elif isinstance(err, BorderError):
             done = self._other_place(err)
         else:
@@ -95,6 +104,17 @@ class _Search:
             self._add(place, Crossing("all_gather", "split"))
             self.plan.whole.update(path for path, _ in self._alike(place))
         return bool(new)
+
+    def _enclose(self, path: str) -> bool:
+        """Let a module that takes its sizes from its input have all of it."""
+        if path in self.plan.blocks or path in self.plan.whole:
+            return False
+        for outer, _ in self._alike((path, "")):
+            for place in [place for place in self.plan.crossings if place[0].startswith(f"{outer}.")]:
+                del self.plan.crossings[place]
+        self._keep_whole([(path, "fwd_pre")])
+        self._add((path, "fwd_post"), Crossing("scatter"))
+        return True
 
     def _other_place(self, err: BorderError) -> bool:
         """Scatter or gather somewhere else."""
@@ -144,8 +164,8 @@ class _Search:
         for other in n.all_input_nodes:
             for place in self._candidates(n, other) if layouts.is_split(other) else ():
                 if place not in self.banned and place not in self.plan.crossings:
-                    backward = self.plan.block_of(place[0]) is not None
-                    self._add(place, Crossing("all_gather", "reduce_scatter" if backward else "split"))
+                    backward: Backward = "split" if self.plan.block_of(place[0]) is None else "reduce_scatter"
+                    self._add(place, Crossing("all_gather", backward, other.meta["val"].dim() - 2))
                     return True
         return False
 

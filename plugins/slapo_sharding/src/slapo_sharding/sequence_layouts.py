@@ -6,64 +6,25 @@ of a gather whose backward is a reduce-scatter; whatever it meets, and what rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
+
+from slapo_core.tracing.calls import function_name
 
 from .borders import Place, border
 from .layouts import LayoutError, Layouts, has_gradient, parameters_of
+from .sequence_plan import Crossing, Plan
 from .syncing import map_input
+from .token_order import minds_order
+
+_GIVEN_SIZES = ("view", "reshape", "expand", "unflatten")
 
 SEQUENCE = "the sequence"
 """Among the sources of a value: it is sharded along dimension 1."""
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """What happens to a value at a border.
-
-    Args:
-        op: ``"scatter"`` or ``"all_gather"``.
-        backward: Of ``all_gather``.
-    """
-
-    op: Literal["scatter", "all_gather"]
-    backward: Literal["split", "reduce_scatter"] = "split"
-
-    def arguments(self) -> dict[str, Any]:
-        """What ``sync`` is given beside the mode."""
-        backward = {"backward": self.backward} if self.op == "all_gather" else {}
-        return {"axis": 1, **backward}
-
-
-@dataclass
-class Plan:
-    """Where the sequence is split.
-
-    Args:
-        crossings: What happens at which borders.
-        blocks: Paths of the repeated layers, between which values are split, to the shape of these.
-        whole: Paths of modules inside them that do their work on all of the sequence, to the end.
-    """
-
-    crossings: dict[Place, Crossing] = field(default_factory=dict)
-    blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    whole: set[str] = field(default_factory=set)
-
-    def block_of(self, path: str) -> str | None:
-        """The repeated layer around a module."""
-        return next((block for block in self.blocks if path.startswith(f"{block}.")), None)
-
-    def splits_output(self, node: fx.Node) -> bool:
-        """Whether the result of a row-parallel layer is left split."""
-        path = str(node.target)
-        block = self.block_of(path)
-        if block is None or any(path.startswith(f"{module}.") for module in self.whole):
-            return False
-        return tuple(node.meta["val"].shape) == self.blocks[block]
 
 
 class PartError(LayoutError):
@@ -86,6 +47,14 @@ class MixedUse(LayoutError):
     """A parameter is used on a part of the sequence and on all of it."""
 
 
+class LengthError(LayoutError):
+    """What a layer makes of a gathered value is given the whole length by a ``module`` that has seen a part of it only."""
+
+    def __init__(self, layouts: Layouts, node: fx.Node, module: str) -> None:
+        super().__init__(layouts, node, "it is given the length of the whole sequence")
+        self.module = module
+
+
 class SequenceLayouts(Layouts):
     """A dry run of a graph that was traced inside ``marked``.
 
@@ -96,14 +65,18 @@ class SequenceLayouts(Layouts):
     Attributes:
         gathered: Whole values, to the gathers they come from.
         parts: Those of them with a part of their gradient on each rank.
+        reordered: Values with the tokens in another order than the model's: gathered when flattened.
+        alone: Results of layers that gather for themselves, to the module that calls the layer.
         summed: Column-parallel layers, to whether the gradient of their input is summed by such a gather.
-        scattered: Row-parallel layers whose result is split along the sequence.
+        scattered: Row-parallel layers whose result is split along the sequence, to the axis.
     """
 
     def __init__(self, layouts: Layouts, plan: Plan) -> None:
         super().__init__(layouts.traced, layouts.mesh, layouts.candidates, layouts.filled, layouts.is_layer)
         self.plan, self.crossings = plan, plan.crossings
         self.gathered: dict[fx.Node, frozenset[Place]] = {}
+        self.reordered: set[fx.Node] = set()
+        self.alone: dict[fx.Node, str] = {}
 
     def check(self) -> None:
         """Run, then see that each parameter is used on parts of values or on whole ones."""
@@ -130,14 +103,20 @@ class SequenceLayouts(Layouts):
             value = self._pass(n)
         else:
             value = super().run_node(n)
-        if self.is_split(n) and n in self.sized:
-            raise LayoutError(self, n, "it is given the length of the whole sequence")
-        if self.is_split(n) and isinstance(value, DTensor) and type(value.placements[0]) is not Shard:
-            raise LayoutError(self, n, "the sequence is merged with another dimension")
+        if self.is_split(n):
+            self._check_split(n, value)
         self._follow(n, value)
         place = (str(n.args[1]), str(n.args[2])) if n.target is border else (str(n.target), "fwd_post")
         crossing = self.plan.crossings.get(place) if n.op.startswith("call") else None
         return value if crossing is None else self._cross(n, place, crossing, value)
+
+    def _check_split(self, n: fx.Node, value: Any) -> None:
+        """Refuse what a part of the sequence may be, for torch's rules, but not in a rank's model."""
+        inside = self.plan.block_around(str(n.meta.get("module"))) is not None
+        if n in self.sized and not (self.plan.flattens and inside):
+            raise LayoutError(self, n, "it is given the length of the whole sequence")
+        if isinstance(value, DTensor) and _is_merged(value) and not (self.plan.flattens and value.dim() == 2):
+            raise LayoutError(self, n, "the sequence is merged with another dimension")
 
     def is_split(self, n: fx.Node) -> bool:
         """Whether a value is sharded along the sequence."""
@@ -152,7 +131,7 @@ class SequenceLayouts(Layouts):
 
     def _cross(self, n: fx.Node, place: Place, crossing: Crossing, value: Any) -> torch.Tensor:
         if crossing.op == "all_gather":
-            if not self.is_split(n) or not isinstance(value, DTensor):
+            if not self.is_split(n) or not isinstance(value, DTensor) or _is_merged(value):
                 raise BorderError(self, self._failed(n), place, "a value that is gathered is whole")
             del self.sources[n], self.local[n]
             self.gathered[n] = frozenset((place,))
@@ -165,9 +144,8 @@ class SequenceLayouts(Layouts):
             raise PartError(self, self._failed(n), self.parts[n])
         self.gathered.pop(n, None)
         self.sources[n] = frozenset((SEQUENCE,))
-        split = self._shard(value, 1)
-        self.local[n] = tuple(split.to_local().shape)
-        return split
+        self.local[n] = (value.shape[0], value.shape[1] // self.mesh.size(), value.shape[2])
+        return self._shard(value, 1).contiguous()
 
     def _failed(self, n: fx.Node) -> fx.Node:
         self.sources.setdefault(n, frozenset())
@@ -182,6 +160,8 @@ class SequenceLayouts(Layouts):
         def gather(x: torch.Tensor) -> torch.Tensor:
             if not isinstance(x, DTensor) or self.plan.crossings[place].op != "all_gather":
                 raise BorderError(self, self._failed(n), place, "a value that is gathered is whole")
+            if _is_merged(x):
+                self.reordered.add(n)
             return torch.empty(x.shape, dtype=x.dtype)
 
         return map_input(gather, args, kwargs)
@@ -193,31 +173,60 @@ class SequenceLayouts(Layouts):
         value = super()._module(n, args, kwargs)
         if n in self.sources or not self.plan.splits_output(n):
             return value
+        if (value.dim() == 2) != any(other in self.reordered for other in n.all_input_nodes):
+            return value
         self.sources[n] = frozenset((SEQUENCE,))
-        self.scattered.add(path)
-        return self._shard(value, 1)
+        self.scattered[path] = value.dim() - 2
+        if value.dim() == 3:
+            return self._shard(value, 1).contiguous()
+        batch, length, width = self.plan.blocks[self.plan.block_of(path) or ""]
+        return self._shard(value.view(batch, length, width), 1).contiguous().view(-1, width)
 
     def _follow(self, n: fx.Node, value: Any) -> None:
         """Keep track of whole values that come from a gather."""
-        own: frozenset[Place] = frozenset()
-        if n.op == "call_module" and (place := (str(n.target), "fwd_pre")) in self.plan.crossings:
-            own = frozenset((place,))
-        partly = own and self.plan.crossings[(str(n.target), "fwd_pre")].backward == "reduce_scatter"
-        inputs = n.all_input_nodes
-        places = own.union(*(self.gathered.get(other, frozenset()) for other in inputs))
-        parts = (own if partly else frozenset[Place]()).union(*(self.parts.get(other, frozenset()) for other in inputs))
-        split = self.splits.get(str(n.target)) if n.op == "call_module" else None
-        if (
-            split is not None
-            and split.output == "sharded"
-            and self.summed.setdefault(str(n.target), bool(parts)) != bool(parts)
-        ):
-            raise PartError(self, n, parts)
+        place = (str(n.target), "fwd_pre")
+        crossing = self.plan.crossings.get(place) if n.op == "call_module" else None
+        own = frozenset[Place]() if crossing is None else frozenset((place,))
+        self._follow_order(n)
+        self._follow_alone(n, bool(own))
+        places = own.union(*(self.gathered.get(other, ()) for other in n.all_input_nodes))
+        partly = own if crossing is not None and crossing.backward == "reduce_scatter" else frozenset[Place]()
+        parts = partly.union(*(self.parts.get(other, ()) for other in n.all_input_nodes))
+        self._note_column(n, parts)
         if n in self.sources or not places:
             return
         self.gathered[n] = places
         if parts and (has_gradient(n) or not isinstance(value, torch.Tensor)):
             self._part_of_gradient(n, parts)
+
+    def _note_column(self, n: fx.Node, parts: frozenset[Place]) -> None:
+        split = self.splits.get(str(n.target)) if n.op == "call_module" else None
+        if split is None or split.output != "sharded":
+            return
+        if self.summed.setdefault(str(n.target), bool(parts)) != bool(parts):
+            raise PartError(self, n, parts)
+
+    def _follow_order(self, n: fx.Node) -> None:
+        if not any(other in self.reordered for other in n.all_input_nodes) or self.is_split(n):
+            return
+        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        if (module is None or not self.is_layer(module)) and minds_order(n, module, self.reordered):
+            raise LayoutError(self, self._failed(n), "it is given tokens in another order")
+        self.reordered.add(n)
+
+    def _follow_alone(self, n: fx.Node, gathers: bool) -> None:
+        if n not in self.sources or (n.op == "call_module" and not gathers):
+            return
+        callers = (
+            [str(n.meta["module"])] if gathers else [self.alone[other] for other in n.all_input_nodes if other in self.alone]
+        )
+        block = self.plan.block_around(callers[0]) if callers else None
+        if block is None or callers[0] != n.meta["module"]:
+            return
+        self.alone[n] = callers[0]
+        length = self.plan.blocks[block][1]
+        if not gathers and function_name(n) in _GIVEN_SIZES and length in pytree.tree_leaves((n.args, n.kwargs)):
+            raise LengthError(self, n, callers[0])
 
     def _part_of_gradient(self, n: fx.Node, parts: frozenset[Place]) -> None:
         if n.op == "output":
@@ -231,3 +240,7 @@ class SequenceLayouts(Layouts):
         if n.op == "call_module":
             self.partial.update((f"{n.target}.{name}", n) for name, _ in self.fetch_attr(str(n.target)).named_parameters())
         self.parts[n] = parts
+
+
+def _is_merged(value: DTensor) -> bool:
+    return type(value.placements[0]) is not Shard

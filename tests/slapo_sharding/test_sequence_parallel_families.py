@@ -1,0 +1,60 @@
+"""``tensor_parallel(sequence_parallel=True)`` on Transformers families, compared like the plain one."""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_core.testing import run_distributed
+from tests.slapo_sharding.test_tensor_parallel_families import REFUSED as UNSPLIT
+from tests.slapo_sharding.test_tensor_parallel_families import refusal, steps_of_same
+from tests.zoo.families import FAMILIES
+
+pytestmark = pytest.mark.multiproc
+
+_TOKENS = "16 patches and one more token are not divisible by the number of ranks"
+
+REFUSED = {
+    "beit": _TOKENS,
+    "clip": _TOKENS,
+    "dinov2": _TOKENS,
+    "vit": _TOKENS,
+    "convnext": "it has no sequence",
+    "ctrl": "its attention takes the length from one of three inputs",
+    "squeezebert": "its layers are given [batch, width, sequence]",
+    "swin": "its windows are cut by the height and width of the image",
+    "xlnet": "its layers are given [sequence, batch, width]",
+}
+"""Families that are split, but not along the sequence, and why."""
+
+FAST = ("bert", "gpt2", "llama", "mixtral", "opt", "t5")
+"""Those with layers of different make."""
+
+WHOLE = {"mobilebert"}
+"""Families whose layers are gathered before anything in them is split."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in sorted(FAMILIES.keys() - UNSPLIT.keys() - REFUSED.keys())
+    ],
+)
+def test_two_ranks(name: str) -> None:
+    steps = run_distributed(steps_of_same, 2, name, True, timeout=120)[0]
+    assert any("'scatter'" in step for step in steps)
+    assert any("'fwd_post', 'reduce_scatter'" in step for step in steps) == (name not in WHOLE)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "gpt2", "opt", "t5")])
+def test_four_ranks(name: str) -> None:
+    assert any("'fwd_post', 'reduce_scatter'" in step for step in run_distributed(steps_of_same, 4, name, True, timeout=120)[0])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("ctrl", "vit") else pytest.mark.slow) for name in sorted(REFUSED)]
+)
+def test_refused_families_say_why(name: str) -> None:
+    first, second = run_distributed(refusal, 2, name, True, timeout=120)
+    assert first == second
+    assert "the sequence cannot be split: " in first
