@@ -11,6 +11,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slapo_core import build, create_schedule
 from slapo_core.testing import run_distributed
 
-LAYERS, HEADS, BATCH, SEQUENCE, ROUNDS = 4, 8, 4, 128, 30
+LAYERS, HEADS, BATCH, SEQUENCE = 4, 8, 4, 128
+ROUNDS = {256: 60, 512: 30, 1024: 12}
 
 
 class Block(nn.Module):
@@ -110,11 +112,14 @@ def by_hand(model: nn.Module) -> nn.Module:
     return model
 
 
-def ours(model: nn.Module) -> nn.Module:
+def ours(model: nn.Module, *, overlapped: bool = True) -> nn.Module:
     schedule = create_schedule(model)
     for block in schedule.select("*"):
         for name in ("qkv", "up"):
-            block[name].shard("weight", axis=0, blocks=1).sync("bwd_post", "all_reduce")
+            if overlapped:
+                block[name].shard("weight", axis=0, blocks=1).sync("bwd_post", "all_reduce")
+            else:  # a layer that is split after its sync keeps torch's own backward
+                block[name].sync("bwd_post", "all_reduce").shard("weight", axis=0, blocks=1)
         for name in ("proj", "down"):
             block[name].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     return build(schedule).module
@@ -125,7 +130,21 @@ def dtensor(model: nn.Module) -> nn.Module:
     return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
 
 
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"slapo": ours, "hand-written": by_hand, "DTensor": dtensor}
+def compiled(model: nn.Module) -> nn.Module:
+    for block in model:
+        block.compile(fullgraph=True)
+    return model
+
+
+Way = Callable[[nn.Module], nn.Module]
+WAYS: dict[str, Way] = {"slapo": ours, "hand-written": by_hand, "DTensor": dtensor}
+VARIANTS: dict[str, Way] = {
+    "hand-written": by_hand,
+    "slapo": ours,
+    "slapo, sums not overlapped": partial(ours, overlapped=False),
+    "slapo, blocks compiled": lambda model: compiled(ours(model)),
+    "hand-written, blocks compiled": lambda model: compiled(by_hand(model)),
+}
 
 
 def _step(model: nn.Module, x: torch.Tensor) -> float:
@@ -159,37 +178,49 @@ def _memory(model: nn.Module, x: torch.Tensor) -> int:
     return 4 * parameters + _saved(model, x)
 
 
-def measure_steps(rank: int, hidden: int) -> dict[str, tuple[float, int]]:
+def measure_steps(rank: int, hidden: int, ways: str) -> dict[str, tuple[float, int]]:
     """Median seconds of forward and backward, and bytes on this rank, of each way."""
     torch.set_num_threads(1)
     whole = blocks(hidden)
-    models = {name: way(copy.deepcopy(whole)) for name, way in WAYS.items()}
+    models = {name: way(copy.deepcopy(whole)) for name, way in globals()[ways].items()}
     x = torch.randn(BATCH, SEQUENCE, hidden, generator=torch.Generator().manual_seed(1))
     expected = whole(x)
     times: dict[str, list[float]] = {name: [] for name in models}
-    for name, model in models.items():
-        torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=1e-4)
-        _step(model, x)
-    for turn in range(ROUNDS):
-        order = [*models][turn % 3 :] + [*models][: turn % 3]
-        for name in order:
+    for model in models.values():
+        for _ in range(3):  # the first run after build is looked at, the second may compile
+            torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=1e-4)
+            _step(model, x)
+    names = list(models)
+    for turn in range(ROUNDS[hidden]):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
             times[name].append(_step(models[name], x))
-    memory = {name: _memory(model, x) for name, model in models.items() if name != "DTensor"}
+    memory = {name: _memory(model, x) for name, model in models.items() if name in ("slapo", "hand-written")}
     return {name: (statistics.median(times[name]), memory.get(name, 0)) for name in models}
 
 
 def _report_steps() -> None:
     print("## Tensor parallelism: 2 gloo ranks, 4 GPT blocks, forward and backward\n")
-    print("| hidden | hand-written (ms) | slapo (ms) | slapo / hand-written | DTensor / hand-written | memory, slapo / hand-written |")
+    print(
+        "| hidden | hand-written (ms) | slapo (ms) | slapo / hand-written | DTensor / hand-written | memory, slapo / by hand |"
+    )
     print("|---|---|---|---|---|---|")
     for hidden in (256, 512, 1024):
-        rank0 = run_distributed(measure_steps, 2, hidden, timeout=600)[0]
+        rank0 = run_distributed(measure_steps, 2, hidden, "WAYS", timeout=600)[0]
         (ours_s, ours_b), (hand_s, hand_b), (dtensor_s, _) = (rank0[name] for name in WAYS)
         print(
             f"| {hidden} | {hand_s * 1e3:.1f} | {ours_s * 1e3:.1f} | {ours_s / hand_s:.3f} | {dtensor_s / hand_s:.3f} "
             f"| {ours_b / hand_b:.3f} |",
             flush=True,
         )
+
+
+def _report_variants() -> None:
+    rank0 = run_distributed(measure_steps, 2, 512, "VARIANTS", timeout=600)[0]
+    base = rank0["hand-written"][0]
+    print("\n| hidden 512 | ms | / hand-written |\n|---|---|---|")
+    for name, (seconds, _) in rank0.items():
+        print(f"| {name} | {seconds * 1e3:.1f} | {seconds / base:.3f} |", flush=True)
 
 
 def llama(layers: int) -> nn.Module:
@@ -205,9 +236,12 @@ def llama(layers: int) -> nn.Module:
         return LlamaForCausalLM(config)
 
 
-COLUMNS, ROWS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"), (
-    "self_attn.o_proj",
-    "mlp.down_proj",
+COLUMNS, ROWS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+    (
+        "self_attn.o_proj",
+        "mlp.down_proj",
+    ),
 )
 
 
@@ -256,6 +290,7 @@ def _report_planning() -> None:
 def main() -> None:
     """Print the sections."""
     _report_steps()
+    _report_variants()
     _report_planning()
 
 
