@@ -27,7 +27,6 @@ REFUSED = {
     "resnet": "it has no layers but convolutions, which cannot be split yet",
     "poolformer": "it has no layers but convolutions, which cannot be split yet",
     "segformer": "one head, and convolutions",
-    "gpt_oss": "its sinks are one number per head",
 }
 """Families that are refused, and why."""
 
@@ -77,6 +76,7 @@ FAST = (
     *(
         "gpt_neo",
         "gpt_neox",
+        "gpt_oss",
         "gptj",
         "granitemoe",
         "llama",

@@ -23,6 +23,7 @@ from .localise import Count, counts, difference, localise
 from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
 from .sequence_layouts import SequenceLayouts
+from .sharding import Sharder
 from .syncing import sums_gradient, trainable
 
 
@@ -46,15 +47,20 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
     with marked(borders):
         traced = _trace(schedule)
     derived = derive(traced, DeviceMesh.from_group(group, "cpu"), rules.is_layer, rules.is_table)
-    if not derived.splits:
+    if sequence_parallel and derived.splits:
+        derived.layouts = _split_sequence(schedule, derived)
+    stacks = _stacks(schedule, derived)
+    if not derived.splits and not stacks:
         reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
         raise _error(schedule, f"nothing of the {type(schedule.mod).__name__} can be split: {reasons}")
-    if sequence_parallel:
-        derived.layouts = _split_sequence(schedule, derived)
+    if sequence_parallel and not derived.splits:
+        raise _error(schedule, f"the sequence cannot be split: nothing but {stacks[0]!r} and its like is; leave it whole")
     found = counts(derived.layouts, schedule.mod, size)
     for count in found:
         schedule.touch(count.module)
     layouts = derived.layouts
+    for path in stacks:
+        split_stack(schedule[path])
     columns = [path for path, split in derived.splits.items() if _split(schedule[path], split, layouts.scattered.get(path))]
     columns = [path for path in columns if not layouts.summed.get(path)]
     for paths in column_inputs.by_input(layouts.graph, columns):
@@ -82,7 +88,35 @@ def _trace(schedule: Schedule) -> fx.GraphModule:
 
 def _layers(schedule: Schedule) -> list[str]:
     rules, named = rules_of(schedule), schedule.mod.named_modules()
-    return [path for path, module in named if path and (rules.is_layer(module) or rules.is_table(module))]
+    kinds = (rules.is_layer, rules.is_table, rules.stack_cut)
+    return [path for path, module in named if path and any(kind(module) for kind in kinds)]
+
+
+def split_stack(schedule: Schedule) -> None:
+    """Split stacked experts and the like: reduce their output, and the gradients of what goes in."""
+    cut = rules_of(schedule).stack_cut(schedule.mod)
+    assert cut is not None
+    name = cut.main(schedule.mod)
+    schedule.shard(name, axis=cut.dims[name])
+    schedule.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
+
+
+def _stacks(schedule: Schedule, derived: Derived) -> list[str]:
+    """Those that are given whole values and can be split."""
+    rules, layouts, found = rules_of(schedule), derived.layouts, []
+    for node in layouts.graph.find_nodes(op="call_module"):
+        path = str(node.target)
+        cut = rules.stack_cut(schedule.mod.get_submodule(path))
+        if cut is None or any(value in layouts.local or value in layouts.parts for value in (node, *node.all_input_nodes)):
+            continue
+        name = cut.main(schedule.mod.get_submodule(path))
+        try:
+            Sharder(schedule[path], name, cut.dims[name], None).plan()
+        except ScheduleError as err:
+            derived.reasons[path] = str(err)
+        else:
+            found.append(path)
+    return list(dict.fromkeys(found))
 
 
 def _traced(schedule: Schedule, layers: list[str]) -> fx.GraphModule:

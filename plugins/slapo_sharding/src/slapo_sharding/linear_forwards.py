@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 _POLYNOMIAL = {
     *(F.linear, torch.matmul, torch.add, torch.addmm, torch.mm, torch.t, torch.transpose, torch.swapaxes),
-    *(torch.Tensor.T.__get__, torch.Tensor.mT.__get__, torch.Tensor.t, torch.Tensor.transpose, torch.Tensor.swapaxes),
+    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")),
+    *(torch.Tensor.t, torch.Tensor.transpose, torch.Tensor.swapaxes),
     *(torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__, torch.Tensor.add, torch.Tensor.__add__),
 }
 _STATE = {*vars(nn.Linear(1, 1, device="meta")), "_is_hf_initialized", "forward"}

@@ -75,6 +75,13 @@ def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
     return found
 
 
+def left_whole(model: nn.Module, steps: Plan, rules: Rulebook) -> str | None:
+    """The first layer on which a plan that splits experts is silent: many leave their attention whole, or a shared expert."""
+    heads = _vocabulary_modules(model)
+    layers = (path for path, module in model.named_modules() if rules.is_layer(module) and module not in heads)
+    return next((path for path in layers if path not in steps), None) if "moe_tp_experts" in steps.values() else None
+
+
 def head_norms(model: nn.Module, steps: Plan) -> Iterator[str]:
     """Paths of the norms of single heads on which a plan that splits the heads is silent: each rank has the part of its own."""
     for name in undeclared_parameters(model, steps):

@@ -47,6 +47,10 @@ class Rulebook:
         """Whether a module can be split along its output and along its input."""
         return all(self.layer_cut(module, output) is not None for output in ("sharded", "partial"))
 
+    def stack_cut(self, module: nn.Module) -> Cut | None:
+        """The way to split what is columns and rows in one, as stacked experts are: a whole input, a partial output."""
+        return next((cut for cut in self.cuts(module) if (cut.input, cut.output) == ("replicated", "partial")), None)
+
     def is_table(self, module: nn.Module) -> bool:
         """Whether a module looks rows up and can be split along these."""
         cut = self.layer_cut(module, "sharded")

@@ -13,8 +13,8 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
 from . import attention, column_inputs, dropout
-from .derived_plan import apply_derived
-from .plan import head_norms, published_plan, tensor_parallel_plan, undeclared_parameters, vocabulary
+from .derived_plan import apply_derived, split_stack
+from .plan import head_norms, left_whole, published_plan, tensor_parallel_plan, undeclared_parameters, vocabulary
 from .rulebook import rules_of
 from .rules import Cut
 from .syncing import trainable
@@ -130,6 +130,8 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
             raise error(
                 f"{undeclared[0]!r} may be used on sharded or on replicated values, the published plan is silent; give plan="
             )
+        if schedule.example_inputs is not None and (left := left_whole(schedule.mod, steps, rules_of(schedule))):
+            raise error(f"the published plan splits experts and leaves {left!r} whole; give plan=")
         steps.update(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
     return steps
 
@@ -167,10 +169,8 @@ def _rowwise(schedule: Schedule, *, split: bool = False, blocks: int | None = No
 
 
 def _experts(schedule: Schedule) -> None:
-    cut = _cut(schedule, "replicated", "partial")
-    name = cut.main(schedule.mod)
-    schedule.shard(name, axis=cut.dims[name])
-    schedule.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
+    _cut(schedule, "replicated", "partial")
+    split_stack(schedule)
 
 
 def _embedding_rowwise(schedule: Schedule) -> None:
