@@ -69,5 +69,5 @@ def test_two_parameters_of_one_name_are_an_error(kind: str) -> None:
 
 
 def test_another_kind_is_an_error() -> None:
-    with pytest.raises(ScheduleError, match="kind is 'gradient'; give 'param' or 'grad'"):
+    with pytest.raises(ScheduleError, match="kind is 'gradient'; give 'param', 'grad' or 'buffer'"):
         create_schedule(nn.Linear(2, 2)).full_state("gradient")

@@ -275,7 +275,8 @@ def _training(rank: int) -> None:
             optimizer.step()
     whole = sch.full_state()
     torch.testing.assert_close(whole, {name: p.detach() for name, p in before.named_parameters()}, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sch.full_state("buffer"), dict(before.named_buffers()), atol=1e-5, rtol=1e-5)
 
 
-def test_three_steps_give_the_weights_of_the_unmodified_model():
+def test_three_steps_give_the_weights_and_statistics_of_the_unmodified_model():
     run_distributed(_training, 2)

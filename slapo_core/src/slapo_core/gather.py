@@ -15,24 +15,26 @@ from .program import Program
 from .whole_gradients import compare_gradients
 
 State = dict[str, torch.Tensor | None]
+Read = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 def full_state(module: nn.Module, program: Program | None, kind: str) -> State:
-    """Full parameters or gradients under original names, equal on every rank; see ``Schedule.full_state``.
+    """Full parameters, gradients or buffers under original names, equal on every rank; see ``Schedule.full_state``.
 
     A tied parameter whose copies sit in several stages is taken from the first.
     """
-    if kind not in ("param", "grad"):
-        raise ScheduleError(f"kind is {kind!r}; give 'param' or 'grad'", primitive="full_state")
+    if kind not in ("param", "grad", "buffer"):
+        raise ScheduleError(f"kind is {kind!r}; give 'param', 'grad' or 'buffer'", primitive="full_state")
     if kind == "grad":
         _refuse_parts(module, program)
-    read: Callable[[nn.Parameter], torch.Tensor | None] = (lambda p: p.detach()) if kind == "param" else (lambda p: p.grad)
+    read: Read = (lambda tensor: tensor.grad) if kind == "grad" else (lambda tensor: tensor.detach())
+    named = dict(module.named_buffers() if kind == "buffer" else module.named_parameters())
     owners = _owners(program)
-    keys = original_keys(module.named_parameters())
+    keys = original_keys(named.items())
     state: State = {}
-    for name, parameter in module.named_parameters():
+    for name, tensor in named.items():
         stage = owners.get(name, 0)
-        full = _from_stage(parameter, read, program, stage) if program and owners else over_group(parameter, read)
+        full = _from_stage(tensor, read, program, stage) if program and owners else over_group(tensor, read)
         state.update(dict.fromkeys(keys[name], full))
     return state
 
@@ -61,16 +63,15 @@ def _refuse_parts(module: nn.Module, program: Program | None) -> None:
 
 
 def _owners(program: Program | None) -> dict[str, int]:
-    """Current parameter name to the first stage that has it; empty where every rank has all."""
+    """Current name of a parameter or buffer to the first stage that has it; empty where every rank has all."""
     if program is None or program.axis_size("pp") == 1:
         return {}
     stages = reversed(program.stages)
-    return {name: stage.index for stage in stages for name, _ in stage.module.named_parameters(remove_duplicate=False)}
+    walks = [(stage.index, walk) for stage in stages for walk in (stage.module.named_parameters, stage.module.named_buffers)]
+    return {name: index for index, walk in walks for name, _ in walk(remove_duplicate=False)}
 
 
-def _from_stage(
-    parameter: nn.Parameter, read: Callable[[nn.Parameter], torch.Tensor | None], program: Program, stage: int
-) -> torch.Tensor | None:
+def _from_stage(parameter: torch.Tensor, read: Read, program: Program, stage: int) -> torch.Tensor | None:
     assert program.mesh is not None
     pipeline = program.mesh["pp"]
     full = over_group(parameter, read) if pipeline.get_local_rank() == stage else None
@@ -87,7 +88,7 @@ def _from_stage(
     return buffer
 
 
-def over_group(parameter: nn.Parameter, read: Callable[[nn.Parameter], torch.Tensor | None]) -> torch.Tensor | None:
+def over_group(parameter: torch.Tensor, read: Read) -> torch.Tensor | None:
     """The full tensor of what ``read`` gives for a parameter; None where no rank of its group has any. Collective."""
     local, spec = read(parameter), shard_spec(parameter)
     if spec is None or not is_part(parameter):

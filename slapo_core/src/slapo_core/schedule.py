@@ -394,7 +394,7 @@ class Schedule:
         """Full tensors under the unmodified model's names, on every rank; collective.
 
         Args:
-            kind: ``"param"`` or ``"grad"``; a parameter without gradient gives None.
+            kind: ``"param"``, ``"grad"`` (a parameter without gradient gives None) or ``"buffer"``.
 
         Returns:
             Original name to detached tensor; a tied parameter stands under each of its names.
