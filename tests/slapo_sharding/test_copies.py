@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.build import build
+from slapo_core.errors import ScheduleError
 from slapo_core.parameters import shard_spec
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
@@ -172,6 +173,39 @@ def _fused(rank: int) -> tuple[int, int, int]:
 
 def test_one_key_head_in_a_fused_projection():
     assert run_distributed(_fused, 2) == [(2, 1, 16)] * 2
+
+
+def _compiled(rank: int) -> None:
+    """Without a graph break, the sum over copies in the backward."""
+    model = _llama(6, 3)
+    before, sch = copy.deepcopy(model).model.layers[0].self_attn, _schedule(model)
+    sch.tensor_parallel()
+    build(sch)
+    after, x = model.model.layers[0].self_attn, torch.randn(2, 5, 24)
+    tables = model.model.rotary_emb(x, torch.arange(5)[None])
+    for each in (before, after):
+        run = torch.compile(each, fullgraph=True, backend="aot_eager") if each is after else each
+        run(x, position_embeddings=tables, attention_mask=None)[0].square().sum().backward()
+    spec = shard_spec(after.k_proj.weight)
+    torch.testing.assert_close(after.k_proj.weight.grad, spec.local(before.k_proj.weight.grad), atol=1e-4, rtol=1e-4)
+
+
+def test_copies_in_a_compiled_module():
+    run_distributed(_compiled, 2)
+
+
+def _other_counts(rank: int, name: str) -> str:
+    model = _llama(4, 1)
+    model.model.layers[0].self_attn.num_key_value_groups = 2
+    with pytest.raises(ScheduleError) as caught:
+        _schedule(model)["model.layers.0.self_attn"][name].shard("weight", axis=0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+def test_attention_that_counts_in_another_way_is_refused(name):
+    message = run_distributed(_other_counts, 2, name)[0]
+    assert "num_key_value_groups of the attention module is 2, but 4 by its projections; use fewer ranks" in message
 
 
 def _undone(rank: int) -> None:

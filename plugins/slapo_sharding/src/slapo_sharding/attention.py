@@ -81,13 +81,14 @@ def deal(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int)
     """
     size, heads = _head_size(owner), _heads(owner, child, blocks)
     assert size is not None
+    copied = heads if heads is not None and heads.keys % num_shards else None
     dealt = []
     for index, width in enumerate(blocks):
-        of_keys = child in _KEYS or (child in _FUSED and index > 0)
-        if width % size == 0 and (width // size) % num_shards == 0:
+        keys = copied if child in _KEYS or (child in _FUSED and index > 0) else None
+        if keys is not None and keys.keys * size == width and keys.queries % num_shards == 0:
+            dealt.append(dealing.head_copies(keys.queries, keys.keys, size, num_shards))
+        elif keys is None and width % size == 0 and (width // size) % num_shards == 0:
             dealt.append(dealing.chunks(width, num_shards))
-        elif of_keys and heads is not None and heads.keys * size == width and heads.queries % num_shards == 0:
-            dealt.append(dealing.head_copies(heads.queries, heads.keys, size, num_shards))
         else:
             raise LookupError(f"{width / size:g} attention heads of size {size} cannot be dealt out to {num_shards} ranks")
     if not counts_local_heads(owner):
@@ -96,6 +97,11 @@ def deal(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int)
 
 
 def _check_counts(owner: nn.Module, heads: Heads | None, num_shards: int) -> None:
+    """Counts have to be divisible, or, of keys in copies, as the projections say: what pairs heads depends on them."""
+    if heads is not None and heads.keys % num_shards:
+        for name, expected in heads.counts().items():
+            if (value := _integer(owner, name)) not in (None, expected):
+                raise LookupError(f"{name} of the attention module is {value}, but {expected} by its projections")
     known = {**getattr(getattr(owner, "config", None), "__dict__", {}), **owner.__dict__}
     for name in (*_COUNTS, *_KEY_COUNTS):
         copied = heads is not None and name in _KEY_COUNTS and known.get(name) == heads.keys

@@ -11,9 +11,9 @@ from slapo_core.parameters import is_part
 from slapo_core.schedule import Schedule
 
 from . import attention
+from .cutting import user_code
 from .foreign_reads import watch
 from .rules import AppliedCut, applied_cut
-from .sharding import user_code
 from .syncing import REDUCING, Sync, sums_gradient
 
 _OFF = "check=False turns this check off"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,23 +16,42 @@ from . import collectives
 class CopySum:
     """A hook of a parameter: each micro-batch's gradient is summed over all that hold the same, on this rank as well.
 
+    Only what lies between the first and the last copy is sent: of a fused projection the keys and values.
+
     Args:
         spec: How the parameter is sharded.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
         self.spec = spec
+        held = torch.zeros(spec.full_shape[spec.dim], dtype=torch.int64)
+        for start, stop in (part for rank in range(spec.num_shards) for part in spec.ranges(rank)):
+            held[start:stop] += 1
+        copied = (held > 1).nonzero()
+        self.start, self.stop = int(copied[0]), int(copied[-1]) + 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopySum:
         return self
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        dim, ranges = self.spec.dim, self.spec.ranges()
-        parts = grad.split_with_sizes([stop - start for start, stop in ranges], dim)
-        whole = grad.new_zeros(self.spec.full_shape)
-        for (start, stop), part in zip(ranges, parts, strict=True):
-            whole.narrow(dim, start, stop - start).add_(part)
-        return self.spec.local(collectives.all_reduce(whole, self.spec.group))
+        dim, places = self.spec.dim, list(self._places())
+        shape = [*grad.shape[:dim], self.stop - self.start, *grad.shape[dim + 1 :]]
+        total = grad.new_zeros(shape)
+        for own, common, size in places:
+            total.narrow(dim, common, size).add_(grad.narrow(dim, own, size))
+        total, summed = collectives.all_reduce(total, self.spec.group), grad.clone()
+        for own, common, size in places:
+            summed.narrow(dim, own, size).copy_(total.narrow(dim, common, size))
+        return summed
+
+    def _places(self) -> Iterator[tuple[int, int, int]]:
+        """Where a piece begins on this rank and among what is sent, and its size."""
+        offset = 0
+        for start, stop in self.spec.ranges():
+            low, high = max(start, self.start), min(stop, self.stop)
+            if low < high:
+                yield offset + low - start, low - self.start, high - low
+            offset += stop - start
 
 
 def sum_copies(parameter: nn.Parameter, spec: ShardSpec) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
-from .sharding import Blocks, Sharder, carry_out
+from .cutting import ShardStep, carry_out
+from .sharding import Blocks, Sharder
 
 
 class ShardPrimitive(Primitive):
@@ -57,9 +58,9 @@ class ShardPrimitive(Primitive):
         *,
         gathered: bool = False,
         uneven: bool = False,
-    ) -> None:
+    ) -> ShardStep:
         """Plan the step."""
-        Sharder(schedule, name, axis, blocks, gathered=gathered, uneven=uneven).plan()
+        return Sharder(schedule, name, axis, blocks, gathered=gathered, uneven=uneven).plan()
 
     @staticmethod
     def apply(
@@ -71,5 +72,5 @@ class ShardPrimitive(Primitive):
         gathered: bool = False,
         uneven: bool = False,
     ) -> None:
-        """Plan the step and carry it out."""
-        carry_out(schedule, Sharder(schedule, name, axis, blocks, gathered=gathered, uneven=uneven).plan())
+        """Carry it out."""
+        carry_out(schedule, schedule.checked)

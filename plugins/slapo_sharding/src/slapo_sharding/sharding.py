@@ -1,46 +1,24 @@
-"""Work out a shard step before anything changes, then carry it out."""
+"""Work out a shard step before anything changes."""
 
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from slapo_core.errors import ScheduleError
-from slapo_core.parameters import ShardSpec, facts, shard_spec, successor
+from slapo_core.parameters import ShardSpec, shard_spec
 from slapo_core.schedule import Schedule
-from slapo_core.wrapping import forward_wrappers, own_forward
+from slapo_core.wrapping import forward_wrappers
 
 from . import attention, dealing
-from .copies import has_copies, sum_copies
+from .cutting import ShardStep, has_late_bias, needs_forward, tensor_of, user_code
 from .rulebook import rules_of
-from .rules import AppliedCut, Cut, applied_cut, record_cut
-from .shared_sum import is_overlapping
-from .syncing import Sync
+from .rules import AppliedCut, Cut, applied_cut
 
 Blocks = int | Sequence[int] | None
-
-
-@dataclass
-class ShardStep:
-    """What one call of ``shard`` will do.
-
-    Args:
-        cuts: Every module that is cut: the one asked for, and those tied to it.
-        pieces: ``(module, name, tensor, spec)`` of each tensor that is cut now; a tied one stands once.
-        record: What is noted on the module asked for.
-        owner: The attention module that will count local heads.
-    """
-
-    record: AppliedCut
-    cuts: dict[nn.Module, Cut] = field(default_factory=dict)
-    pieces: list[tuple[nn.Module, str, torch.Tensor, ShardSpec]] = field(default_factory=list)
-    owner: nn.Module | None = None
 
 
 class Sharder:
@@ -80,7 +58,7 @@ class Sharder:
         sizes = self._sizes(cut, first, dim)
         owner = self._owner(cut, sizes)
         spec = self._spec(self.module, cut, first, self._held(first), sizes)
-        late = self.size > 1 and _has_late_bias(self.module, cut)
+        late = self.size > 1 and has_late_bias(self.module, cut)
         step = ShardStep(AppliedCut(cut, spec, late, frozenset(self.names), self.gathered))
         self._spread(step, cut, sizes)
         step.owner = owner
@@ -91,7 +69,7 @@ class Sharder:
         if not self.names:
             raise self._error("no parameter is named; give one, e.g. 'weight'")
         for name in self.names:
-            if _tensor(self.module, name) is None:
+            if tensor_of(self.module, name) is None:
                 known = [*self.module._parameters, *self.module._buffers]
                 raise self._error(f"no parameter {name!r}; available: {', '.join(known) or 'none'}")
         first = max(self.names, key=lambda name: self._held(name).dim())
@@ -171,7 +149,7 @@ class Sharder:
             self._check_forward(module, cut)
             step.cuts[module] = cut
             for name, dim in cut.dims.items():
-                tensor = _tensor(module, name)
+                tensor = tensor_of(module, name)
                 if tensor is None or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
@@ -243,11 +221,11 @@ class Sharder:
             raise self._error(
                 f"{where} has a {own} of its own that would see a part only; remove it or put it on a module around"
             )
-        if self.size > 1 and _needs_forward(module, cut) and ("forward" in module.__dict__ or forward_wrappers(module)):
+        if self.size > 1 and needs_forward(module, cut) and ("forward" in module.__dict__ or forward_wrappers(module)):
             raise self._error("the module's forward is wrapped already; shard it before what wraps it (checkpoint, fork_rng)")
 
     def _held(self, name: str) -> torch.Tensor:
-        found = _tensor(self.module, name)
+        found = tensor_of(self.module, name)
         assert found is not None
         return found
 
@@ -262,76 +240,3 @@ class Sharder:
 
     def _error(self, message: str) -> ScheduleError:
         return ScheduleError(message, path=self.schedule.path, primitive="shard")
-
-
-def carry_out(schedule: Schedule, step: ShardStep) -> None:
-    """Change the model as planned."""
-    top, num_shards = schedule.get_top_schedule(), step.record.spec.num_shards
-    paths = {schedule.mod: schedule.path}
-    if any(module not in paths for module in step.cuts):
-        paths = {module: path for path, module in schedule.root_module.named_modules() if module in step.cuts}
-    for module in step.cuts:
-        schedule.touch(module)
-    for module, name, tensor, spec in step.pieces:
-        if num_shards == 1:
-            facts(tensor).spec = spec
-        else:
-            (top[paths[module]] if paths[module] else top).set_parameter(name, _local(tensor, spec))
-    for module, cut in step.cuts.items():
-        if num_shards > 1:
-            _turn_local(module, cut, step.record.spec)
-        late = num_shards > 1 and _has_late_bias(module, cut)
-        record_cut(module, AppliedCut(cut, step.record.spec, late))
-    record_cut(schedule.mod, step.record)
-    if step.owner is not None:
-        schedule.touch(step.owner)
-        attention.count_local_heads(step.owner, schedule.name, step.record.spec.blocks, num_shards)
-
-
-def _local(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    new = successor(tensor, spec.local(tensor.detach()), spec=spec)
-    if tensor.grad is not None:
-        new.grad = spec.local(tensor.grad)
-    if has_copies(spec) and isinstance(new, nn.Parameter):
-        sum_copies(new, spec)
-    return new
-
-
-def _turn_local(module: nn.Module, cut: Cut, spec: ShardSpec) -> None:
-    whole, part = spec.full_shape[spec.dim], spec.sizes[spec.rank]
-    for name in cut.attributes:
-        if (value := getattr(module, name, None)) is not None:
-            setattr(module, name, part if value == whole else value // spec.num_shards)
-    if _needs_forward(module, cut):
-        assert cut.forward is not None
-        module.__dict__["forward"] = types.MethodType(cut.forward, module)
-
-
-def user_code(module: nn.Module) -> str | None:
-    """What the user has put on this one module to run with it, or None; syncs, wrappers and cuts are the schedule's own."""
-    tables: dict[str, dict[int, Any]] = {
-        "forward pre-hook": module._forward_pre_hooks,
-        "forward hook": module._forward_hooks,
-        "backward pre-hook": module._backward_pre_hooks,
-        "backward hook": module._backward_hooks,
-    }
-    for kind, table in tables.items():
-        if any(not isinstance(hook, Sync) for hook in table.values()):
-            return kind
-    forward, applied = own_forward(module), applied_cut(module)
-    ours = forward is None or is_overlapping(forward)
-    ours = ours or (applied is not None and getattr(forward, "__func__", None) is applied.cut.forward)
-    return None if ours else "forward"
-
-
-def _needs_forward(module: nn.Module, cut: Cut) -> bool:
-    return cut.forward is not None and (not cut.late_bias or _has_late_bias(module, cut))
-
-
-def _has_late_bias(module: nn.Module, cut: Cut) -> bool:
-    return cut.late_bias and _tensor(module, "bias") is not None
-
-
-def _tensor(module: nn.Module, name: str) -> torch.Tensor | None:
-    found = module._parameters.get(name)
-    return found if found is not None else module._buffers.get(name)
