@@ -203,6 +203,25 @@ def test_a_wrong_rule_is_one_sentence_that_names_the_plugin(rule, problem):
 
 
 @pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"dims": {"weight": 0, "bias": 1}}, "it splits 'bias' along 1, which has 1 dimensions"),
+        ({"attributes": ("padding",)}, "its attribute 'padding' is 'same', no number that could be divided"),
+    ],
+)
+def test_a_rule_that_does_not_fit_the_module_names_the_plugin(change, problem):
+    rule = dataclasses.replace(RULE, matches=lambda module: True, cuts=(dataclasses.replace(CUT, **change),))
+    sch = create_schedule(nn.Conv1d(2, 2, 1, padding="same"), plugins=_registry(rule))
+    with pytest.raises(PluginError, match=f"sharding rule 'mine' of plugin .*strange.* is not for this Conv1d: {problem}"):
+        sch.shard("weight", axis=0)
+
+
+def test_without_this_plugin_an_optional_hook_waits():
+    registry = Registry([SimpleNamespace(slapo_shard_rules=hookimpl(optionalhook=True)(lambda: [RULE]))])
+    assert registry.records[-1].loaded
+
+
+@pytest.mark.parametrize(
     ("hook", "problem"),
     [
         (lambda: {"a": RULE}, r"slapo_shard_rules of plugin .* returned {'a': .*; return a list of rules"),

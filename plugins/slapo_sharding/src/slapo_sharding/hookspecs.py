@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def slapo_shard_rules() -> Sequence[ShardingRule | str]:  # type: ignore[empty-body]
     """How modules of your classes are split: ``ShardingRule``s, asked in order, before those of this plugin.
 
-    Where ``"module:NAME"`` stands for a rule or a list of rules, it is imported when a schedule first shards something.
+    Where ``"module:NAME"`` stands for a rule or a list of rules, it is imported when a schedule first shards something. If your
+    plugin is of use without ``slapo-sharding`` too, mark the hook ``@hookimpl(optionalhook=True)``.
 
     Example:
         >>> import torch

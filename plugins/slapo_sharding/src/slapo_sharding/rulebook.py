@@ -80,7 +80,21 @@ def _cut(rule: ShardingRule, owner: str, module: nn.Module, name: str, dim: int)
         raise LookupError(f"of a {rule.kind} cannot be split along {dim}; it can split {', '.join(known)}")
     if why := _ask(rule, owner, rule.refuse, module, cut):
         raise LookupError(f"cannot be split along {dim}: {why}")
+    if problem := next(_misfits(cut, module), None):
+        raise PluginError(
+            f"sharding rule {rule.kind!r} of {owner} is not for this {type(module).__name__}: {problem}", owner=owner
+        )
     return cut
+
+
+def _misfits(cut: Cut, module: nn.Module) -> Iterator[str]:
+    for name, dim in cut.dims.items():
+        tensor = {**module._buffers, **module._parameters}.get(name)
+        if tensor is not None and dim >= tensor.dim():
+            yield f"it splits {name!r} along {dim}, which has {tensor.dim()} dimensions"
+    for name in cut.attributes:
+        if type(value := getattr(module, name, 1)) is not int:
+            yield f"its attribute {name!r} is {value!r}, no number that could be divided"
 
 
 def _ask(rule: ShardingRule, owner: str, question: Callable[..., Any], *args: Any) -> Any:
