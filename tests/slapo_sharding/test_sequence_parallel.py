@@ -16,7 +16,7 @@ from slapo_core.random import set_random_seed
 from slapo_core.registry import Registry
 from slapo_core.replay import load_schedule
 from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_core.testing import DistributedError, assert_equivalent, run_distributed
 from slapo_sharding import plugin
 from tests.zoo.families import FAMILIES, Family
 
@@ -94,6 +94,40 @@ def test_the_steps_are_those_of_megatron(ranks: int) -> None:
         "sch['blocks.0.norm2'].sync('grad', 'all_reduce')",
         "sch['norm'].sync('grad', 'all_reduce')",
     ]
+
+
+class Flat(nn.Module):
+    """A layer that flattens its values to tokens, for its MLP or for its attention too."""
+
+    def __init__(self, attends: bool) -> None:
+        super().__init__()
+        self.attends, self.norm = attends, nn.LayerNorm(WIDTH)
+        self.make, self.back, self.act = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        made = self.act(self.make(self.norm(tokens)))
+        if self.attends:
+            heads = made.view(x.shape[0], -1, 4, 4).transpose(1, 2)
+            made = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(-1, made.shape[-1])
+        return (tokens + self.back(made)).view(x.shape)
+
+
+def _flat(rank: int, attends: bool) -> None:
+    model = Model()
+    model.blocks = nn.ModuleList([Flat(attends), Flat(attends)])
+    before = copy.deepcopy(model)
+    sch = _schedule(model, _ids()[:1])
+    sch.tensor_parallel(sequence_parallel=True)
+    build(sch)
+    assert_equivalent(before, model, _ids()[:1])
+    assert_equivalent(before, model, _ids())
+
+
+def test_flattened_tokens_of_one_example_are_taken_for_those_of_many() -> None:
+    run_distributed(_flat, 2, False)
+    with pytest.raises(DistributedError, match="merged with another dimension"):
+        run_distributed(_flat, 2, True)
 
 
 def _shared(rank: int) -> None:

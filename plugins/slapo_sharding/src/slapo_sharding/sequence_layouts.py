@@ -22,6 +22,7 @@ from .syncing import map_input
 from .token_order import minds_order
 
 _GIVEN_SIZES = ("view", "reshape", "expand", "unflatten")
+_MERGES = ("view", "reshape", "flatten", "squeeze")
 
 SEQUENCE = "the sequence"
 """Among the sources of a value: it is sharded along dimension 1."""
@@ -65,6 +66,7 @@ class SequenceLayouts(Layouts):
     Attributes:
         gathered: Whole values, to the gathers they come from.
         parts: Those of them with a part of their gradient on each rank.
+        flattened: Split values whose sequence is merged with the batch, be that of one example only.
         reordered: Values with the tokens in another order than the model's: gathered when flattened.
         alone: Results of layers that gather for themselves, to the module that calls the layer.
         summed: Column-parallel layers, to whether the gradient of their input is summed by such a gather.
@@ -75,6 +77,7 @@ class SequenceLayouts(Layouts):
         super().__init__(layouts.traced, layouts.mesh, layouts.candidates, layouts.filled, layouts.is_layer)
         self.plan, self.crossings = plan, plan.crossings
         self.gathered: dict[fx.Node, frozenset[Place]] = {}
+        self.flattened: set[fx.Node] = set()
         self.reordered: set[fx.Node] = set()
         self.alone: dict[fx.Node, str] = {}
 
@@ -115,8 +118,18 @@ class SequenceLayouts(Layouts):
         inside = self.plan.block_around(str(n.meta.get("module"))) is not None
         if n in self.sized and not (self.plan.flattens and inside):
             raise LayoutError(self, n, "it is given the length of the whole sequence")
-        if isinstance(value, DTensor) and _is_merged(value) and not (self.plan.flattens and value.dim() == 2):
-            raise LayoutError(self, n, "the sequence is merged with another dimension")
+        if isinstance(value, DTensor) and self._is_flattened(n, value):
+            self.flattened.add(n)
+            if not self.plan.flattens or value.dim() != 2:
+                raise LayoutError(self, n, "the sequence is merged with another dimension")
+
+    def _is_flattened(self, n: fx.Node, value: DTensor) -> bool:
+        (placement,) = value.placements
+        if type(placement) is not Shard:
+            return True
+        if function_name(n) in _MERGES and placement.dim < getattr(self.env[n.all_input_nodes[0]].placements[0], "dim", 0):
+            return True
+        return placement.dim == 0 and any(other in self.flattened for other in n.all_input_nodes)
 
     def is_split(self, n: fx.Node) -> bool:
         """Whether a value is sharded along the sequence."""
@@ -131,7 +144,7 @@ class SequenceLayouts(Layouts):
 
     def _cross(self, n: fx.Node, place: Place, crossing: Crossing, value: Any) -> torch.Tensor:
         if crossing.op == "all_gather":
-            if not self.is_split(n) or not isinstance(value, DTensor) or _is_merged(value):
+            if not self.is_split(n) or not isinstance(value, DTensor) or n in self.flattened:
                 raise BorderError(self, self._failed(n), place, "a value that is gathered is whole")
             del self.sources[n], self.local[n]
             self.gathered[n] = frozenset((place,))
@@ -160,7 +173,7 @@ class SequenceLayouts(Layouts):
         def gather(x: torch.Tensor) -> torch.Tensor:
             if not isinstance(x, DTensor) or self.plan.crossings[place].op != "all_gather":
                 raise BorderError(self, self._failed(n), place, "a value that is gathered is whole")
-            if _is_merged(x):
+            if not self.flattened.isdisjoint(n.all_input_nodes):
                 self.reordered.add(n)
             return torch.empty(x.shape, dtype=x.dtype)
 
@@ -179,6 +192,7 @@ class SequenceLayouts(Layouts):
         self.scattered[path] = value.dim() - 2
         if value.dim() == 3:
             return self._shard(value, 1).contiguous()
+        self.flattened.add(n)
         batch, length, width = self.plan.blocks[self.plan.block_of(path) or ""]
         return self._shard(value.view(batch, length, width), 1).contiguous().view(-1, width)
 
@@ -240,7 +254,3 @@ class SequenceLayouts(Layouts):
         if n.op == "call_module":
             self.partial.update((f"{n.target}.{name}", n) for name, _ in self.fetch_attr(str(n.target)).named_parameters())
         self.parts[n] = parts
-
-
-def _is_merged(value: DTensor) -> bool:
-    return type(value.placements[0]) is not Shard
