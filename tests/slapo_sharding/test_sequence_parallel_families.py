@@ -23,6 +23,8 @@ REFUSED = {
     "vit": _TOKENS,
     "convnext": "it has no sequence",
     "ctrl": "its attention takes the length from one of three inputs",
+    "gpt_oss": "nothing but its experts is split",
+    "olmoe": "nothing but its experts is split",
     "squeezebert": "its layers are given [batch, width, sequence]",
     "swin": "its windows are cut by the height and width of the image",
     "xlnet": "its layers are given [sequence, batch, width]",
