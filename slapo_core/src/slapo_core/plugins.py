@@ -121,9 +121,8 @@ class Plugins:
         self.manager.add_hookcall_monitoring(lambda *call: None, self._name_owner)
         self.records = discover()
         if given is not None:
-            self.records = [record for record in self.records if record.name == "core"]
-            for index, it in enumerate(given):
-                self.records.append(PluginRecord(f"{getattr(it, '__name__', type(it).__name__)}#{index}", plugin=it))
+            own = [PluginRecord(f"{getattr(it, '__name__', type(it).__name__)}#{at}", plugin=it) for at, it in enumerate(given)]
+            self.records = [record for record in self.records if record.name == "core"] + own
         # one step after the other, as any plugin may specify the hooks of another
         for step in (self._refuse_equal_names, self._import, self._add_hookspecs, self._register, self._refuse_unknown_hooks):
             for record in self._pending():
@@ -170,7 +169,8 @@ class Plugins:
     def _refuse_equal_names(self, record: PluginRecord) -> None:
         same = [other for other in self.records if other.name == record.name and not other.disabled]
         if len(same) > 1:
-            raise PluginError(f"{' and '.join(sorted(other.provider for other in same))} have the same plugin name; uninstall one", owner=str(record))
+            names = " and ".join(sorted(other.provider for other in same))
+            raise PluginError(f"{names} have the same plugin name; uninstall one", owner=str(record))
 
     def _import(self, record: PluginRecord) -> None:
         record.plugin = record.entry_point.load() if record.entry_point else record.plugin

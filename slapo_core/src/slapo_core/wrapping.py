@@ -50,12 +50,10 @@ def is_opaque(module: nn.Module) -> bool:
     Tracing keeps such a module whole: a graph would lose the first two, and use a part as if it were all. A hook with a true
     attribute ``traced`` says that it is no reason to: what it does is recorded with the forward.
     """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return bool(
         "forward" in module.__dict__
-        or any(
-            not getattr(hook, "traced", False)
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        )
+        or not all(getattr(hook, "traced", False) for hook in hooks)
         or module._backward_hooks
         or module._backward_pre_hooks
         or any(is_part(tensor) for tensor in [*module._parameters.values(), *module._buffers.values()])
