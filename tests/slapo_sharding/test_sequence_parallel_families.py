@@ -12,14 +12,11 @@ from tests.zoo.families import FAMILIES
 pytestmark = pytest.mark.multiproc
 
 _TOKENS = "16 patches and one more token are not divisible by the number of ranks"
-_EXPERTS = "nothing but its experts can be split"
 
 REFUSED = {
     "beit": _TOKENS,
     "clip": _TOKENS,
     "dinov2": _TOKENS,
-    "gpt_oss": _EXPERTS,
-    "olmoe": _EXPERTS,
     "vit": _TOKENS,
     "convnext": "it has no sequence",
     "ctrl": "its attention takes the length from one of three inputs",
