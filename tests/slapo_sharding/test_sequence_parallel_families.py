@@ -48,7 +48,7 @@ def test_two_ranks(name: str) -> None:
     assert any("'fwd_post', 'reduce_scatter'" in step for step in steps) == (name not in WHOLE)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "gpt2", "opt", "t5")])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "gpt2", "opt", "phi", "t5")])
 def test_four_ranks(name: str) -> None:
     assert any("'fwd_post', 'reduce_scatter'" in step for step in run_distributed(steps_of_same, 4, name, True, timeout=120)[0])
 

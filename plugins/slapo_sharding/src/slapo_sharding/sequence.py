@@ -148,9 +148,9 @@ class _Search:
     def _end(self, layouts: SequenceLayouts, n: fx.Node) -> Place | None:
         """Where a whole value left the module that was given a gathered one, or the last module on its way."""
         nearest = None
-        while n.op != "call_module":
-            place = (str(n.args[1]), str(n.args[2])) if n.target is border else None
-            if place is not None and place[1] == "fwd_post":
+        while True:
+            place = next(self._upstream(n), None)
+            if place is not None and place[1] == "fwd_post" and place not in self.banned:
                 if (place[0], "fwd_pre") in self.plan.crossings:
                     return place
                 nearest = nearest or place
@@ -158,7 +158,6 @@ class _Search:
             if len(before) != 1:
                 return nearest
             (n,) = before
-        return str(n.target), "fwd_post"
 
     def _gather(self, layouts: SequenceLayouts, n: fx.Node) -> bool:
         for other in n.all_input_nodes:
