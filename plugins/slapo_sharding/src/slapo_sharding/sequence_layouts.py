@@ -69,6 +69,7 @@ class SequenceLayouts(Layouts):
         flattened: Split values whose sequence is merged with the batch, be that of one example only.
         reordered: Values with the tokens in another order than the model's: gathered when flattened.
         alone: Results of layers that gather for themselves, to the module that calls the layer.
+        forked: Modules that draw random numbers, to whether they do for sharded values.
         summed: Column-parallel layers, to whether the gradient of their input is summed by such a gather.
         scattered: Row-parallel layers whose result is split along the sequence, to the axis.
     """
@@ -80,6 +81,7 @@ class SequenceLayouts(Layouts):
         self.flattened: set[fx.Node] = set()
         self.reordered: set[fx.Node] = set()
         self.alone: dict[fx.Node, str] = {}
+        self.forked: dict[Any, bool] = {}
 
     def check(self) -> None:
         """Run, then see that each parameter is used on parts of values or on whole ones."""
@@ -108,6 +110,12 @@ class SequenceLayouts(Layouts):
             value = super().run_node(n)
         if self.is_split(n):
             self._check_split(n, value)
+        if (
+            n.op == "call_module"
+            and n.meta.get("draws")
+            and self.forked.setdefault(n.target, n in self.local) != (n in self.local)
+        ):
+            raise LayoutError(self, self._failed(n), "it draws random numbers for a part of a value and for a whole one")
         self._follow(n, value)
         place = (str(n.args[1]), str(n.args[2])) if n.target is border else (str(n.target), "fwd_post")
         crossing = self.plan.crossings.get(place) if n.op.startswith("call") else None

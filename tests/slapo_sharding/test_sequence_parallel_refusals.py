@@ -1,0 +1,79 @@
+"""What ``tensor_parallel(sequence_parallel=True)`` refuses, and that it changes nothing then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core.errors import ScheduleError
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+from slapo_sharding import plugin
+from tests.slapo_sharding.test_sequence_parallel import Model, token_ids
+
+pytestmark = pytest.mark.multiproc
+
+
+class Odd(Model):
+    """A model that does one thing that no part of the sequence can do."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        self.why = why
+        if why == "used on both":
+            self.blocks[1].norm = self.blocks[0].norm
+        if why == "a list":
+            self.blocks = nn.Sequential(*self.blocks)  # type: ignore[assignment]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.places[: ids.shape[1]]
+        if self.why == "another order":
+            x = x.transpose(0, 1)
+        if self.why == "used on both":
+            x = self.blocks[0].norm(x)
+        for block in self.blocks:
+            x = block(x)
+            if self.why == "the length":
+                x = x + torch.arange(x.shape[1])[:, None] / 10
+            if self.why == "neighbours":
+                x = x + x.roll(1, 1)
+        return self.head(self.norm(x))
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    messages = {}
+
+    def refused(key: str, model: nn.Module, inputs: Any, **options: Any) -> None:
+        state = [(name, id(p), len(p._backward_hooks or ())) for name, p in model.named_parameters()]
+        hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+        sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=inputs)
+        with pytest.raises(ScheduleError) as caught:
+            sch.tensor_parallel(sequence_parallel=True, **options)
+        messages[key] = str(caught.value)
+        assert state == [(name, id(p), len(p._backward_hooks or ())) for name, p in model.named_parameters()]
+        assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+        assert not sch.journal
+
+    refused("no inputs", Model(), None)
+    refused("a plan", Model(), (token_ids(),), plan={"head": "colwise"})
+    refused("odd length", Model(), (token_ids(7),))
+    for why in ("another order", "used on both", "a list", "the length", "neighbours"):
+        refused(why, Odd(why), (token_ids(),))
+    return messages
+
+
+def test_what_cannot_be_split_is_refused_and_nothing_changes() -> None:
+    first, second = run_distributed(_refusals, 2)
+    assert first == second
+    assert "give example_inputs to create_schedule" in first["no inputs"]
+    assert "leave out plan, or sequence_parallel" in first["a plan"]
+    assert "the sequence in 'blocks.0' has length 7, not divisible by 2 ranks" in first["odd length"]
+    assert "'blocks.0' is given values of shape [8, 3, 16], not [batch, sequence, width]" in first["another order"]
+    assert "'blocks.0.norm.weight' is used on a part of the sequence and on all of it" in first["used on both"]
+    assert "no list of layers (nn.ModuleList)" in first["a list"]
+    for why in ("the length", "neighbours"):
+        assert "test_sequence_parallel" in first[why], "the line of the model"
