@@ -263,3 +263,19 @@ def _kept(rank: int) -> None:
 def test_the_plan_is_saved_replayed_and_undone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_distributed(_kept, 2)
+
+
+def _equal_parts(rank: int) -> None:
+    """Each token adds the same to the gradient of the last norm's bias, so the ranks' parts of it are equal."""
+    model = Model()
+    before = copy.deepcopy(model)
+    sch = _schedule(model, token_ids()).tensor_parallel(sequence_parallel=True)
+    build(sch)
+    for each in (before, model):
+        each(token_ids()).sum().backward()
+    expected = {name: parameter.grad for name, parameter in before.named_parameters()}
+    torch.testing.assert_close(sch.full_state("grad"), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_parts_of_a_gradient_may_be_equal():
+    run_distributed(_equal_parts, 2)

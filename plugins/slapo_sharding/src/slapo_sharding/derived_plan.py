@@ -24,7 +24,7 @@ from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
 from .sequence_layouts import SequenceLayouts
 from .sharding import Sharder
-from .syncing import sums_gradient, trainable
+from .syncing import sums_gradient, trainable, trust_sums
 
 
 def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
@@ -180,6 +180,7 @@ def _sum_gradients(schedule: Schedule, derived: Derived) -> None:
             used = f"{sorted(names)[0]!r} of {path!r} is used on sharded values and {sorted(whole)[0]!r} on whole ones"
             raise _error(schedule, f"{used}; give plan=")
         handle.sync("grad", "all_reduce")
+        trust_sums(handle.mod)
 
 
 def _fork(schedule: Schedule, derived: Derived) -> None:
