@@ -107,7 +107,7 @@ def test_state_dict_names_do_not_change() -> None:
         lambda block, x: block(bias=x * 2, x=x, scale=0.5),
     ],
 )
-def test_keyword_arguments_stay_keywords(call: Any) -> None:
+def test_correctness_13_keyword_arguments_stay_keywords(call: Any) -> None:
     before, after, _ = checkpointed(call)
     assert_equivalent(before, after, torch.randn(3, 4, requires_grad=True))
 
@@ -144,7 +144,7 @@ def test_eval_mode_still_gives_gradients() -> None:
     assert_equivalent(before.eval(), after.eval(), torch.randn(3, 4))
 
 
-def test_autocast_is_as_in_the_forward() -> None:
+def test_correctness_13_autocast_is_as_in_the_forward() -> None:
     seen: list[torch.dtype] = []
 
     def call(block: Block, x: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ class Forked(nn.Module):
             return nn.functional.dropout(torch.sigmoid(x), 0.5)
 
 
-def test_tracked_random_states_are_those_of_the_forward() -> None:
+def test_correctness_13_tracked_random_states_are_those_of_the_forward() -> None:
     set_random_seed(3, tp_rank=1)
     before = nn.Sequential(Forked(), Forked())
     after = copy.deepcopy(before)
@@ -201,7 +201,7 @@ def test_the_recompute_leaves_the_random_state_alone() -> None:
     assert torch.equal(tracked["model-parallel-rng"]["cpu"], get_cuda_rng_tracker().get_states()["model-parallel-rng"]["cpu"])
 
 
-def test_hooks_stay_outside() -> None:
+def test_correctness_14_hooks_stay_outside() -> None:
     """A collective on the module, as ``sync`` puts it there, runs once, whichever comes first."""
     calls: list[str] = []
     first, second = Block(), Block()

@@ -47,13 +47,13 @@ def _both(rank: int, shape: tuple[int, ...], target: torch.Tensor, dtype: torch.
     ],
     ids=str,
 )
-def test_equals_torch(ranks: int, options: dict[str, Any]) -> None:
+def test_correctness_10_equals_torch(ranks: int, options: dict[str, Any]) -> None:
     ignored = options.get("ignore_index", -100)
     run_distributed(_both, ranks, (2, 3, 12), TARGET.masked_fill(TARGET == -100, ignored), torch.float32, 0, options)
 
 
 @pytest.mark.parametrize(("size", "padding"), [(10, 2), (7, 5), (3, 9)], ids=["in the last rank", "two ranks", "most ranks"])
-def test_padding_counts_for_nothing(size: int, padding: int) -> None:
+def test_correctness_10_padding_counts_for_nothing(size: int, padding: int) -> None:
     run_distributed(
         _both, 4, (5, size), torch.tensor([0, 1, 2, -100, size - 1]), torch.float32, padding, {"label_smoothing": 0.2}
     )

@@ -185,7 +185,7 @@ def _tied(rank: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_tied_vocabulary_that_does_not_divide(ranks):
+def test_correctness_10_a_tied_vocabulary_that_does_not_divide(ranks):
     run_distributed(_tied, ranks)
 
 
