@@ -43,7 +43,7 @@ def test_thirty_steps_equal_the_unmodified_model(tmp_path: Path, layout: str):
     assert record["losses"][-1] < record["losses"][0] - 1, "it learns"
 
 
-@pytest.mark.parametrize("flags", ["--model gpt2 --tp 4", "--model llama --tp 2 --sequence-parallel", "--model t5 --tp 4"])
+@pytest.mark.parametrize("flags", ["--model llama --tp 2 --sequence-parallel", "--model t5 --tp 4"])
 def test_families_split_over_ranks_equal_the_unmodified_model(tmp_path: Path, flags: str):
     assert largest_difference(train(tmp_path, f"{flags} {SMALL} --reference")) <= 1e-4
 
@@ -94,6 +94,7 @@ def test_started_by_an_elastic_agent_it_joins_that_world(tmp_path: Path):
         "--model llama --tp 2 --pp 2",
         "--model llama --tp 4 --sequence-parallel",
         "--model t5 --tp 2",
+        "--model gpt2 --tp 4",
         "--model gpt2 --tp 2 --sequence-parallel",
         "--model qwen2 --pp 2",
         "--model gpt_neox --tp 2",

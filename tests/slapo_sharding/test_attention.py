@@ -45,7 +45,7 @@ def _fused_qkv(rank: int) -> tuple[object, ...]:
     return attention.num_heads, attention.split_size, attention.embed_dim, attention.head_dim, attention.c_attn.nf
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_correctness_08_fused_qkv_of_gpt2_is_split_block_by_block(ranks):
     local = run_distributed(_fused_qkv, ranks)
     assert local == [(4 // ranks, 16 // ranks, 16 // ranks, 4, 48 // ranks)] * ranks

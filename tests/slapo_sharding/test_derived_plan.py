@@ -81,7 +81,7 @@ def _blocks(rank: int, how: str) -> list[str]:
     return _derived(Model(how), torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["split", "three", "interleaved", "slices"])
 def test_attention_and_gated_mlp(how: str, ranks: int) -> None:
     fused = {"split": "[32, 32, 32]", "three": "[32, 32, 32]", "slices": "[32, 32, 32]", "interleaved": "1"}[how]

@@ -76,7 +76,7 @@ def _steps(rank: int) -> list[str]:
     return [str(child) for child in step.children if ".1." not in str(child)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_steps_are_those_of_megatron(ranks: int) -> None:
     assert run_distributed(_steps, ranks)[0] == [
         "sch['blocks.0.make'].shard('weight', axis=0, blocks=[16, 16, 16])",
@@ -196,7 +196,7 @@ def _memory(rank: int) -> tuple[int, int]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_saves_its_part_of_norms_and_dropouts(ranks: int) -> None:
     positions = BATCH * LENGTH
     value, statistics = 4 * positions * WIDTH, 2 * 4 * positions

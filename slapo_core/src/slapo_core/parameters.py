@@ -65,6 +65,8 @@ class ShardSpec:
     @property
     def sizes(self) -> tuple[int, ...]:
         """How much of ``dim`` each rank holds."""
+        if self.dealt is None:
+            return (self.full_shape[self.dim] // self.num_shards,) * self.num_shards
         return tuple(sum(stop - start for start, stop in self.ranges(rank)) for rank in range(self.num_shards))
 
     def counted(self, shard: torch.Tensor) -> torch.Tensor:

@@ -64,4 +64,4 @@ def sum_copies(parameter: nn.Parameter, spec: ShardSpec) -> None:
 
 def has_copies(spec: ShardSpec) -> bool:
     """Whether something of the parameter is held more than once."""
-    return sum(spec.sizes) > spec.full_shape[spec.dim]
+    return spec.dealt is not None and sum(spec.sizes) > spec.full_shape[spec.dim]
