@@ -94,6 +94,7 @@ def test_started_by_an_elastic_agent_it_joins_that_world(tmp_path: Path):
         "--model llama --tp 2 --pp 2",
         "--model llama --tp 4 --sequence-parallel",
         "--model t5 --tp 2",
+        "--model t5 --tp 2 --pp 2",
         "--model gpt2 --tp 4",
         "--model gpt2 --tp 2 --sequence-parallel",
         "--model qwen2 --pp 2",

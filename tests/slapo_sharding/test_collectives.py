@@ -127,4 +127,7 @@ def _cut_three_rows(rank: int) -> str:
 
 
 def test_a_size_that_does_not_divide_is_refused():
-    assert run_distributed(_cut_three_rows, 2)[1] == "dim 0 of a tensor of shape (3, 2) is not divisible by 2 ranks"
+    assert (
+        run_distributed(_cut_three_rows, 2)[1]
+        == "dim 0 of a tensor of shape (3, 2) is not divisible by 2 ranks; pad it (a sequence, say)"
+    )

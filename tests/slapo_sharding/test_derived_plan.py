@@ -218,3 +218,25 @@ def _refused(rank: int, kind: str) -> None:
 def test_refusals(kind: str, message: str) -> None:
     with pytest.raises(Exception, match=message):
         run_distributed(_refused, 2, kind)
+
+
+class Whole(nn.Module):
+    """Attention of torch's own, which has no rule, beside layers that can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.attention(x, x, x, need_weights=False)[0])))
+
+
+def _whole(rank: int) -> list[str]:
+    return _derived(Whole(), torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)))
+
+
+def test_a_module_without_a_rule_stays_whole() -> None:
+    steps = run_distributed(_whole, 2)[0]
+    assert {step.partition("]")[0] for step in steps} == {"sch['up'", "sch['down'"}

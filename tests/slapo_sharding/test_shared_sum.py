@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from slapo_core.build import build
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.multiproc
 
 
 class Gated(nn.Module):
-    """Two layers on one value, and one that takes their product."""
+    """Two layers on one value, and one that takes their product; one of the two may be recomputed."""
+
+    recompute = False
 
     def __init__(self, kind: str = "linear") -> None:
         super().__init__()
@@ -31,7 +35,8 @@ class Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(x)
-        return self.down(torch.tanh(self.gate(x)) * self.up(x))
+        up = checkpoint(self.up, x, use_reentrant=False) if self.recompute else self.up(x)
+        return self.down(torch.tanh(self.gate(x)) * up)
 
 
 def _sharded(model: nn.Module, of: tuple[str, ...] = ("gate", "up"), *, sequence: bool = False) -> Schedule:
@@ -76,11 +81,11 @@ def _order(rank: int) -> list[str]:
     return [name for name in operators.names if name in wanted]
 
 
-def test_weights_get_their_gradients_while_the_sum_is_under_way():
+def test_a_weight_gets_its_gradient_while_the_sum_is_under_way():
     names = run_distributed(_order, 2)[0]
     start, wait = names.index("all_reduce"), names.index("wait_tensor")
     assert names.count("all_reduce") == 1
-    assert names[start + 1 : wait] == ["mm", "mm"], names  # of gate and up
+    assert names[start + 1 : wait] == ["mm"], names  # of gate, the first that is given the value
     assert names[wait + 1] == "native_layer_norm_backward"
 
 
@@ -155,3 +160,85 @@ def _second_order(rank: int, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True], ids=["all_reduce", "gather and scatter"])
 def test_gradients_of_gradients(sequence: bool):
     run_distributed(_second_order, 2, sequence)
+
+
+class _Drawn(nn.Module):
+    """Drops parts of a weight, others at each access."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.mask = torch.rand_like(weight) < 0.5
+        return weight * self.mask
+
+
+def _odd(rank: int, how: str) -> None:
+    model = Complex() if how == "complex" else Gated()
+    model.recompute = how == "checkpoint"
+    before = copy.deepcopy(model)
+    build(_sharded(model))
+    assert_equivalent(before, model, torch.randn(8, 8, requires_grad=True))
+
+
+class Complex(nn.Module):
+    """Layers of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(8)
+        self.gate, self.up, self.down = (nn.Linear(*size, dtype=torch.complex64) for size in ((8, 16), (8, 16), (16, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x).to(torch.complex64) * (1 + 1j)
+        return self.down(torch.tanh(self.gate(x)) * self.up(x)).abs()
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "complex"])
+def test_odd_layers(how: str):
+    run_distributed(_odd, 2, how)
+
+
+def _drawn(rank: int) -> None:
+    model = Gated()
+    build(_sharded(model))
+    model(torch.randn(3, 8)).sum().backward()
+    parametrize.register_parametrization(model.up, "weight", _Drawn())
+    model.zero_grad()
+    model(torch.randn(3, 8)).sum().backward()
+    own = model.up.parametrizations.weight
+    assert own.original.grad.count_nonzero() > 0
+    assert not own.original.grad[~own[0].mask].any()
+
+
+def test_a_weight_that_is_drawn_at_each_access_is_read_once():
+    run_distributed(_drawn, 2)
+
+
+def _weight_penalty(rank: int) -> None:
+    model = Gated()
+    before = copy.deepcopy(model)
+    build(_sharded(model))
+    for each in (before, model):
+        x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+        slopes = torch.autograd.grad(each(x).pow(2).sum(), [each.gate.weight, each.up.weight], create_graph=True)
+        sum(slope.pow(2).sum() for slope in slopes).backward()
+    torch.testing.assert_close(model.norm.weight.grad, before.norm.weight.grad, atol=1e-4, rtol=1e-5)
+
+
+def test_gradients_of_weights_gradients():
+    run_distributed(_weight_penalty, 2)
+
+
+def _replaced(rank: int) -> None:
+    model = Gated()
+    build(_sharded(model))
+    x = torch.randn(3, 8, requires_grad=True)
+    model.gate(x)
+    old = model.up.weight
+    model.up.weight = nn.Parameter(old.detach().clone())
+    model.up(x).sum().backward()
+    assert old.grad is None
+    assert model.up.weight.grad is not None
+
+
+def test_a_weight_that_was_replaced_gets_its_gradient():
+    run_distributed(_replaced, 2)

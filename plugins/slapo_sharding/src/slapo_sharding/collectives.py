@@ -297,4 +297,7 @@ def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 def _check_divides(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> None:
     if x.size(dim) % group.size():
-        raise ValueError(f"dim {dim} of a tensor of shape {tuple(x.shape)} is not divisible by {group.size()} ranks")
+        shape = tuple(x.shape)
+        raise ValueError(
+            f"dim {dim} of a tensor of shape {shape} is not divisible by {group.size()} ranks; pad it (a sequence, say)"
+        )

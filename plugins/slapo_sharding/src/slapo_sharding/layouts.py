@@ -169,7 +169,7 @@ class Layouts(fx.Interpreter):
             return as_meta(known)
         if n.op == "placeholder":
             return n.meta.get("val")
-        value = getattr(self, n.op)(n.target, args, kwargs)
+        value = self._whole(n, args, kwargs) if n.op == "call_module" else getattr(self, n.op)(n.target, args, kwargs)
         return pytree.tree_map_only(torch.Tensor, as_meta, value)
 
     def _sharded_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -192,14 +192,19 @@ class Layouts(fx.Interpreter):
         module = self.fetch_attr(path)
         if not self.is_layer(module):
             self.partial.update((f"{path}.{name}", n) for name, _ in module.named_parameters())
-            state = {name: as_meta(value) for name, value in [*module.named_parameters(), *module.named_buffers()]}
-            return functional_call(module, state, args, kwargs)
+            return self._whole(n, args, kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
         if x.placements != (Shard(x.dim() - 1),):
             raise ValueError(f"the input of a layer is sharded along another dimension than its last one: {x.placements}")
         self._found(path, Split("reduced"))
         self.sources.pop(n)
         return as_meta(n.meta["val"])
+
+    def _whole(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Call a module with all of its parameters, without their data."""
+        module = self.fetch_attr(str(n.target))
+        state = {name: as_meta(value) for name, value in [*module.named_parameters(), *module.named_buffers()]}
+        return functional_call(module, state, args, kwargs)
 
     def _found(self, path: str, split: Split) -> None:
         if self.splits.setdefault(path, split) != split:

@@ -1,28 +1,26 @@
-"""The sum of an input's gradient: once for all layers that are given the same tensor, and while they compute their weights'.
+"""The sum of an input's gradient: once for all layers that are given the same tensor, and while one computes its weight's.
 
-    x -- wait --------------------------- start --- q, k, v        forward: no work but the layers'
-           \\-- weights of q, k and v ---------------/              backward: data of v, k, q; start; weights; wait
+    x -- wait ------------------ start --- layer        forward: no work but the layer's
+           \\-- its weight -----------------/            backward: data of the layer, start, weight, wait
 
-The layers' own forward hands the gradient of their output on to what stands for their weights, recorded before ``start``.
+The layer's own forward hands the gradient of its output on to what stands for its weight, recorded before ``start``.
 """
 
 from __future__ import annotations
 
-import copy
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core.wrapping import own_forward
-
 from . import collectives
 from .layers import is_conv1d, is_linear
 
 _GIVEN = "_slapo_given"
+_COMPUTED = "computed"  # by a parametrisation or hook
 
 
 class SharedSum:
@@ -33,54 +31,55 @@ class SharedSum:
 
     Args:
         group: The ranks that each have a part of the gradient.
-        modules: Who is given the tensor; once all have had it, it is let go.
+        members: Number of modules; once all have had the tensor, it is let go.
     """
 
-    def __init__(self, group: collectives.Group, modules: Sequence[nn.Module]) -> None:
-        self.group, self.modules = group, list(modules)
+    __slots__ = ("group", "known", "left", "members", "proven")  # what is kept in them is no state of the model
+
+    def __init__(self, group: collectives.Group, members: int) -> None:
+        self.group, self.members = group, members
         self.left = 0
         self.proven = False  # that all modules have been given one tensor, unchanged
         self.known: tuple[torch.Tensor, int, torch.Tensor] | None = None
-        self.weights: dict[nn.Module, torch.Tensor] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedSum:
-        memo[id(self)] = copied = SharedSum(self.group, ())
-        copied.modules = copy.deepcopy(self.modules, memo)
-        return copied
 
     def take(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """``x`` for one of the modules, its gradient summed; the same tensor as long as ``x`` is the same and unchanged."""
-        if torch.compiler.is_compiling() and not self.proven:  # a graph has no versions to tell that x is unchanged
+        compiling = torch.compiler.is_compiling()
+        if compiling and not self.proven:  # a graph has no versions to tell that x is unchanged
             return collectives.all_reduce_grad(x, self.group)
-        version = 0 if torch.compiler.is_compiling() else x._version
+        version = 0 if compiling else x._version
+        standins: list[torch.Tensor] = []
         if self.known is None or self.known[0] is not x or self.known[1] != version:
-            self.known, self.left = (x, version, self._summed(x)), len(self.modules)
+            self.known, self.left = (x, version, self._summed(module, x, standins)), self.members
+        elif not compiling:
+            self._record(module, x, standins)
         taken = self.known[2]
         self.left -= 1
         if self.left == 0:
             self.known, self.proven = None, True
-        self._hand_over(module, taken)
+        if standins:
+            module.__dict__[_GIVEN] = taken, dict(module._parameters), standins[0]
         return taken
 
-    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+    def _summed(self, module: nn.Module, x: torch.Tensor, standins: list[torch.Tensor]) -> torch.Tensor:
         if torch.compiler.is_compiling():  # the compiler orders the backward itself
             return collectives.all_reduce_grad(x, self.group)
-        self.weights.clear()
-        return collectives.all_reduce_grad_around(x, self.group, lambda: self._record_weights(x))
+        return collectives.all_reduce_grad_around(x, self.group, lambda: self._record(module, x, standins))
 
-    def _hand_over(self, module: nn.Module, taken: torch.Tensor) -> None:
-        if torch.compiler.is_compiling():
-            return
+    def _record(self, module: Any, x: torch.Tensor, standins: list[torch.Tensor]) -> None:
+        """What stands for the weight, if it is a parameter that the forward will find as it is now."""
         module.__dict__.pop(_GIVEN, None)
-        if (weight := self.weights.pop(module, None)) is not None:
-            module.__dict__[_GIVEN] = taken, weight
-
-    def _record_weights(self, x: torch.Tensor) -> None:
-        for module in self.modules:
-            if is_overlapping(own_forward(module)) and module.weight.requires_grad:
-                transposed = is_conv1d(module)
-                width = module.nf if transposed else module.out_features
-                self.weights[module] = _apply(_Weights, x, module.weight, module.bias, width, transposed)
+        weight, bias = (module._parameters.get(name, _COMPUTED) for name in ("weight", "bias"))
+        if (
+            not is_overlapping(module.__dict__.get("forward"))
+            or (weight is _COMPUTED or bias is _COMPUTED)
+            or not weight.requires_grad
+        ):
+            return
+        if x.is_floating_point() and weight.is_floating_point():
+            transposed = is_conv1d(module)
+            width = module.nf if transposed else module.out_features
+            standins.append(_apply(_Weights, x, weight, bias, width, transposed, self.group))
 
 
 def overlaps(module: nn.Module) -> bool:
@@ -100,9 +99,9 @@ def is_overlapping(forward: Callable[..., Any] | None) -> bool:
 
 def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     given = None if torch.compiler.is_compiling() else module.__dict__.pop(_GIVEN, None)
-    if given is None or given[0] is not x:
+    if given is None or given[0] is not x or not all(module._parameters.get(name) is known for name, known in given[1].items()):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
-    return _apply(_Data, x, given[1], module.weight, module.bias, is_conv1d(module))
+    return _apply(_Data, x, given[2], module.weight, module.bias, is_conv1d(module))
 
 
 class _Weights(torch.autograd.Function):
@@ -110,20 +109,28 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, width: int, transposed: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        width: int,
+        transposed: bool,
+        group: collectives.Group,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.transposed = transposed
+        ctx.transposed, ctx.group = transposed, group
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return x.new_empty((), dtype=_dtype(x)).expand(*x.shape[:-1], width)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), (weight, bias) = ctx.saved_tensors, ctx.dtypes
+        if torch.is_grad_enabled():  # a gradient of this gradient is this rank's part of x's
+            x = collectives.all_reduce_grad(x, ctx.group)
         count = x.shape[:-1].numel()  # a rank may have no columns
         rows, inputs = grad.reshape(count, grad.shape[-1]), x.to(grad.dtype).reshape(count, x.shape[-1])
         product = inputs.t() @ rows if ctx.transposed else rows.t() @ inputs
-        return None, product.to(weight), rows.sum(0).to(bias) if ctx.needs_input_grad[2] else None, None, None
+        return None, product.to(weight), rows.sum(0).to(bias) if ctx.needs_input_grad[2] else None, None, None, None
 
 
 class _Data(torch.autograd.Function):

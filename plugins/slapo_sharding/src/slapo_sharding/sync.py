@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
+
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
@@ -102,7 +104,7 @@ class SyncPrimitive(Primitive):
                 handle = parameter.register_hook(GradientSum(schedule.group, label))  # type: ignore[no-untyped-call]
                 schedule.on_undo(handle.remove)
         elif sync.shared is not None:
-            for each in sync.shared.modules:
+            for each in _members(schedule, of):
                 schedule.touch(each)
                 each.register_forward_pre_hook(sync, with_kwargs=True)
                 if applied_cut(each) is not None and overlaps(each):
@@ -153,7 +155,7 @@ def _make(
     default = "reduce_scatter" if mode == "fwd_pre" else "split"
     shared = None
     if mode == "bwd_post":
-        shared = SharedSum(schedule.group, [schedule.mod] if of is None else [schedule[path].mod for path in of])
+        shared = SharedSum(schedule.group, len(_members(schedule, of)))
     return Sync(mode, op, axis, schedule.group, backward or default, shared=shared, new_axis=new_axis)
 
 
@@ -186,6 +188,11 @@ def _takes_kwargs(mode: str, fn: Callable[..., Any], error: Callable[[str], Sche
             continue
         return count > fewest
     raise error(f"the function takes {signature}; a {mode} function is called with {fewest} or {most} arguments")
+
+
+def _members(schedule: Schedule, of: Sequence[str] | None) -> list[nn.Module]:
+    """The modules whose inputs a sync of the backward is for."""
+    return [schedule.mod] if of is None else [schedule[path].mod for path in of]
 
 
 def _check_members(schedule: Schedule, mode: str, op: Any, of: Any, error: Callable[[str], ScheduleError]) -> None:

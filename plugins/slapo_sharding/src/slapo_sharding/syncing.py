@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,8 +49,7 @@ class Sync:
     new_axis: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sync:
-        """Groups cannot be copied, and nothing here changes; what is shared knows its modules."""
-        return self if self.shared is None else dataclasses.replace(self, shared=copy.deepcopy(self.shared, memo))
+        return self  # groups cannot be copied, and nothing here changes but what a shared sum knows of a running forward
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Any:
         if self.mode == "fwd_post":
