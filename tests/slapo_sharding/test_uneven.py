@@ -75,7 +75,8 @@ def _refused(rank: int) -> list[str]:
 def test_what_does_not_fit_is_refused():
     first, second = run_distributed(_refused, 2)
     assert first[0] == "dim 0 of a shard of shape (1,) is not rank 0's part of 5"
-    assert first[1:] == second[1:] == ["dim 0 of a tensor of shape (5,) is not divisible by 2 ranks; pad it (a sequence, say)"] * 2
+    odd = "dim 0 of a tensor of shape (5,) is not divisible by 2 ranks; pad it (a sequence, say)"
+    assert first[1:] == second[1:] == [odd] * 2
 
 
 def _scheduled(model: nn.Module, steps: Callable[[Schedule], object]) -> tuple[nn.Module, Schedule]:
