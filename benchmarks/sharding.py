@@ -200,7 +200,7 @@ def measure_steps(rank: int, hidden: int, ways: str) -> dict[str, tuple[float, i
 
 
 def _report_steps() -> None:
-    print("## Tensor parallelism: 2 gloo ranks, 4 GPT blocks, forward and backward\n")
+    print("\n## Tensor parallelism: 2 gloo ranks, 4 GPT blocks, forward and backward\n")
     print(
         "| hidden | hand-written (ms) | slapo (ms) | slapo / hand-written | DTensor / hand-written | memory, slapo / by hand |"
     )
