@@ -33,12 +33,12 @@ Group = dist.ProcessGroup | None
 
 def all_reduce(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Sum a partial tensor over the group; what follows is replicated, so its gradient passes unchanged."""
-    return x if num_ranks(group) == 1 else _apply(_AllReduce, x, group)
+    return x if num_ranks(group) == 1 else apply(_AllReduce, x, group)
 
 
 def all_reduce_grad(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     """A replicated tensor, unchanged, whose gradient is summed over the group: each rank uses it for its own shard."""
-    return x if num_ranks(group) == 1 else _apply(_AllReduceGrad, x, group)
+    return x if num_ranks(group) == 1 else apply(_AllReduceGrad, x, group)
 
 
 def all_reduce_grad_around(x: torch.Tensor, group: Group, between: Callable[[], None]) -> torch.Tensor:
@@ -49,9 +49,9 @@ def all_reduce_grad_around(x: torch.Tensor, group: Group, between: Callable[[], 
     if group is None or num_ranks(group) == 1:
         between()
         return x
-    waited = _apply(_Wait, x)
+    waited = apply(_Wait, x)
     between()
-    return _apply(_Start, waited, group)
+    return apply(_Start, waited, group)
 
 
 def all_gather(
@@ -77,7 +77,7 @@ def all_gather(
     dim = dim % x.dim()
     if size is not None and x.size(dim) != _width(size, group):
         raise ValueError(f"dim {dim} of a shard of shape {tuple(x.shape)} is not rank {group.rank()}'s part of {size}")
-    return _apply(_AllGather, x, dim, group, backward, size)
+    return apply(_AllGather, x, dim, group, backward, size)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group = None) -> torch.Tensor:
@@ -89,7 +89,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group = None) -> torch.Tens
     if group is None or num_ranks(group) == 1:
         return x
     _check_divides(x, dim % x.dim(), group)
-    return _apply(_ReduceScatter, x, dim % x.dim(), group)
+    return apply(_ReduceScatter, x, dim % x.dim(), group)
 
 
 def scatter(x: torch.Tensor, dim: int, group: Group = None, *, uneven: bool = False) -> torch.Tensor:
@@ -108,7 +108,7 @@ def scatter(x: torch.Tensor, dim: int, group: Group = None, *, uneven: bool = Fa
         return x
     if not uneven:
         _check_divides(x, dim % x.dim(), group)
-    return _apply(_Scatter, x, dim % x.dim(), group)
+    return apply(_Scatter, x, dim % x.dim(), group)
 
 
 def all_to_all(x: torch.Tensor, dim: int, new_dim: int, group: Group = None) -> torch.Tensor:
@@ -126,7 +126,7 @@ def all_to_all(x: torch.Tensor, dim: int, new_dim: int, group: Group = None) -> 
     if group is None or num_ranks(group) == 1:
         return x
     _check_divides(x, new_dim % x.dim(), group)
-    return _apply(_AllToAll, x, dim % x.dim(), new_dim % x.dim(), group)
+    return apply(_AllToAll, x, dim % x.dim(), new_dim % x.dim(), group)
 
 
 def total(x: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -139,7 +139,8 @@ def largest(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     return x if num_ranks(group) == 1 else _reduce(x, "max", group)
 
 
-def _apply(function: Any, *args: Any) -> torch.Tensor:
+def apply(function: Any, *args: Any) -> torch.Tensor:
+    """Call an autograd function, which torch leaves without types."""
     result: torch.Tensor = function.apply(*args)
     return result
 
@@ -179,7 +180,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _apply(ctx.cut, grad, ctx.dim, ctx.group), None, None, None, None
+        return apply(ctx.cut, grad, ctx.dim, ctx.group), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

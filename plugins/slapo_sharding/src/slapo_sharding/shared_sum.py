@@ -70,16 +70,12 @@ class SharedSum:
         """What stands for the weight, if it is a parameter that the forward will find as it is now."""
         module.__dict__.pop(_GIVEN, None)
         weight, bias = (module._parameters.get(name, _COMPUTED) for name in ("weight", "bias"))
-        if (
-            not is_overlapping(module.__dict__.get("forward"))
-            or (weight is _COMPUTED or bias is _COMPUTED)
-            or not weight.requires_grad
-        ):
+        if not is_overlapping(module.__dict__.get("forward")) or weight is _COMPUTED or bias is _COMPUTED:
             return
-        if x.is_floating_point() and weight.is_floating_point():
+        if weight.requires_grad and x.is_floating_point() and weight.is_floating_point():
             transposed = is_conv1d(module)
             width = module.nf if transposed else module.out_features
-            standins.append(_apply(_Weights, x, weight, bias, width, transposed, self.group))
+            standins.append(collectives.apply(_Weights, x, weight, bias, width, transposed, self.group))
 
 
 def overlaps(module: nn.Module) -> bool:
@@ -101,7 +97,7 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     given = None if torch.compiler.is_compiling() else module.__dict__.pop(_GIVEN, None)
     if given is None or given[0] is not x or not all(module._parameters.get(name) is known for name, known in given[1].items()):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
-    return _apply(_Data, x, given[2], module.weight, module.bias, is_conv1d(module))
+    return collectives.apply(_Data, x, given[2], module.weight, module.bias, is_conv1d(module))
 
 
 class _Weights(torch.autograd.Function):
@@ -149,11 +145,6 @@ class _Data(torch.autograd.Function):
         weight = ctx.saved_tensors[0].to(grad.dtype)
         product = grad @ (weight.t() if ctx.transposed else weight)
         return product.to(ctx.dtype), grad, None, None, None
-
-
-def _apply(function: Any, *args: Any) -> torch.Tensor:
-    result: torch.Tensor = function.apply(*args)
-    return result
 
 
 def _dtype(x: torch.Tensor) -> torch.dtype:
