@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import slapo_core
@@ -97,14 +97,20 @@ def test_fakes_take_the_key_of_ours_and_tell_apart_what_torch_does() -> None:
     ]
     inputs = [a, a.t(), a.int(), a.long()[0], a[:, 1:], torch.ones(4, 2)[::2], nn.Parameter(a), a.to(torch.complex64).conj()]
 
+    def fake_of(mode: Any, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(mode, private.FakeMode):
+            return private.fake_like(mode, x)
+        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return FakeTensor(mode, empty, x.device).requires_grad_(x.requires_grad)
+
     def results(mode: Any) -> list[Any]:
         found = []
         for _ in range(2):  # the second time from memory
             for x in inputs:
                 for call in calls if x.dim() == 2 else calls[:3]:
                     with mode:
-                        y = call(private.fake_like(mode, x))
-                    found.append((y.shape, y.stride(), y.dtype, y.device, y.requires_grad, y.is_conj()))
+                        y = call(fake_of(mode, x))
+                    found.append((y.shape, y.stride(), y.dtype, y.device, y.requires_grad, y.is_conj(), vars(y).keys()))
         return found
 
     plain = FakeTensorMode()
