@@ -5,10 +5,32 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ALONG = "argmax argmin cumsum cumsum_ cumprod cumprod_ logcumsumexp"
+
+
+class _Along(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what DTensor does along a sharded dimension by sending data unasked, or takes for local (-1 for another than 2)."""
+
+    supports_higher_order_operators = True
+    operators = frozenset(getattr(torch.ops.aten, name) for name in _ALONG.split())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "overloadpacket", None) in self.operators and isinstance(args[0], DTensor):
+            dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim")
+            dims = range(args[0].dim()) if dim is None else (dim % args[0].dim(),)
+            if any(placement.is_shard(along) for placement in args[0].placements for along in dims):
+                raise RuntimeError(f"{func} along a sharded dimension takes a redistribution")
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -22,6 +44,12 @@ def layouts_kept() -> Iterator[None]:
         ExplicitRedistributionContext(strict=True),
         implicit_replication(),
         sdpa_kernel(SDPBackend.MATH),
+        _Along(),  # type: ignore[no-untyped-call]
     ):
         warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # nothing is drawn
         yield
+
+
+def mesh_of(size: int) -> DeviceMesh:
+    """A mesh of any number of ranks, whether there are so many or not: nothing can be sent on it."""
+    return DeviceMesh("cpu", list(range(size)), _init_backend=False, _rank=0)
