@@ -193,3 +193,15 @@ def test_fake_tensors_log_to_a_known_logger() -> None:
 
 def test_pytree_paths() -> None:
     assert private.leaf_paths(((1, [2]), {"a": {"b": 3}})) == [(0, 0), (0, 1, 0), (1, "a", "b")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fake_product_in_groups_is_like_the_real_one(dtype: torch.dtype) -> None:
+    x, weights, ends = torch.ones(6, 8, dtype=dtype), torch.ones(2, 16, 8, dtype=dtype), torch.tensor([2, 6], dtype=torch.int32)
+    real = nn.functional.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    mode = private.FakeMode()
+    with mode:
+        fakes = [private.fake_like(mode, tensor) for tensor in (x, weights, ends)]
+        fake = nn.functional.grouped_mm(fakes[0], fakes[1].transpose(1, 2), offs=fakes[2])
+    assert isinstance(fake, private.FakeTensor)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), dtype)
