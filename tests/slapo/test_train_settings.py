@@ -100,3 +100,18 @@ def test_unknown_model_gets_a_suggestion():
 def test_a_model_without_such_sizes_is_refused():
     with pytest.raises(SettingsError, match="--model mamba: its config has none of num_attention_heads, .* use another model"):
         build_config(Settings(model="mamba"))
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_pattern_of_layers_is_repeated(layers: int):
+    config = build_config(Settings(model="gpt_neo", layers=layers))
+    assert config.attention_layers == ["global", "local", "global"][:layers]
+
+
+def test_what_transformers_says_of_sizes_is_in_the_sentence():
+    with pytest.raises(SettingsError) as caught:
+        build_config(Settings(model="llama", hidden=20, heads=4))
+    said = "RoPE requires an even rotary dimension, but got `head_dim`=5"
+    assert str(caught.value).startswith(f"--model llama: its config refuses these sizes: {said}")
+    assert str(caught.value).endswith("; try other sizes")
+    assert "\n" not in str(caught.value)

@@ -5,6 +5,7 @@ Types that have no causal language model, as T5 has none, get their encoder-deco
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -65,7 +66,7 @@ def build_model(settings: Settings) -> nn.Module:
         model: nn.Module = auto.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as err:
         raise SettingsError(
-            f"--model {settings.model}: transformers cannot build it with these sizes: {_first_line(err)}; try other sizes"
+            f"--model {settings.model}: transformers cannot build it with these sizes: {_reason(err)}; try other sizes"
         ) from err
     return model.train()
 
@@ -83,7 +84,7 @@ def build_config(settings: Settings) -> PretrainedConfig:
         return type(config)(**{**changes, "use_cache": False})
     except Exception as err:
         raise SettingsError(
-            f"--model {settings.model}: its config refuses these sizes: {_first_line(err)}; try other sizes"
+            f"--model {settings.model}: its config refuses these sizes: {_reason(err)}; try other sizes"
         ) from err
 
 
@@ -112,6 +113,9 @@ def _dependent_sizes(config: PretrainedConfig, settings: Settings) -> dict[str, 
 
 def _layer_types(config: PretrainedConfig, layers: int) -> dict[str, Any]:
     """Repeat the family's pattern where a config has one entry per layer and does not work it out itself."""
+    if kinds := getattr(config, "attention_types", None):  # GPT-Neo's: [[kinds, times], ...]
+        order = [kind for group, times in kinds for kind in group * times]
+        return {"attention_types": [[[order[i % len(order)]], 1] for i in range(layers)]}
     types = getattr(config, "layer_types", None)
     if not types or isinstance(getattr(type(config), config.attribute_map.get("layer_types", "layer_types"), None), property):
         return {}
@@ -155,6 +159,8 @@ def _unknown(name: str) -> UnknownNameError:
     )
 
 
-def _first_line(err: Exception) -> str:
-    lines = str(err).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(err).__name__
+def _reason(err: Exception) -> str:
+    """What an error says, as a part of a sentence: without the headings that name validators, and the classes of errors."""
+    said = [line.strip() for line in str(err).splitlines() if line.strip() and not line.rstrip().endswith(":")]
+    text = re.sub(r"^\w+(Error|Exception): ", "", said[0]) if said else type(err).__name__
+    return re.sub(r"\.\s+(?=[A-Z])", "; ", text).rstrip(".")
