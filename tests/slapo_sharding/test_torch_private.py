@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from slapo_core.testing import run_distributed
-from slapo_sharding._torch_private import layouts_kept
+from slapo_sharding._torch_private import layouts_kept, mesh_of
 
 pytestmark = pytest.mark.multiproc
 
@@ -31,3 +31,12 @@ def _rules(rank: int) -> None:
 
 def test_operations_keep_layouts_or_fail() -> None:
     run_distributed(_rules, 2)
+
+
+def test_a_mesh_needs_no_ranks() -> None:
+    with torch.no_grad(), layouts_kept():
+        part = DTensor.from_local(torch.empty(2, 8, device="meta"), mesh_of(3), [Shard(1)], run_check=False)
+        heads = part.unflatten(-1, (6, 4)).transpose(0, 1)
+        assert (tuple(heads.shape), heads.placements) == ((6, 2, 4), (Shard(0),))
+        with pytest.raises(RuntimeError, match="redistribution"):
+            part.softmax(-1)

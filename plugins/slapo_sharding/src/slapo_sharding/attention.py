@@ -96,6 +96,33 @@ def deal(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int)
     return dealing.side_by_side(blocks, dealt) if any(width // size % num_shards for width in blocks) else None
 
 
+def copied_heads(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int) -> Heads | None:
+    """The heads of an attention of which ranks have to hold keys in copies; None where they need not, or cannot."""
+    heads = _heads(owner, child, blocks)
+    try:
+        deal(owner, child, blocks, num_shards)
+    except LookupError:
+        return None
+    return heads if heads is not None and heads.keys % num_shards else None
+
+
+def may_be_fused(child: str) -> bool:
+    """Whether a projection of this name makes queries and keys."""
+    return child in _FUSED
+
+
+def with_keys(child: str, blocks: tuple[int, ...], heads: Heads) -> tuple[int, ...]:
+    """The blocks of a projection, its keys and values as many as ``heads`` says."""
+    width = heads.keys * heads.size
+    return tuple(width if child in _KEYS or (child in _FUSED and index > 0) else old for index, old in enumerate(blocks))
+
+
+def key_counts(owner: nn.Module, heads: Heads, other: Heads) -> dict[str, int]:
+    """What the attributes of an attention that count keys would be with other heads."""
+    counts = other.counts()
+    return {name: counts[name] for name, value in heads.counts().items() if _integer(owner, name) == value}
+
+
 def _check_counts(owner: nn.Module, heads: Heads | None, num_shards: int) -> None:
     """Counts have to be divisible, or, of keys in copies, as the projections say: what pairs heads depends on them."""
     if heads is not None and heads.keys % num_shards:

@@ -94,8 +94,8 @@ class _Search:
             self.filled.update(filled)
             self.tried |= filled.keys()
             return
-        kinds = {_kind(path) for path in err.sources}
-        for path in [path for path in self.candidates if _kind(path) in kinds]:
+        kinds = {kind(path) for path in err.sources}
+        for path in [path for path in self.candidates if kind(path) in kinds]:
             blocks = fused_sizes(self.calls[path]) if len(err.sources) == 1 and not self.candidates[path].blocks else ()
             if blocks:
                 self.candidates[path] = Split("sharded", blocks)
@@ -120,7 +120,7 @@ def _dims(node: fx.Node, sizes: set[int]) -> list[int]:
     return [dim for dim, size in enumerate(node.meta["val"].shape) if size in sizes]
 
 
-def _kind(path: str) -> str:
+def kind(path: str) -> str:
     """The same for the layers at one place of the repeated blocks."""
     return re.sub(r"\d+", "*", path)
 

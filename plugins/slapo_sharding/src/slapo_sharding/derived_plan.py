@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from slapo_core.errors import ScheduleError, TraceError
 from slapo_core.logger import get_logger
@@ -14,15 +14,16 @@ from slapo_core.schedule import Schedule
 from slapo_core.tracing.tracers import trace
 from slapo_core.wrapping import is_opaque
 
-from . import column_inputs
+from . import attention, column_inputs
+from ._torch_private import mesh_of
 from .borders import marked
-from .derive import Derived, derive
+from .derive import Derived, derive, kind
 from .draws import forks
+from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import Split
 from .localise import Count, counts, difference, localise
 from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
-from .sequence_layouts import SequenceLayouts
 from .sharding import Sharder
 from .syncing import sums_gradient, trainable, trust_sums
 
@@ -42,13 +43,9 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
     group, size = schedule.group, schedule.world_size
     if group is None or size <= 1:
         return
-    rules = rules_of(schedule)
     borders = _borders(schedule) if sequence_parallel else []
     with marked(borders):
-        traced = _trace(schedule)
-    derived = derive(traced, DeviceMesh.from_group(group, "cpu"), rules.is_layer, rules.is_table)
-    if sequence_parallel and derived.splits:
-        derived.layouts = _split_sequence(schedule, derived)
+        derived = _derive(schedule, sequence_parallel)
     stacks = _stacks(schedule, derived)
     if not derived.splits and not stacks:
         reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
@@ -71,8 +68,43 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
     with marked(borders):
         _count_locally(schedule, derived, found)
     _fork(schedule, derived)
-    for path, reason in derived.reasons.items():
-        get_logger().debug("tensor_parallel: %s stays whole: %s", path, reason)
+    _tell(schedule, derived)
+
+
+def _derive(schedule: Schedule, sequence_parallel: bool) -> Derived:
+    """The plan: with key heads in copies, if the attention can be split so; with fewer and fewer such modules until it is."""
+    traced = _trace(schedule)
+    copies = key_copies(schedule.mod, traced, schedule.world_size)
+    while copies:
+        try:
+            derived, failed = _derive_from(schedule, traced, copies, sequence_parallel)
+        except (TraceError, CannotSplit) as err:
+            get_logger().debug("tensor_parallel: no key heads in copies: %s", err)
+            break
+        if not failed:
+            return derived
+        copies = [each for each in copies if type(each.owner) not in {type(other.owner) for other in failed}]
+    try:
+        return _derive_from(schedule, traced, [], sequence_parallel)[0]
+    except CannotSplit as err:
+        raise _error(schedule, f"the sequence cannot be split: {err}; leave out sequence_parallel") from err
+
+
+def _derive_from(
+    schedule: Schedule, traced: fx.GraphModule, copies: list[KeyCopies], sequence_parallel: bool
+) -> tuple[Derived, list[KeyCopies]]:
+    """The plan, and those modules for which it is not one."""
+    rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
+    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table)
+    with widened(schedule.mod, copies, rules):
+        wide = _trace(schedule) if copies else traced
+        derived = rederive(wide, mesh)
+        failed = unshown(copies, traced, wide, derived, rederive)
+        if not failed:
+            if sequence_parallel and derived.splits:
+                derived.layouts = split_sequence(derived.layouts)
+            narrow(derived, copies)
+    return derived, failed
 
 
 def _trace(schedule: Schedule) -> fx.GraphModule:
@@ -131,13 +163,6 @@ def _borders(schedule: Schedule) -> list[tuple[str, nn.Module]]:
     return [(path, mod) for path, mod in schedule.mod.named_modules() if path and path not in layers and not is_opaque(mod)]
 
 
-def _split_sequence(schedule: Schedule, derived: Derived) -> SequenceLayouts:
-    try:
-        return split_sequence(derived.layouts)
-    except CannotSplit as err:
-        raise _error(schedule, f"the sequence cannot be split: {err}; leave out sequence_parallel") from err
-
-
 @contextmanager
 def _training(root: nn.Module) -> Iterator[None]:
     """Every module in training mode for a moment: what drops something is part of the graph then."""
@@ -190,6 +215,17 @@ def _fork(schedule: Schedule, derived: Derived) -> None:
         raise _error(schedule, f"{err}; set that rate to 0, or give plan= and fork_rng") from err
     for path, outside in found:
         (schedule[path] if path else schedule).fork_rng(**({"outside": True} if outside else {}))
+
+
+def _tell(schedule: Schedule, derived: Derived) -> None:
+    """Say what stays whole; loudly, once for all layers, where it is an attention."""
+    told: set[str] = set()
+    for path, reason in derived.reasons.items():
+        owner, _, child = path.rpartition(".")
+        loud = path not in derived.splits and attention.makes_heads(schedule.mod.get_submodule(owner), child)
+        tell = get_logger().warning if loud and kind(owner) not in told else get_logger().debug
+        tell("tensor_parallel: %s stays whole on every rank: %s", path, reason)
+        told.update([kind(owner)] if loud else [])
 
 
 def _count_locally(schedule: Schedule, derived: Derived, found: list[Count]) -> None:

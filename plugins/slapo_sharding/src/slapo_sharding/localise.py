@@ -96,18 +96,19 @@ def difference(layouts: Layouts, local: fx.GraphModule) -> str | None:
             return f"{part.target} runs where the unmodified model runs {whole.target} ({whole.meta.get('source')})"
         if whole.target is expect:
             continue  # of a value that is compared itself
-        if whole not in layouts.sized and _literals(whole) != _literals(part):
-            return f"{whole.name} is given {_literals(part)} instead of {_literals(whole)} ({whole.meta.get('source')})"
-        value, given = whole.meta.get("val"), part.meta.get("val")
+        expected, given = literals(whole.args, whole.kwargs), literals(part.args, part.kwargs)
+        if whole not in layouts.sized and expected != given:
+            return f"{whole.name} is given {given} instead of {expected} ({whole.meta.get('source')})"
+        value, found = whole.meta.get("val"), part.meta.get("val")
         if value is None:
             continue
-        expected = layouts.local.get(whole, tuple(value.shape))
-        if given is None or tuple(given.shape) != expected:
-            shape = None if given is None else list(given.shape)
-            return f"{whole.name} has shape {shape} instead of {list(expected)} ({whole.meta.get('source')})"
+        local_shape = layouts.local.get(whole, tuple(value.shape))
+        if found is None or tuple(found.shape) != local_shape:
+            shape = None if found is None else list(found.shape)
+            return f"{whole.name} has shape {shape} instead of {list(local_shape)} ({whole.meta.get('source')})"
     return None if len(ours) == len(theirs) else f"the forward takes {len(theirs)} steps instead of {len(ours)}"
 
 
-def _literals(node: fx.Node) -> list[object]:
+def literals(*given: object) -> list[object]:
     """The numbers and words a node is given: a count that turned local must not scale a value."""
-    return [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, (bool, int, float, str))]
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, (bool, int, float, str))]
