@@ -35,7 +35,7 @@ def main(job_fd: int, dump_fd: int) -> None:
     faulthandler.register(signal.SIGUSR1, dump_fd, all_threads=True)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     jobs = Connection(job_fd)
-    gc.freeze()  # what torch made at import is never garbage: collecting after each job stays cheap
+    gc.freeze()
     jobs.send_bytes(pickle.dumps(Report(0, "idle")))
     while True:
         try:
@@ -59,8 +59,8 @@ def _serve(jobs: Connection, job: Job) -> None:
         joining = True
         _join(job)
         joining = False
-        value = detached(fn(job.rank, *arguments))
-        report = Report(job.number, "result", time.monotonic(), pickle.dumps(value))
+        body = pickle.dumps(detached(fn(job.rank, *arguments)))
+        report = Report(job.number, "result", time.monotonic(), body)
     except BaseException as err:  # whatever it is, the test process has to hear of it
         report = Report(job.number, "error", time.monotonic(), pickle.dumps((_headline(err), _format(err))))
     jobs.send_bytes(pickle.dumps(report))
@@ -73,6 +73,7 @@ def _serve(jobs: Connection, job: Job) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+    gc.freeze()  # what is left are modules and caches, never garbage: collecting after each job stays cheap
     jobs.send_bytes(pickle.dumps(Report(job.number, "idle")))
 
 
