@@ -253,6 +253,10 @@ def other_models(rank: int) -> str:
     return built(create_schedule(nn.Sequential(nn.Linear(2, 2, bias=rank == 0))))
 
 
+def other_shapes(rank: int) -> str:
+    return built(create_schedule(nn.Linear(2, 2 + rank, bias=False)))
+
+
 def equal_but_for_addresses(rank: int) -> str:
     sch = create_schedule(model())
     sch["0"].annotate("weight", "owner", object())
@@ -284,7 +288,12 @@ def built(sch: Schedule, **options: Any) -> str:
             "ELU, alpha=1.0)), on rank 0 and step 1, sch['1'].replace(",
         ),
         (other_options, [], "build('toy') with {'microbatches': 1, 'precision': 'fp32', 'clip': 0.0} on rank 0"),
-        (other_models, [], "the parameter '0.bias' on rank 0 and nothing more on rank 1"),
+        (other_models, [], "the parameter '0.bias' of shape (2,) on rank 0 and nothing more on rank 1"),
+        (
+            other_shapes,
+            [],
+            "the parameter 'weight' of shape (2, 2) on rank 0 and the parameter 'weight' of shape (3, 2) on rank 1",
+        ),
     ],
 )
 def test_ranks_with_different_schedules_are_refused(function: Any, args: list[Any], difference: str) -> None:

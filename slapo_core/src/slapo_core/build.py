@@ -95,7 +95,10 @@ def _planned(target: str | None, common: dict[str, Any], program: Program) -> li
     """What else all ranks of one engine have in common."""
     options = {key: common[key] for key in ("microbatches", "precision", "clip")}
     stages = [f"a stage {stage.index} of {', '.join(stage.paths)}" for stage in program.stages]
-    return [f"build({target!r}) with {options}", *stages, *(f"the parameter {name!r}" for name in program.original_names)]
+    shapes = {name: tuple(parameter.shape) for name, parameter in program.module.named_parameters()}
+    shapes.update({name: spec.full_shape for name, spec in program.shard_specs.items()})
+    parameters = (f"the parameter {name!r} of shape {shape}" for name, shape in shapes.items())
+    return [f"build({target!r}) with {options}", *stages, *parameters]
 
 
 def _prepare(
