@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slapo_core.testing import run_distributed
+from slapo_core.testing import DistributedError, run_distributed
 from slapo_sharding import collectives
 
 pytestmark = pytest.mark.multiproc
@@ -131,3 +131,14 @@ def test_a_size_that_does_not_divide_is_refused():
         run_distributed(_cut_three_rows, 2)[1]
         == "dim 0 of a tensor of shape (3, 2) is not divisible by 2 ranks; pad it (a sequence, say)"
     )
+
+
+def _transform(rank: int, name: str) -> None:
+    transform = getattr(torch.func, name)
+    transform(lambda x: collectives.all_reduce_grad(x, dist.group.WORLD).sum())(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap"])
+def test_the_transforms_of_torch_func_are_refused(name: str):
+    with pytest.raises(DistributedError, match="autograd.Function with functorch transforms"):
+        run_distributed(_transform, 2, name)
