@@ -20,7 +20,7 @@ from .borders import marked
 from .derive import Derived, derive, kind
 from .draws import forks
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
-from .layouts import Split
+from .layouts import UNEVEN, LayoutError, Layouts, Split
 from .localise import Count, counts, difference, localise
 from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
@@ -40,8 +40,8 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
             count what it has on this rank.
         TraceError: the forward cannot be a graph.
     """
-    group, size = schedule.group, schedule.world_size
-    if group is None or size <= 1:
+    size = schedule.world_size
+    if size <= 1:
         return
     borders = _borders(schedule) if sequence_parallel else []
     with marked(borders):
@@ -102,9 +102,19 @@ def _derive_from(
         failed = unshown(copies, traced, wide, derived, rederive)
         if not failed:
             if sequence_parallel and derived.splits:
-                derived.layouts = split_sequence(derived.layouts)
+                derived.layouts = _split_sequence(derived)
             narrow(derived, copies)
     return derived, failed
+
+
+def _split_sequence(derived: Derived) -> Layouts:
+    try:
+        return split_sequence(derived.layouts)
+    except CannotSplit as err:
+        path = str(err.__cause__.node.target) if isinstance(err.__cause__, LayoutError) else ""
+        if path not in derived.reasons:
+            raise
+        raise CannotSplit(f"{err}; this layer is not split because of this: {derived.reasons[path]}") from err
 
 
 def _trace(schedule: Schedule) -> fx.GraphModule:
@@ -218,14 +228,18 @@ def _fork(schedule: Schedule, derived: Derived) -> None:
 
 
 def _tell(schedule: Schedule, derived: Derived) -> None:
-    """Say what stays whole; loudly, once for all layers, where it is an attention."""
+    """Say what stays whole; loudly, once for all repeated layers, where it is an attention or a size does not divide."""
     told: set[str] = set()
     for path, reason in derived.reasons.items():
+        if path in derived.splits:
+            continue
         owner, _, child = path.rpartition(".")
-        loud = path not in derived.splits and attention.makes_heads(schedule.mod.get_submodule(owner), child)
-        tell = get_logger().warning if loud and kind(owner) not in told else get_logger().debug
+        heads = attention.makes_heads(schedule.mod.get_submodule(owner), child)
+        what = kind(owner if heads else path)
+        loud = (heads or UNEVEN in reason) and what != path and what not in told
+        tell = get_logger().warning if loud else get_logger().debug
         tell("tensor_parallel: %s stays whole on every rank: %s", path, reason)
-        told.update([kind(owner)] if loud else [])
+        told.update([what] if loud else [])
 
 
 def _count_locally(schedule: Schedule, derived: Derived, found: list[Count]) -> None:

@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from slapo_core.tracing.calls import function_name
+
 from ._torch_private import layouts_kept
+
+UNEVEN = "not divisible by"
+_SPLITTING = ("view", "reshape", "unflatten")
 
 
 @dataclass(frozen=True)
@@ -127,11 +132,19 @@ class Layouts(fx.Interpreter):
         except ValueError as err:
             raise LayoutError(self, n, str(err)) from err
         except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
-            raise LayoutError(self, n, "the operation needs all of a value that is sharded") from err
+            raise LayoutError(self, n, self._unfit(n)) from err
         value = self._note(n, value)
         if isinstance(value, DTensor) and n.op != "call_module":
             self._note_sizes(n, value, args, kwargs)
         return value
+
+    def _unfit(self, n: fx.Node) -> str:
+        value, given = n.meta.get("val"), n.all_input_nodes[0].meta.get("val")
+        if function_name(n) in _SPLITTING and isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor):
+            number, size = value.shape[-2:] if value.dim() > 1 else (0, 0)
+            if value.dim() == given.dim() + 1 and number * size == given.shape[-1] and number % self.mesh.size():
+                return f"{number} heads, or whatever has size {size} here, are {UNEVEN} {self.mesh.size()} ranks"
+        return "the operation needs all of a value that is sharded"
 
     def _note_sizes(self, n: fx.Node, value: DTensor, args: Any, kwargs: Any) -> None:
         if n in self.sized or not any(type(part) is int for part in pytree.tree_leaves((args, kwargs))):
@@ -195,7 +208,9 @@ class Layouts(fx.Interpreter):
             return self._whole(n, args, kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
         if x.placements != (Shard(x.dim() - 1),):
-            raise ValueError(f"the input of a layer is sharded along another dimension than its last one: {x.placements}")
+            along = ", ".join(str(getattr(placement, "dim", placement)) for placement in x.placements)
+            given = f"the layer {path!r} is given a value of shape {list(x.shape)} that is split along dimension {along}"
+            raise ValueError(f"{given} and not, as it would have to be, whole or split along its last one,")
         self._found(path, Split("reduced"))
         self.sources.pop(n)
         return as_meta(n.meta["val"])
@@ -251,7 +266,7 @@ class Layouts(fx.Interpreter):
     def _shard(self, whole: torch.Tensor, dim: int) -> DTensor:
         size = self.mesh.size()
         if whole.shape[dim] % size:
-            raise ValueError(f"size {whole.shape[dim]} is not divisible by {size} ranks")
+            raise ValueError(f"size {whole.shape[dim]} is {UNEVEN} {size} ranks")
         placements: list[Placement] = [Shard(dim)]
         return DTensor.from_local(whole.chunk(size, dim)[0], self.mesh, placements, run_check=False)
 

@@ -40,7 +40,7 @@ def split_sequence(layouts: Layouts) -> SequenceLayouts:
         try:
             return _Search(layouts, flattens=True).run()
         except CannotSplit:
-            raise first from None
+            raise first from first.__cause__
 
 
 class _Search:
