@@ -57,7 +57,7 @@ class PluginRecord:
         """Version of the distribution; empty when there is none."""
         return self._metadata("Version")
 
-    @property
+    @cached_property
     def provider(self) -> str:
         """Distribution and version, e.g. ``"slapo-core 0.1.0"``."""
         return f"{self.distribution} {self.version}".strip()

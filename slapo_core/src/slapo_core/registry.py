@@ -117,6 +117,11 @@ class Registry:
         callers = self._plugins.manager.get_hookcallers(record.plugin) if record.loaded else None
         return sorted(caller.name for caller in callers or ())
 
+    def notify(self, hook: str, **arguments: object) -> None:
+        """Call an event hook; where no plugin implements it this costs next to nothing."""
+        if (caller := getattr(self.hook, hook)).get_hookimpls():
+            caller(**arguments)
+
     def call_each(self, hook: str, **arguments: object) -> None:
         """Call an event hook one plugin at a time; what one raises is noted among its problems and the others go on."""
         for impl in reversed(getattr(self.hook, hook).get_hookimpls()):
