@@ -37,7 +37,7 @@ def test_kept_up_to_date(steps: list[tuple[int, str]]) -> None:
         if kind == "parameter":
             parameters = list(root.parameters())
             value = parameters[index % len(parameters)]
-            holders.put(root, value, nn.Parameter(value.detach().clone()))
+            holders.put(holders.of(root, value), value, nn.Parameter(value.detach().clone()))
             continue
         new: nn.Module = nn.Sequential(nn.Linear(1, 1))
         if kind == "wrap":
@@ -51,8 +51,8 @@ def test_kept_up_to_date(steps: list[tuple[int, str]]) -> None:
         if kind == "share" and any(module is new for module in old.modules()):
             continue
         if kind == "wrap":  # as Schedule.replace_module does: the wrapper's own hold on the old one must stay
-            holders.put(root, old, new)
+            holders.put(holders.of(root, old), old, new)
             assert new[0] is old
         else:
-            holders.put(root, old, new)
+            holders.put(holders.of(root, old), old, new)
         assert places(holders, root) == places(Holders(), root)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ class Holders:
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, list[Place]] | None = None
+        self._flat: dict[int, tuple[Any, ...]] = {}  # module, name, module, name, ... of each; empty: not known
         self.kept = True
 
     def drop(self) -> None:
         """Forget; the next look-up walks the tree again."""
-        self._places = None
+        self._flat.clear()
 
     def of(self, root: nn.Module, value: nn.Module | torch.Tensor, known: Place | None = None) -> list[Place]:
         """The places under ``root`` that hold this very object; empty for the root itself and for strangers.
@@ -37,51 +37,50 @@ class Holders:
             value: A module, parameter or buffer.
             known: One of its places; an index that lacks it is made anew.
         """
-        found = self._places.get(id(value), []) if self._places is not None and self.kept else None
-        if found is None or (known and known not in found) or not all(_holds(place, value) for place in found):
-            self._places = defaultdict(list)
+        found = self._places(value)
+        stale = not self._flat or not self.kept or (known and known not in found)
+        if stale or not all(_holds(place, value) for place in found):
+            self.drop()
             for module in root.modules():
                 self._enter(module)
-            found = self._places.get(id(value), [])
-        return list(found)
+            found = self._places(value)
+        return found
 
-    def put(self, root: nn.Module, old: Any, new: Any) -> None:
-        """Put ``new`` at every place of ``old``. Both are modules, or both tensors."""
-        places = self.of(root, old)
+    def put(self, places: list[Place], old: Any, new: Any) -> None:
+        """Put ``new`` at the places of ``old``, as ``of`` gave them. Both are modules, or both tensors."""
         for holder, name in places:
             _table(holder, name)[name] = new
-        assert self._places is not None
-        known = self._places[id(new)]
-        fresh = not known and isinstance(new, nn.Module)
-        known.extend(places)
+        fresh = id(new) not in self._flat and isinstance(new, nn.Module)
+        self._add(new, places)
         if fresh:
             self._enter_tree(new)
-        for place in places:
-            self._places[id(old)].remove(place)
-        self._leave(old)
+        self._leave(old, places)
+
+    def _places(self, value: Any) -> list[Place]:
+        flat = iter(self._flat.get(id(value), ()))
+        return list(zip(flat, flat, strict=True))
+
+    def _add(self, value: Any, places: Iterable[Place]) -> None:
+        self._flat[id(value)] = (*self._flat.get(id(value), ()), *chain.from_iterable(places))
 
     def _enter_tree(self, module: nn.Module) -> None:
-        assert self._places is not None
-        strangers = [child for child in module._modules.values() if child is not None and not self._places[id(child)]]
+        strangers = [child for child in module._modules.values() if child is not None and id(child) not in self._flat]
         self._enter(module)
         for child in dict.fromkeys(strangers):
             self._enter_tree(child)
 
-    def _leave(self, value: Any) -> None:
-        assert self._places is not None
-        if self._places[id(value)]:  # held elsewhere still
-            return
-        del self._places[id(value)]
-        if isinstance(value, nn.Module):
-            for name, inner in _members(value):
-                if (value, name) in self._places[id(inner)]:
-                    self._places[id(inner)].remove((value, name))
-                self._leave(inner)
-
     def _enter(self, module: nn.Module) -> None:
-        assert self._places is not None
         for name, value in _members(module):
-            self._places[id(value)].append((module, name))
+            self._flat[id(value)] = (*self._flat.get(id(value), ()), module, name)
+
+    def _leave(self, value: Any, places: list[Place]) -> None:
+        left = [place for place in self._places(value) if place not in places]
+        self._flat.pop(id(value), None)
+        if left:  # held elsewhere still
+            self._add(value, left)
+        elif isinstance(value, nn.Module):
+            for name, inner in _members(value):
+                self._leave(inner, [(value, name)])
 
 
 def _members(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -93,11 +92,8 @@ def _members(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _holds(place: Place, value: Any) -> bool:
     holder, name = place
-    return any(table.get(name) is value for table in (holder._parameters, holder._buffers, holder._modules))
+    return holder._parameters.get(name) is value or holder._buffers.get(name) is value or holder._modules.get(name) is value
 
 
 def _table(holder: nn.Module, name: str) -> dict[str, Any]:
-    for table in (holder._parameters, holder._buffers, holder._modules):
-        if name in table:
-            return table
-    raise KeyError(name)
+    return next(table for table in (holder._parameters, holder._buffers, holder._modules) if name in table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,18 +42,18 @@ class Journal:
     """The steps of a schedule in order. Printing it gives the Python that takes them."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Step, Transaction]] = []
-        self._sealed = 0
+        self._steps: list[Step] = []
+        self._undo: list[list[Callable[[], None]]] = []  # of the last steps, those since the journal was sealed
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """All steps, oldest first."""
-        return tuple(step for step, _ in self._entries)
+        return tuple(self._steps)
 
     def record(self, step: Step, transaction: Transaction) -> None:
         """Append a step with what undoes it."""
-        transaction.settle()
-        self._entries.append((step, transaction))
+        self._steps.append(step)
+        self._undo.append(transaction.settled())
 
     def undo(self) -> Step:
         """Take the last step back and return it.
@@ -61,26 +61,25 @@ class Journal:
         Raises:
             ScheduleError: there is no step, or the schedule has been built since.
         """
-        if len(self._entries) <= self._sealed:
-            raise ScheduleError("nothing to undo" if not self._sealed else "no step to undo since the schedule was built")
-        step, transaction = self._entries.pop()
-        transaction.rollback()
+        if not self._undo:
+            raise ScheduleError("nothing to undo" if not self._steps else "no step to undo since the schedule was built")
+        step = self._steps.pop()
+        for inverse in reversed(self._undo.pop()):
+            inverse()
         return step
 
     def seal(self) -> None:
         """Forget how to undo the steps so far, which frees the parameters they replaced."""
-        self._entries = [(step, Transaction()) for step, _ in self._entries]
-        self._sealed = len(self._entries)
+        self._undo.clear()
 
     def sealed_copy(self) -> Journal:
         """The same steps, with nothing to undo."""
         copied = Journal()
-        copied._entries = list(self._entries)
-        copied.seal()
+        copied._steps = self._steps.copy()
         return copied
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._steps)
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)

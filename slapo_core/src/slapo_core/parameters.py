@@ -81,6 +81,8 @@ class ShardSpec:
     def local(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """Cut the shard of ``rank`` out of ``full``: a new contiguous tensor, never a view that keeps ``full`` alive."""
         parts = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank)]
+        if len(parts) == 1 and type(full) is torch.Tensor and full.is_meta and not full.requires_grad:
+            return torch.empty(parts[0].shape, dtype=full.dtype, device=full.device)  # torch clones such tensors in Python
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
     def assemble(self, shards: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
@@ -111,7 +113,7 @@ class ParamFacts:
 
 def facts(tensor: torch.Tensor) -> ParamFacts:
     """The facts of a parameter or buffer; made when first asked for."""
-    return tensor.__dict__.setdefault(_FACTS, ParamFacts())  # type: ignore[no-any-return]
+    return tensor.__dict__.get(_FACTS) or tensor.__dict__.setdefault(_FACTS, ParamFacts())  # type: ignore[no-any-return]
 
 
 def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
@@ -145,7 +147,7 @@ def successor(old: torch.Tensor, data: torch.Tensor, **changes: Any) -> torch.Te
 
 def _carry(old: torch.Tensor, new: torch.Tensor) -> None:
     new.__dict__.update(old.__dict__)
-    setattr(new, _FACTS, replace(facts(old), tags=set(facts(old).tags)))
+    setattr(new, _FACTS, ParamFacts(facts(old).names, facts(old).spec, set(facts(old).tags)))
 
 
 _plain_deepcopy: Callable[[nn.Parameter, dict[int, Any]], nn.Parameter] = nn.Parameter.__deepcopy__

@@ -80,7 +80,7 @@ class Root:
 
     def metadata_of(self, module: nn.Module) -> ScheduleMetadata:
         """The metadata of one module, made when first asked for."""
-        return self.metadata.setdefault(module, ScheduleMetadata())
+        return self.metadata.get(module) or self.metadata.setdefault(module, ScheduleMetadata())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
         """A copy of the model with all that is known of its modules and parameters; its past cannot be undone."""
@@ -329,9 +329,7 @@ class Schedule:
             root.holders.drop()
             return
         parent, name = paths.split(self._path)
-        for holder, _ in self.places_of(old, (root.module.get_submodule(parent), name)):
-            self.touch(holder)
-        root.holders.put(root.module, old, new)
+        self._put(old, (root.module.get_submodule(parent), name), new)
 
     def set_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Put ``tensor`` in the place of a parameter or buffer of this module, at every place a tie holds it.
@@ -340,13 +338,17 @@ class Schedule:
             name: Its name in this module, e.g. ``"weight"``.
             tensor: Usually made by ``slapo_core.parameters.successor``, which carries the facts over.
         """
-        root, mod = self._root, self.mod
+        mod = self.mod
         parameter = mod._parameters.get(name)
         old = parameter if parameter is not None else mod._buffers[name]
         assert old is not None
-        for holder, _ in self.places_of(old, (mod, name)):
+        self._put(old, (mod, name), tensor)
+
+    def _put(self, old: nn.Module | torch.Tensor, known: Place, new: nn.Module | torch.Tensor) -> None:
+        places = self.places_of(old, known)
+        for holder, _ in places:
             self.touch(holder)
-        root.holders.put(root.module, old, tensor)
+        self._root.holders.put(places, old, new)
 
     def places_of(self, value: nn.Module | torch.Tensor, known: Place | None = None) -> list[Place]:
         """Every ``(module, attribute name)`` of the model that holds this very module or tensor; several when tied or shared.

@@ -17,6 +17,7 @@ from .primitive import Primitive
 from .transaction import Transaction
 
 if TYPE_CHECKING:
+    from .holders import Holders
     from .schedule import Root, Schedule, ScheduleMetadata
 
 
@@ -27,18 +28,14 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         built = f"the schedule was built for {root.target!r}, whose engine would not see the step; start a new schedule"
         raise ScheduleError(built, path=schedule.path, primitive=name)
     module = schedule.mod
-    root.registry.hook.slapo_before_apply(schedule=schedule, name=name, args=args, kwargs=kwargs)
+    root.registry.notify("slapo_before_apply", schedule=schedule, name=name, args=args, kwargs=kwargs)
     _check_arguments(cls, schedule, name, args, kwargs)
     _check_contracts(cls, schedule, name)
 
     transaction = Transaction()
-    transaction.on_undo(root.holders.drop)
     metadata = root.metadata_of(module)
-    _remember_metadata(transaction, metadata)
-    if cls.scope == "module":
-        transaction.touch(module)
-    else:
-        transaction.touch_tree(module)
+    transaction.on_undo(_Restored(root.holders, metadata))
+    (transaction.touch if cls.scope == "module" else transaction.touch_tree)(module)
     outer, siblings, kept, checked = root.transaction, root.children, root.holders.kept, root.checked
     root.transaction, root.children = transaction, []
     try:
@@ -51,7 +48,7 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         if cls.scope != "module":
             root.holders.drop()
         step = Step(schedule.path, name, args, kwargs, root.registry.provider("primitive", name), tuple(root.children))
-        root.registry.hook.slapo_after_apply(schedule=schedule, step=step)
+        root.registry.notify("slapo_after_apply", schedule=schedule, step=step)
     except BaseException:
         transaction.rollback()
         raise
@@ -109,13 +106,16 @@ def _applied(schedule: Schedule, name: str) -> str | None:
     return next((handle.path for _, handle in schedule.named_schedules() if name in handle.metadata.primitives), None)
 
 
-def _remember_metadata(transaction: Transaction, metadata: ScheduleMetadata) -> None:
-    primitives = {name: copy.copy(value) for name, value in metadata.primitives.items()} if metadata.primitives else {}
-    tags = set(metadata.param_tags)
+class _Restored:
+    """What comes last when a step is undone. One object: the garbage collector goes through what is kept of all steps."""
 
-    def restore() -> None:
-        metadata.primitives.clear()
-        metadata.primitives.update(primitives)
-        metadata.param_tags = tags
+    def __init__(self, holders: Holders, metadata: ScheduleMetadata) -> None:
+        self.holders, self.metadata, self.tags = holders, metadata, tuple(metadata.param_tags)
+        known = metadata.primitives
+        self.primitives = {name: copy.copy(value) for name, value in known.items()} if known else {}
 
-    transaction.on_undo(restore)
+    def __call__(self) -> None:
+        self.holders.drop()
+        self.metadata.primitives.clear()
+        self.metadata.primitives.update(self.primitives)
+        self.metadata.param_tags = set(self.tags)

@@ -5,7 +5,6 @@ A transaction keeps references, never copies of values. What it cannot see, a pr
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from operator import is_
@@ -18,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from .errors import SlapoError
 from .parameters import ParamFacts
 
-_CONTAINERS = (dict, OrderedDict, list, set)
+_CONTAINERS = {dict, OrderedDict, list, set}
 _ABSENT = object()
 
 
@@ -57,10 +56,9 @@ class Transaction:
             if isinstance(module, fx.GraphModule):
                 self._touch_graph(module)
 
-    def settle(self) -> None:
-        """The step is done: forget what it left as it was, so that ``undo`` does not take back what others do from now on."""
-        self._inverses = [it for it in self._inverses if not isinstance(it, _Memory) or it.settle()]
-        self._seen.clear()
+    def settled(self) -> list[Callable[[], None]]:
+        """The step is done: what undoes it, but for what it left as it was, so that nothing others do from now on is undone."""
+        return [it for it in self._inverses if not isinstance(it, _Memory) or it.settle()]
 
     def wrote_in_place(self) -> bool:
         """Whether the step changed values of a parameter or buffer where they are, which nothing can put back."""
@@ -94,40 +92,41 @@ class Transaction:
         self.on_undo(restore)
 
 
-class _Memory(ABC):
+class _Memory:
     """What one object was like. Calling it puts back what differs; after ``settle``, what differed by then."""
 
-    subject: Any
-    settled = False
+    def __init__(self, subject: Any) -> None:
+        self.subject, self.settled = subject, False
 
     def __call__(self) -> None:
         if self.settled or self.settle():
             self.put_back()
 
-    @abstractmethod
     def settle(self) -> bool:
         """Forget what is as it was; whether anything is left."""
+        raise NotImplementedError
 
-    @abstractmethod
     def put_back(self) -> None:
         """Restore what was not forgotten."""
+        raise NotImplementedError
 
 
 class _ModuleMemory(_Memory):
     def __init__(self, module: nn.Module) -> None:
-        self.subject = module
+        super().__init__(module)
         self.cls: type | None = type(module)
-        self.attributes = dict(module.__dict__)
-        values = self.attributes.values()
-        self.containers = [(value, value.copy() if value else ()) for value in values if type(value) in _CONTAINERS]
+        self.attributes = module.__dict__.copy()
+        containers = [value for value in self.attributes.values() if type(value) in _CONTAINERS]
+        self.containers = [(value, value.copy()) for value in containers if value]
+        self.empty = [value for value in containers if not value]
 
     def settle(self) -> bool:
         self.settled = True
         self.cls = None if type(self.subject) is self.cls else self.cls
         self.attributes = _former(self.subject.__dict__, self.attributes)
-        self.containers = [
-            (live, saved) for live, saved in self.containers if (live or saved) and not _same_content(live, saved)
-        ]
+        self.containers = [pair for pair in self.containers if not _same_content(*pair)]
+        self.containers += [(live, ()) for live in self.empty if live]
+        del self.empty
         return bool(self.cls or self.attributes or self.containers)
 
     def put_back(self) -> None:
@@ -144,10 +143,10 @@ class _ModuleMemory(_Memory):
 
 class _TensorMemory(_Memory):
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.subject = tensor
-        self.attributes = dict(tensor.__dict__)
-        known = [value for value in self.attributes.values() if isinstance(value, ParamFacts)]
-        self.facts = [(value, value.names, value.spec, set(value.tags)) for value in known]
+        super().__init__(tensor)
+        self.attributes = tensor.__dict__.copy()
+        known = self.attributes.values()
+        self.facts = [(of, of.names, of.spec, set(of.tags)) for of in known if isinstance(of, ParamFacts)]
         self.state: dict[str, Any] = {"requires_grad": tensor.requires_grad, "grad": tensor.grad}
         # a lazy parameter has no data yet, an inference tensor no version
         self.data = None if is_lazy(tensor) else tensor.detach()
@@ -155,9 +154,9 @@ class _TensorMemory(_Memory):
 
     def was_written(self) -> bool:
         """Whether the step changed values in place."""
-        if self.settled or self.version is None or self._has_other_data():
+        if self.settled or self.version is None or self.subject._version == self.version:
             return False
-        return bool(self.subject._version != self.version)
+        return not self._has_other_data()
 
     def settle(self) -> bool:
         self.settled = True
