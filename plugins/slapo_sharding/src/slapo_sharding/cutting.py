@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from slapo_core.wrapping import own_forward
 
 from . import attention
 from .copies import has_copies, sum_copies
-from .rules import AppliedCut, Cut, applied_cut, record_cut
+from .rules import AppliedCut, Cut, applied_cut, record_cut, tensor_of
 from .shared_sum import is_overlapping
 from .syncing import Sync
 
@@ -25,12 +24,14 @@ class ShardStep:
     """What one call of ``shard`` will do.
 
     Args:
+        module: The one asked for.
+        record: What is noted on it.
         cuts: Every module that is cut: the one asked for, and those tied to it.
         pieces: ``(module, name, tensor, spec)`` of each tensor that is cut now; a tied one stands once.
-        record: What is noted on the module asked for.
         owner: The attention module that will count local heads.
     """
 
+    module: nn.Module
     record: AppliedCut
     cuts: dict[nn.Module, Cut] = field(default_factory=dict)
     pieces: list[tuple[nn.Module, str, torch.Tensor, ShardSpec]] = field(default_factory=list)
@@ -39,23 +40,23 @@ class ShardStep:
 
 def carry_out(schedule: Schedule, step: ShardStep) -> None:
     """Change the model as planned."""
-    top, num_shards = schedule.get_top_schedule(), step.record.spec.num_shards
-    paths = {schedule.mod: schedule.path}
-    if any(module not in paths for module in step.cuts):
-        paths = {module: path for path, module in schedule.root_module.named_modules() if module in step.cuts}
+    num_shards, handles = step.record.spec.num_shards, {step.module: schedule}
+    if not step.cuts.keys() <= handles.keys():
+        found = schedule.get_top_schedule().named_schedules()
+        handles = {handle.mod: handle for _, handle in found if handle.mod in step.cuts}
     for module in step.cuts:
         schedule.touch(module)
     for module, name, tensor, spec in step.pieces:
         if num_shards == 1:
             facts(tensor).spec = spec
         else:
-            (top[paths[module]] if paths[module] else top).set_parameter(name, _local(tensor, spec))
+            handles[module].set_parameter(name, _local(tensor, spec))
     for module, cut in step.cuts.items():
         if num_shards > 1:
             _turn_local(module, cut, step.record.spec)
-        late = num_shards > 1 and has_late_bias(module, cut)
-        record_cut(module, AppliedCut(cut, step.record.spec, late))
-    record_cut(schedule.mod, step.record)
+        if module is not step.module:
+            record_cut(module, AppliedCut(cut, step.record.spec, num_shards > 1 and has_late_bias(module, cut)))
+    record_cut(step.module, step.record)
     if step.owner is not None:
         schedule.touch(step.owner)
         attention.count_local_heads(step.owner, schedule.name, step.record.spec.blocks, num_shards)
@@ -80,16 +81,19 @@ def _turn_local(module: nn.Module, cut: Cut, spec: ShardSpec) -> None:
         module.__dict__["forward"] = types.MethodType(cut.forward, module)
 
 
+_HOOKS = {
+    "forward pre-hook": "_forward_pre_hooks",
+    "forward hook": "_forward_hooks",
+    "backward pre-hook": "_backward_pre_hooks",
+    "backward hook": "_backward_hooks",
+}
+
+
 def user_code(module: nn.Module) -> str | None:
     """What the user has put on this one module to run with it, or None; syncs, wrappers and cuts are the schedule's own."""
-    tables: dict[str, dict[int, Any]] = {
-        "forward pre-hook": module._forward_pre_hooks,
-        "forward hook": module._forward_hooks,
-        "backward pre-hook": module._backward_pre_hooks,
-        "backward hook": module._backward_hooks,
-    }
-    for kind, table in tables.items():
-        if any(not isinstance(hook, Sync) for hook in table.values()):
+    for kind, table in _HOOKS.items():
+        hooks = module.__dict__[table]
+        if hooks and not all(isinstance(hook, Sync) for hook in hooks.values()):
             return kind
     forward, applied = own_forward(module), applied_cut(module)
     ours = forward is None or is_overlapping(forward)
@@ -105,9 +109,3 @@ def needs_forward(module: nn.Module, cut: Cut) -> bool:
 def has_late_bias(module: nn.Module, cut: Cut) -> bool:
     """Whether there is a bias that the reducing sync has to add."""
     return cut.late_bias and tensor_of(module, "bias") is not None
-
-
-def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The module's own parameter or buffer of this name."""
-    found = module._parameters.get(name)
-    return found if found is not None else module._buffers.get(name)

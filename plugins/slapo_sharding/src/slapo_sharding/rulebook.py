@@ -15,7 +15,7 @@ from slapo_core.errors import PluginError
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule
 
-from .rules import Cut, ShardingRule, applied_cut
+from .rules import Cut, ShardingRule, applied_cut, tensor_of
 
 
 class Rulebook:
@@ -89,7 +89,7 @@ def _cut(rule: ShardingRule, owner: str, module: nn.Module, name: str, dim: int)
 
 def _misfits(cut: Cut, module: nn.Module) -> Iterator[str]:
     for name, dim in cut.dims.items():
-        tensor = {**module._buffers, **module._parameters}.get(name)
+        tensor = tensor_of(module, name)
         if tensor is not None and dim >= tensor.dim():
             yield f"it splits {name!r} along {dim}, which has {tensor.dim()} dimensions"
     for name in cut.attributes:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from slapo_core.parameters import ShardSpec
@@ -46,8 +47,7 @@ class Cut:
 
     def main(self, module: nn.Module) -> str:
         """The first of the parameters that ``module`` has; the others follow it."""
-        held = {**module._buffers, **module._parameters}
-        return next(name for name in self.dims if held.get(name) is not None)
+        return next(name for name in self.dims if tensor_of(module, name) is not None)
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,17 @@ class AppliedCut:
     cut: Cut
     spec: ShardSpec
     late_bias: bool = False
-    asked: frozenset[str] = frozenset()
+    asked: tuple[str, ...] = ()
     gathered: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedCut:
         return self
+
+
+def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The module's own parameter or buffer of this name."""
+    found = module._parameters.get(name)
+    return found if found is not None else module._buffers.get(name)
 
 
 def applied_cut(module: nn.Module) -> AppliedCut | None:

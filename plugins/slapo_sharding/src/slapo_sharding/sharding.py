@@ -14,9 +14,9 @@ from slapo_core.schedule import Schedule
 from slapo_core.wrapping import forward_wrappers
 
 from . import attention, dealing
-from .cutting import ShardStep, has_late_bias, needs_forward, tensor_of, user_code
+from .cutting import ShardStep, has_late_bias, needs_forward, user_code
 from .rulebook import rules_of
-from .rules import AppliedCut, Cut, applied_cut
+from .rules import AppliedCut, Cut, applied_cut, tensor_of
 
 Blocks = int | Sequence[int] | None
 
@@ -35,18 +35,20 @@ class Sharder:
         uneven: bool = False,
     ) -> None:
         self.schedule = schedule
-        self.module = schedule.mod
+        self.module, self.child = schedule.mod, schedule.name
+        self.owner = parent.mod if (parent := schedule.parent) is not None else None
         self.names = (name,) if isinstance(name, str) else tuple(name)
         self.axis = axis
         self.blocks = blocks
         self.gathered = gathered
         self.uneven = uneven
         self.heads: tuple[dealing.Ranges, ...] | None = None
-        self.size = max(schedule.world_size, 1)
+        self.rank, self.size = schedule.rank, max(schedule.world_size, 1)
+        self.group = schedule.group if self.size > 1 else None
 
     def plan(self) -> ShardStep:
         """The step, or a ``ScheduleError`` that says why not."""
-        if self.schedule.rank < 0:
+        if self.rank < 0:
             raise self._error("this process is not in the schedule's group; create the schedule with a group it is in")
         first, dim = self._first()
         cut = self._cut(self.module, first, dim)
@@ -54,13 +56,13 @@ class Sharder:
             raise self._error(f"{extra[0]!r} stays whole when {first!r} is split along {dim}; shard {first!r} alone")
         applied = applied_cut(self.module)
         if applied is not None:
-            return ShardStep(self._follow(applied, cut, first))
+            return ShardStep(self.module, self._follow(applied, cut, first))
         sizes = self._sizes(cut, first, dim)
-        owner = self._owner(cut, sizes)
+        owner = self._counting(cut, sizes)
         spec = self._spec(self.module, cut, first, self._held(first), sizes)
         late = self.size > 1 and has_late_bias(self.module, cut)
-        step = ShardStep(AppliedCut(cut, spec, late, frozenset(self.names), self.gathered))
-        self._spread(step, cut, sizes)
+        step = ShardStep(self.module, AppliedCut(cut, spec, late, self.names, self.gathered))
+        self._spread(step, cut, first, sizes)
         step.owner = owner
         return step
 
@@ -87,13 +89,13 @@ class Sharder:
     def _follow(self, applied: AppliedCut, cut: Cut, first: str) -> AppliedCut:
         """Naming what an earlier step cut along changes only the record, if it is the same cut."""
         spec = shard_spec(self._held(first))
-        again = sorted(applied.asked.intersection(self.names))
+        again = sorted({*applied.asked} & {*self.names})
         if again or applied.cut is not cut or spec is None:
             was = f"along {spec.dim}" if spec else f"together with {', '.join(map(repr, applied.cut.dims))}"
             raise self._error(f"{(again or [first])[0]!r} is already sharded, {was}; shard a parameter once")
         if self.blocks is not None and self._given_blocks(first, spec.full_shape[spec.dim]) != spec.blocks:
             raise self._error(f"{first!r} is tied to a parameter sharded with blocks {spec.blocks}; give the same")
-        return dataclasses.replace(applied, asked=applied.asked | set(self.names), gathered=applied.gathered or self.gathered)
+        return dataclasses.replace(applied, asked=applied.asked + self.names, gathered=applied.gathered or self.gathered)
 
     def _sizes(self, cut: Cut, first: str, dim: int) -> tuple[int, ...]:
         known = shard_spec(self._held(first))
@@ -110,10 +112,10 @@ class Sharder:
                 raise self._error(f"{first!r} cannot be split along {dim} in blocks; leave out blocks")
             return (width,) if self.gathered else sizes
         fusable = cut.output == "sharded" and cut.fusable and not self.gathered and self.size > 1
-        found = attention.fused_blocks(self._parent(), self.schedule.name, width) if fusable else (width,)
+        found = attention.fused_blocks(self.owner, self.child, width) if fusable else (width,)
         if found is None:
             raise self._error(
-                f"{self.schedule.name!r} is a fused projection, which a plain split may mix up; "
+                f"{self.child!r} is a fused projection, which a plain split may mix up; "
                 f"give blocks=[sizes along dim {dim}], or blocks=1 where a plain split is right"
             )
         return found
@@ -135,7 +137,7 @@ class Sharder:
             raise self._error(f"blocks {sizes} do not add up to the size {width} of {first!r}")
         return sizes
 
-    def _spread(self, step: ShardStep, cut: Cut, sizes: tuple[int, ...]) -> None:
+    def _spread(self, step: ShardStep, cut: Cut, first: str, sizes: tuple[int, ...]) -> None:
         """Follow ties from module to module; every tensor is cut once, every module that holds one is recorded."""
         waiting, seen = [(self.module, cut)], set()
         while waiting:
@@ -153,11 +155,9 @@ class Sharder:
                 if tensor is None or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
-                known = shard_spec(tensor)
-                width = (known.full_shape if known is not None else tensor.shape)[dim]
-                blocks = sizes if len(sizes) > 1 and not cut.parts else self._parts(cut, name, width)
-                spec = self._spec(module, cut, name, tensor, blocks)
-                if known is None:
+                is_first = module is self.module and name == first
+                spec = step.record.spec if is_first else self._spec(module, cut, name, tensor, sizes)
+                if shard_spec(tensor) is None:
                     step.pieces.append((module, name, tensor, spec))
                 waiting += [(holder, self._cut(holder, other, dim)) for holder, other in self._others(tensor, module, name)]
             self._check_attributes(module, cut, step.record.spec)
@@ -176,20 +176,24 @@ class Sharder:
 
     def _spec(self, module: nn.Module, cut: Cut, name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> ShardSpec:
         """The spec of one tensor; one that a step has cut before must have the very same."""
-        label, dim, known = self._label(module, name), cut.dims[name], shard_spec(tensor)
+        dim, known = cut.dims[name], shard_spec(tensor)
         shape = known.full_shape if known is not None else tuple(tensor.shape)
+        if len(sizes) == 1 or cut.parts:
+            sizes = self._parts(cut, name, shape[dim])
         if sum(sizes) != shape[dim]:
-            raise self._error(f"dim {dim} of {label} has size {shape[dim]}, the blocks add up to {sum(sizes)}")
+            what = f"dim {dim} of {self._label(module, name)} has size {shape[dim]}"
+            raise self._error(f"{what}, the blocks add up to {sum(sizes)}")
         dealt = self.heads if self.heads is not None or known is None else known.dealt
         if dealt is None and any(size % self.size for size in sizes):
             dealt = dealing.side_by_side(sizes, [dealing.chunks(size, self.size) for size in sizes])
-            self._check_uneven(cut, f"dim {dim} of {label} has size {shape[dim]}", sizes)
+            self._check_uneven(cut, f"dim {dim} of {self._label(module, name)} has size {shape[dim]}", sizes)
         if dealt is not None and not cut.uneven:
-            raise self._error(f"a {type(module).__name__} has to have equal parts of {label} on all ranks; use fewer ranks")
-        group = self.schedule.group if self.size > 1 else None
-        spec = ShardSpec(dim, shape, self.schedule.rank, self.size, sizes, group, dealt=dealt)
+            what = f"a {type(module).__name__} has to have equal parts of {self._label(module, name)} on all ranks"
+            raise self._error(f"{what}; use fewer ranks")
+        spec = ShardSpec(dim, shape, self.rank, self.size, sizes, self.group, dealt=dealt)
         if known is not None and known != spec:
-            raise self._error(f"{label} is already sharded along {known.dim} with blocks {known.blocks}; shard it the same way")
+            was = f"already sharded along {known.dim} with blocks {known.blocks}"
+            raise self._error(f"{self._label(module, name)} is {was}; shard it the same way")
         return spec
 
     def _check_uneven(self, cut: Cut, what: str, sizes: tuple[int, ...]) -> None:
@@ -203,16 +207,17 @@ class Sharder:
         if (cut.input, cut.output) == ("indices", "partial") and start == stop:
             raise self._error(f"{what}, of which the last of {self.size} ranks would get nothing; use fewer ranks")
 
-    def _owner(self, cut: Cut, sizes: tuple[int, ...]) -> nn.Module | None:
-        owner = self._parent()
-        if self.gathered or cut.output != "sharded" or not attention.makes_heads(owner, self.schedule.name):
+    def _counting(self, cut: Cut, sizes: tuple[int, ...]) -> nn.Module | None:
+        """The attention module that has to count local heads from now on; sees to it that no head is split."""
+        owner = self.owner
+        if self.gathered or cut.output != "sharded" or not attention.makes_heads(owner, self.child):
             return None
         assert owner is not None
         try:
-            self.heads = attention.deal(owner, self.schedule.name, sizes, self.size)
+            self.heads = attention.deal(owner, self.child, sizes, self.size)
         except LookupError as err:
             raise self._error(f"{err.args[0]}; use fewer ranks, or gathered=True and an all_gather of the output") from err
-        return owner
+        return None if attention.counts_local_heads(owner) else owner
 
     def _check_forward(self, module: nn.Module, cut: Cut) -> None:
         """A forward of our own goes to the innermost place, which must be free; what the user put there would see a part."""
@@ -228,9 +233,6 @@ class Sharder:
         found = tensor_of(self.module, name)
         assert found is not None
         return found
-
-    def _parent(self) -> nn.Module | None:
-        return self.schedule.parent.mod if self.schedule.parent is not None else None
 
     def _label(self, module: nn.Module, name: str) -> str:
         if module is self.module:

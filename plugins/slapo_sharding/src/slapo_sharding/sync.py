@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from slapo_core import paths
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
@@ -155,7 +156,7 @@ def _make(
     default = "reduce_scatter" if mode == "fwd_pre" else "split"
     shared = None
     if mode == "bwd_post":
-        shared = SharedSum(schedule.group, len(_members(schedule, of)))
+        shared = SharedSum(schedule.group, 1 if of is None else len(of))
     return Sync(mode, op, axis, schedule.group, backward or default, shared=shared, new_axis=new_axis)
 
 
@@ -192,7 +193,8 @@ def _takes_kwargs(mode: str, fn: Callable[..., Any], error: Callable[[str], Sche
 
 def _members(schedule: Schedule, of: Sequence[str] | None) -> list[nn.Module]:
     """The modules whose inputs a sync of the backward is for."""
-    return [schedule.mod] if of is None else [schedule[path].mod for path in of]
+    module = schedule.mod
+    return [module] if of is None else [found for path in of if (found := paths.find(module, path)) is not None]
 
 
 def _check_members(schedule: Schedule, mode: str, op: Any, of: Any, error: Callable[[str], ScheduleError]) -> None:
@@ -200,10 +202,10 @@ def _check_members(schedule: Schedule, mode: str, op: Any, of: Any, error: Calla
         raise error(f"of goes with 'bwd_post' and 'all_reduce', not with {mode!r} and {op!r}; sync each module for itself")
     if isinstance(of, str) or not of or not all(isinstance(path, str) for path in of):
         raise error(f"of is {of!r}; give a list of paths below the module, e.g. ['q_proj', 'k_proj', 'v_proj']")
-    for path in of:
-        if not path or path not in schedule:
-            raise error(f"of names {path!r}, which is no module below; give paths below the module")
-    if len({schedule[path].mod for path in of}) < len(of):
+    found = [paths.find(schedule.mod, path) if path else None for path in of]
+    if None in found:
+        raise error(f"of names {of[found.index(None)]!r}, which is no module below; give paths below the module")
+    if len({*found}) < len(of):
         raise error(f"of names a module twice: {', '.join(of)}; name each once")
 
 
