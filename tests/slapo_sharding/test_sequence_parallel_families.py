@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slapo_core.testing import run_distributed
-from tests.slapo_sharding.test_tensor_parallel_families import REFUSED as UNSPLIT
-from tests.slapo_sharding.test_tensor_parallel_families import refusal, steps_of_same
-from tests.zoo.families import FAMILIES
+from tests.slapo_sharding.split_families import FAST, refusal, steps_of_one_layer, steps_of_same
+from tests.slapo_sharding.test_tensor_parallel_families import SPLIT
 
 pytestmark = pytest.mark.multiproc
 
@@ -28,29 +27,24 @@ REFUSED = {
 }
 """Families that are split, but not along the sequence, and why."""
 
-FAST = ("bert", "gpt2", "llama", "mixtral", "opt", "t5")
-"""Those with layers of different make."""
-
 WHOLE = {"mobilebert"}
 """Families whose layers are gathered before anything in them is split."""
 
+ALLOWED = [name for name in SPLIT if name not in REFUSED]
+EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ALLOWED]
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-        for name in sorted(FAMILIES.keys() - UNSPLIT.keys() - REFUSED.keys())
-    ],
-)
+
+@pytest.mark.parametrize("name", EACH)
 def test_two_ranks(name: str) -> None:
     steps = run_distributed(steps_of_same, 2, name, True, timeout=120)[0]
     assert any("'scatter'" in step for step in steps)
     assert any("'fwd_post', 'reduce_scatter'" in step for step in steps) == (name not in WHOLE)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "gpt2", "opt", "phi", "t5")])
+@pytest.mark.parametrize("name", sorted(set(FAST) & set(ALLOWED)))
 def test_four_ranks(name: str) -> None:
-    assert any("'fwd_post', 'reduce_scatter'" in step for step in run_distributed(steps_of_same, 4, name, True, timeout=120)[0])
+    steps = run_distributed(steps_of_one_layer, 4, name, True, timeout=120)[0]
+    assert any("'fwd_post', 'reduce_scatter'" in step for step in steps)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +54,7 @@ def test_refused_families_say_why(name: str) -> None:
     first, second = run_distributed(refusal, 2, name, True, timeout=120)
     assert first == second
     assert "the sequence cannot be split: " in first
+
+
+def test_there_are_thirty_families() -> None:
+    assert len(set(FAST) & set(ALLOWED)) >= 30

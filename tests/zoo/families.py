@@ -35,21 +35,22 @@ class Family:
     inputs: str
     config: dict[str, Any] = field(default_factory=dict)
 
-    def make_config(self, dropout: float = 0.0) -> Any:
-        """The config, with every kind of dropout set to ``dropout`` and layer drop off."""
+    def make_config(self, dropout: float = 0.0, depth: int | None = None) -> Any:
+        """The config, with every kind of dropout set to ``dropout`` and layer drop off; ``depth`` layers in each stack."""
         from transformers import AutoConfig
 
-        config = AutoConfig.for_model(self.name.split(":")[0], **self.config)
+        given = self.config if depth is None else _with_depth(self.config, depth)
+        config = AutoConfig.for_model(self.name.split(":")[0], **given)
         _set_dropout(config, dropout)
         return config
 
-    def model(self, seed: int = 0, dropout: float = 0.0) -> nn.Module:
+    def model(self, seed: int = 0, dropout: float = 0.0, depth: int | None = None) -> nn.Module:
         """The model in train mode; equal weights for equal seeds."""
         import transformers
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model: nn.Module = getattr(transformers, self.head).from_config(self.make_config(dropout))
+            model: nn.Module = getattr(transformers, self.head).from_config(self.make_config(dropout, depth))
             with torch.no_grad():
                 for parameter in model.parameters():  # zeros would hide what is wired wrongly
                     parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -68,6 +69,20 @@ def layers(model: nn.Module) -> list[str]:
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{layer}.") for layer in found):
             found += [f"{path}.{name}" for name, _ in module.named_children()]
     return found
+
+
+def _with_depth(config: dict[str, Any], depth: int) -> dict[str, Any]:
+    counts = (
+        "num_hidden_layers",
+        "num_layers",
+        "n_layer",
+        "n_layers",
+        "num_decoder_layers",
+        "encoder_layers",
+        "decoder_layers",
+    )
+    nested = {key: _with_depth(value, depth) for key, value in config.items() if isinstance(value, dict)}
+    return {**config, **nested, **{key: depth for key in counts if key in config}}
 
 
 def _set_dropout(config: Any, dropout: float) -> None:
