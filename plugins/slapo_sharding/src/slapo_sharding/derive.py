@@ -66,6 +66,7 @@ class _Search:
         self.filled: dict[fx.Node, int] = {}
         self.tried: set[fx.Node] = set()
         self.reasons: dict[str, str] = {}
+        self.as_one: dict[str, str] = {}  # why layers that are tried as fused do not fit unfused
 
     def run(self) -> Derived:
         while True:
@@ -99,9 +100,9 @@ class _Search:
             blocks = fused_sizes(self.calls[path]) if len(err.sources) == 1 and not self.candidates[path].blocks else ()
             if blocks:
                 self.candidates[path] = Split("sharded", blocks)
+                self.as_one[path] = f"{err}; in {len(blocks)} parts: "
             else:
-                del self.candidates[path]
-                self.reasons[path] = str(err)
+                self.reasons[path] = (self.as_one[path] if self.candidates.pop(path).blocks else "") + str(err)
 
 
 def _behind(nodes: list[fx.Node]) -> list[fx.Node]:
