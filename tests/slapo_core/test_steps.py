@@ -179,6 +179,9 @@ def test_steps_inside_a_step_are_one_step() -> None:
     sch.twice()
     (step,) = sch.journal
     assert [(child.path, child.name) for child in step.children] == [("0", "mark"), ("1", "mark")]
+    assert str(sch.journal).splitlines() == ["sch.twice()", "#   sch['0'].mark()", "#   sch['1'].mark(fail=False)"]
+    assert Step("2", "outer", children=(step,)).lines()[2:] == ["#      sch['0'].mark()", "#      sch['1'].mark(fail=False)"]
+    assert len(sch.journal) == len(list(sch.journal)) == 1
     sch.undo()
     assert snapshot(top) == before
     with pytest.raises(RuntimeError, match="half-way"):

@@ -40,9 +40,8 @@ class UnknownNameError(SlapoError, LookupError):
     def of(cls, kind: str, name: str, available: Iterable[str], notes: Iterable[str] = ()) -> UnknownNameError:
         """Say what was asked for, the nearest known name, what is available, and ``notes`` (e.g. plugins that failed)."""
         known = sorted(available)
-        near = difflib.get_close_matches(name, known, n=1)
         parts = [f"no {kind} {name!r}"]
-        if near:
+        if near := difflib.get_close_matches(name, known, n=1):
             parts.append(f"did you mean {near[0]!r}?")
         parts.append(f"available: {', '.join(known) or 'none'}")
         return cls("; ".join([*parts, *notes]))

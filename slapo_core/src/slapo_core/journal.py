@@ -37,13 +37,17 @@ class Step:
         target = f"sch[{self.path!r}]" if self.path else "sch"
         return f"{target}.{self.name}({', '.join(words)})"
 
+    def lines(self, indent: str = "") -> list[str]:
+        """The call, and as comments, indented, those it made itself."""
+        return [f"{indent}{self}", *(line for step in self.children for line in step.lines(f"{indent or '#'}   "))]
+
 
 class Journal:
-    """The steps of a schedule in order. Printing it gives the Python that takes them."""
+    """The steps of a schedule in order. Printing it gives the Python that takes them; theirs are comments."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
-        self._undo: list[list[Callable[[], None]]] = []  # of the last steps, those since the journal was sealed
+        self._inverses: list[Callable[[], None] | None] = []  # of the steps since the last seal; None begins those of each
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -53,7 +57,7 @@ class Journal:
     def record(self, step: Step, transaction: Transaction) -> None:
         """Append a step with what undoes it."""
         self._steps.append(step)
-        self._undo.append(transaction.settled())
+        self._inverses += [None, *transaction.settled()]
 
     def undo(self) -> Step:
         """Take the last step back and return it.
@@ -61,16 +65,15 @@ class Journal:
         Raises:
             ScheduleError: there is no step, or the schedule has been built since.
         """
-        if not self._undo:
+        if not self._inverses:
             raise ScheduleError("nothing to undo" if not self._steps else "no step to undo since the schedule was built")
-        step = self._steps.pop()
-        for inverse in reversed(self._undo.pop()):
+        while (inverse := self._inverses.pop()) is not None:
             inverse()
-        return step
+        return self._steps.pop()
 
     def seal(self) -> None:
         """Forget how to undo the steps so far, which frees the parameters they replaced."""
-        self._undo.clear()
+        self._inverses.clear()
 
     def sealed_copy(self) -> Journal:
         """The same steps, with nothing to undo."""
@@ -85,4 +88,4 @@ class Journal:
         return iter(self.steps)
 
     def __str__(self) -> str:
-        return "\n".join(str(step) for step in self.steps)
+        return "\n".join(line for step in self._steps for line in step.lines())

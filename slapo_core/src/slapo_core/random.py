@@ -175,8 +175,7 @@ def _mix(seed: int, **ranks: int | None) -> int:
 
 def _device_states() -> DeviceStates:
     states = {"cpu": torch.get_rng_state()}
-    device = _cuda_device()
-    if device is not None:
+    if (device := _cuda_device()) is not None:
         states[f"cuda:{device}"] = torch.cuda.get_rng_state(device)
     return states
 
