@@ -9,6 +9,7 @@ from functools import partial
 from torch import fx, nn
 
 from slapo_core.errors import ScheduleError
+from slapo_core.parameters import is_part
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
@@ -47,6 +48,7 @@ class TensorParallelPrimitive(Primitive):
     @staticmethod
     def check(schedule: Schedule, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False) -> None:
         """Find the modules of the plan."""
+        _check_untouched(schedule, plan)
         _planned(schedule, plan, sequence_parallel)
 
     @staticmethod
@@ -63,6 +65,27 @@ class TensorParallelPrimitive(Primitive):
             column_inputs.sum_gradients(schedule, paths)
         if schedule.world_size > 1 and not derived:
             dropout.fork_dropouts(schedule, {path for path, style in steps.items() if style in ("colwise", "rowwise")})
+
+
+def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
+    """Refuse a model that recomputes by itself, and, where the plan is to be found, one that is split already."""
+    inside = dict(schedule.mod.named_modules())
+    split = [path for path, module in inside.items() if any(map(is_part, module._parameters.values()))]
+    above: Schedule | None = schedule
+    while above is not None and "tensor_parallel" not in above.metadata.primitives:
+        above = above.parent
+    message = None
+    if any(getattr(module, "gradient_checkpointing", False) for module in inside.values()):
+        message = (
+            "the model recomputes by itself, with a hook on its embedding and other random numbers than the forward's; "
+            "take it without gradient_checkpointing_enable(), and call checkpoint() on its layers afterwards"
+        )
+    elif plan is None and split and above is not None:
+        message = f"already tensor-parallel, {split[0]!r} is split; undo that step first, or shard by hand what it left whole"
+    elif plan is None and split:
+        message = f"{split[0]!r} is sharded already; call tensor_parallel before shard, or give plan= for what is still whole"
+    if message is not None:
+        raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
 
 
 def _planned(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
