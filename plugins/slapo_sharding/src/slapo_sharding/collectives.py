@@ -14,7 +14,7 @@ sharded, and a replicated tensor that ranks use in different ways has a partial 
     all_to_all         sharded -> sharded         all-to-all: along another dimension, and back
 
 Each returns its input when the group is None or has one rank, works on any dimension (negative too), and changes no tensor
-in place; backward can be differentiated again, by ``torch.autograd.grad``: the transforms of ``torch.func`` (``grad``, ``vmap``,
+in place; backward can be differentiated again, by ``torch.autograd.grad``: ``torch.func``'s transforms (``grad``, ``vmap``,
 ``jvp``) do not go through, and torch refuses them. This is the one file that knows torch's functional collectives: they trace,
 compile and run on fake tensors.
 """
