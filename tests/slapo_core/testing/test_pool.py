@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,18 @@ def leaves_a_mess(rank: int) -> None:
     set_random_seed(5, tp_rank=rank)
     os.environ["LEFT_BEHIND"] = "1"
     os.chdir("/")
+
+
+left: list[weakref.ref[Named]] = []
+
+
+def leaves_garbage(rank: int) -> bool:
+    """Whether what the last call left is gone."""
+    gone = all(ref() is None for ref in left)
+    circle = Named(0)
+    circle.value = circle  # type: ignore[assignment]
+    left.append(weakref.ref(circle))
+    return gone
 
 
 def looks_around(rank: int) -> tuple[object, ...]:
@@ -157,6 +170,10 @@ def test_a_job_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> No
     first, second = run_distributed(looks_around, 2)
     assert first[:7] == (torch.float32, True, 1, False, None, os.getcwd(), "yes")
     assert first == second
+
+
+def test_garbage_of_a_job_is_gone_in_the_next() -> None:
+    assert [run_distributed(leaves_garbage, 2) for _ in range(3)] == [[True] * 2] * 3
 
 
 def test_the_first_rank_that_fails_is_named() -> None:
