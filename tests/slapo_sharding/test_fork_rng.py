@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from slapo_core.errors import ScheduleError
 from slapo_core.random import rng_state, set_random_seed, set_rng_state
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
@@ -116,3 +117,21 @@ def _without_seed(rank: int) -> None:
     with pytest.raises(KeyError, match="call set_random_seed"):
         sch.mod(torch.ones(4))
     assert torch.equal(sch.mod.eval()(torch.ones(4)), torch.ones(4))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("rate", [0.5, 0.0])
+def test_a_recompute_that_draws_anew_is_refused(use_reentrant: bool, rate: float):
+    """As ``gradient_checkpointing_enable()`` of Transformers does it; without dropout it draws nothing."""
+    sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)), plugins=Registry([plugin]))
+    sch["1"].fork_rng()
+    set_random_seed(3, tp_rank=0)
+    for _ in range(2):
+        output = checkpoint(sch.mod, torch.ones(8, 4, requires_grad=True), use_reentrant=use_reentrant).sin().sum()
+        if rate:
+            with pytest.raises(
+                ScheduleError, match="draws other random numbers than the forward did; recompute with checkpoint"
+            ):
+                output.backward()
+        else:
+            output.backward()

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from slapo_core.testing import run_distributed
-from slapo_sharding._torch_private import layouts_kept, mesh_of
+from slapo_sharding._torch_private import NO_BACKWARD, backward_pass, layouts_kept, mesh_of
 
 pytestmark = pytest.mark.multiproc
 
@@ -40,3 +40,12 @@ def test_a_mesh_needs_no_ranks() -> None:
         assert (tuple(heads.shape), heads.placements) == ((6, 2, 4), (Shard(0),))
         with pytest.raises(RuntimeError, match="redistribution"):
             part.softmax(-1)
+
+
+def test_backward_passes_have_numbers() -> None:
+    x, numbers = torch.ones(1, requires_grad=True), []
+    x.register_hook(lambda grad: numbers.append(backward_pass()))
+    for _ in range(2):
+        assert backward_pass() == NO_BACKWARD
+        (x * 2).backward()
+    assert len({NO_BACKWARD, *numbers}) == 3

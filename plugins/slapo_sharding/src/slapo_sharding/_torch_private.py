@@ -15,6 +15,10 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+NO_BACKWARD = -1
+backward_pass = torch._C._current_graph_task_id
+"""The number of the backward pass that runs in this thread, or ``NO_BACKWARD``."""
+
 _ALONG = "argmax argmin cumsum cumsum_ cumprod cumprod_ logcumsumexp"
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
+from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
-from slapo_core.random import get_cuda_rng_tracker, is_random_seed_set
+from slapo_core.random import MODEL_PARALLEL_RNG, get_cuda_rng_tracker, is_random_seed_set
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import wrap_forward
+
+from ._torch_private import NO_BACKWARD, backward_pass
 
 
 class ForkRngPrimitive(Primitive):
@@ -38,11 +44,39 @@ def run_forked(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         KeyError: in training, when ``set_random_seed`` has not been called.
+        ScheduleError: in a recompute that has not put back the tracker's state, as torch's own does not.
     """
     if not is_random_seed_set() and not _is_training(call):
         return call(*args, **kwargs)
-    with get_cuda_rng_tracker().fork():
+    with _fork():
         return call(*args, **kwargs)
+
+
+_left: dict[str, Any] = {"state": None, "backward": NO_BACKWARD}
+"""The tracked state of the CPU that the last fork left, and in which backward pass."""
+
+
+@contextmanager
+def _fork() -> Iterator[None]:
+    """The tracker's fork, unless a backward pass draws from it who has not put back what the forward drew from."""
+    tracker = get_cuda_rng_tracker()
+    before, backward = _tracked(), backward_pass()
+    stale = backward not in (NO_BACKWARD, _left["backward"]) and before.get("cpu") is _left["state"]
+    try:
+        with tracker.fork():
+            yield
+    finally:
+        after = _tracked()
+        _left.update(state=after.get("cpu"), backward=backward)
+        if stale and any(not torch.equal(after[device], state) for device, state in before.items()):
+            raise ScheduleError(
+                "fork_rng: a recompute in the backward pass draws other random numbers than the forward did; recompute with "
+                "checkpoint() of the schedule, not with torch.utils.checkpoint or gradient_checkpointing_enable()"
+            )
+
+
+def _tracked() -> dict[str, torch.Tensor]:
+    return get_cuda_rng_tracker().get_states().get(MODEL_PARALLEL_RNG, {})
 
 
 def run_outside(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
