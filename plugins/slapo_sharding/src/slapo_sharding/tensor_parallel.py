@@ -68,16 +68,17 @@ class TensorParallelPrimitive(Primitive):
 
 
 def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
-    """Refuse a model that recomputes by itself, and, where the plan is to be found, one that is split already."""
+    """Refuse a model whose own recomputing has put a hook on it, and, where the plan is to be found, one that is split already."""
     inside = dict(schedule.mod.named_modules())
     split = [path for path, module in inside.items() if any(map(is_part, module._parameters.values()))]
     above: Schedule | None = schedule
     while above is not None and "tensor_parallel" not in above.metadata.primitives:
         above = above.parent
     message = None
-    if any(getattr(module, "gradient_checkpointing", False) for module in inside.values()):
+    hooked = next((path for path, module in inside.items() if module._forward_hooks), None)
+    if hooked is not None and any(getattr(module, "gradient_checkpointing", False) for module in inside.values()):
         message = (
-            "the model recomputes by itself, with a hook on its embedding and other random numbers than the forward's; "
+            f"the model recomputes by itself, which has put a hook on {hooked!r} that would see a part only; "
             "take it without gradient_checkpointing_enable(), and call checkpoint() on its layers afterwards"
         )
     elif plan is None and split and above is not None:
