@@ -68,7 +68,7 @@ class TensorParallelPrimitive(Primitive):
 
 
 def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
-    """Refuse a model whose own recomputing has put a hook on it, and, where the plan is to be found, one that is split already."""
+    """Refuse a model whose own recomputing has put a hook on it, and, without a plan, one that is split already."""
     inside = dict(schedule.mod.named_modules())
     split = [path for path, module in inside.items() if any(map(is_part, module._parameters.values()))]
     above: Schedule | None = schedule
