@@ -76,7 +76,7 @@ def _same(rank: int, case: Case) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(case=cases())
 def test_column_and_row_layers(ranks: int, case: Case) -> None:
     run_distributed(_same, ranks, case)
@@ -118,7 +118,7 @@ def _leaves_the_last_with_nothing(table: Table, ranks: int) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(table=tables())
 def test_embeddings(ranks: int, table: Table) -> None:
     if not _leaves_the_last_with_nothing(table, ranks):
