@@ -128,7 +128,7 @@ MUTATIONS: dict[str, Callable[[Schedule], Any]] = {
     "add": lambda sch: sch.mod.add_module("extra", nn.Linear(2, 2)),
     "no_grad": lambda sch: sch.mod.requires_grad_(False),
     "inner": lambda sch: sch.edit([("facts", ""), ("hooks", "")]),
-    "metadata": lambda sch: sch.metadata.param_tags.add("mark"),
+    "metadata": lambda sch: setattr(sch.metadata, "param_tags", sch.metadata.param_tags | {"mark"}),
 }
 
 PATHS = [

@@ -48,7 +48,7 @@ class ScheduleMetadata:
     """
 
     tie_weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    param_tags: set[str] = field(default_factory=set)
+    param_tags: frozenset[str] = frozenset()
     primitives: dict[str, Any] = field(default_factory=dict)
 
 

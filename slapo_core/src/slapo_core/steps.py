@@ -110,12 +110,11 @@ class _Restored:
     """What comes last when a step is undone. One object: the garbage collector goes through what is kept of all steps."""
 
     def __init__(self, holders: Holders, metadata: ScheduleMetadata) -> None:
-        self.holders, self.metadata, self.tags = holders, metadata, tuple(metadata.param_tags)
-        known = metadata.primitives
-        self.primitives = {name: copy.copy(value) for name, value in known.items()} if known else {}
+        self.holders, self.metadata, self.tags = holders, metadata, metadata.param_tags
+        self.primitives = {name: copy.copy(value) for name, value in metadata.primitives.items()}
 
     def __call__(self) -> None:
         self.holders.drop()
         self.metadata.primitives.clear()
         self.metadata.primitives.update(self.primitives)
-        self.metadata.param_tags = set(self.tags)
+        self.metadata.param_tags = self.tags

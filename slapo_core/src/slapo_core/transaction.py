@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -124,16 +125,17 @@ class _ModuleMemory(_Memory):
         self.settled = True
         self.cls = None if type(self.subject) is self.cls else self.cls
         self.attributes = _former(self.subject.__dict__, self.attributes)
-        self.containers = [pair for pair in self.containers if not _same_content(*pair)]
-        self.containers += [(live, ()) for live in self.empty if live]
-        del self.empty
-        return bool(self.cls or self.attributes or self.containers)
+        changed = [pair for pair in self.containers if not _same_content(*pair)] + [(live, ()) for live in self.empty if live]
+        self.changed = tuple(chain.from_iterable(changed))  # one object, not one for each: it stays
+        del self.containers, self.empty
+        return bool(self.cls or self.attributes or self.changed)
 
     def put_back(self) -> None:
         if self.cls:
             self.subject.__class__ = self.cls
         _put_back(self.subject.__dict__, self.attributes)
-        for live, saved in self.containers:  # in place: others, hook handles for one, refer to the live container
+        # in place: others, hook handles for one, refer to the live container
+        for live, saved in zip(self.changed[::2], self.changed[1::2], strict=True):
             live.clear()
             if isinstance(live, list):
                 live.extend(saved)
@@ -185,9 +187,9 @@ class _TensorMemory(_Memory):
 
 def _former(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """The former values of the keys that changed; ``_ABSENT`` for new ones."""
-    if now.keys() == before.keys() and all(map(is_, now.values(), before.values())):
+    if list(now) == list(before) and all(map(is_, now.values(), before.values())):
         return {}
-    former = {name: value for name, value in before.items() if now.get(name, _ABSENT) is not value}
+    former = {name: value for name, value in before.items() if name not in now or now[name] is not value}
     former.update((name, _ABSENT) for name in now.keys() - before.keys())
     return former
 
