@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+MOVES = ("redistribution", "placement changes")
+"""Words in the error of an operation that cannot be done without sending data."""
 
 NO_BACKWARD = -1
 backward_pass = torch._C._current_graph_task_id
@@ -23,7 +27,7 @@ _ALONG = "argmax argmin cumsum cumsum_ cumprod cumprod_ logcumsumexp"
 
 
 class _Along(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what DTensor does along a sharded dimension by sending data unasked, or takes for local (-1 for another than 2)."""
+    """Refuses what DTensor sends data for unasked, or takes for local where the dimension is given as a negative number."""
 
     supports_higher_order_operators = True
     operators = frozenset(getattr(torch.ops.aten, name) for name in _ALONG.split())
@@ -38,6 +42,17 @@ class _Along(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
+def _silent(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
 def layouts_kept() -> Iterator[None]:
     """DTensor operations inside never move data: one that would is a ``RuntimeError``. Plain tensors count as replicated.
 
@@ -49,6 +64,7 @@ def layouts_kept() -> Iterator[None]:
         implicit_replication(),
         sdpa_kernel(SDPBackend.MATH),
         _Along(),  # type: ignore[no-untyped-call]
+        _silent("torch._subclasses.fake_tensor"),  # logs every operator it cannot do
     ):
         warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # nothing is drawn
         yield

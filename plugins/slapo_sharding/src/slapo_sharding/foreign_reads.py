@@ -25,6 +25,9 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import facts, is_part
 from slapo_core.tracing.calls import SHAPES, is_metadata, name_of
 
+from .sharded_values import MixedError, ShardedValues
+
+_OFF = "check=False turns this check off"
 _HARMLESS = frozenset(("untyped_storage", "data_ptr"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -102,35 +105,57 @@ class _Reads(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.running: list[nn.Module] = []
+        self.values = ShardedValues()
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module."""
         self.running.append(module)
         try:
-            return _plain_call(module, *args, **kwargs)
+            self._enter(module, args, kwargs)
+            result = _plain_call(module, *args, **kwargs)
+            self.values.leave(module, result)
         finally:
             self.running.pop()
+        return result
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self.values.enter(module, args, kwargs)
+        except MixedError as err:
+            raise self._mixed(err) from None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
             if is_part(tensor) and not self._is_own(tensor) and not _is_harmless(func):
                 raise BuildError(self._message(func, tensor))
-        return func(*args, **kwargs)
+        try:
+            return self.values.call(func, args, kwargs, self.running)
+        except MixedError as err:
+            raise self._mixed(err) from None
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         reader = self.running[-1]
         return any(held is tensor for held in [*reader._parameters.values(), *reader._buffers.values()])
 
+    def _path(self, module: nn.Module) -> str:
+        path = next((path for path, other in self.running[0].named_modules() if other is module), "")
+        return re.sub(r"^(module(\.|$))+", "", path)  # engines and wrappers of torch call the model so
+
+    def _mixed(self, err: MixedError) -> BuildError:
+        reader = self.running[-1]
+        return BuildError(
+            f"{type(reader).__name__} {self._path(reader)!r} at {_source()}: {err}, and each rank has a part of the output of "
+            f"{self._path(err.owner)!r}; gather it there, sync('fwd_post', 'all_gather', axis=-1), or leave it whole; {_OFF}"
+        )
+
     def _message(self, func: Any, tensor: torch.Tensor) -> str:
         reader = self.running[-1]
-        path = next((path for path, module in self.running[0].named_modules() if module is reader), "")
-        path = re.sub(r"^(module(\.|$))+", "", path)  # engines and wrappers of torch call the model so
         name = " = ".join(facts(tensor).names) or f"a parameter of shape {tuple(tensor.shape)}"
         return (
-            f"{type(reader).__name__} {path!r} uses {name!r} in {name_of(func)} at {_source()}, but this rank has only its "
-            "part of it, which its own module alone can use; call that module instead, or leave the parameter whole; "
-            "check=False turns this check off"
+            f"{type(reader).__name__} {self._path(reader)!r} uses {name!r} in {name_of(func)} at {_source()}, but this rank "
+            "has only its part of it, which its own module alone can use; call that module instead, or leave the parameter "
+            f"whole; {_OFF}"
         )
 
 

@@ -1,0 +1,204 @@
+"""Code between a column and a row layer that needs all of what each rank has a part of is refused at the first run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import slapo_sharding.plugin
+import slapo_torch.plugin
+from slapo_core.build import build
+from slapo_core.errors import BuildError
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+
+pytestmark = pytest.mark.multiproc
+
+PLUGINS = Registry([slapo_sharding.plugin, slapo_torch.plugin])
+
+
+class Mlp(nn.Module):
+    """Something happens between the layers."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor], inner: int = 8, out: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, inner), nn.Linear(out, 4)
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+PART_BY_PART: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "in place": lambda x: F.relu(x.mul_(2), inplace=True),
+    "along another dimension": lambda x: x.softmax(0) - x.mean(0),
+    "pairs": lambda x: torch.stack([x[..., ::2], x[..., 1::2]], -1).flatten(-2),
+    "heads": lambda x: x.view(x.shape[0], -1, 2).softmax(-1).view(x.shape[0], -1),
+    "rotated heads": lambda x: torch.cat([-x.unflatten(-1, (-1, 2))[..., 1:], x.unflatten(-1, (-1, 2))[..., :1]], -1).flatten(
+        -2
+    ),
+    "attention": lambda x: (
+        F.scaled_dot_product_attention(*[x.unflatten(-1, (-1, 2)).transpose(0, 1)] * 3).transpose(0, 1).flatten(1)
+    ),
+    "one head": lambda x: x.view(x.shape[0], 1, x.shape[1]).transpose(0, 1).reshape(x.shape[0], -1),
+    "moved": lambda x: x.to(x.device).double().float().t().contiguous().t(),
+    "chosen": lambda x: torch.where(x > 0, x, torch.zeros_like(x)).masked_fill(x > 1, 0.5),
+    "neighbours": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "no rule": lambda x: torch.special.i0(x),
+}
+
+NEEDS_ALL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "group_norm": lambda x: F.group_norm(x[..., None], 4)[..., 0],
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "mean": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "sum": lambda x: x / x.exp().sum(-1, keepdim=True),
+    "norm": lambda x: x / x.norm(dim=-1, keepdim=True),
+    "amax": lambda x: x - x.amax(-1, keepdim=True),
+    "std": lambda x: x / x.std(-1, keepdim=True),
+    "argmax": lambda x: x * x.argmax(-1, keepdim=True),
+    "cumsum": lambda x: x.cumsum(-1),
+    "sort": lambda x: x.sort(-1)[0],
+    "flip": lambda x: x.flip(-1),
+    "roll": lambda x: x.roll(1, -1),
+    "chunk": lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
+    "__getitem__": lambda x: torch.cat([-x[..., 1:], x[..., :1]], -1),
+    "matmul": lambda x: (x @ x.t()).softmax(-1) @ x,
+    "einsum": lambda x: torch.einsum("bh,ch->bc", x, x) @ x,
+    "fft_fft": lambda x: torch.fft.fft(x).real,
+    "__setitem__": lambda x: _set_first(x.clone()),
+}
+
+
+def _set_first(x: torch.Tensor) -> torch.Tensor:
+    x[:, 0] = 0
+    return x
+
+
+def _split(model: nn.Module, blocks: int | None = None) -> nn.Module:
+    sch = create_schedule(model, plugins=PLUGINS)
+    if blocks is None:
+        sch.tensor_parallel({"up": "colwise", "down": "rowwise"})
+    else:
+        sch["up"].shard("weight", axis=0, blocks=blocks).sync("bwd_post", "all_reduce")
+        sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    return build(sch).module
+
+
+X = torch.arange(12.0).view(3, 4).cos()
+
+
+def _message(model: nn.Module, blocks: int | None = None) -> str:
+    module = _split(model, blocks)
+    with pytest.raises(BuildError) as caught:
+        module(X)
+    return str(caught.value)
+
+
+def _part_by_part(rank: int) -> None:
+    for between in PART_BY_PART.values():
+        torch.manual_seed(0)
+        model = Mlp(between)
+        before = copy.deepcopy(model)
+        assert_equivalent(before, _split(model), X)
+
+
+def test_what_ranks_can_do_part_by_part_runs() -> None:
+    run_distributed(_part_by_part, 2)
+
+
+def _needs_all(rank: int) -> dict[str, str]:
+    return {name: _message(Mlp(between)) for name, between in NEEDS_ALL.items()}
+
+
+def test_what_needs_the_parts_of_others_is_refused_on_every_rank() -> None:
+    first, second = run_distributed(_needs_all, 2)
+    assert first == second
+    for name, message in first.items():
+        assert message.startswith(f"Mlp '' at {__file__}:")
+        assert f": {name} needs all of it, and each rank has a part of the output of 'up'; gather it there, " in message
+
+
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, value = F.hardtanh(x, -9, 9).chunk(2, -1)
+    return F.silu(gate) * value
+
+
+def _slices(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return F.silu(x[..., :half]) * x[..., half:]
+
+
+def _fused(rank: int) -> list[str]:
+    for between in (_swiglu, _slices):
+        torch.manual_seed(0)
+        model = Mlp(between, inner=16)
+        before = copy.deepcopy(model)
+        assert_equivalent(before, _split(model, blocks=2), X)
+    return [
+        _message(Mlp(_swiglu, inner=16), blocks=1),
+        _message(Mlp(lambda x: sum(x.chunk(4, -1)), inner=32), blocks=2),  # type: ignore[arg-type, return-value]
+        _message(Mlp(lambda x: x[..., 1:5], inner=16, out=8), blocks=2),
+        _message(Mlp(F.gelu), blocks=2),
+        _message(Mlp(lambda x: F.gelu(x).softmax(-1)), blocks=2),
+        _message(Mlp(lambda x: x.view(3, 2, 2).transpose(1, 2).reshape(3, 4))),
+    ]
+
+
+def test_fused_outputs_are_taken_apart_as_they_were_split() -> None:
+    first, second = run_distributed(_fused, 2)
+    assert first == second
+    for message, part in zip(
+        first,
+        (
+            "chunk needs all of it",
+            "chunk takes [4, 4, 4, 4] out of blocks of [8, 8]",
+            "[1, 5] is cut out of blocks of [4, 4]",
+            "a Linear split for one block is given it sharded along dimension 1 in blocks [4, 4]",
+            "softmax needs all of it",
+            "a Linear that is split is given parts in another order",
+        ),
+        strict=True,
+    ):
+        assert part in message
+
+
+class Reduced(nn.Module):
+    """A hand-written row layer: each rank adds up its part, a sync the ranks'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).pow(2).sum(-1)
+
+
+def _built(model: nn.Module, sync: bool, **config: bool) -> nn.Module:
+    sch = create_schedule(copy.deepcopy(model), plugins=PLUGINS)
+    sch["up"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    if sync:
+        sch.sync("fwd_post", "all_reduce")
+    return build(sch, **config).module
+
+
+def _summed(rank: int) -> str:
+    torch.manual_seed(0)
+    model = Reduced()
+    assert_equivalent(model, _built(model, sync=True), X)
+    assert _built(model, sync=False, check=False)(X).shape == (3,)
+    with pytest.raises(BuildError) as caught:
+        _built(model, sync=False)(X)
+    return str(caught.value)
+
+
+def test_a_sum_that_a_sync_completes_is_allowed() -> None:
+    assert "sum needs all of it" in run_distributed(_summed, 2)[0]
