@@ -1,0 +1,61 @@
+"""What a layer keeps for its backward, with the sequence split and without."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slapo_core.testing import run_distributed
+from tests.slapo_sharding.split_families import split
+
+pytestmark = pytest.mark.multiproc
+
+BATCH, LENGTH, WIDTH, INNER = 2, 32, 64, 96
+
+
+def _llama(layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_attention_heads": 4, "num_key_value_heads": 4}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, vocab_size=128, use_cache=False, **sizes))
+    tokens = torch.randint(128, (BATCH, LENGTH))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def _kept(model: nn.Module, batch: dict[str, Any]) -> Counter[int]:
+    """Sizes of the memories that the backward needs, but for parameters."""
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(**batch)
+    return Counter(
+        tensor.untyped_storage().nbytes() // tensor.element_size() for key, tensor in kept.items() if key not in parameters
+    )
+
+
+def _of_one_layer(rank: int, sequence_parallel: bool | None) -> Counter[int]:
+    found = []
+    for layers in (1, 2):
+        model, batch = _llama(layers)
+        if sequence_parallel is not None:
+            split(model, batch, sequence_parallel)
+            model(**batch)  # the first run is looked at
+        found.append(_kept(model, batch))
+    return found[1] - found[0]
+
+
+def test_values_between_the_layers_are_kept_in_parts() -> None:
+    """Of six whole values of a layer four are cut in parts; attention and MLP keep what they gather."""
+    whole, part = BATCH * LENGTH * WIDTH, BATCH * LENGTH * WIDTH // 2
+    plain, sequence = (run_distributed(_of_one_layer, 2, sequence_parallel)[0] for sequence_parallel in (False, True))
+    assert plain[whole] == 6
+    assert (sequence[whole], sequence[part]) == (2, plain[part] + 4)
