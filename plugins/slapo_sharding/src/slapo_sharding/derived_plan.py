@@ -52,10 +52,10 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
         raise _error(schedule, f"nothing of the {type(schedule.mod).__name__} can be split: {reasons}")
     if sequence_parallel and not derived.splits:
         raise _error(schedule, f"the sequence cannot be split: nothing but {stacks[0]!r} and its like is; leave it whole")
-    found = counts(derived.layouts, schedule.mod, size)
+    layouts = derived.layouts
+    found = counts(layouts, schedule.mod, size)
     for count in found:
         schedule.touch(count.module)
-    layouts = derived.layouts
     for path in stacks:
         split_stack(schedule[path])
     columns = [path for path, split in derived.splits.items() if _split(schedule[path], split, layouts.scattered.get(path))]
@@ -124,14 +124,13 @@ def _trace(schedule: Schedule) -> fx.GraphModule:
             raise _error(
                 schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
             )
-    with _training(schedule.mod):
-        return _traced(schedule, layers)
+    return _traced_flat(schedule, layers)
 
 
 def _layers(schedule: Schedule) -> list[str]:
     rules, named = rules_of(schedule), schedule.mod.named_modules()
-    kinds = (rules.is_layer, rules.is_table, rules.stack_cut)
-    return [path for path, module in named if path and any(kind(module) for kind in kinds)]
+    finds = (rules.is_layer, rules.is_table, rules.stack_cut)
+    return [path for path, module in named if path and any(find(module) for find in finds)]
 
 
 def split_stack(schedule: Schedule) -> None:
@@ -161,10 +160,10 @@ def _stacks(schedule: Schedule, derived: Derived) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _traced(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
-    return trace(
-        schedule.root_module, flatten=True, leaf_modules=layers, target=schedule.path, example_inputs=schedule.example_inputs
-    )
+def _traced_flat(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
+    inputs = schedule.example_inputs
+    with _training(schedule.mod):
+        return trace(schedule.root_module, flatten=True, leaf_modules=layers, target=schedule.path, example_inputs=inputs)
 
 
 def _borders(schedule: Schedule) -> list[tuple[str, nn.Module]]:
@@ -247,8 +246,7 @@ def _count_locally(schedule: Schedule, derived: Derived, found: list[Count]) -> 
 
     def problem() -> str | None:
         try:
-            with _training(schedule.mod):
-                return difference(derived.layouts, _traced(schedule, layers))
+            return difference(derived.layouts, _traced_flat(schedule, layers))
         except TraceError as err:
             return str(err)
 
