@@ -84,7 +84,7 @@ def deal(owner: nn.Module, child: str, blocks: tuple[int, ...], num_shards: int)
     copied = heads if heads is not None and heads.keys % num_shards else None
     dealt = []
     for index, width in enumerate(blocks):
-        keys = copied if child in _KEYS or (child in _FUSED and index > 0) else None
+        keys = copied if _is_keys(child, index) else None
         if keys is not None and keys.keys * size == width and keys.queries % num_shards == 0:
             dealt.append(dealing.head_copies(keys.queries, keys.keys, size, num_shards))
         elif keys is None and width % size == 0 and (width // size) % num_shards == 0:
@@ -114,13 +114,18 @@ def may_be_fused(child: str) -> bool:
 def with_keys(child: str, blocks: tuple[int, ...], heads: Heads) -> tuple[int, ...]:
     """The blocks of a projection, its keys and values as many as ``heads`` says."""
     width = heads.keys * heads.size
-    return tuple(width if child in _KEYS or (child in _FUSED and index > 0) else old for index, old in enumerate(blocks))
+    return tuple(width if _is_keys(child, index) else old for index, old in enumerate(blocks))
 
 
 def key_counts(owner: nn.Module, heads: Heads, other: Heads) -> dict[str, int]:
     """What the attributes of an attention that count keys would be with other heads."""
     counts = other.counts()
     return {name: counts[name] for name, value in heads.counts().items() if _integer(owner, name) == value}
+
+
+def _is_keys(child: str, block: int) -> bool:
+    """Whether a block of a projection is keys or values."""
+    return child in _KEYS or (child in _FUSED and block > 0)
 
 
 def _check_counts(owner: nn.Module, heads: Heads | None, num_shards: int) -> None:

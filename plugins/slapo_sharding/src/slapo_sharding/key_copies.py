@@ -131,7 +131,7 @@ def unshown(
         derived: The plan for it.
         rederive: Makes the plan of a graph for a mesh.
     """
-    if not copies or not _same_steps(traced.graph, wide.graph):
+    if not copies or list(_steps(traced.graph)) != list(_steps(wide.graph)):
         return copies
     failed = [each for each in copies if not each.split_by(derived.splits)]
     for graph, heads in ((traced, "heads"), (wide, "wide")):
@@ -149,12 +149,8 @@ def narrow(derived: Derived, copies: Iterable[KeyCopies]) -> None:
                 derived.splits[path] = replace(derived.splits[path], blocks=blocks)
 
 
-def _same_steps(graph: fx.Graph, wide: fx.Graph) -> bool:
-    """Whether both do the same, but for what only moves data."""
-    return list(_steps(graph)) == list(_steps(wide))
-
-
 def _steps(graph: fx.Graph) -> Iterator[tuple[str, str, list[object]]]:
+    """What a graph does, but for what only moves data."""
     for node in graph.nodes:
         if node.op.startswith("call") and node.target is not expect and function_name(node) not in _MOVES:
             kwargs = {name: value for name, value in node.kwargs.items() if name != "enable_gqa"}  # it repeats keys itself
