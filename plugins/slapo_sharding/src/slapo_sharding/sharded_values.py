@@ -131,15 +131,16 @@ class ShardedValues:
         values = [self.known[tensor] for tensor in _tensors((args, kwargs)) if tensor in self.known]
         if not values or _split(running[-1]) or is_metadata(func, name_of(func)):
             return func(*args, **kwargs)
-        lost = None in values or _is_ours()
-        given = (args, kwargs) if lost else pytree.tree_map(self._as_layout, (args, kwargs))  # before it is changed in place
+        if None in values or _is_ours():
+            result = func(*args, **kwargs)
+            self._lose(result)
+            return result
+        given = pytree.tree_map(self._as_layout, (args, kwargs))  # before it is changed in place
         result = func(*args, **kwargs)
         self._lose(result)
-        if lost:
-            return result
         value, name = next((value for value in values if value.blocks), values[0]), name_of(func)
         if value.blocks and (name in _SPLITS or name == "__getitem__"):
-            self._parts(name, args, result, value)
+            self._take_apart(name, args, result, value)
         elif _is_every_nth(name, args, value):
             self._follow_parts([result], value)
         elif not value.blocks or name not in _GIVEN_SIZES:
@@ -181,7 +182,7 @@ class ShardedValues:
             elif layout.placements == of.layout.placements and value.shape[of.dim] == sum(of.blocks):
                 self.known[value] = Followed(layout, of.owner, of.blocks)
 
-    def _parts(self, name: str, args: Any, result: Any, fused: Followed) -> None:
+    def _take_apart(self, name: str, args: Any, result: Any, fused: Followed) -> None:
         """What is taken out of a fused output; it has to be a block."""
         dim, tensors = fused.dim, _tensors(result)
         starts = [sum(fused.blocks[:index]) for index in range(len(fused.blocks) + 1)]
