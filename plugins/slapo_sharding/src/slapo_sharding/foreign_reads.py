@@ -1,4 +1,4 @@
-"""Code outside of a sharded parameter's module takes the part it reads for the whole: found at the first run.
+"""Code outside of a sharded module takes the part it reads, or is given, for the whole: found at the first run.
 
 ``watch`` is called when a schedule is built. The first forward of that model, or of whatever contains a part of it (an engine,
 a stage, a wrapper), then runs with every torch function looked at; so does the first with gradients, if that is a later one.
@@ -55,7 +55,8 @@ def watch(owners: Iterable[nn.Module]) -> None:
     """Look at the first run of the model that has these sharded modules.
 
     The run raises ``BuildError`` where code outside of them uses one of their sharded tensors for more than its type, device
-    and the like. As all ranks run the same code, all of them raise it.
+    and the like, or needs all of a value of which each rank has a part (see ``sharded_values``). As all ranks run the same
+    code, all of them raise it.
     """
     build = _Build(owners)
     if not build.owners:
@@ -100,7 +101,7 @@ def _eager() -> Any:
 
 
 class _Reads(TorchFunctionMode):
-    """Knows which modules run, and refuses what uses a sharded tensor that the innermost one does not hold."""
+    """Knows which modules run; refuses to use a sharded tensor that the innermost does not hold, and to mix sharded values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ _left: dict[str, Any] = {"state": None, "backward": NO_BACKWARD}
 
 @contextmanager
 def _fork() -> Iterator[None]:
-    """The tracker's fork, unless a backward pass draws from it who has not put back what the forward drew from."""
+    """The tracker's fork, unless a backward pass draws from it that has not put back what the forward drew from."""
     tracker = get_cuda_rng_tracker()
     before, backward = _tracked(), backward_pass()
     stale = backward not in (NO_BACKWARD, _left["backward"]) and before.get("cpu") is _left["state"]

@@ -23,6 +23,8 @@ from slapo_core.tracing.calls import function_name
 from ._torch_private import layouts_kept
 
 UNEVEN = "not divisible by"
+"""Words in the reason for which a size or number of heads stays whole."""
+
 _SPLITTING = ("view", "reshape", "unflatten")
 
 
