@@ -43,7 +43,7 @@ class Step:
 
 
 class Journal:
-    """The steps of a schedule in order. Printing it gives the Python that takes them; theirs are comments."""
+    """The steps of a schedule in order. Printing it gives the Python that takes them; steps inside a step are comments."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []

@@ -69,7 +69,7 @@ def _signature(cls: type[Primitive]) -> inspect.Signature:
 
 @lru_cache(maxsize=1024)
 def _bind(cls: type[Primitive], positional: int, names: tuple[str, ...]) -> None:
-    """Whether a call fits, which its number of positional arguments and the names of the others say."""
+    """Raise ``TypeError`` unless a call fits; its number of positional arguments and the names of the others tell."""
     _signature(cls).bind(None, *range(positional), **dict.fromkeys(names))
 
 
