@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from typing import Any
 
@@ -34,9 +35,10 @@ ROUNDING = {"blenderbot", "clip", "exaone4", "gemma3_text", "mt5", "nemotron"}
 """Families of which single gradients are sums of much larger numbers."""
 
 
-def family(name: str, depth: int | None = None) -> tuple[nn.Module, dict[str, Any]]:
-    """A model that keeps no cache, and a batch."""
-    model, batch = FAMILIES[name].model(depth=depth), FAMILIES[name].batch()
+def family(name: str, depth: int | None = None, **sizes: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A model that keeps no cache, and a batch; ``sizes`` are of its config."""
+    known = FAMILIES[name]
+    model, batch = dataclasses.replace(known, config={**known.config, **sizes}).model(depth=depth), known.batch()
     for module in model.modules():
         if hasattr(config := getattr(module, "config", None), "use_cache"):
             config.use_cache = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from slapo_core.schedule import create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
 from tests.slapo_sharding.split_families import steps_of_same
+from tests.slapo_sharding.told import warnings_told
 
 pytestmark = pytest.mark.multiproc
 
@@ -98,23 +98,14 @@ def _trained(model: nn.Module, x: torch.Tensor) -> None:
         optimizer.step()
 
 
-class _Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def _same(rank: int, heads: int, keys: int, how: list[str], sequence_parallel: bool) -> tuple[Any, list[str]]:
     """What a rank holds of the keys of each layer, and what it was told."""
     model = Model(heads, keys, *how)
-    before, told = copy.deepcopy(model), _Told()
+    before = copy.deepcopy(model)
     x = torch.randn(2, LENGTH, heads * SIZE, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    logging.getLogger("Slapo").addHandler(told)
     sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=(x.detach(),))
-    sch.tensor_parallel(sequence_parallel=sequence_parallel)
+    with warnings_told() as told:
+        sch.tensor_parallel(sequence_parallel=sequence_parallel)
     build(sch)
     assert_equivalent(before, model, x)
     for each in (before, model):
@@ -122,7 +113,7 @@ def _same(rank: int, heads: int, keys: int, how: list[str], sequence_parallel: b
     torch.testing.assert_close(sch.full_state(), dict(before.state_dict()), atol=1e-5, rtol=1e-5)
     made: Any = [getattr(block.attention, "k_proj", None) or block.attention.qkv_proj for block in model.blocks]
     specs = [shard_spec(layer.weight) for layer in made]
-    return [None if spec is None else spec.ranges() for spec in specs], told.messages
+    return [None if spec is None else spec.ranges() for spec in specs], told
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import logging
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from slapo_core.build import build
 from slapo_core.errors import ScheduleError
@@ -16,42 +13,24 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
+from tests.slapo_sharding.split_families import family
 from tests.slapo_sharding.test_sequence_parallel import Model, token_ids
-from tests.zoo.families import FAMILIES, Family
+from tests.slapo_sharding.told import warnings_told
 
 pytestmark = pytest.mark.multiproc
 
 
-def _family(name: str, **sizes: Any) -> tuple[nn.Module, dict[str, Any]]:
-    known = FAMILIES[name]
-    family = Family(known.name, known.head, known.inputs, {**known.config, **sizes})
-    model = family.model()
-    for module in model.modules():
-        if hasattr(config := getattr(module, "config", None), "use_cache"):
-            config.use_cache = False
-    return model, family.batch()
-
-
-class _Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def _whole(rank: int, name: str, sizes: dict[str, int]) -> tuple[list[str], list[str]]:
     """The steps and what is told; one warning for all layers, though each has the reason."""
-    (model, batch), told = _family(name, **sizes), _Told()
+    model, batch = family(name, **sizes)
     before = copy.deepcopy(model)
-    logging.getLogger("Slapo").addHandler(told)
     sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
-    sch.tensor_parallel(sequence_parallel=True)
+    with warnings_told() as told:
+        sch.tensor_parallel(sequence_parallel=True)
     (step,) = sch.journal
     build(sch)
     assert_equivalent(before, model, **batch)
-    return [str(child).partition("]")[0] for child in step.children if "'weight'" in str(child)], told.messages
+    return [str(child).partition("]")[0] for child in step.children if "'weight'" in str(child)], told
 
 
 @pytest.mark.parametrize(
@@ -88,7 +67,7 @@ class Twice(Model):
 
 
 def _refused(rank: int, kind: str) -> str:
-    model, batch = (Twice(), (token_ids(),)) if kind == "twice" else _family("t5", num_heads=3)
+    model, batch = (Twice(), (token_ids(),)) if kind == "twice" else family("t5", num_heads=3)
     sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
     with pytest.raises(ScheduleError) as caught:
         sch.tensor_parallel(sequence_parallel=True)
