@@ -65,5 +65,5 @@ def test_as_near_to_fp32_as_the_unmodified_model(name: str, sequence_parallel: b
     found, other = run_distributed(errors, 2, name, sequence_parallel, timeout=120)
     assert found == other
     finest = torch.finfo(torch.bfloat16).eps / 2
-    far = {key: numbers for key, numbers in found.items() if numbers[0] > FACTOR * numbers[1] + finest * numbers[2]}
-    assert far == {}
+    near = {key for key, (ours, theirs, size) in found.items() if ours <= FACTOR * theirs + finest * size}  # which no NaN is
+    assert {key: numbers for key, numbers in found.items() if key not in near} == {}
