@@ -162,7 +162,7 @@ def test_fused_outputs_are_taken_apart_as_they_were_split() -> None:
             "chunk needs all of it",
             "chunk takes [4, 4, 4, 4] out of blocks of [8, 8]",
             "[1, 5] is cut out of blocks of [4, 4]",
-            "a Linear split for one block is given it sharded along dimension 1 in blocks [4, 4]",
+            "a Linear that is split in one block along 1 is given [4, 4] along 1",
             "softmax needs all of it",
             "a Linear that is split is given parts in another order",
         ),

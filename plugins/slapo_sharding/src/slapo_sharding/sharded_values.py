@@ -78,28 +78,19 @@ class ShardedValues:
         Raises:
             MixedError: it is not.
         """
-        applied = _split(module)
-        if applied is None or _syncs(module, "fwd_pre"):
+        applied, x = _split(module), _input(args, kwargs)
+        value = self.known.get(x) if x is not None else None
+        if applied is None or x is None or value is None or _syncs(module, "fwd_pre"):
             return
-        found: list[torch.Tensor] = []
-        try:
-            map_input(lambda x: found.append(x) or x, args, kwargs)  # type: ignore[func-returns-value]
-        except ScheduleError:  # no input of floating point
-            return
-        value = self.known.get(found[0])
-        if value is None:
-            return
+        kind, blocks = type(module).__name__, tuple(block * applied.spec.num_shards for block in value.blocks)
         if applied.cut.input != "sharded":
-            raise MixedError(value.owner, f"a {type(module).__name__} that is split along its output is given a part of it")
+            raise MixedError(value.owner, f"a {kind} that is split along its output is given a part of its input")
         if type(value.layout.placements[0]) is not Shard:
-            raise MixedError(value.owner, f"a {type(module).__name__} that is split is given parts in another order")
-        whole = tuple(block * applied.spec.num_shards for block in value.blocks)
-        blocks = _blocks(applied)
-        if value.dim != applied.cut.dim % found[0].dim() or (whole != blocks and (whole or blocks)):
-            expected = f"blocks {list(blocks)}" if blocks else "one block"
-            given = f"blocks {list(whole)}" if whole else "one block"
-            where = f"along dimension {value.dim} in {given}"
-            raise MixedError(value.owner, f"a {type(module).__name__} split for {expected} is given it sharded {where}")
+            raise MixedError(value.owner, f"a {kind} that is split is given parts in another order")
+        expected = applied.cut.dim % x.dim(), _blocks(applied)
+        if (value.dim, blocks) != expected:
+            given, wanted = (f"{list(sizes) or 'one block'} along {dim}" for dim, sizes in ((value.dim, blocks), expected))
+            raise MixedError(value.owner, f"a {kind} that is split in {wanted} is given {given}")
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """A module has returned: what is split along its output returns a sharded value."""
@@ -233,6 +224,21 @@ def _attempts(name: str, args: Any) -> Iterator[Any]:
     for place, leaf in enumerate(leaves):
         if type(leaf) is int and leaf > 0:
             yield pytree.tree_unflatten([*leaves[:place], leaf * ranks, *leaves[place + 1 :]], spec)
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The input that syncs and cuts are about."""
+    found: list[torch.Tensor] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append(x)
+        return x
+
+    try:
+        map_input(note, args, kwargs)
+    except ScheduleError:  # none of floating point
+        return None
+    return found[0]
 
 
 def _split(module: nn.Module) -> AppliedCut | None:
