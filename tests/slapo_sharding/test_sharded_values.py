@@ -72,6 +72,8 @@ NEEDS_ALL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "chunk": lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
     "__getitem__": lambda x: torch.cat([-x[..., 1:], x[..., :1]], -1),
     "matmul": lambda x: (x @ x.t()).softmax(-1) @ x,
+    "linear": lambda x: F.linear(x, torch.ones(x.shape[-1], x.shape[-1])),
+    "mm": lambda x: torch.mm(torch.ones(x.shape), x.t()) @ torch.ones(3, x.shape[-1]),
     "einsum": lambda x: torch.einsum("bh,ch->bc", x, x) @ x,
     "fft_fft": lambda x: torch.fft.fft(x).real,
     "__setitem__": lambda x: _set_first(x.clone()),
@@ -169,6 +171,16 @@ def test_fused_outputs_are_taken_apart_as_they_were_split() -> None:
         strict=True,
     ):
         assert part in message
+
+
+def _fails(rank: int) -> list[str]:
+    return [_message(Mlp(lambda x: F.layer_norm(x, (8,)))), _message(Mlp(lambda x: x.view(3, 2, 4).flatten(1)))]
+
+
+def test_torchs_own_errors_name_the_layer() -> None:
+    for message, text in zip(run_distributed(_fails, 2)[0], ("layer_norm fails, Given", "view fails, shape"), strict=True):
+        assert text in message
+        assert "each rank has a part of the output of 'up'; gather it there" in message
 
 
 class Reduced(nn.Module):

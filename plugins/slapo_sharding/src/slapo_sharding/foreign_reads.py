@@ -145,9 +145,10 @@ class _Reads(TorchFunctionMode):
 
     def _mixed(self, err: MixedError) -> BuildError:
         reader = self.running[-1]
+        reason = f"{err}, and each rank has a part of the output of {self._path(err.owner)!r}"
         return BuildError(
-            f"{type(reader).__name__} {self._path(reader)!r} at {_source()}: {err}, and each rank has a part of the output of "
-            f"{self._path(err.owner)!r}; gather it there, sync('fwd_post', 'all_gather', axis=-1), or leave it whole; {_OFF}"
+            f"{type(reader).__name__} {self._path(reader)!r} at {_source()}: {reason}; gather it there, "
+            f"sync('fwd_post', 'all_gather', axis=-1), with what follows whole, or leave it whole too; {_OFF}"
         )
 
     def _message(self, func: Any, tensor: torch.Tensor) -> str:

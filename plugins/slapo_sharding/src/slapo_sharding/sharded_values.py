@@ -32,6 +32,7 @@ from .rules import AppliedCut, applied_cut
 from .syncing import REDUCING, Sync, map_input, map_output
 
 _GIVEN_SIZES = frozenset("view reshape expand unflatten layer_norm rms_norm".split())
+_PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm linear".split())
 _SUMMING = (*REDUCING, "function")
 _CHANGING = ("scatter", "reduce_scatter", "all_to_all", "function")
 _SPLITS = frozenset("split chunk tensor_split split_with_sizes unsafe_chunk unsafe_split".split())
@@ -127,16 +128,22 @@ class ShardedValues:
             self._lose(result)
             return result
         given = pytree.tree_map(self._as_layout, (args, kwargs))  # before it is changed in place
-        result = func(*args, **kwargs)
-        self._lose(result)
         value, name = next((value for value in values if value.blocks), values[0]), name_of(func)
+        contracts = any(tensor in self.known and self.known[tensor].dim == dim for tensor, dim in _contracted(name, args))
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, ValueError) as err:
+            if isinstance(err, torch.OutOfMemoryError):
+                raise
+            raise MixedError(value.owner, f"{name} fails, {str(err).splitlines()[0]}") from err
+        self._lose(result)
         if value.blocks and (name in _SPLITS or name == "__getitem__"):
             self._take_apart(name, args, result, value)
         elif _is_every_nth(name, args, value):
             self._follow_parts([result], value)
         elif not value.blocks or name not in _GIVEN_SIZES:
             reduced = any(sync.op in _SUMMING for module in running for sync in _syncs(module, "fwd_post"))
-            self._follow(func, given, result, value, reduced)
+            self._follow(func, given, result, value, contracts, reduced)
         return result
 
     def _as_layout(self, value: Any) -> Any:
@@ -144,8 +151,8 @@ class ShardedValues:
             return self.known[value].layout if value in self.known else as_meta(value.detach())
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    def _follow(self, func: Any, given: Any, result: Any, of: Followed, reduced: bool) -> None:
-        (args, kwargs), moved, fits = given, False, {}
+    def _follow(self, func: Any, given: Any, result: Any, of: Followed, contracts: bool, reduced: bool) -> None:
+        (args, kwargs), moved, fits = given, contracts and not reduced, {}
         for attempt in _attempts(name_of(func), args):
             try:
                 with torch.no_grad(), warnings.catch_warnings(), layouts_kept():
@@ -167,7 +174,7 @@ class ShardedValues:
     def _note(self, made: Any, result: Any, of: Followed) -> None:
         for layout, value in zip(_tensors(made), _tensors(result), strict=True):
             if not isinstance(layout, DTensor) or layout.placements[0].is_replicate():
-                del self.known[value]
+                self.known.pop(value, None)
             elif not of.blocks:
                 self.known[value] = Followed(layout, of.owner)
             elif layout.placements == of.layout.placements and value.shape[of.dim] == sum(of.blocks):
@@ -212,6 +219,16 @@ def _is_every_nth(name: str, args: Any, value: Followed) -> bool:
         return False
     others = all(item is Ellipsis or item == slice(None) for item in index[:-1])
     return others and (last.start or 0) < last.step and last.stop is None and args[0].shape[-1] % last.step == 0
+
+
+def _contracted(name: str, args: Any) -> list[tuple[torch.Tensor, int]]:
+    """What a product adds up along: tensors, and the dimension of each."""
+    left, right = args[1:3] if name in ("addmm", "baddbmm") and len(args) > 2 else (*args, None, None)[:2]
+    if name not in _PRODUCTS or not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return []
+    if name == "__rmatmul__":
+        left, right = right, left
+    return [(left, left.dim() - 1), (right, right.dim() - 1 if name == "linear" else max(right.dim() - 2, 0))]
 
 
 def _attempts(name: str, args: Any) -> Iterator[Any]:
