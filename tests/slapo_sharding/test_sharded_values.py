@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
@@ -35,6 +37,15 @@ class Mlp(nn.Module):
         return self.down(self.between(self.up(x)))
 
 
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    return x.view(x.shape[0], 1, -1, 2).transpose(1, 2)
+
+
+def _set(x: torch.Tensor, place: Any) -> torch.Tensor:
+    x[place] = 0
+    return x
+
+
 PART_BY_PART: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "in place": lambda x: F.relu(x.mul_(2), inplace=True),
@@ -52,6 +63,15 @@ PART_BY_PART: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "chosen": lambda x: torch.where(x > 0, x, torch.zeros_like(x)).masked_fill(x > 1, 0.5),
     "neighbours": lambda x: x.repeat_interleave(2, -1)[..., ::2],
     "no rule": lambda x: torch.special.i0(x),
+    "an empty tensor": lambda x: torch.cat([torch.empty(0), x], 0),
+    "a product of each head": lambda x: (_heads(x).transpose(1, 2) @ torch.ones(2, 2)).transpose(1, 2).flatten(1),
+    "head by head": lambda x: torch.cat([head.softmax(-1) for head in x.split(2, -1)], -1),
+    "one head after the other": lambda x: torch.stack([_heads(x)[:, i] for i in range(x.shape[-1] // 2)], 1).flatten(1),
+    "one of the others set": lambda x: _set(x.clone(), 0),
+    "a triangle of scores": lambda x: (_heads(x) @ _heads(x).mT).tril().sum(-1, keepdim=True).expand(-1, -1, -1, 2).flatten(1),
+    "without their logarithm": lambda x: x - x.logsumexp(0, keepdim=True),
+    "only looked at": lambda x: x if x.isnan().any() or x.detach().abs().mean().item() > 0 else -x,
+    "by keyword": lambda x: torch.reshape(input=x, shape=(3, -1, 2)).flatten(1),
 }
 
 NEEDS_ALL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -76,13 +96,8 @@ NEEDS_ALL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mm": lambda x: torch.mm(torch.ones(x.shape), x.t()) @ torch.ones(3, x.shape[-1]),
     "einsum": lambda x: torch.einsum("bh,ch->bc", x, x) @ x,
     "fft_fft": lambda x: torch.fft.fft(x).real,
-    "__setitem__": lambda x: _set_first(x.clone()),
+    "__setitem__": lambda x: _set(x.clone(), (slice(None), 0)),
 }
-
-
-def _set_first(x: torch.Tensor) -> torch.Tensor:
-    x[:, 0] = 0
-    return x
 
 
 def _split(model: nn.Module, blocks: int | None = None) -> nn.Module:
@@ -200,6 +215,22 @@ def _built(model: nn.Module, sync: bool, **config: bool) -> nn.Module:
     if sync:
         sch.sync("fwd_post", "all_reduce")
     return build(sch, **config).module
+
+
+def _cached(rank: int) -> None:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes)).eval()
+    before, tokens = copy.deepcopy(model), torch.arange(4)[None]
+    sch = create_schedule(model, plugins=PLUGINS, example_inputs={"input_ids": tokens, "use_cache": False})
+    sch.tensor_parallel()
+    build(sch)
+    expected = before.generate(tokens, max_new_tokens=3, do_sample=False)
+    assert torch.equal(model.generate(tokens, max_new_tokens=3, do_sample=False), expected)
+
+
+def test_a_model_with_a_cache_generates() -> None:
+    run_distributed(_cached, 2)
 
 
 def _summed(rank: int) -> str:

@@ -25,7 +25,8 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import facts, is_part
 from slapo_core.tracing.calls import SHAPES, is_metadata, name_of
 
-from .sharded_values import MixedError, ShardedValues
+from . import sharded_values
+from .sharded_values import ShardedValues
 
 _OFF = "check=False turns this check off"
 _HARMLESS = frozenset(("untyped_storage", "data_ptr"))
@@ -106,34 +107,25 @@ class _Reads(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.running: list[nn.Module] = []
-        self.values = ShardedValues()
+        self.values = ShardedValues(self._mixed)
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module."""
         self.running.append(module)
         try:
-            self._enter(module, args, kwargs)
+            self.values.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
-            self.values.leave(module, result)
+            self.values.leave(module, result, last=len(self.running) == 1)
         finally:
             self.running.pop()
         return result
-
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            self.values.enter(module, args, kwargs)
-        except MixedError as err:
-            raise self._mixed(err) from None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
             if is_part(tensor) and not self._is_own(tensor) and not _is_harmless(func):
                 raise BuildError(self._message(func, tensor))
-        try:
-            return self.values.call(func, args, kwargs, self.running)
-        except MixedError as err:
-            raise self._mixed(err) from None
+        return self.values.call(func, args, kwargs, self.running)
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         reader = self.running[-1]
@@ -143,9 +135,9 @@ class _Reads(TorchFunctionMode):
         path = next((path for path, other in self.running[0].named_modules() if other is module), "")
         return re.sub(r"^(module(\.|$))+", "", path)  # engines and wrappers of torch call the model so
 
-    def _mixed(self, err: MixedError) -> BuildError:
+    def _mixed(self, owner: nn.Module, why: str) -> BuildError:
         reader = self.running[-1]
-        reason = f"{err}, and each rank has a part of the output of {self._path(err.owner)!r}"
+        reason = f"{why}, and each rank has a part of the output of {self._path(owner)!r}"
         return BuildError(
             f"{type(reader).__name__} {self._path(reader)!r} at {_source()}: {reason}; gather it there, "
             f"sync('fwd_post', 'all_gather', axis=-1), with what follows whole, or leave it whole too; {_OFF}"
@@ -177,4 +169,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _source() -> str:
     frames = (f"{frame.f_code.co_filename}:{line}" for frame, line in walk_stack(sys._getframe(1)))
-    return next((line for line in frames if not line.startswith((_TORCH, __file__, "<"))), "an unknown line")
+    return next(
+        (line for line in frames if not line.startswith((_TORCH, __file__, sharded_values.__file__, "<"))), "an unknown line"
+    )

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_core.errors import ScheduleError
+from slapo_core.errors import BuildError, ScheduleError
+from slapo_core.logger import get_logger
 from slapo_core.tracing.calls import is_metadata, name_of
 
 from ._torch_private import MOVES, layouts_kept, mesh_of
@@ -35,6 +36,7 @@ _GIVEN_SIZES = frozenset("view reshape expand unflatten layer_norm rms_norm".spl
 _PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm linear".split())
 _SUMMING = (*REDUCING, "function")
 _CHANGING = ("scatter", "reduce_scatter", "all_to_all", "function")
+_PICKS = frozenset("select index_select narrow".split())
 _SPLITS = frozenset("split chunk tensor_split split_with_sizes unsafe_chunk unsafe_split".split())
 
 
@@ -58,43 +60,48 @@ class Followed:
         return self.layout.placements[0].dim  # type: ignore[attr-defined, no-any-return]
 
 
-class MixedError(Exception):
-    """An operation needs the parts of other ranks; ``owner`` is the layer that makes them."""
-
-    def __init__(self, owner: nn.Module, reason: str) -> None:
-        super().__init__(reason)
-        self.owner = owner
-
-
 class ShardedValues:
-    """The sharded values of a running forward."""
+    """The sharded values of a running forward.
 
-    def __init__(self) -> None:
+    Args:
+        error: Makes the error for a layer whose output is mixed, with a reason, in the code that runs now.
+    """
+
+    def __init__(self, error: Callable[[nn.Module, str], BuildError]) -> None:
+        self.error = error
         self.known: Any = WeakIdKeyDictionary()
-        """Tensor to what it is; None where it may be anything. What is not here is the same on every rank."""
+        """Tensor to what it is: an error if it is mixed, None if it may be anything; others are the same on every rank."""
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is called: one that is split must be given what it was split for.
 
         Raises:
-            MixedError: it is not.
+            BuildError: it is not.
         """
         applied, x = _split(module), _input(args, kwargs)
         value = self.known.get(x) if x is not None else None
         if applied is None or x is None or value is None or _syncs(module, "fwd_pre"):
             return
+        if isinstance(value, BuildError):
+            raise value
         kind, blocks = type(module).__name__, tuple(block * applied.spec.num_shards for block in value.blocks)
         if applied.cut.input != "sharded":
-            raise MixedError(value.owner, f"a {kind} that is split along its output is given a part of its input")
+            raise self.error(value.owner, f"a {kind} that is split along its output is given a part of its input")
         if type(value.layout.placements[0]) is not Shard:
-            raise MixedError(value.owner, f"a {kind} that is split is given parts in another order")
+            raise self.error(value.owner, f"a {kind} that is split is given parts in another order")
         expected = applied.cut.dim % x.dim(), _blocks(applied)
         if (value.dim, blocks) != expected:
             given, wanted = (f"{list(sizes) or 'one block'} along {dim}" for dim, sizes in ((value.dim, blocks), expected))
-            raise MixedError(value.owner, f"a {kind} that is split in {wanted} is given {given}")
+            raise self.error(value.owner, f"a {kind} that is split in {wanted} is given {given}")
 
-    def leave(self, module: nn.Module, output: Any) -> None:
-        """A module has returned: what is split along its output returns a sharded value."""
+    def leave(self, module: nn.Module, output: Any, last: bool) -> None:
+        """A module has returned: what is split along its output returns a sharded value.
+
+        Raises:
+            BuildError: it is the ``last`` one to return, and returns what is mixed.
+        """
+        if last and (found := [known for known in self._of(output) if isinstance(known, BuildError)]):
+            raise found[0]
         applied, syncs = _split(module), _syncs(module, "fwd_post")
         if any(sync.op in _CHANGING for sync in syncs):
             self._lose(output)
@@ -110,66 +117,94 @@ class ShardedValues:
             self.known[x] = Followed(layout, module, tuple(block // ranks for block in _blocks(applied)))
         return x
 
-    def _lose(self, value: Any) -> None:
+    def _of(self, value: Any) -> list[Any]:
+        return [self.known[tensor] for tensor in _tensors(value) if tensor in self.known]
+
+    def _lose(self, value: Any, known: BuildError | None = None) -> None:
         for tensor in _tensors(value):
-            self.known[tensor] = None
+            self.known[tensor] = known
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any, running: Sequence[nn.Module]) -> Any:
         """Call a torch function; what it makes of sharded values is followed.
 
         Raises:
-            MixedError: it needs the parts of other ranks.
+            BuildError: torch cannot do it with this rank's part.
         """
-        values = [self.known[tensor] for tensor in _tensors((args, kwargs)) if tensor in self.known]
-        if not values or _split(running[-1]) or is_metadata(func, name_of(func)):
+        values, name = self._of((args, kwargs)), name_of(func)
+        if not values or _split(running[-1]) or is_metadata(func, name):
             return func(*args, **kwargs)
-        if None in values or _is_ours():
+        mixed = next((value for value in values if isinstance(value, BuildError)), None)
+        if mixed or None in values or _is_ours():
             result = func(*args, **kwargs)
-            self._lose(result)
+            self._lose(result, mixed)
             return result
-        given = pytree.tree_map(self._as_layout, (args, kwargs))  # before it is changed in place
-        value, name = next((value for value in values if value.blocks), values[0]), name_of(func)
-        contracts = any(tensor in self.known and self.known[tensor].dim == dim for tensor, dim in _contracted(name, args))
+        value = next((value for value in values if value.blocks), values[0])
+        given = _Call(func, args, kwargs, self.known, value)
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, ValueError) as err:
             if isinstance(err, torch.OutOfMemoryError):
                 raise
-            raise MixedError(value.owner, f"{name} fails, {str(err).splitlines()[0]}") from err
+            raise self.error(value.owner, f"{name} fails, {str(err).splitlines()[0]}") from err
         self._lose(result)
-        if value.blocks and (name in _SPLITS or name == "__getitem__"):
-            self._take_apart(name, args, result, value)
-        elif _is_every_nth(name, args, value):
-            self._follow_parts([result], value)
-        elif not value.blocks or name not in _GIVEN_SIZES:
-            reduced = any(sync.op in _SUMMING for module in running for sync in _syncs(module, "fwd_post"))
-            self._follow(func, given, result, value, contracts, reduced)
+        reduced = any(sync.op in _SUMMING for module in running for sync in _syncs(module, "fwd_post"))
+        try:
+            self._follow(given, args[0] if result is None and args else result, reduced)
+        except _Mixed as err:
+            self._lose(args[0] if result is None and args else result, self.error(value.owner, str(err)))
+        except Exception as err:  # whatever code gives to torch: the check must not be what fails
+            get_logger().debug("what %s returns is not followed: %s", name, err)
         return result
 
-    def _as_layout(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self.known[value].layout if value in self.known else as_meta(value.detach())
-        return torch.device("meta") if isinstance(value, torch.device) else value
-
-    def _follow(self, func: Any, given: Any, result: Any, of: Followed, contracts: bool, reduced: bool) -> None:
-        (args, kwargs), moved, fits = given, contracts and not reduced, {}
-        for attempt in _attempts(name_of(func), args):
+    def _follow(self, given: _Call, result: Any, reduced: bool) -> None:
+        name, of = name_of(given.func), given.of
+        if of.blocks and (name in _SPLITS or name == "__getitem__"):
+            return self._take_apart(name, given.args, result, of)
+        if of.blocks and name in _GIVEN_SIZES | _PICKS:
+            return None
+        moved, summed, fits = [], False, {}
+        for attempt in given.attempts():
             try:
                 with torch.no_grad(), warnings.catch_warnings(), layouts_kept():
                     warnings.simplefilter("ignore")
-                    made = func(*attempt, **kwargs)
+                    made = given.run(attempt)
             except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
-                moved = moved or any(word in str(err) for word in MOVES)
+                moved += [attempt] if any(word in str(err) for word in MOVES) else []
                 continue
             placements = [layout.placements[0] for layout in _tensors(made) if isinstance(layout, DTensor)]
             if any(placement.is_partial() for placement in placements):
-                moved = moved or not reduced
+                sums = all(type(placement) is not Partial or placement.reduce_op == "sum" for placement in placements)
+                sums = sums and all(type(placement) is Partial or not placement.is_partial() for placement in placements)
+                summed, moved = summed or (reduced and sums), moved if reduced and sums else [*moved, attempt]
             elif _fits(made, result):
                 fits[tuple(placements)] = made
-        if moved and not fits:
-            raise MixedError(of.owner, f"{name_of(func)} needs all of it")
         if len(fits) == 1:  # of one head it is not known whether it is the heads or their width that are sharded
             self._note(next(iter(fits.values())), result, of)
+        elif not fits and not summed:
+            self._try(given, moved, result, reduced)
+        return None
+
+    def _try(self, given: _Call, moved: list[Any], result: Any, reduced: bool) -> None:
+        """See with random numbers whether ranks compute parts of what all together would."""
+        dims: list[int | None] = []
+        if (
+            name_of(given.func) in _PICKS | {"__getitem__"}
+            and min(map(torch.Tensor.dim, _tensors(result))) < given.of.layout.dim()
+        ):
+            return  # one head after the other
+        mixed = given.contracts and not reduced
+        for attempt in moved:
+            try:
+                dims = dims or trial(given, attempt)
+            except _Mixed:
+                mixed = True
+        if mixed and not dims:
+            raise _Mixed(f"{name_of(given.func)} needs all of it")
+        for tensor, dim in zip(_tensors(result), dims, strict=False):
+            if dim is None:
+                self.known.pop(tensor, None)
+            else:
+                self.known[tensor] = Followed(_layout(tensor, given.of.layout.device_mesh, dim), given.of.owner)
 
     def _note(self, made: Any, result: Any, of: Followed) -> None:
         for layout, value in zip(_tensors(made), _tensors(result), strict=True):
@@ -188,17 +223,143 @@ class ShardedValues:
         sizes = tuple(tensor.shape[dim] for tensor in tensors if tensor.dim() > dim)
         if name in _SPLITS and set(sizes) != {starts[-1]}:
             if sizes != fused.blocks:
-                raise MixedError(fused.owner, f"{name} takes {list(sizes)} out of blocks of {list(fused.blocks)}")
+                raise _Mixed(f"{name} takes {list(sizes)} out of blocks of {list(fused.blocks)}")
             self._follow_parts(tensors, fused)
         elif bounds is not None and dim == args[0].dim() - 1:
             if not set(bounds) <= set(starts):
-                raise MixedError(fused.owner, f"{list(bounds)} is cut out of blocks of {list(fused.blocks)}")
+                raise _Mixed(f"{list(bounds)} is cut out of blocks of {list(fused.blocks)}")
             if bounds in zip(starts, starts[1:], strict=False):
                 self._follow_parts(tensors, fused)
 
     def _follow_parts(self, tensors: list[torch.Tensor], of: Followed) -> None:
         for tensor in tensors:
             self.known[tensor] = Followed(_layout(tensor, of.layout.device_mesh, of.dim), of.owner)
+
+
+class _Mixed(Exception):
+    """An operation needs the parts of other ranks."""
+
+
+class _Call:
+    """A call of a torch function with sharded values, as it was before it changed any.
+
+    Args:
+        func: The function.
+        args: Of the call.
+        kwargs: Of the call.
+        known: What is sharded among them.
+        of: One of these.
+
+    Attributes:
+        leaves: The arguments one by one.
+        layouts: The same, with layouts in the place of tensors.
+        contracts: Whether it is a product that adds up along a sharded dimension.
+    """
+
+    def __init__(self, func: Callable[..., Any], args: Any, kwargs: Any, known: Any, of: Followed) -> None:
+        self.func, self.args, self.of = func, args, of
+        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.followed = [known.get(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
+        self.layouts = [
+            value.layout if value else _as_layout(leaf) for leaf, value in zip(self.leaves, self.followed, strict=True)
+        ]
+        products = _contracted(name_of(func), args)
+        self.contracts = any(tensor in known and known[tensor].dim == dim for tensor, dim in products)
+        changed = {"__setitem__"} | ({name_of(func)} if name_of(func).endswith("_") else set())
+        copies = name_of(func) in changed
+        self.leaves = [leaf.detach().clone() if copies and isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Call the function with these arguments."""
+        args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
+        made = self.func(*args, **kwargs)
+        return args[0] if made is None and args else made
+
+    def attempts(self) -> Iterator[list[Any]]:
+        """Arguments for all ranks' values together: as they are, or, as of a view, with a size of this rank's multiplied."""
+        yield self.layouts
+        for place, leaf in enumerate(self.layouts) if name_of(self.func) in _GIVEN_SIZES else ():
+            if type(leaf) is int and leaf > 0:
+                yield [*self.layouts[:place], leaf * self.of.layout.device_mesh.size(), *self.layouts[place + 1 :]]
+
+
+def trial(call: _Call, attempt: Sequence[Any]) -> list[int | None]:
+    """What ranks compute part by part, of random numbers.
+
+    Args:
+        call: The call of one rank.
+        attempt: Arguments for all ranks' values together.
+
+    Returns:
+        The dimension along which each result is sharded, None for one that is the same on every rank; empty where it cannot be
+        tried.
+
+    Raises:
+        _Mixed: what ranks compute are no parts of the whole result.
+    """
+    ranks, generator = call.of.layout.device_mesh.size(), torch.Generator().manual_seed(0)
+    whole, parts = list(attempt), [list(call.leaves) for _ in range(ranks)]
+    for place, (leaf, value) in enumerate(zip(call.leaves, call.followed, strict=True)):
+        if isinstance(leaf, torch.Tensor) and value is None:
+            if call.of.layout.to_local().shape[call.of.dim] in leaf.shape:  # it may have been made as long as this rank's part
+                return []
+            whole[place] = leaf.detach().clone()
+            for part in parts:
+                part[place] = leaf.detach().clone()
+        elif value is not None:
+            if not leaf.is_floating_point():
+                return []
+            numbers = [torch.randn(leaf.shape, generator=generator).to(leaf.device, leaf.dtype) for _ in range(ranks)]
+            for part, own in zip(parts, numbers, strict=True):
+                part[place] = own.clone()
+            blocks = zip(*(torch.split(own, value.blocks or own.shape[value.dim], value.dim) for own in numbers), strict=True)
+            whole[place] = torch.cat([part for block in blocks for part in block], value.dim)
+        elif isinstance(leaf, torch.device):
+            whole[place] = leaf
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            results = [_tensors(call.run(leaves)) for leaves in (whole, *parts)]
+            if not torch.equal(before, torch.get_rng_state()):
+                return []
+    except Exception:  # sizes that are this rank's, operators of any kind
+        return []
+    if len({len(found) for found in results}) > 1:  # heads one by one, say
+        return []
+    dims = [_dim_of(_by_rank(expected, call.of), list(found)) for expected, *found in zip(*results, strict=False)]
+    return [] if call.of.blocks and call.of.layout.shape in [value.shape for value in results[0]] else dims  # it is fused still
+
+
+def _by_rank(whole: torch.Tensor, of: Followed) -> torch.Tensor:
+    """A value like ``of``, each rank's blocks side by side; any other as it is."""
+    if not of.blocks or whole.shape != of.layout.shape:
+        return whole
+    ranks = of.layout.device_mesh.size()
+    blocks = [block.chunk(ranks, of.dim) for block in torch.split(whole, [size * ranks for size in of.blocks], of.dim)]
+    return torch.cat([part for rank in zip(*blocks, strict=True) for part in rank], of.dim)
+
+
+def _dim_of(expected: torch.Tensor, found: list[torch.Tensor]) -> int | None:
+    """Along which dimension these are the parts; None where each is the whole."""
+
+    kind = torch.complex128  # takes in all others
+
+    def same(whole: torch.Tensor, part: torch.Tensor) -> bool:
+        return whole.shape == part.shape and torch.allclose(whole.to(kind), part.to(kind), rtol=1e-3, atol=1e-5, equal_nan=True)
+
+    if all(same(expected, part) for part in found):
+        return None
+    for dim in range(expected.dim()):
+        parts = expected.chunk(len(found), dim)
+        if len(parts) == len(found) and all(map(same, parts, found)):
+            return dim
+    raise _Mixed
+
+
+def _as_layout(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return as_meta(value.detach()) if value.layout is torch.strided else value
+    return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 def _layout(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
@@ -211,16 +372,6 @@ def _fits(made: Any, result: Any) -> bool:
     return [layout.shape for layout in layouts] == [value.shape for value in _tensors(result)]
 
 
-def _is_every_nth(name: str, args: Any, value: Followed) -> bool:
-    """Whether each of n neighbours along the sharded dimension goes another way, and this rank has all n of each."""
-    index = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else ()
-    last = index[-1] if index else None
-    if not isinstance(last, slice) or (last.step or 1) == 1 or value.dim != args[0].dim() - 1:
-        return False
-    others = all(item is Ellipsis or item == slice(None) for item in index[:-1])
-    return others and (last.start or 0) < last.step and last.stop is None and args[0].shape[-1] % last.step == 0
-
-
 def _contracted(name: str, args: Any) -> list[tuple[torch.Tensor, int]]:
     """What a product adds up along: tensors, and the dimension of each."""
     left, right = args[1:3] if name in ("addmm", "baddbmm") and len(args) > 2 else (*args, None, None)[:2]
@@ -229,18 +380,6 @@ def _contracted(name: str, args: Any) -> list[tuple[torch.Tensor, int]]:
     if name == "__rmatmul__":
         left, right = right, left
     return [(left, left.dim() - 1), (right, right.dim() - 1 if name == "linear" else max(right.dim() - 2, 0))]
-
-
-def _attempts(name: str, args: Any) -> Iterator[Any]:
-    """Arguments for all ranks' values together: as they are, or with a size that is this rank's multiplied, as of a view."""
-    yield args
-    if name not in _GIVEN_SIZES:
-        return
-    ranks = next(value for value in pytree.tree_leaves(args) if isinstance(value, DTensor)).device_mesh.size()
-    leaves, spec = pytree.tree_flatten(args)
-    for place, leaf in enumerate(leaves):
-        if type(leaf) is int and leaf > 0:
-            yield pytree.tree_unflatten([*leaves[:place], leaf * ranks, *leaves[place + 1 :]], spec)
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
