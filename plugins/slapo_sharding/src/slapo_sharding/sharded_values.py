@@ -3,7 +3,9 @@
 What comes out of a module that is split along its output is followed through the torch functions that the model calls, with
 torch's own rules as the types, as a dry run does (see ``layouts``). A softmax or a sum along the sharded dimension, a fused
 output that is not taken apart as it was split, a layer that is given other parts than its own: each rank would compute
-something, and it would be wrong. What has no rule, and what collectives return, is not followed further.
+something, and it would be wrong. Torch's rules refuse some of what ranks can do, too: random numbers decide then (``trial``).
+It is an error where what was mixed goes into a layer that is split, or out of the model; to look at it is none. What has no
+rule, and what collectives return, is not followed further.
 """
 
 from __future__ import annotations
@@ -187,10 +189,8 @@ class ShardedValues:
     def _try(self, given: _Call, moved: list[Any], result: Any, reduced: bool) -> None:
         """See with random numbers whether ranks compute parts of what all together would."""
         dims: list[int | None] = []
-        if (
-            name_of(given.func) in _PICKS | {"__getitem__"}
-            and min(map(torch.Tensor.dim, _tensors(result))) < given.of.layout.dim()
-        ):
+        picks = name_of(given.func) in _PICKS | {"__getitem__"}
+        if picks and min(map(torch.Tensor.dim, _tensors(result))) < given.of.layout.dim():
             return  # one head after the other
         mixed = given.contracts and not reduced
         for attempt in moved:
@@ -265,9 +265,9 @@ class _Call:
         ]
         products = _contracted(name_of(func), args)
         self.contracts = any(tensor in known and known[tensor].dim == dim for tensor, dim in products)
-        changed = {"__setitem__"} | ({name_of(func)} if name_of(func).endswith("_") else set())
-        copies = name_of(func) in changed
-        self.leaves = [leaf.detach().clone() if copies and isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        name = name_of(func)
+        if name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__")):
+            self.leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Call the function with these arguments."""
@@ -317,7 +317,8 @@ def trial(call: _Call, attempt: Sequence[Any]) -> list[int | None]:
         elif isinstance(leaf, torch.device):
             whole[place] = leaf
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        devices = {leaf.device for leaf in call.leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
             before = torch.get_rng_state()
             results = [_tensors(call.run(leaves)) for leaves in (whole, *parts)]
             if not torch.equal(before, torch.get_rng_state()):
@@ -343,9 +344,10 @@ def _dim_of(expected: torch.Tensor, found: list[torch.Tensor]) -> int | None:
     """Along which dimension these are the parts; None where each is the whole."""
 
     kind = torch.complex128  # takes in all others
+    near = max(1e-4, 8 * torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0)
 
     def same(whole: torch.Tensor, part: torch.Tensor) -> bool:
-        return whole.shape == part.shape and torch.allclose(whole.to(kind), part.to(kind), rtol=1e-3, atol=1e-5, equal_nan=True)
+        return whole.shape == part.shape and torch.allclose(whole.to(kind), part.to(kind), rtol=near, atol=near, equal_nan=True)
 
     if all(same(expected, part) for part in found):
         return None
