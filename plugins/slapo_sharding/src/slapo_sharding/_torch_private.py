@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from slapo_core.tracing._torch_private import quiet
 
 MOVES = ("redistribution", "placement changes")
 """Words in the error of an operation that cannot be done without sending data."""
@@ -42,17 +43,6 @@ class _Along(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _silent(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-@contextmanager
 def layouts_kept() -> Iterator[None]:
     """DTensor operations inside never move data: one that would is a ``RuntimeError``. Plain tensors count as replicated.
 
@@ -64,7 +54,7 @@ def layouts_kept() -> Iterator[None]:
         implicit_replication(),
         sdpa_kernel(SDPBackend.MATH),
         _Along(),  # type: ignore[no-untyped-call]
-        _silent("torch._subclasses.fake_tensor"),  # logs every operator it cannot do
+        quiet(),
     ):
         warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # nothing is drawn
         yield
