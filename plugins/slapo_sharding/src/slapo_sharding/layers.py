@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .linear_forwards import computes_linear
+from .linear_forwards import computes_linear, only_input
 from .rules import Cut, ShardingRule, applied_cut
 
 
@@ -28,9 +28,10 @@ def is_conv1d(module: nn.Module) -> bool:
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
-def linear_without_bias(module: Any, input: torch.Tensor) -> torch.Tensor:
-    """Forward of a row-parallel Linear: a partial sum."""
-    return F.linear(input, module.weight)
+def linear_without_bias(module: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward of a row-parallel Linear: a partial sum. A subclass may give its input another name."""
+    x = args[0] if len(args) == 1 and not kwargs else only_input(module, args, kwargs)
+    return F.linear(x, module.weight)
 
 
 def conv1d_without_bias(module: Any, x: torch.Tensor) -> torch.Tensor:

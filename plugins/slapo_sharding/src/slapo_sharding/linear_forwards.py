@@ -7,6 +7,7 @@ at random is the same one.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from slapo_core.errors import ScheduleError
 
 _POLYNOMIAL = {
     *(F.linear, torch.matmul, torch.add, torch.addmm, torch.mm, torch.t, torch.transpose, torch.swapaxes),
@@ -29,6 +32,22 @@ def computes_linear(module: nn.Linear) -> bool:
     extra = {name for name in vars(module) if name not in _STATE and not name.startswith("_slapo")}
     state = {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}
     return not extra and not state and _same(type(module), module.bias is not None)
+
+
+def only_input(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The input that the module's forward is called with, by whatever name.
+
+    Raises:
+        TypeError: the call does not fit the forward.
+        ScheduleError: it gives more than the input, and nothing was shown of a forward that is given more.
+    """
+    signature = inspect.signature(type(module).forward)
+    (_, x), *others = list(signature.bind(module, *args, **kwargs).arguments.items())[1:]
+    for name, value in others:
+        if value is not signature.parameters[name].default:
+            given = f"a {type(module).__name__} that is split along its input is called with {name!r} besides the input"
+            raise ScheduleError(f"{given}, which it may add to every rank's part; leave it whole")
+    return x
 
 
 _known: WeakKeyDictionary[type[nn.Linear], dict[bool, bool]] = WeakKeyDictionary()
