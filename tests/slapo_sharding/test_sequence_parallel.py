@@ -197,13 +197,14 @@ def _memory(rank: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_rank_saves_its_part_of_norms_and_dropouts(ranks: int) -> None:
+def test_a_rank_saves_its_part_of_norms_dropouts_and_inputs(ranks: int) -> None:
     positions = BATCH * LENGTH
     value, statistics = 4 * positions * WIDTH, 2 * 4 * positions
     norms = 5 * (value + statistics)
     masks = 4 * value  # on a CPU a dropout keeps what it multiplies with
+    gathered = 4 * value  # what attention and MLP are given
     for whole, part in run_distributed(_memory, ranks):
-        assert whole - part == (norms + masks) * (ranks - 1) // ranks
+        assert whole - part == (norms + masks + gathered) * (ranks - 1) // ranks
 
 
 def _masks(rank: int) -> tuple[list[float], list[list[bool]]]:

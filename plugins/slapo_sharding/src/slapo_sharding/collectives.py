@@ -55,6 +55,18 @@ def all_reduce_grad_around(x: torch.Tensor, group: Group, between: Callable[[], 
     return apply(_Start, waited, group)
 
 
+def gathered_around(
+    part: torch.Tensor, whole: torch.Tensor, dim: int, group: Group, between: Callable[[], None]
+) -> torch.Tensor:
+    """``whole``, which was gathered from ``part`` along ``dim``, as another use of ``part``; the backward is a reduce-scatter.
+
+    What ``between`` records in the forward runs in the backward while that is under way, see ``all_reduce_grad_around``.
+    """
+    waited = apply(_Wait, part)
+    between()
+    return apply(_StartScatter, waited, whole.detach(), dim, group)
+
+
 def all_gather(
     x: torch.Tensor, dim: int, group: Group = None, *, backward: str = "split", size: int | None = None
 ) -> torch.Tensor:
@@ -230,6 +242,19 @@ class _Start(torch.autograd.Function):
         return _ops.all_reduce(grad.contiguous(), "sum", ctx.group.group_name), None
 
 
+class _StartScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled() or grad.size(ctx.dim) % ctx.group.size():  # uneven parts are cut after the wait
+            return apply(_ReduceScatter, grad, ctx.dim, ctx.group), None, None, None
+        return _send_sums(grad, ctx.dim, ctx.group), None, None, None
+
+
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -252,26 +277,41 @@ def _reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
     return result
 
 
-def _join(x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    """Gather ``size`` along ``dim``; the backend puts ranks, all with as much, along dimension 0."""
-    ranks, missing = group.size(), -size % group.size()
-    mine = _padded(x, dim, -(-size // ranks)) if missing else x.contiguous()
-    gathered: torch.Tensor = _ops.wait_tensor(_ops.all_gather_into_tensor(mine, ranks, group.group_name))
+def send(x: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
+    """Start to gather ``size`` along ``dim``; the backend puts ranks, all with as much, along dimension 0."""
+    assert group is not None
+    mine = _padded(x, dim, -(-size // group.size())) if size % group.size() else x.contiguous()
+    return _ops.all_gather_into_tensor(mine, group.size(), group.group_name)  # type: ignore[no-any-return]
+
+
+def received(sent: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
+    """What ``send`` started, waited for and put together along ``dim``."""
+    assert group is not None
+    gathered: torch.Tensor = _ops.wait_tensor(sent)
+    uneven = size % group.size()
     if not dim:
-        return gathered.narrow(0, 0, size) if missing else gathered
-    parts = list(gathered.chunk(ranks))
-    if missing:
+        return gathered.narrow(0, 0, size) if uneven else gathered
+    parts = list(gathered.chunk(group.size()))
+    if uneven:
         parts = [part.narrow(dim, 0, _width(size, group, rank)) for rank, part in enumerate(parts)]
     return torch.cat(parts, dim)
 
 
+def _join(x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+    return received(send(x, dim, group, size), dim, group, size)
+
+
+def _send_sums(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Start to reduce-scatter along ``dim``; the backend cuts along dimension 0, into equal pieces."""
+    rows = torch.cat(x.chunk(group.size(), dim)) if dim else x.contiguous()
+    return _ops.reduce_scatter_tensor(rows, "sum", group.size(), group.group_name)  # type: ignore[no-any-return]
+
+
 def _sum_piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Reduce-scatter along ``dim``; the backend cuts along dimension 0, into equal pieces."""
     ranks, size = group.size(), x.size(dim)
     if size % ranks:
         x = _padded(x, dim, -(-size // ranks) * ranks)
-    rows = torch.cat(x.chunk(ranks, dim)) if dim else x.contiguous()
-    result: torch.Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(rows, "sum", ranks, group.group_name))
+    result: torch.Tensor = _ops.wait_tensor(_send_sums(x, dim, group))
     return result.narrow(dim, 0, _width(size, group)) if size % ranks else result
 
 

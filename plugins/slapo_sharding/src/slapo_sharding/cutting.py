@@ -12,10 +12,9 @@ from slapo_core.parameters import ShardSpec, facts, successor
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import own_forward
 
-from . import attention
+from . import attention, column_forward
 from .copies import has_copies, sum_copies
 from .rules import AppliedCut, Cut, applied_cut, record_cut, tensor_of
-from .shared_sum import is_overlapping
 from .syncing import Sync
 
 
@@ -79,6 +78,8 @@ def _turn_local(module: nn.Module, cut: Cut, spec: ShardSpec) -> None:
     if needs_forward(module, cut):
         assert cut.forward is not None
         module.__dict__["forward"] = types.MethodType(cut.forward, module)
+    elif cut.input == "replicated" and column_forward.overlaps(module):
+        column_forward.overlap(module)
 
 
 _HOOKS = {
@@ -96,7 +97,7 @@ def user_code(module: nn.Module) -> str | None:
         if hooks and not all(isinstance(hook, Sync) for hook in hooks.values()):
             return kind
     forward, applied = own_forward(module), applied_cut(module)
-    ours = forward is None or is_overlapping(forward)
+    ours = forward is None or column_forward.is_overlapping(forward)
     ours = ours or (applied is not None and getattr(forward, "__func__", None) is applied.cut.forward)
     return None if ours else "forward"
 

@@ -15,7 +15,7 @@ from slapo_core.schedule import Schedule
 
 from . import attention
 from .rules import applied_cut
-from .shared_sum import SharedSum, overlap, overlaps
+from .shared_sum import SharedSum
 from .syncing import GradientSum, Sync, sums_gradient, trainable
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
@@ -108,8 +108,6 @@ class SyncPrimitive(Primitive):
             for each in _members(schedule, of):
                 schedule.touch(each)
                 each.register_forward_pre_hook(sync, with_kwargs=True)
-                if applied_cut(each) is not None and overlaps(each):
-                    overlap(each)
         elif mode == "fwd_post":
             module.register_forward_hook(sync, with_kwargs=True)
         elif mode == "bwd_post" and sync.fn is not None:

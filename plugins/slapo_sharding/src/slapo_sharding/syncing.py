@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from slapo_core.errors import ScheduleError
 
-from . import collectives
+from . import collectives, gathered
 from .rules import applied_cut
 from .shared_sum import SharedSum
 
@@ -74,6 +74,8 @@ class Sync:
         if self.op == "all_to_all":
             assert self.new_axis is not None
             return collectives.all_to_all(x, self.axis, self.new_axis, self.group)
+        if self.op == "all_gather" and self.backward == "reduce_scatter":
+            return gathered.gather(x, self.axis, self.group, uneven)
         if self.op == "all_gather":
             return collectives.all_gather(x, self.axis, self.group, backward=self.backward, size=uneven)
         if self.op == "scatter":
