@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -116,10 +117,9 @@ def ours(model: nn.Module, *, overlapped: bool = True) -> nn.Module:
     schedule = create_schedule(model)
     for block in schedule.select("*"):
         for name in ("qkv", "up"):
-            if overlapped:
-                block[name].shard("weight", axis=0, blocks=1).sync("bwd_post", "all_reduce")
-            else:  # a layer that is split after its sync keeps torch's own backward
-                block[name].sync("bwd_post", "all_reduce").shard("weight", axis=0, blocks=1)
+            block[name].shard("weight", axis=0, blocks=1).sync("bwd_post", "all_reduce")
+            if not overlapped:
+                del block[name].mod.forward  # torch's own has one backward for input and weight
         for name in ("proj", "down"):
             block[name].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     return build(schedule).module
@@ -151,6 +151,7 @@ def _step(model: nn.Module, x: torch.Tensor) -> float:
     dist.barrier()
     start = time.perf_counter()
     model(x).square().mean().backward()
+    getattr(model, "finish", lambda: None)()
     return time.perf_counter() - start
 
 
@@ -179,10 +180,10 @@ def _memory(model: nn.Module, x: torch.Tensor) -> int:
 
 
 def measure_steps(rank: int, hidden: int, ways: str) -> dict[str, tuple[float, int]]:
-    """Median seconds of forward and backward, and bytes on this rank, of each way."""
+    """Median seconds of forward and backward, and bytes on this rank, of each way; ``ways`` is where they are listed."""
     torch.set_num_threads(1)
     whole = blocks(hidden)
-    models = {name: way(copy.deepcopy(whole)) for name, way in globals()[ways].items()}
+    models = {name: way(copy.deepcopy(whole)) for name, way in resolve_name(ways).items()}
     x = torch.randn(BATCH, SEQUENCE, hidden, generator=torch.Generator().manual_seed(1))
     expected = whole(x)
     times: dict[str, list[float]] = {name: [] for name in models}
@@ -195,7 +196,7 @@ def measure_steps(rank: int, hidden: int, ways: str) -> dict[str, tuple[float, i
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             times[name].append(_step(models[name], x))
-    memory = {name: _memory(model, x) for name, model in models.items() if name in ("slapo", "hand-written")}
+    memory = {name: _memory(model, x) for name, model in models.items() if name != "DTensor"}
     return {name: (statistics.median(times[name]), memory.get(name, 0)) for name in models}
 
 
@@ -206,7 +207,7 @@ def _report_steps() -> None:
     )
     print("|---|---|---|---|---|---|")
     for hidden in (256, 512, 1024):
-        rank0 = run_distributed(measure_steps, 2, hidden, "WAYS", timeout=600)[0]
+        rank0 = run_distributed(measure_steps, 2, hidden, "benchmarks.sharding:WAYS", timeout=600)[0]
         (ours_s, ours_b), (hand_s, hand_b), (dtensor_s, _) = (rank0[name] for name in WAYS)
         print(
             f"| {hidden} | {hand_s * 1e3:.1f} | {ours_s * 1e3:.1f} | {ours_s / hand_s:.3f} | {dtensor_s / hand_s:.3f} "
@@ -216,7 +217,7 @@ def _report_steps() -> None:
 
 
 def _report_variants() -> None:
-    rank0 = run_distributed(measure_steps, 2, 512, "VARIANTS", timeout=600)[0]
+    rank0 = run_distributed(measure_steps, 2, 512, "benchmarks.sharding:VARIANTS", timeout=600)[0]
     base = rank0["hand-written"][0]
     print("\n| hidden 512 | ms | / hand-written |\n|---|---|---|")
     for name, (seconds, _) in rank0.items():
