@@ -22,6 +22,7 @@ from .draws import forks
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import UNEVEN, LayoutError, Layouts, Split
 from .localise import Count, counts, difference, localise
+from .origins import forget, remembered
 from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
 from .sharding import Sharder
@@ -124,7 +125,10 @@ def _trace(schedule: Schedule) -> fx.GraphModule:
             raise _error(
                 schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
             )
-    return _traced_flat(schedule, layers)
+    with remembered(schedule.mod, schedule.world_size):
+        traced = _traced_flat(schedule, layers)
+    forget(traced.graph)
+    return traced
 
 
 def _layers(schedule: Schedule) -> list[str]:
@@ -250,7 +254,7 @@ def _count_locally(schedule: Schedule, derived: Derived, found: list[Count]) -> 
         except TraceError as err:
             return str(err)
 
-    if reason := localise(found, schedule.world_size, problem):
+    if reason := localise(derived.layouts, found, schedule.world_size, problem):
         raise _error(schedule, f"a module counts on all heads or all of its width where it has a part: {reason}; give plan=")
 
 

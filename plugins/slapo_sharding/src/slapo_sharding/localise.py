@@ -1,13 +1,14 @@
 """Modules that count heads or widths in attributes of their own: which of these have to count this rank's part only.
 
-The dry run says which sizes in a module's forward are too large for one rank. The attributes they may come from are tried
-until the graph of this rank's model is, operation by operation, what the dry run says it has to be.
+The dry run says which sizes in a module's forward are too large for one rank. The attributes they may come from are tried, but
+for those that would not make these sizes the right ones, until the graph of this rank's model is, operation by operation, what
+the dry run says it has to be.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations
 
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from slapo_core.tracing.graph_ops import expect
 
 from .layouts import Layouts
+from .origins import Place, may_be, numbers
 
 _MOST = 4  # attributes that turn local together
 
@@ -29,13 +31,20 @@ class Count:
         module: Whose forward reads it.
         name: Of the attribute, of the module itself or of its ``config``.
         value: What it is in the unmodified model.
+        place: Where it is in the unmodified model.
         in_config: Whether it is the config's; the module then gets a config of its own.
     """
 
     module: nn.Module
     name: str
     value: int
+    place: Place
     in_config: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it counts one rank's part by now."""
+        return bool(vars(self.module.config if self.in_config else self.module)[self.name] != self.value)
 
     def set(self, value: int) -> None:
         """Let the attribute be ``value``, for this module alone."""
@@ -49,25 +58,21 @@ class Count:
 
 def counts(layouts: Layouts, root: nn.Module, size: int) -> list[Count]:
     """The attributes that a size which has to be divided may come from; the likelier ones first."""
-    found: dict[tuple[int, str, bool], Count] = {}
+    found: dict[tuple[int, Place], Count] = {}
     for node, sizes in layouts.sized.items():
-        for count in _counts(root.get_submodule(node.meta["module"]), sizes, size):
-            found[id(count.module), count.name, count.in_config] = count
+        module = root.get_submodule(node.meta["module"])
+        for holder, name, value in numbers(module):
+            if value > 1 and value % size == 0 and any(whole % value == 0 for whole in sizes):
+                place = id(holder), name
+                found[id(module), place] = Count(module, name, value, place, holder is not module)
     return sorted(found.values(), key=lambda count: count.in_config)
 
 
-def _counts(module: nn.Module, sizes: tuple[int, ...], size: int) -> Iterator[Count]:
-    config = module.__dict__.get("config")
-    for of, in_config in ((module, False), (config, True)) if config is not None else ((module, False),):
-        for name, value in vars(of).items():
-            if type(value) is int and value > 1 and value % size == 0 and any(whole % value == 0 for whole in sizes):
-                yield Count(module, name, value, in_config)
-
-
-def localise(found: list[Count], size: int, problem: Callable[[], str | None]) -> str | None:
+def localise(layouts: Layouts, found: list[Count], size: int, problem: Callable[[], str | None]) -> str | None:
     """Let as few of the attributes as will do count one rank's part; None, or what is wrong with the unmodified ones.
 
     Args:
+        layouts: The dry run.
         found: What ``counts`` gave.
         size: Number of ranks.
         problem: Traces this rank's model and says what is wrong with it.
@@ -75,9 +80,9 @@ def localise(found: list[Count], size: int, problem: Callable[[], str | None]) -
     first = problem()
     if first is None:
         return None
-    names = list(dict.fromkeys((count.name, count.in_config) for count in found))
-    for chosen in chain.from_iterable(combinations(names, number) for number in range(1, _MOST + 1)):
-        local = [count for count in found if (count.name, count.in_config) in chosen]
+    for local in _choices([count for count in found if not count.is_local]):
+        if not _may_do(layouts, {count.place: count.value // size for count in local}, size):
+            continue
         for count in local:
             count.set(count.value // size)
         if problem() is None:
@@ -85,6 +90,18 @@ def localise(found: list[Count], size: int, problem: Callable[[], str | None]) -
         for count in local:
             count.set(count.value)
     return first
+
+
+def _choices(found: list[Count]) -> Iterator[list[Count]]:
+    """What may turn local together, the fewest first: attributes of one name do in all modules."""
+    names = list(dict.fromkeys((count.name, count.in_config) for count in found))
+    for chosen in chain.from_iterable(combinations(names, number) for number in range(1, _MOST + 1)):
+        yield [count for count in found if (count.name, count.in_config) in chosen]
+
+
+def _may_do(layouts: Layouts, values: Mapping[Place, int], size: int) -> bool:
+    """Whether every size that has to be divided may be, as far as it is known where it comes from; a trace is dearer."""
+    return all(may_be(node, whole, whole // size, values) for node, sizes in layouts.sized.items() for whole in sizes)
 
 
 def difference(layouts: Layouts, local: fx.GraphModule) -> str | None:

@@ -1,0 +1,126 @@
+"""From which attributes of its modules a model computes the sizes in its graph: numbers that remember it.
+
+A graph has the sizes alone, ``64`` where the model wrote ``num_heads * head_dim``. While it is traced, the attributes hold
+numbers that say of all that is added to and multiplied with them what it would be if some attributes were others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import product
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+Place = tuple[int, str]
+"""Id of what holds an attribute, a module or a config, and the attribute's name."""
+
+_GIVEN = "sizes given"
+_MOST = 12  # terms
+_OPERATIONS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")]
+
+
+class Counted(int):
+    """A number computed from attributes.
+
+    Args:
+        value: The number.
+        size: Number of ranks.
+        where: What it may be if the attributes at these places had these values, and the others those they have by then: more
+            than one number where it was computed with others too, which may be lengths of sharded tensors, or not.
+        terms: How many numbers it was computed from; with more than a few it is not asked what it may be.
+    """
+
+    size: int
+    where: Callable[[Mapping[Place, int]], set[int]]
+    terms: int
+
+    def __new__(cls, value: int, size: int, where: Callable[[Mapping[Place, int]], set[int]], terms: int = 1) -> Counted:
+        made = super().__new__(cls, value)
+        made.size, made.where, made.terms = size, where, terms
+        return made
+
+
+def _remembering(operation: Callable[[int, Any], Any]) -> Callable[[Counted, Any], Any]:
+    def remembering(self: Counted, other: Any) -> Any:
+        value = operation(self, other)
+        terms = self.terms + (other.terms if isinstance(other, Counted) else 1)
+        if value is NotImplemented:
+            return value
+
+        def where(values: Mapping[Place, int]) -> set[int]:
+            found = set()
+            for pair in product(self.where(values), _where(other, values, self.size)):
+                with suppress(ZeroDivisionError):
+                    found.add(operation(*pair))
+            return found
+
+        return Counted(value, self.size, where if terms <= _MOST else self.where, terms)
+
+    return remembering
+
+
+def _where(number: int, values: Mapping[Place, int], size: int) -> set[int]:
+    if isinstance(number, Counted):
+        return number.where(values)
+    return {number} if number % size else {number, number // size}
+
+
+for _name in _OPERATIONS:
+    setattr(Counted, _name, _remembering(getattr(int, _name)))
+
+
+def numbers(module: nn.Module) -> Iterator[tuple[Any, str, int]]:
+    """Holder, name and value of what a module, or its config, keeps in attributes and may count with."""
+    for holder in (module, module.__dict__.get("config")):
+        yield from ((holder, name, value) for name, value in getattr(holder, "__dict__", {}).items() if type(value) is int)
+
+
+@contextmanager
+def remembered(root: nn.Module, size: int) -> Iterator[None]:
+    """Let what is computed from attributes remember them."""
+    places = {(id(holder), name): (holder, value) for module in root.modules() for holder, name, value in numbers(module)}
+    try:
+        for place, (holder, value) in places.items():
+            vars(holder)[place[1]] = _attribute(holder, place, value, size)
+        yield
+    finally:
+        for (_, name), (holder, value) in places.items():
+            vars(holder)[name] = value
+
+
+def _attribute(holder: Any, place: Place, value: int, size: int) -> Counted:
+    return Counted(value, size, lambda values: {values.get(place, vars(holder)[place[1]])})
+
+
+def forget(graph: fx.Graph) -> None:
+    """Let the nodes of a graph have plain numbers; ``may_be`` still knows."""
+    for node in graph.nodes:
+        given: list[int] = []
+
+        def plain(value: Any, given: list[int] = given) -> Any:
+            if not isinstance(value, int) or isinstance(value, bool):
+                return value
+            given.append(value)
+            return int(value)
+
+        args, kwargs = map_aggregate(node.args, plain), map_aggregate(node.kwargs, plain)
+        if any(isinstance(value, Counted) for value in given):
+            node.args, node.kwargs, node.meta[_GIVEN] = args, kwargs, given
+
+
+def may_be(node: fx.Node, whole: int, part: int, values: Mapping[Place, int]) -> bool:
+    """Whether a size that a node is given may be ``part`` instead of ``whole`` if attributes at some places are others.
+
+    Args:
+        node: Of a graph of the unmodified model.
+        whole: One of the sizes it is given.
+        part: What one of those equal to ``whole`` has to become.
+        values: Of the attributes that are to be set; the others stay as they are by now.
+    """
+    given = [value for value in node.meta.get(_GIVEN, ()) if value == whole]
+    if not given or not all(isinstance(value, Counted) and value.terms <= _MOST for value in given):
+        return True  # nothing is known of where it comes from
+    return any(part in value.where(values) for value in given)
