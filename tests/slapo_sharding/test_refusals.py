@@ -205,3 +205,56 @@ def _accepted(rank: int) -> None:
 
 def test_syncs_of_the_module_or_one_around_it_are_enough():
     run_distributed(_accepted, 2)
+
+
+def _split_by_plan(sch: Schedule) -> None:
+    sch.tensor_parallel({"up": "colwise", "down": "rowwise"})
+    _hooked(sch["up"].mod, "register_forward_hook")
+
+
+class Heads(nn.Module):
+    """An attention as a whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 4
+        self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Schedule], object], str]] = {
+    "the last step of the module": (
+        Net,
+        lambda sch: (_column(sch).sync("bwd_post", "all_reduce"), _row(sch), sch["emb"].shard("weight", axis=1)),
+        "step 3, sch['down'].shard('weight', axis=1): 'down': its output is partial; needs",
+    ),
+    "a step of a plan": (Net, _split_by_plan, "step 1, sch.tensor_parallel({'up': 'colwise', 'down': 'rowwise'}): 'up' has a"),
+    "inside the whole model": (
+        Heads,
+        lambda sch: sch["q_proj"].shard("weight", axis=0).sync("bwd_post", "all_reduce"),
+        "step 2, sch['q_proj'].sync('bwd_post', 'all_reduce'): the model: q_proj make local heads, k_proj all of them",
+    ),
+    "no step": (Net, lambda sch: _hand_over(sch["up"].mod), "'up' holds 'weight' that is sharded elsewhere"),
+}
+
+
+def _hand_over(module: nn.Module) -> None:
+    """Give the module another model's part."""
+    other = _schedule(Net())
+    _column(other)
+    module.weight = other["up"].mod.weight
+
+
+def _build_steps(rank: int) -> dict[str, str]:
+    messages = {}
+    for key, (make, steps, _) in STEPS.items():
+        sch = _schedule(make())
+        steps(sch)
+        with pytest.raises(BuildError) as caught:
+            build(sch)
+        messages[key] = str(caught.value)
+    return messages
+
+
+def test_a_refusal_at_build_names_the_step():
+    messages = run_distributed(_build_steps, 2)[0]
+    assert {key: message for key, message in messages.items() if not message.startswith(STEPS[key][2])} == {}

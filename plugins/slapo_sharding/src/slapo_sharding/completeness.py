@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from slapo_core.errors import BuildError
+from slapo_core.journal import Step
 from slapo_core.parameters import is_part
 from slapo_core.schedule import Schedule
 
@@ -17,6 +18,7 @@ from .rules import AppliedCut, applied_cut
 from .syncing import REDUCING, Sync, sums_gradient
 
 _OFF = "check=False turns this check off"
+_LONGEST = 200  # of a step's arguments, which may be a whole plan
 _MOVING = ("all_gather", "all_to_all")
 
 
@@ -32,24 +34,50 @@ def check_syncs(schedule: Schedule) -> None:
     Raises:
         BuildError: names the first module whose sync is missing, doubled or impossible, that reduces where nothing is
             sharded, that holds a shard unawares, or that got a hook or forward since; or the attention module that has only
-            some projections sharded.
+            some projections sharded; and the last step taken there.
     """
     modules = dict(schedule.root_module.named_modules())
     if not cut_modules(schedule.root_module):
         _check_summed(schedule.root_module)
-    for path, module in modules.items():
-        _check_stray(path, module)
-        _check_heads(path, module)
-        applied = applied_cut(module)
-        if applied is None:
-            _check_unawares(path, module)
-            _check_gathered_around(path, module)
-        elif applied.spec.num_shards > 1:
-            _check_code(path, module)
-            own = list(_syncs(module))
-            above = [sync for name in _above(path) for sync in _syncs(modules[name])]
-            _check_output(path, applied, own, above)
-            _check_input(path, applied, own, above)
+    for path in modules:
+        try:
+            _check_module(path, modules)
+        except BuildError as err:
+            raise BuildError(f"{_last_step(schedule, path)}{err}") from err
+
+
+def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
+    module, name = modules[path], repr(path) if path else "the model"
+    _check_stray(name, module)
+    _check_heads(name, module)
+    applied = applied_cut(module)
+    if applied is None:
+        _check_unawares(name, module)
+        _check_gathered_around(name, module, path)
+    elif applied.spec.num_shards > 1:
+        _check_code(name, module)
+        own = list(_syncs(module))
+        above = [sync for outer in _above(path) for sync in _syncs(modules[outer])]
+        _check_output(name, applied, own, above)
+        _check_input(name, applied, own, above)
+
+
+def _last_step(schedule: Schedule, path: str) -> str:
+    """The step of the schedule to look at first: the last one that was for this module, else for one inside it."""
+    steps = [(number, step, _synced(step)) for number, step in enumerate(schedule.journal, 1)]
+    at = [(number, step) for number, step, paths in steps if path in paths]
+    below = f"{path}." if path else ""
+    inside = [(number, step) for number, step, paths in steps if any(other.startswith(below) for other in paths)]
+    if not at + inside:
+        return ""
+    number, step = (at or inside)[-1]
+    return f"step {number}, {str(step)[:_LONGEST]}: "
+
+
+def _synced(step: Step) -> set[str]:
+    """Paths of the modules that a step shards or syncs, itself or by others."""
+    own = {step.path} if step.name in ("shard", "sync") else set()
+    return own.union(*map(_synced, step.children))
 
 
 def cut_modules(root: nn.Module) -> list[nn.Module]:
@@ -57,36 +85,36 @@ def cut_modules(root: nn.Module) -> list[nn.Module]:
     return [module for module in root.modules() if _is_cut(module)]
 
 
-def _check_unawares(path: str, module: nn.Module) -> None:
-    for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+def _check_unawares(name: str, module: nn.Module) -> None:
+    for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
         if is_part(tensor):
-            raise BuildError(f"{path!r} holds {name!r} that is sharded elsewhere; shard it here in the same way")
+            raise BuildError(f"{name} holds {own!r} that is sharded elsewhere; shard it here in the same way")
 
 
-def _check_code(path: str, module: nn.Module) -> None:
+def _check_code(name: str, module: nn.Module) -> None:
     if own := user_code(module):
         raise BuildError(
-            f"{path!r} has a {own} of its own that would see a part only; put it on a module around, or give it to sync; {_OFF}"
+            f"{name} has a {own} of its own that would see a part only; put it on a module around, or give it to sync; {_OFF}"
         )
 
 
-def _check_gathered_around(path: str, module: nn.Module) -> None:
+def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:
     """Parts that are not equal are put together where their sizes are known."""
     if not any(sync.mode == "fwd_post" and sync.op in _MOVING and sync.axis == -1 for sync in _syncs(module)):
         return
-    for name, inside in module.named_modules(prefix=path):
+    for other, inside in module.named_modules(prefix=path):
         applied = applied_cut(inside)
         if applied is not None and applied.spec.dealt is not None and applied.cut.output == "sharded" and not applied.gathered:
-            raise BuildError(f"{path!r}: the output of {name!r} is not in equal parts; gather it at {name!r} itself; {_OFF}")
+            raise BuildError(f"{name}: the output of {other!r} is not in equal parts; gather it at {other!r} itself; {_OFF}")
 
 
-def _check_stray(path: str, module: nn.Module) -> None:
+def _check_stray(name: str, module: nn.Module) -> None:
     """A sum over ranks that all hold the same is that many times too large."""
     stray = next((sync for sync in _syncs(module) if sync.op in REDUCING), None)
     if stray is None or any(_is_cut(inside) for inside in module.modules()):
         return
     raise BuildError(
-        f"{path!r}: sync({stray.mode!r}, {stray.op!r}) adds up what is the same on every rank, as nothing in it is sharded; "
+        f"{name}: sync({stray.mode!r}, {stray.op!r}) adds up what is the same on every rank, as nothing in it is sharded; "
         f"shard it, after any replace, or leave the sync out; {_OFF}"
     )
 
@@ -97,15 +125,15 @@ def _check_summed(root: nn.Module) -> None:
             raise BuildError(f"the gradient of {name!r} is summed, but nothing is sharded; leave the sync out; {_OFF}")
 
 
-def _check_heads(path: str, owner: nn.Module) -> None:
+def _check_heads(name: str, owner: nn.Module) -> None:
     """Local heads of one projection would be paired with all heads of another."""
     local: dict[bool, list[str]] = {True: [], False: []}
-    for name, child in owner.named_children():
-        if attention.makes_heads(owner, name) and next(child.parameters(), None) is not None:
-            local[_makes_local_heads(child)].append(name)
+    for projection, child in owner.named_children():
+        if attention.makes_heads(owner, projection) and next(child.parameters(), None) is not None:
+            local[_makes_local_heads(child)].append(projection)
     if local[True] and local[False]:
         raise BuildError(
-            f"{path!r}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "
+            f"{name}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "
             f"shard all projections of the attention or none; {_OFF}"
         )
 
@@ -120,37 +148,37 @@ def _is_cut(module: nn.Module) -> bool:
     return applied is not None and applied.spec.num_shards > 1
 
 
-def _check_output(path: str, applied: AppliedCut, own: list[Sync], above: list[Sync]) -> None:
+def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync]) -> None:
     reducing = [sync for sync in own if sync.mode == "fwd_post" and sync.op in REDUCING]
     after = [sync for sync in own if sync.mode == "fwd_post"]
     if applied.cut.output == "sharded":
         if reducing:
-            raise BuildError(f"{path!r}: its output is sharded, {reducing[0].op} would add different parts; gather it; {_OFF}")
+            raise BuildError(f"{name}: its output is sharded, {reducing[0].op} would add different parts; gather it; {_OFF}")
         moving = next((sync.op for sync in after if sync.op in _MOVING), None)
         if moving and len(applied.spec.blocks) > 1 and not applied.cut.parts:
             mixed = f"its output is made of blocks, each split for itself, which {moving} would mix"
-            raise BuildError(f"{path!r}: {mixed}; shard it with gathered=True; {_OFF}")
+            raise BuildError(f"{name}: {mixed}; shard it with gathered=True; {_OFF}")
         if moving == "all_to_all" and applied.spec.dealt is not None:
-            raise BuildError(f"{path!r}: its output is not in equal parts, which all_to_all needs; all_gather it; {_OFF}")
+            raise BuildError(f"{name}: its output is not in equal parts, which all_to_all needs; all_gather it; {_OFF}")
         if applied.gathered and not any(sync.op in ("all_gather", "function") for sync in after):
-            raise BuildError(f"{path!r}: sharded with gathered=True; needs sync('fwd_post', 'all_gather', axis=-1); {_OFF}")
+            raise BuildError(f"{name}: sharded with gathered=True; needs sync('fwd_post', 'all_gather', axis=-1); {_OFF}")
         return
     if len(reducing) > 1:
-        raise BuildError(f"{path!r}: its output is reduced {len(reducing)} times; sync it once; {_OFF}")
+        raise BuildError(f"{name}: its output is reduced {len(reducing)} times; sync it once; {_OFF}")
     if any(sync.op == "function" for sync in after) or reducing:
         return
     if applied.late_bias or not any(sync.mode == "fwd_post" and sync.op in (*REDUCING, "function") for sync in above):
-        raise BuildError(f"{path!r}: its output is partial; needs sync('fwd_post', 'all_reduce'); {_OFF}")
+        raise BuildError(f"{name}: its output is partial; needs sync('fwd_post', 'all_reduce'); {_OFF}")
 
 
-def _check_input(path: str, applied: AppliedCut, own: list[Sync], above: list[Sync]) -> None:
+def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync]) -> None:
     if applied.cut.input != "replicated":
         return
     reducing = [sync for sync in (*own, *above) if _reduces_gradient(sync)]
     if len(reducing) > 1:
-        raise BuildError(f"{path!r}: the gradient of its input is reduced {len(reducing)} times; sync it once; {_OFF}")
+        raise BuildError(f"{name}: the gradient of its input is reduced {len(reducing)} times; sync it once; {_OFF}")
     if not reducing and not any(sync.op == "function" and sync.mode != "fwd_post" for sync in (*own, *above)):
-        raise BuildError(f"{path!r}: the gradient of its input is partial; needs sync('bwd_post', 'all_reduce'); {_OFF}")
+        raise BuildError(f"{name}: the gradient of its input is partial; needs sync('bwd_post', 'all_reduce'); {_OFF}")
 
 
 def _reduces_gradient(sync: Sync) -> bool:

@@ -134,7 +134,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         found = _match(schedule, key)
         owners = _match(schedule, key, parameter=True) if not found else []
         if not found and not owners and plan is not None:
-            raise error(f"the plan's {key!r} matches no module; give a path or glob below {schedule.path!r}")
+            raise error(f"the plan's {key!r} matches no module; give a path or glob below {schedule.path or 'the model'!r}")
         steps.update(dict.fromkeys(found, style))
         stacked.update(dict.fromkeys(owners, key))
     for path, key in stacked.items():
