@@ -163,6 +163,15 @@ def test_undo_takes_the_hook_away():
     assert run_distributed(_undone, 2) == [1.0, 1.0]
 
 
+def test_undo_leaves_a_hook_that_was_registered_since():
+    sch = _schedule(Inputs()).sync("fwd_post", lambda module, args, output: output * 2)
+    own = sch.mod.register_forward_hook(lambda module, args, kwargs, output: output + 1, with_kwargs=True)
+    sch.undo()
+    assert sch.mod(torch.ones(1)) == 2.0
+    own.remove()
+    assert sch.mod(torch.ones(1)) == 1.0
+
+
 def test_on_one_rank_an_operation_leaves_the_module_alone():
     model = _schedule(Inputs()).sync("fwd_post", "all_reduce").mod
     assert not model._forward_hooks

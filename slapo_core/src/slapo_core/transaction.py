@@ -19,7 +19,7 @@ from .errors import SlapoError
 from .parameters import ParamFacts
 
 _CONTAINERS = {dict, OrderedDict, list, set}
-_ABSENT = object()
+_ABSENT, _KEPT = object(), object()
 
 
 class Transaction:
@@ -125,7 +125,8 @@ class _ModuleMemory(_Memory):
         self.settled = True
         self.cls = None if type(self.subject) is self.cls else self.cls
         self.attributes = _former(self.subject.__dict__, self.attributes)
-        changed = [pair for pair in self.containers if not _same_content(*pair)] + [(live, ()) for live in self.empty if live]
+        pairs = [*self.containers, *((live, {}) for live in self.empty if live)]
+        changed = ((live, former) for live, saved in pairs if (former := _former_content(live, saved)) is not None)
         self.changed = tuple(chain.from_iterable(changed))  # one object, not one for each: it stays
         del self.containers, self.empty
         return bool(self.cls or self.attributes or self.changed)
@@ -135,12 +136,13 @@ class _ModuleMemory(_Memory):
             self.subject.__class__ = self.cls
         _put_back(self.subject.__dict__, self.attributes)
         # in place: others, hook handles for one, refer to the live container
-        for live, saved in zip(self.changed[::2], self.changed[1::2], strict=True):
-            live.clear()
-            if isinstance(live, list):
-                live.extend(saved)
+        for live, former in zip(self.changed[::2], self.changed[1::2], strict=True):
+            if isinstance(live, dict):
+                _put_back(live, former)
+            elif isinstance(live, set):
+                live.symmetric_difference_update(former)
             else:
-                live.update(saved)
+                live[:] = former
 
 
 class _TensorMemory(_Memory):
@@ -185,26 +187,26 @@ class _TensorMemory(_Memory):
         return (now.data_ptr(), now.shape, now.dtype, now.device) != (data.data_ptr(), data.shape, data.dtype, data.device)
 
 
-def _former(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """The former values of the keys that changed; ``_ABSENT`` for new ones."""
-    if list(now) == list(before) and all(map(is_, now.values(), before.values())):
+def _former(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
+    """The former values in their order, ``_KEPT`` where they are the same, ``_ABSENT`` for new keys; empty if none changed."""
+    if len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
         return {}
-    former = {name: value for name, value in before.items() if name not in now or now[name] is not value}
-    former.update((name, _ABSENT) for name in now.keys() - before.keys())
-    return former
+    former = {name: _KEPT if now.get(name, _ABSENT) is value else value for name, value in before.items()}
+    return {**former, **{name: _ABSENT for name in now if name not in before}}
 
 
-def _put_back(live: dict[str, Any], former: dict[str, Any]) -> None:
-    for name, value in former.items():
-        if value is _ABSENT:
-            live.pop(name, None)
-        else:
-            live[name] = value
+def _put_back(live: dict[Any, Any], former: dict[Any, Any]) -> None:
+    """Take back what the step changed; what others have set, added or removed since stays, new keys behind the others."""
+    both = {**former, **{name: value for name, value in live.items() if former.get(name, _KEPT) is _KEPT}}
+    earlier = {name: value for name, value in both.items() if value is not _ABSENT and value is not _KEPT}
+    live.clear()
+    live.update(earlier)
 
 
-def _same_content(live: Any, saved: Any) -> bool:
-    if len(live) != len(saved):
-        return False
+def _former_content(live: Any, saved: Any) -> Any:
+    """What ``put_back`` needs of a container: of a list all, of a set what was added or removed; None if it did not change."""
     if isinstance(live, dict):
-        return list(map(id, live)) == list(map(id, saved)) and all(live[key] is saved[key] for key in live)
-    return live == saved if isinstance(live, set) else all(one is other for one, other in zip(live, saved, strict=True))
+        return _former(live, saved) or None
+    if isinstance(live, set):
+        return live.symmetric_difference(saved) or None
+    return None if [*map(id, live)] == [*map(id, saved)] else saved
