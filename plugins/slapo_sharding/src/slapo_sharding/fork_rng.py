@@ -11,11 +11,16 @@ import torch
 
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
-from slapo_core.random import MODEL_PARALLEL_RNG, get_cuda_rng_tracker, is_random_seed_set
+from slapo_core.random import MODEL_PARALLEL_RNG, get_cuda_rng_tracker
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import wrap_forward
 
 from ._torch_private import NO_BACKWARD, backward_pass
+
+_UNSEEDED = (
+    "fork_rng: there is no state yet to draw this rank's random numbers from; call set_random_seed(seed, tp_rank=...) before "
+    "the first forward in training"
+)
 
 
 class ForkRngPrimitive(Primitive):
@@ -43,10 +48,12 @@ def run_forked(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call inside the tracker's fork.
 
     Raises:
-        KeyError: in training, when ``set_random_seed`` has not been called.
-        ScheduleError: in a recompute that has not put back the tracker's state, as torch's own does not.
+        ScheduleError: in training, when ``set_random_seed`` has not been called; in a recompute that has not put back the
+            tracker's state, as torch's own does not.
     """
-    if not is_random_seed_set() and not _is_training(call):
+    if MODEL_PARALLEL_RNG not in get_cuda_rng_tracker().get_states():
+        if _is_training(call):
+            raise ScheduleError(_UNSEEDED)
         return call(*args, **kwargs)
     with _fork():
         return call(*args, **kwargs)
