@@ -88,9 +88,12 @@ def test_correctness_04_keyword_only_calls_of_a_table():
     run_distributed(_table, 2)
 
 
-def _other_calls(rank: int) -> tuple[str, str]:
+def _other_calls(rank: int, by_rows: bool) -> tuple[str, str]:
     model = Keywords(Renamed(8, 6), "hidden_states", scale=2.0)
-    _rows(model, 1, -1)
+    if by_rows:
+        _rows(model, 1, -1)
+    else:
+        build(create_schedule(model, plugins=Registry([plugin]))["inner"].shard("weight", axis=0), check=False)
     with pytest.raises(ScheduleError) as more:
         model(torch.randn(2, 8))
     with pytest.raises(TypeError) as unknown:
@@ -99,9 +102,10 @@ def _other_calls(rank: int) -> tuple[str, str]:
 
 
 @pytest.mark.multiproc
-def test_a_call_that_gives_more_than_the_input_or_another_name_is_refused():
-    for more, unknown in run_distributed(_other_calls, 2):
-        assert more.startswith("a Renamed that is split along its input is called with 'scale' besides the input")
+@pytest.mark.parametrize("by_rows", [True, False], ids=["rows", "columns"])
+def test_a_call_that_gives_more_than_the_input_or_another_name_is_refused(by_rows):
+    for more, unknown in run_distributed(_other_calls, 2, by_rows):
+        assert more.startswith("a Renamed that is split is called with 'scale' besides the input")
         assert unknown == "missing a required argument: 'hidden_states'"
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from . import collectives, gathered
 from .layers import is_conv1d, is_linear
+from .linear_forwards import only_input
 
 _GIVEN = "_slapo_given"
 _COMPUTED = "computed"  # by a parametrisation or hook
@@ -76,6 +77,8 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
                 return _apart(module, x, given[2], None, None)
         elif (found := gathered.of(x)) is not None and _COMPUTED not in _parameters(module):
             return _of_gathered(module, x, found)
+    elif len(args) != 1 or kwargs:
+        only_input(module, args, kwargs)
     return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
 
 

@@ -84,7 +84,7 @@ class Gathered:
 def gather(x: torch.Tensor, dim: int, group: collectives.Group, size: int | None) -> torch.Tensor:
     """All parts of a value of which each rank goes on to use its own; what layers make of it, see above."""
     whole = collectives.all_gather(x, dim, group, backward="reduce_scatter", size=size)
-    if whole is not x and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if whole is not x and torch.is_grad_enabled() and not (torch.compiler.is_compiling() or x.is_inference()):
         again = Again(dim % x.dim(), group, whole.size(dim))
         whole.__dict__[_GATHERED] = Gathered(whole, x, again)
     return whole

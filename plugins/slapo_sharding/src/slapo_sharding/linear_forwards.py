@@ -45,8 +45,8 @@ def only_input(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any])
     (_, x), *others = list(signature.bind(module, *args, **kwargs).arguments.items())[1:]
     for name, value in others:
         if value is not signature.parameters[name].default:
-            given = f"a {type(module).__name__} that is split along its input is called with {name!r} besides the input"
-            raise ScheduleError(f"{given}, which it may add to every rank's part; leave it whole")
+            given = f"a {type(module).__name__} that is split is called with {name!r} besides the input"
+            raise ScheduleError(f"{given}, with which it may compute something that is not split; leave it whole")
     return x
 
 
