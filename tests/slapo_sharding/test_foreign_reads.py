@@ -137,6 +137,22 @@ def test_a_module_may_use_its_own_and_later_runs_cost_nothing():
     run_distributed(_owners, 2)
 
 
+def _freed(rank: int) -> None:
+    gc.collect()
+    model = _built(Mlp())
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert nn.Module.__call__ is not PLAIN_CALL
+    del model
+    gc.collect()
+    nn.Identity()(torch.ones(1))
+    assert nn.Module.__call__ is PLAIN_CALL
+
+
+def test_a_model_that_is_freed_before_it_trains_is_not_awaited():
+    run_distributed(_freed, 2)
+
+
 def _compiled(rank: int) -> None:
     """What is compiled runs uncompiled the first time."""
     x = torch.ones(2, 4)

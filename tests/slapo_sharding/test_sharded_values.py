@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo_sharding.plugin
@@ -19,6 +21,8 @@ from slapo_core.errors import BuildError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding.followed import plain
+from slapo_sharding.questions import Question, Slice, remembered
 
 pytestmark = pytest.mark.multiproc
 
@@ -245,3 +249,101 @@ def _summed(rank: int) -> str:
 
 def test_a_sum_that_a_sync_completes_is_allowed() -> None:
     assert "sum needs all of it" in run_distributed(_summed, 2)[0]
+
+
+class Stack(nn.Module):
+    """Layers that are alike."""
+
+    def __init__(self, *between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(each, inner=24, out=24) for each in between)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _stack(*between: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    sch = create_schedule(Stack(*between), plugins=PLUGINS)
+    sch.tensor_parallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+    return build(sch).module
+
+
+def _softmax_of_heads(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x).view(x.shape[0], -1, 4).softmax(-1).flatten(1)
+
+
+def _softmax_of_all(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x).view(x.shape[0], -1, 4).softmax(1).flatten(1)
+
+
+def _worked_out(run: Callable[[], Any]) -> tuple[int, int]:
+    before = remembered.cache_info()
+    run()
+    after = remembered.cache_info()
+    return after.misses - before.misses, after.hits - before.hits
+
+
+def _alike(rank: int) -> list[str]:
+    remembered.cache_clear()
+    assert _worked_out(lambda: _stack(_softmax_of_heads)(X)) == (4, 0)
+    assert _worked_out(lambda: _stack(*[_softmax_of_heads] * 3)(X)) == (0, 12)
+    messages = []
+    for between in ([_softmax_of_all], [_softmax_of_heads, _softmax_of_all]):
+        with pytest.raises(BuildError) as caught:
+            _stack(*between)(X)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_layers_that_are_alike_are_worked_out_once_and_others_still_refused() -> None:
+    for index, message in enumerate(run_distributed(_alike, 2)[0]):
+        assert message.startswith(f"Mlp 'layers.{index}' at {__file__}:")
+        assert f": softmax needs all of it, and each rank has a part of the output of 'layers.{index}.up'" in message
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    kernel = torch.eye(3)[1 + by].view(1, 1, 3)
+    return F.conv1d(x[:, None], kernel, padding=1)[:, 0]
+
+
+def _by_numbers(rank: int) -> None:
+    """The same shapes with other numbers: what they decide is not remembered."""
+    for _ in range(2):
+        _stack(lambda x: _shifted(x, 0))(X)
+        with pytest.raises(BuildError, match="conv1d needs all of it"):
+            _stack(lambda x: _shifted(x, 1))(X)
+
+
+def test_what_numbers_decide_is_worked_out_each_time() -> None:
+    run_distributed(_by_numbers, 2)
+
+
+def _others(rank: int) -> None:
+    """Functions that are not torch's, a type that is equal to another, and code that looks at operators."""
+    x, calls = torch.ones(2, 3), []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    remembered.cache_clear()
+    model = _stack(lambda x: x * 1)
+    with Sees():
+        model(X)
+    assert calls
+    assert remembered.cache_info().currsize == 0
+    _stack(lambda x: x * 1)(X)
+    _stack(lambda x: x * 1.0)(X)
+    assert remembered.cache_info().currsize == 2
+    given = Question(len, (x,), (), None, plain(x), (), False, ())
+    assert not given.is_telling
+    assert not dataclasses.replace(given, func=torch.add).is_telling
+    assert dataclasses.replace(given, func=torch.add, leaves=(plain(x), 1, Slice(0, None, 2))).is_telling
+    assert not dataclasses.replace(given, func=torch.add, leaves=(Slice(x, None, None),)).is_telling
+
+
+def test_what_does_not_follow_from_the_question_is_not_remembered() -> None:
+    run_distributed(_others, 2)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
 
 from slapo_core.testing import run_distributed
-from slapo_sharding._torch_private import NO_BACKWARD, backward_pass, layouts_kept, mesh_of
+from slapo_sharding._torch_private import NO_BACKWARD, backward_pass, layouts_kept, mesh_of, no_functions, surroundings
 
 pytestmark = pytest.mark.multiproc
 
@@ -49,3 +53,54 @@ def test_backward_passes_have_numbers() -> None:
         assert backward_pass() == NO_BACKWARD
         (x * 2).backward()
     assert len({NO_BACKWARD, *numbers}) == 3
+
+
+def _kernels(rank: int) -> None:
+    with torch.no_grad(), layouts_kept():
+        part = DTensor.from_local(torch.empty(2, 1, 8, device="meta"), mesh_of(2), [Shard(2)], run_check=False)
+        with pytest.raises(RuntimeError, match="redistribution"):
+            torch.nn.functional.conv1d(part, torch.empty(1, 1, 3, device="meta"), padding=1)
+        rows = DTensor.from_local(torch.empty(2, 1, 8, device="meta"), mesh_of(2), [Shard(0)], run_check=False)
+        assert torch.nn.functional.conv1d(rows, torch.empty(1, 1, 3, device="meta")).placements == (Shard(0),)
+
+
+def test_kernels_do_not_reach_over_to_other_ranks() -> None:
+    run_distributed(_kernels, 2)
+
+
+class Sees(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_function__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+
+def test_nobody_sees_functions() -> None:
+    with Sees() as sees:
+        with no_functions():
+            torch.ones(1).add(1)
+        assert not sees.seen
+        torch.ones(1).add(1)
+        assert sees.seen
+
+
+def test_surroundings_are_what_a_function_depends_on() -> None:
+    cpu, found = torch.device("cpu"), []
+    contexts = [
+        nullcontext(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autocast("cpu", torch.float16),
+        torch.inference_mode(),
+    ]
+    for context in contexts:
+        with context:
+            found.append(surroundings(cpu))
+    assert len({*found}) == len(contexts)
+    with FakeTensorMode():
+        assert surroundings(cpu) is None
+    torch.vmap(lambda x: found.append(surroundings(cpu)) or x)(torch.ones(2))
+    assert found[-1] is None
+    assert surroundings(cpu) == found[0]

@@ -24,6 +24,9 @@ NO_BACKWARD = -1
 backward_pass = torch._C._current_graph_task_id
 """The number of the backward pass that runs in this thread, or ``NO_BACKWARD``."""
 
+no_functions = torch._C.DisableTorchFunction
+"""A context in which no code but torch's own sees torch functions."""
+
 _ALONG = "argmax argmin cumsum cumsum_ cumprod cumprod_ logcumsumexp"
 
 
@@ -34,7 +37,11 @@ class _Along(TorchDispatchMode):  # type: ignore[no-untyped-call]
     operators = frozenset(getattr(torch.ops.aten, name) for name in _ALONG.split())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "overloadpacket", None) in self.operators and isinstance(args[0], DTensor):
+        packet = getattr(func, "overloadpacket", None)
+        if packet is torch.ops.aten.convolution and isinstance(args[0], DTensor):
+            if any(placement.is_shard(dim) for placement in args[0].placements for dim in range(2, args[0].dim())):
+                raise RuntimeError(f"{func} along a sharded dimension takes a redistribution of what kernels overlap")
+        elif packet in self.operators and isinstance(args[0], DTensor):
             dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim")
             dims = range(args[0].dim()) if dim is None else (dim % args[0].dim(),)
             if any(placement.is_shard(along) for placement in args[0].placements for along in dims):
@@ -63,3 +70,15 @@ def layouts_kept() -> Iterator[None]:
 def mesh_of(size: int) -> DeviceMesh:
     """A mesh of any number of ranks, whether there are so many or not: nothing can be sent on it."""
     return DeviceMesh("cpu", list(range(size)), _init_backend=False, _rank=0)
+
+
+def surroundings(device: torch.device) -> tuple[Any, ...] | None:
+    """What a torch function does depends on this besides its arguments; None where it may depend on anything.
+
+    That is where code looks at operators (``TorchDispatchMode``), and inside of transforms like ``vmap``.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    kind = device.type
+    casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return (torch.get_default_dtype(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), casts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from contextvars import ContextVar
 from traceback import walk_stack
@@ -26,6 +26,8 @@ from slapo_core.parameters import facts, is_part
 from slapo_core.tracing.calls import SHAPES, is_metadata, name_of
 
 from . import sharded_values
+from ._torch_private import no_functions
+from .followed import tensors_in
 from .sharded_values import ShardedValues
 
 _OFF = "check=False turns this check off"
@@ -77,6 +79,8 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return reads.inside(module, args, kwargs)
     builds = [build for build in _waiting if build.awaits(module)]
     if not builds:
+        if not all(build.owners for build in _waiting):
+            _leave()
         return _plain_call(module, *args, **kwargs)
     with _eager(), _Reads() as reads:
         token = _reads.set(reads)
@@ -113,19 +117,22 @@ class _Reads(TorchFunctionMode):
         """Call a module."""
         self.running.append(module)
         try:
-            self.values.enter(module, args, kwargs)
+            with no_functions():
+                self.values.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
-            self.values.leave(module, result, last=len(self.running) == 1)
+            with no_functions():
+                self.values.leave(module, result, last=len(self.running) == 1)
         finally:
             self.running.pop()
         return result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
+        tensors = [*tensors_in(args), *tensors_in(kwargs)]
+        for tensor in tensors:
             if is_part(tensor) and not self._is_own(tensor) and not _is_harmless(func):
                 raise BuildError(self._message(func, tensor))
-        return self.values.call(func, args, kwargs, self.running)
+        return self.values.call(func, args, kwargs, tensors, self.running)
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         reader = self.running[-1]
@@ -135,13 +142,10 @@ class _Reads(TorchFunctionMode):
         path = next((path for path, other in self.running[0].named_modules() if other is module), "")
         return re.sub(r"^(module(\.|$))+", "", path)  # engines and wrappers of torch call the model so
 
-    def _mixed(self, owner: nn.Module, why: str) -> BuildError:
+    def _mixed(self, owner: nn.Module, why: str, remedy: str) -> BuildError:
         reader = self.running[-1]
         reason = f"{why}, and each rank has a part of the output of {self._path(owner)!r}"
-        return BuildError(
-            f"{type(reader).__name__} {self._path(reader)!r} at {_source()}: {reason}; gather it there, "
-            f"sync('fwd_post', 'all_gather', axis=-1), with what follows whole, or leave it whole too; {_OFF}"
-        )
+        return BuildError(f"{type(reader).__name__} {self._path(reader)!r} at {_source()}: {reason}; {remedy}; {_OFF}")
 
     def _message(self, func: Any, tensor: torch.Tensor) -> str:
         reader = self.running[-1]
@@ -157,14 +161,6 @@ def _is_harmless(func: Any) -> bool:
     """Whether the answer is the same for a part as for the whole, or tells nothing of values."""
     name = name_of(func)
     return name in _HARMLESS or (is_metadata(func, name) and name not in SHAPES)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
 
 
 def _source() -> str:

@@ -11,17 +11,14 @@ rule, and what collectives return, is not followed further.
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from traceback import walk_stack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,47 +26,30 @@ from slapo_core.errors import BuildError, ScheduleError
 from slapo_core.logger import get_logger
 from slapo_core.tracing.calls import is_metadata, name_of
 
-from ._torch_private import MOVES, layouts_kept, mesh_of
-from .layouts import as_meta, slice_bounds
+from ._torch_private import surroundings
+from .equal_draws import Draw
+from .followed import Followed, Layout, plain, sharded, tensors_in
+from .layouts import slice_bounds
+from .questions import GIVEN_SIZES, PICKS, SAME, Outcome, Question, Slice, ask
 from .rules import AppliedCut, applied_cut
 from .syncing import REDUCING, Sync, map_input, map_output
+from .trial import Mixed
 
-_GIVEN_SIZES = frozenset("view reshape expand unflatten layer_norm rms_norm".split())
-_PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm linear".split())
+_GATHER = "gather it there, sync('fwd_post', 'all_gather', axis=-1), with what follows whole, or leave it whole too"
+_FORK = "call fork_rng() of this module or of one around it"
 _SUMMING = (*REDUCING, "function")
 _CHANGING = ("scatter", "reduce_scatter", "all_to_all", "function")
-_PICKS = frozenset("select index_select narrow".split())
 _SPLITS = frozenset("split chunk tensor_split split_with_sizes unsafe_chunk unsafe_split".split())
-
-
-@dataclass(frozen=True)
-class Followed:
-    """What is known of a value.
-
-    Args:
-        layout: Of all ranks' parts together, without data.
-        owner: The layer it comes from.
-        blocks: Sizes on this rank of the blocks that the sharded dimension is made of; empty for one.
-    """
-
-    layout: DTensor
-    owner: nn.Module
-    blocks: tuple[int, ...] = ()
-
-    @property
-    def dim(self) -> int:
-        """The sharded dimension."""
-        return self.layout.placements[0].dim  # type: ignore[attr-defined, no-any-return]
 
 
 class ShardedValues:
     """The sharded values of a running forward.
 
     Args:
-        error: Makes the error for a layer whose output is mixed, with a reason, in the code that runs now.
+        error: Makes the error for a layer whose output is mixed, with a reason and a remedy, in the code that runs now.
     """
 
-    def __init__(self, error: Callable[[nn.Module, str], BuildError]) -> None:
+    def __init__(self, error: Callable[[nn.Module, str, str], BuildError]) -> None:
         self.error = error
         self.known: Any = WeakIdKeyDictionary()
         """Tensor to what it is: an error if it is mixed, None if it may be anything; others are the same on every rank."""
@@ -86,15 +66,15 @@ class ShardedValues:
             return
         if isinstance(value, BuildError):
             raise value
-        kind, blocks = type(module).__name__, tuple(block * applied.spec.num_shards for block in value.blocks)
+        kind, blocks = type(module).__name__, tuple(block * applied.spec.num_shards for block in value.layout.blocks)
         if applied.cut.input != "sharded":
-            raise self.error(value.owner, f"a {kind} that is split along its output is given a part of its input")
-        if type(value.layout.placements[0]) is not Shard:
-            raise self.error(value.owner, f"a {kind} that is split is given parts in another order")
+            raise self._mixed(value, f"a {kind} that is split along its output is given a part of its input")
+        if type(value.layout.placement) is not Shard:
+            raise self._mixed(value, f"a {kind} that is split is given parts in another order")
         expected = applied.cut.dim % x.dim(), _blocks(applied)
-        if (value.dim, blocks) != expected:
-            given, wanted = (f"{list(sizes) or 'one block'} along {dim}" for dim, sizes in ((value.dim, blocks), expected))
-            raise self.error(value.owner, f"a {kind} that is split in {wanted} is given {given}")
+        if (found := (value.layout.dim, blocks)) != expected:
+            given, wanted = (f"{list(sizes) or 'one block'} along {dim}" for dim, sizes in (found, expected))
+            raise self._mixed(value, f"a {kind} that is split in {wanted} is given {given}")
 
     def leave(self, module: nn.Module, output: Any, last: bool) -> None:
         """A module has returned: what is split along its output returns a sharded value.
@@ -102,7 +82,7 @@ class ShardedValues:
         Raises:
             BuildError: it is the ``last`` one to return, and returns what is mixed.
         """
-        if last and (found := [known for known in self._of(output) if isinstance(known, BuildError)]):
+        if last and (found := [known for known in self._of(_tensors(output)) if isinstance(known, BuildError)]):
             raise found[0]
         applied, syncs = _split(module), _syncs(module, "fwd_post")
         if any(sync.op in _CHANGING for sync in syncs):
@@ -115,273 +95,125 @@ class ShardedValues:
         if applied.spec.dealt is not None:
             self.known[x] = None
         else:
-            layout = _layout(x, mesh_of(ranks), applied.cut.dim % x.dim())
-            self.known[x] = Followed(layout, module, tuple(block // ranks for block in _blocks(applied)))
+            blocks = tuple(block // ranks for block in _blocks(applied))
+            self.known[x] = Followed(sharded(x, applied.cut.dim % x.dim(), ranks, blocks), module)
         return x
 
-    def _of(self, value: Any) -> list[Any]:
-        return [self.known[tensor] for tensor in _tensors(value) if tensor in self.known]
+    def _of(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+        found = (self.known.get(tensor, SAME) for tensor in tensors)
+        return [known for known in found if known is not SAME]
 
     def _lose(self, value: Any, known: BuildError | None = None) -> None:
         for tensor in _tensors(value):
             self.known[tensor] = known
 
-    def call(self, func: Callable[..., Any], args: Any, kwargs: Any, running: Sequence[nn.Module]) -> Any:
-        """Call a torch function; what it makes of sharded values is followed.
+    def call(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], running: Sequence[nn.Module]
+    ) -> Any:
+        """Call a torch function that is given these tensors; what it makes of sharded values is followed.
 
         Raises:
-            BuildError: torch cannot do it with this rank's part.
+            BuildError: torch cannot do it with this rank's part, or it draws the same random numbers on all ranks.
         """
-        values, name = self._of((args, kwargs)), name_of(func)
-        if not values or _split(running[-1]) or is_metadata(func, name):
+        name = name_of(func)
+        values = [] if is_metadata(func, name) else self._of(tensors)
+        if not values or _split(running[-1]):
             return func(*args, **kwargs)
         mixed = next((value for value in values if isinstance(value, BuildError)), None)
         if mixed or None in values or _is_ours():
             result = func(*args, **kwargs)
             self._lose(result, mixed)
             return result
-        value = next((value for value in values if value.blocks), values[0])
-        given = _Call(func, args, kwargs, self.known, value)
+        value = next((value for value in values if value.layout.blocks), values[0])
+        given, around = self._given(name, args, kwargs), surroundings(value.layout.device)
+        result = self._run(func, args, kwargs, value, around is not None)
+        changed = args[0] if result is None and args else result
+        self._lose(result)
+        reduced = any(sync.op in _SUMMING for module in running for sync in _syncs(module, "fwd_post"))
+        try:
+            if not self._take_apart(name, args, changed, value):
+                shapes = tuple((tensor.shape, tensor.device) for tensor in tensors_in(changed))
+                question = Question(func, given.leaves, given.kinds, given.spec, value.layout, shapes, reduced, around)
+                self._note(changed, ask(question, given.numbers), value)
+        except Mixed as err:
+            self._lose(changed, self._mixed(value, str(err)))
+        except Exception as err:  # whatever code gives to torch: the check must not be what fails
+            get_logger().debug("what %s returns is not followed: %s", name, err)
+        return result
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any, value: Followed, is_eager: bool) -> Any:
+        """Call the function with this rank's parts."""
+        draw = Draw() if is_eager else None
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, ValueError) as err:
             if isinstance(err, torch.OutOfMemoryError):
                 raise
-            raise self.error(value.owner, f"{name} fails, {str(err).splitlines()[0]}") from err
-        self._lose(result)
-        reduced = any(sync.op in _SUMMING for module in running for sync in _syncs(module, "fwd_post"))
-        try:
-            self._follow(given, args[0] if result is None and args else result, reduced)
-        except _Mixed as err:
-            self._lose(args[0] if result is None and args else result, self.error(value.owner, str(err)))
-        except Exception as err:  # whatever code gives to torch: the check must not be what fails
-            get_logger().debug("what %s returns is not followed: %s", name, err)
+            raise self._mixed(value, f"{name_of(func)} fails, {str(err).splitlines()[0]}") from err
+        if draw is not None and draw.is_alike(value):
+            raise self.error(value.owner, f"{name_of(func)} draws the same random numbers on every rank", _FORK)
         return result
 
-    def _follow(self, given: _Call, result: Any, reduced: bool) -> None:
-        name, of = name_of(given.func), given.of
-        if of.blocks and (name in _SPLITS or name == "__getitem__"):
-            return self._take_apart(name, given.args, result, of)
-        if of.blocks and name in _GIVEN_SIZES | _PICKS:
-            return None
-        moved, summed, fits = [], False, {}
-        for attempt in given.attempts():
-            try:
-                with torch.no_grad(), warnings.catch_warnings(), layouts_kept():
-                    warnings.simplefilter("ignore")
-                    made = given.run(attempt)
-            except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
-                moved += [attempt] if any(word in str(err) for word in MOVES) else []
-                continue
-            placements = [layout.placements[0] for layout in _tensors(made) if isinstance(layout, DTensor)]
-            if any(placement.is_partial() for placement in placements):
-                sums = all(type(placement) is not Partial or placement.reduce_op == "sum" for placement in placements)
-                sums = sums and all(type(placement) is Partial or not placement.is_partial() for placement in placements)
-                summed, moved = summed or (reduced and sums), moved if reduced and sums else [*moved, attempt]
-            elif _fits(made, result):
-                fits[tuple(placements)] = made
-        if len(fits) == 1:  # of one head it is not known whether it is the heads or their width that are sharded
-            self._note(next(iter(fits.values())), result, of)
-        elif not fits and not summed:
-            self._try(given, moved, result, reduced)
-        return None
+    def _mixed(self, value: Followed, why: str) -> BuildError:
+        return self.error(value.owner, why, _GATHER)
 
-    def _try(self, given: _Call, moved: list[Any], result: Any, reduced: bool) -> None:
-        """See with random numbers whether ranks compute parts of what all together would."""
-        dims: list[int | None] = []
-        picks = name_of(given.func) in _PICKS | {"__getitem__"}
-        if picks and min(map(torch.Tensor.dim, _tensors(result))) < given.of.layout.dim():
-            return  # one head after the other
-        mixed = given.contracts and not reduced
-        for attempt in moved:
-            try:
-                dims = dims or trial(given, attempt)
-            except _Mixed:
-                mixed = True
-        if mixed and not dims:
-            raise _Mixed(f"{name_of(given.func)} needs all of it")
-        for tensor, dim in zip(_tensors(result), dims, strict=False):
-            if dim is None:
+    def _given(self, name: str, args: Any, kwargs: Any) -> _Given:
+        """The arguments as they are before the function changes any."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        changes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        numbers = {}
+        for place, leaf in enumerate(leaves):
+            if type(leaf) is slice:
+                leaves[place] = Slice(leaf.start, leaf.stop, leaf.step)
+            elif isinstance(leaf, torch.Tensor):
+                known = self.known.get(leaf)
+                if isinstance(known, Followed):
+                    leaves[place] = known.layout
+                else:
+                    numbers[place] = leaf.detach().clone() if changes else leaf
+                    leaves[place] = plain(leaf) if leaf.layout is torch.strided else leaf
+        return _Given(tuple(leaves), tuple(map(type, leaves)), spec, numbers)
+
+    def _note(self, result: Any, outcomes: Sequence[Outcome], of: Followed) -> None:
+        for tensor, outcome in zip(tensors_in(result), outcomes, strict=False):
+            if outcome == SAME:
                 self.known.pop(tensor, None)
-            else:
-                self.known[tensor] = Followed(_layout(tensor, given.of.layout.device_mesh, dim), given.of.owner)
+            elif isinstance(outcome, int):
+                self.known[tensor] = Followed(sharded(tensor, outcome, of.layout.ranks), of.owner)
+            elif isinstance(outcome, Layout):
+                self.known[tensor] = Followed(outcome, of.owner)
 
-    def _note(self, made: Any, result: Any, of: Followed) -> None:
-        for layout, value in zip(_tensors(made), _tensors(result), strict=True):
-            if not isinstance(layout, DTensor) or layout.placements[0].is_replicate():
-                self.known.pop(value, None)
-            elif not of.blocks:
-                self.known[value] = Followed(layout, of.owner)
-            elif layout.placements == of.layout.placements and value.shape[of.dim] == sum(of.blocks):
-                self.known[value] = Followed(layout, of.owner, of.blocks)
-
-    def _take_apart(self, name: str, args: Any, result: Any, fused: Followed) -> None:
-        """What is taken out of a fused output; it has to be a block."""
-        dim, tensors = fused.dim, _tensors(result)
-        starts = [sum(fused.blocks[:index]) for index in range(len(fused.blocks) + 1)]
-        bounds = slice_bounds(args[1], as_meta(args[0].detach())) if name == "__getitem__" else None
+    def _take_apart(self, name: str, args: Any, result: Any, fused: Followed) -> bool:
+        """What is taken out of a fused output; it has to be a block. Whether it is known what the function does to one."""
+        dim, blocks, tensors = fused.layout.dim, fused.layout.blocks, list(tensors_in(result))
+        if not blocks or name not in _SPLITS | {"__getitem__"}:
+            return bool(blocks) and name in GIVEN_SIZES | PICKS
+        starts = [sum(blocks[:index]) for index in range(len(blocks) + 1)]
+        bounds = slice_bounds(args[1], args[0]) if name == "__getitem__" else None
         sizes = tuple(tensor.shape[dim] for tensor in tensors if tensor.dim() > dim)
         if name in _SPLITS and set(sizes) != {starts[-1]}:
-            if sizes != fused.blocks:
-                raise _Mixed(f"{name} takes {list(sizes)} out of blocks of {list(fused.blocks)}")
+            if sizes != blocks:
+                raise Mixed(f"{name} takes {list(sizes)} out of blocks of {list(blocks)}")
             self._follow_parts(tensors, fused)
         elif bounds is not None and dim == args[0].dim() - 1:
             if not set(bounds) <= set(starts):
-                raise _Mixed(f"{list(bounds)} is cut out of blocks of {list(fused.blocks)}")
+                raise Mixed(f"{list(bounds)} is cut out of blocks of {list(blocks)}")
             if bounds in zip(starts, starts[1:], strict=False):
                 self._follow_parts(tensors, fused)
+        return True
 
     def _follow_parts(self, tensors: list[torch.Tensor], of: Followed) -> None:
         for tensor in tensors:
-            self.known[tensor] = Followed(_layout(tensor, of.layout.device_mesh, of.dim), of.owner)
+            self.known[tensor] = Followed(sharded(tensor, of.layout.dim, of.layout.ranks), of.owner)
 
 
-class _Mixed(Exception):
-    """An operation needs the parts of other ranks."""
+class _Given(NamedTuple):
+    """Arguments one by one as a question has them, and place to tensor of those that are not followed."""
 
-
-class _Call:
-    """A call of a torch function with sharded values, as it was before it changed any.
-
-    Args:
-        func: The function.
-        args: Of the call.
-        kwargs: Of the call.
-        known: What is sharded among them.
-        of: One of these.
-
-    Attributes:
-        leaves: The arguments one by one.
-        layouts: The same, with layouts in the place of tensors.
-        contracts: Whether it is a product that adds up along a sharded dimension.
-    """
-
-    def __init__(self, func: Callable[..., Any], args: Any, kwargs: Any, known: Any, of: Followed) -> None:
-        self.func, self.args, self.of = func, args, of
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        self.followed = [known.get(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
-        self.layouts = [
-            value.layout if value else _as_layout(leaf) for leaf, value in zip(self.leaves, self.followed, strict=True)
-        ]
-        products = _contracted(name_of(func), args)
-        self.contracts = any(tensor in known and known[tensor].dim == dim for tensor, dim in products)
-        name = name_of(func)
-        if name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__")):
-            self.leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        """Call the function with these arguments."""
-        args, kwargs = pytree.tree_unflatten(list(leaves), self.spec)
-        made = self.func(*args, **kwargs)
-        return args[0] if made is None and args else made
-
-    def attempts(self) -> Iterator[list[Any]]:
-        """Arguments for all ranks' values together: as they are, or, as of a view, with a size of this rank's multiplied."""
-        yield self.layouts
-        for place, leaf in enumerate(self.layouts) if name_of(self.func) in _GIVEN_SIZES else ():
-            if type(leaf) is int and leaf > 0:
-                yield [*self.layouts[:place], leaf * self.of.layout.device_mesh.size(), *self.layouts[place + 1 :]]
-
-
-def trial(call: _Call, attempt: Sequence[Any]) -> list[int | None]:
-    """What ranks compute part by part, of random numbers.
-
-    Args:
-        call: The call of one rank.
-        attempt: Arguments for all ranks' values together.
-
-    Returns:
-        The dimension along which each result is sharded, None for one that is the same on every rank; empty where it cannot be
-        tried.
-
-    Raises:
-        _Mixed: what ranks compute are no parts of the whole result.
-    """
-    ranks, generator = call.of.layout.device_mesh.size(), torch.Generator().manual_seed(0)
-    whole, parts = list(attempt), [list(call.leaves) for _ in range(ranks)]
-    for place, (leaf, value) in enumerate(zip(call.leaves, call.followed, strict=True)):
-        if isinstance(leaf, torch.Tensor) and value is None:
-            if call.of.layout.to_local().shape[call.of.dim] in leaf.shape:  # it may have been made as long as this rank's part
-                return []
-            whole[place] = leaf.detach().clone()
-            for part in parts:
-                part[place] = leaf.detach().clone()
-        elif value is not None:
-            if not leaf.is_floating_point():
-                return []
-            numbers = [torch.randn(leaf.shape, generator=generator).to(leaf.device, leaf.dtype) for _ in range(ranks)]
-            for part, own in zip(parts, numbers, strict=True):
-                part[place] = own.clone()
-            blocks = zip(*(torch.split(own, value.blocks or own.shape[value.dim], value.dim) for own in numbers), strict=True)
-            whole[place] = torch.cat([part for block in blocks for part in block], value.dim)
-        elif isinstance(leaf, torch.device):
-            whole[place] = leaf
-    try:
-        devices = {leaf.device for leaf in call.leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            before = torch.get_rng_state()
-            results = [_tensors(call.run(leaves)) for leaves in (whole, *parts)]
-            if not torch.equal(before, torch.get_rng_state()):
-                return []
-    except Exception:  # sizes that are this rank's, operators of any kind
-        return []
-    if len({len(found) for found in results}) > 1:  # heads one by one, say
-        return []
-    dims = [_dim_of(_by_rank(expected, call.of), list(found)) for expected, *found in zip(*results, strict=False)]
-    return [] if call.of.blocks and call.of.layout.shape in [value.shape for value in results[0]] else dims  # it is fused still
-
-
-def _by_rank(whole: torch.Tensor, of: Followed) -> torch.Tensor:
-    """A value like ``of``, each rank's blocks side by side; any other as it is."""
-    if not of.blocks or whole.shape != of.layout.shape:
-        return whole
-    ranks = of.layout.device_mesh.size()
-    blocks = [block.chunk(ranks, of.dim) for block in torch.split(whole, [size * ranks for size in of.blocks], of.dim)]
-    return torch.cat([part for rank in zip(*blocks, strict=True) for part in rank], of.dim)
-
-
-def _dim_of(expected: torch.Tensor, found: list[torch.Tensor]) -> int | None:
-    """Along which dimension these are the parts; None where each is the whole."""
-
-    kind = torch.complex128  # takes in all others
-    near = max(1e-4, 8 * torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0)
-
-    def same(whole: torch.Tensor, part: torch.Tensor) -> bool:
-        return whole.shape == part.shape and torch.allclose(whole.to(kind), part.to(kind), rtol=near, atol=near, equal_nan=True)
-
-    if all(same(expected, part) for part in found):
-        return None
-    for dim in range(expected.dim()):
-        parts = expected.chunk(len(found), dim)
-        if len(parts) == len(found) and all(map(same, parts, found)):
-            return dim
-    raise _Mixed
-
-
-def _as_layout(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return as_meta(value.detach()) if value.layout is torch.strided else value
-    return torch.device("meta") if isinstance(value, torch.device) else value
-
-
-def _layout(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
-    return DTensor.from_local(as_meta(x.detach()), mesh, [Shard(dim)], run_check=False)
-
-
-def _fits(made: Any, result: Any) -> bool:
-    """Whether layouts are those of these values."""
-    layouts = [layout.to_local() if isinstance(layout, DTensor) else layout for layout in _tensors(made)]
-    return [layout.shape for layout in layouts] == [value.shape for value in _tensors(result)]
-
-
-def _contracted(name: str, args: Any) -> list[tuple[torch.Tensor, int]]:
-    """What a product adds up along: tensors, and the dimension of each."""
-    left, right = args[1:3] if name in ("addmm", "baddbmm") and len(args) > 2 else (*args, None, None)[:2]
-    if name not in _PRODUCTS or not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
-        return []
-    if name == "__rmatmul__":
-        left, right = right, left
-    return [(left, left.dim() - 1), (right, right.dim() - 1 if name == "linear" else max(right.dim() - 2, 0))]
+    leaves: tuple[Any, ...]
+    kinds: tuple[type, ...]
+    spec: Any
+    numbers: dict[int, torch.Tensor]
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -1,0 +1,44 @@
+"""Random numbers drawn for a value of which each rank has a part: equal on all ranks, they are not those of the whole."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from slapo_core.random import rng_state
+
+from . import collectives
+from ._torch_private import no_functions
+from .followed import Followed
+from .rules import applied_cut
+
+
+class Draw:
+    """The states of the generators before a function runs that may draw. In a forked region ranks differ as they are to."""
+
+    def __init__(self) -> None:
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        state = None if is_captured else rng_state()
+        self.before = {} if state is None or state.forks else state.devices
+
+    def is_alike(self, value: Followed) -> bool:
+        """Whether it has drawn for this value, from the same state on every rank that has a part of it.
+
+        All ranks that draw ask each other: seeds of their own are as good as a fork.
+        """
+        if not self.before:
+            return False
+        with no_functions(), torch.no_grad():
+            after = rng_state().devices
+            if all(torch.equal(after[device], state) for device, state in self.before.items()):
+                return False
+            return self._is_everywhere(value)
+
+    def _is_everywhere(self, value: Followed) -> bool:
+        applied = applied_cut(value.owner)
+        assert applied is not None
+        digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in self.before.values()), digest_size=7)
+        own = torch.tensor([int.from_bytes(digest.digest(), "big")], device=value.layout.device)
+        everywhere = collectives.all_gather(own, 0, applied.spec.group)
+        return bool((everywhere == own).all())
