@@ -6,7 +6,7 @@ import pytest
 
 from slapo_core.testing import run_distributed
 from tests.slapo_sharding.split_families import FAST, refusal, steps_of_one_layer, steps_of_same
-from tests.slapo_sharding.test_tensor_parallel_families import SPLIT
+from tests.slapo_sharding.test_tensor_parallel_families import DEEP, SPLIT
 
 pytestmark = pytest.mark.multiproc
 
@@ -27,24 +27,22 @@ REFUSED = {
 }
 """Families that are split, but not along the sequence, and why."""
 
-DEEP = {"bert", "gpt2", "llama", "mixtral", "opt", "t5"}
-"""Those with layers of different make; the others are variations."""
-
 WHOLE = {"mobilebert"}
 """Families whose layers are gathered before anything in them is split."""
 
 ALLOWED = [name for name in SPLIT if name not in REFUSED]
-EACH = [pytest.param(name, marks=() if name in DEEP else pytest.mark.slow) for name in ALLOWED]
+EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ALLOWED]
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_two_ranks(name: str) -> None:
-    steps = run_distributed(steps_of_same, 2, name, True, timeout=120)[0]
+    of_one = name in FAST and name not in DEEP
+    steps = run_distributed(steps_of_one_layer if of_one else steps_of_same, 2, name, True, timeout=120)[0]
     assert any("'scatter'" in step for step in steps)
     assert any("'fwd_post', 'reduce_scatter'" in step for step in steps) == (name not in WHOLE)
 
 
-@pytest.mark.parametrize("name", [each for each in EACH if each.values[0] in FAST])
+@pytest.mark.parametrize("name", [name for name in ALLOWED if name in FAST])
 def test_four_ranks(name: str) -> None:
     steps = run_distributed(steps_of_one_layer, 4, name, True, timeout=120)[0]
     assert any("'fwd_post', 'reduce_scatter'" in step for step in steps)
