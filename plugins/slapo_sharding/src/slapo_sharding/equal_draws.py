@@ -31,14 +31,13 @@ class Draw:
             return False
         with no_functions(), torch.no_grad():
             after = rng_state().devices
-            if all(torch.equal(after[device], state) for device, state in self.before.items()):
-                return False
-            return self._is_everywhere(value)
+            drawn_from = [state for device, state in self.before.items() if not torch.equal(after[device], state)]
+            return bool(drawn_from) and self._is_everywhere(drawn_from, value)
 
-    def _is_everywhere(self, value: Followed) -> bool:
+    def _is_everywhere(self, drawn_from: list[torch.Tensor], value: Followed) -> bool:
         applied = applied_cut(value.owner)
         assert applied is not None
-        digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in self.before.values()), digest_size=7)
-        own = torch.tensor([int.from_bytes(digest.digest(), "big")], device=value.layout.device)
+        digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in drawn_from), digest_size=7).digest()
+        own = torch.tensor([int.from_bytes(digest, "big")], device=value.layout.device)
         everywhere = collectives.all_gather(own, 0, applied.spec.group)
         return bool((everywhere == own).all())
