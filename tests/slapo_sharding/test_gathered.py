@@ -19,7 +19,7 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
 from slapo_sharding import plugin
-from slapo_sharding.gathered import Again
+from slapo_sharding.started import _Again
 
 pytestmark = pytest.mark.multiproc
 
@@ -203,10 +203,10 @@ def _order(rank: int) -> list[str]:
 def test_it_is_gathered_and_scattered_while_layers_compute():
     bias = ["sum", "wait"]  # of the split output
     down = ["gather", "wait", "matrix", "matrix"]  # the gradient of the split output; of down's input and weight
-    up = ["gather", "matrix", "wait", "matrix"]  # the value, while the gradient of up's input is computed; of its weight
-    gate = ["matrix", "scatter", "matrix", "wait"]  # the input's gradient is scattered while the weight's is computed
+    inputs = ["gather", "matrix", "matrix"]  # the value is gathered while the gradients of the layers' inputs are computed
+    weights = ["scatter", "wait", "matrix", "matrix", "wait"]  # their sum is scattered while the weights' are computed
     names = run_distributed(_order, 2)[0]
-    assert names[: names.index("norm")] == [*bias, *down, *up, *gate], names
+    assert names[: names.index("norm")] == [*bias, *down, *inputs, *weights], names
 
 
 def _kept(rank: int) -> None:
@@ -216,7 +216,7 @@ def _kept(rank: int) -> None:
     loss = model(_input()).sum()
     loss.backward(retain_graph=True)
     gc.collect()
-    alive = [each for each in gc.get_objects() if type(each) is Again]
+    alive = [each for each in gc.get_objects() if type(each) is _Again]
     assert alive
     assert all(each.sent is None and each.known is None for each in alive)
 
@@ -255,3 +255,112 @@ def _copied(rank: int) -> None:
 
 def test_a_copy_has_gradients_of_its_own():
     run_distributed(_copied, 2)
+
+
+def _between(rank: int, how: str) -> None:
+    """What the model or its user puts between the gathered value and a layer is part of the backward."""
+    model = Block()
+    before = copy.deepcopy(model)
+    build(_sharded(model))
+    grads = []
+    for each in (before, model):
+        each.mlp.register_forward_pre_hook(_PUT[how])
+        if how == "a hook of the backward":
+            each.mlp.gate.register_full_backward_hook(lambda module, grads, outputs: (3 * grads[0],))
+        x = _input()
+        for _ in range(2):
+            x.grad = None
+            each(x).pow(2).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0], atol=1e-4, rtol=1e-4)
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return -grad
+
+
+def _unknown(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    with torch.no_grad():
+        return (args[0].view_as(args[0]),)
+
+
+def _hooked(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+    args[0].register_hook(lambda grad: 2 * grad)
+
+
+_PUT: dict[str, Callable[..., Any]] = {
+    "a function": lambda module, args: (_Reversed.apply(args[0]),),
+    "a view without a gradient": _unknown,
+    "a hook of the value": _hooked,
+    "a hook of the backward": lambda module, args: None,
+}
+
+
+@pytest.mark.parametrize("how", _PUT)
+def test_what_stands_between_the_value_and_a_layer(how: str):
+    run_distributed(_between, 2, how)
+
+
+def _odd(rank: int, how: str) -> None:
+    model = Block()
+    before = copy.deepcopy(model)
+    sch = _sharded(model)
+    build(sch)
+    for each in (before, model):
+        gated = each.mlp
+        if how == "in place":
+            gated.gate.register_forward_hook(lambda module, args, output: output.relu_())
+        elif how == "nested checkpoints":
+            plain = gated.up.forward
+            gated.up.__dict__["forward"] = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
+        x = _input()
+        if how == "nested checkpoints":
+            checkpoint(each, x, use_reentrant=False).sum().backward()
+        elif how == "anomaly":
+            with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+                each(x).sum().backward()
+        else:
+            each(x).sum().backward()
+    expected = {name: parameter.grad for name, parameter in before.named_parameters()}
+    torch.testing.assert_close(sch.full_state("grad"), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["in place", "nested checkpoints", "anomaly"])
+def test_odd_runs(how: str):
+    run_distributed(_odd, 2, how)
+
+
+def _detached(rank: int) -> None:
+    """Layers that are given a leaf of the user's: nothing goes back to what it was made of."""
+    model = Block()
+    build(_sharded(model), check=False)
+    plain = model.mlp.forward
+    model.mlp.forward = lambda x: plain(x.detach().requires_grad_())
+    for _ in range(2):
+        model(_input()).sum().backward()
+    assert model.norm.weight.grad is None
+    assert model.mlp.gate.weight.grad is not None
+
+
+def test_a_leaf_ends_the_backward():
+    run_distributed(_detached, 2)
+
+
+def _batched(rank: int) -> str:
+    model = Block()
+    build(_sharded(model))
+    x = _input()
+    loss = model(x).sum((0, 1))
+    with pytest.raises(RuntimeError) as err:
+        torch.autograd.grad(loss, x, torch.eye(WIDTH), is_grads_batched=True)
+    return str(err.value)
+
+
+def test_batched_gradients_are_refused():
+    assert "one gradient at a time; leave out is_grads_batched" in run_distributed(_batched, 2)[0]

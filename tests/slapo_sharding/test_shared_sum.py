@@ -85,7 +85,7 @@ def test_a_weight_gets_its_gradient_while_the_sum_is_under_way():
     names = run_distributed(_order, 2)[0]
     start, wait = names.index("all_reduce"), names.index("wait_tensor")
     assert names.count("all_reduce") == 1
-    assert names[start + 1 : wait] == ["mm"], names  # of gate, the first that is given the value
+    assert names[start + 1 : wait] == ["mm", "mm"], names  # of both weights
     assert names[wait + 1] == "native_layer_norm_backward"
 
 

@@ -21,12 +21,12 @@ compile and run on fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ._torch_private import is_batched
 from .dealing import share
 
 Group = dist.ProcessGroup | None
@@ -37,38 +37,22 @@ def all_reduce(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     return x if num_ranks(group) == 1 else apply(_AllReduce, x, group)
 
 
-def all_reduce_grad(x: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """A replicated tensor, unchanged, whose gradient is summed over the group: each rank uses it for its own shard."""
-    return x if num_ranks(group) == 1 else apply(_AllReduceGrad, x, group)
+def all_reduce_grad(x: torch.Tensor, group: Group = None, *, apart: bool = False) -> torch.Tensor:
+    """A replicated tensor, unchanged, whose gradient is summed over the group: each rank uses it for its own shard.
 
-
-def all_reduce_grad_around(x: torch.Tensor, group: Group, between: Callable[[], None]) -> torch.Tensor:
-    """As ``all_reduce_grad``; what ``between`` records in the forward runs in the backward while the sum is under way.
-
-    Autograd runs what was recorded last first: the sum starts, then ``between``'s part, then what waits for the sum.
+    Args:
+        x: The same on every rank.
+        group: Ranks that use it.
+        apart: Start the sum in one node of autograd and wait for it in another, recorded before: what has its turn between
+            these runs while the sum is under way.
     """
     if group is None or num_ranks(group) == 1:
-        between()
         return x
-    waited = apply(_Wait, x)
-    between()
-    return apply(_Start, waited, group)
-
-
-def gathered_around(
-    part: torch.Tensor, whole: torch.Tensor, dim: int, group: Group, between: Callable[[], None]
-) -> torch.Tensor:
-    """``whole``, which was gathered from ``part`` along ``dim``, as another use of ``part``; the backward is a reduce-scatter.
-
-    What ``between`` records in the forward runs in the backward while that is under way, see ``all_reduce_grad_around``.
-    """
-    waited = apply(_Wait, part)
-    between()
-    return apply(_StartScatter, waited, whole.detach(), dim, group)
+    return apply(_Start, apply(_Wait, x), group) if apart else apply(_AllReduceGrad, x, group)
 
 
 def all_gather(
-    x: torch.Tensor, dim: int, group: Group = None, *, backward: str = "split", size: int | None = None
+    x: torch.Tensor, dim: int, group: Group = None, *, backward: str = "split", size: int | None = None, apart: bool = False
 ) -> torch.Tensor:
     """Put the shards of all ranks together along ``dim``.
 
@@ -79,6 +63,7 @@ def all_gather(
         backward: ``"split"`` where all ranks compute the same from the result, so that each has the whole gradient;
             ``"reduce_scatter"`` where each rank has only its part of the sum.
         size: Of the result along ``dim``, for shards as ``torch.chunk`` deals them out of it, the last ones smaller or empty.
+        apart: Start the reduce-scatter of the backward in one node and wait for it in another, as ``all_reduce_grad`` does.
 
     Raises:
         ValueError: another ``backward``, or a shard that is not this rank's part of ``size``.
@@ -90,6 +75,8 @@ def all_gather(
     dim = dim % x.dim()
     if size is not None and x.size(dim) != _width(size, group):
         raise ValueError(f"dim {dim} of a shard of shape {tuple(x.shape)} is not rank {group.rank()}'s part of {size}")
+    if apart and backward == "reduce_scatter":
+        return apply(_Gather, apply(_Wait, x), dim, group, size)
     return apply(_AllGather, x, dim, group, backward, size)
 
 
@@ -237,20 +224,21 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if torch.is_grad_enabled():  # a graph of this backward is made
+        if torch.is_grad_enabled() or torch.is_anomaly_enabled():  # a graph is made of this, or somebody looks at it
             return all_reduce(grad, ctx.group), None
-        return _ops.all_reduce(grad.contiguous(), "sum", ctx.group.group_name), None
+        return _send(grad, "sum", ctx.group), None
 
 
-class _StartScatter(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int | None) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
-        return whole.view_as(whole)
+        return _join(x, dim, group, group.size() * x.size(dim) if size is None else size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled() or grad.size(ctx.dim) % ctx.group.size():  # uneven parts are cut after the wait
+        uneven = grad.size(ctx.dim) % ctx.group.size()  # cut after the wait
+        if torch.is_grad_enabled() or torch.is_anomaly_enabled() or uneven:
             return apply(_ReduceScatter, grad, ctx.dim, ctx.group), None, None, None
         return _send_sums(grad, ctx.dim, ctx.group), None, None, None
 
@@ -273,14 +261,24 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
-    result: torch.Tensor = _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.group_name))
+    result: torch.Tensor = _ops.wait_tensor(_send(x, op, group))
     return result
+
+
+def _send(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    return _ops.all_reduce(_plain(x).contiguous(), op, group.group_name)  # type: ignore[no-any-return]
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_compiling() and is_batched(x):  # torch would send numbers that are none
+        raise RuntimeError("a collective of sharded layers takes one gradient at a time; leave out is_grads_batched and vmap")
+    return x
 
 
 def send(x: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
     """Start to gather ``size`` along ``dim``; the backend puts ranks, all with as much, along dimension 0."""
     assert group is not None
-    mine = _padded(x, dim, -(-size // group.size())) if size % group.size() else x.contiguous()
+    mine = _padded(x, dim, -(-size // group.size())) if size % group.size() else _plain(x).contiguous()
     return _ops.all_gather_into_tensor(mine, group.size(), group.group_name)  # type: ignore[no-any-return]
 
 
@@ -303,7 +301,7 @@ def _join(x: torch.Tensor, dim: int, group: dist.ProcessGroup, size: int) -> tor
 
 def _send_sums(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Start to reduce-scatter along ``dim``; the backend cuts along dimension 0, into equal pieces."""
-    rows = torch.cat(x.chunk(group.size(), dim)) if dim else x.contiguous()
+    rows = torch.cat(_plain(x).chunk(group.size(), dim)) if dim else _plain(x).contiguous()
     return _ops.reduce_scatter_tensor(rows, "sum", group.size(), group.group_name)  # type: ignore[no-any-return]
 
 
@@ -318,7 +316,7 @@ def _sum_piece(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
 def _exchange(x: torch.Tensor, dim: int, new_dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Send each rank its piece along ``new_dim``, and put what the ranks send together along ``dim``."""
     ranks = group.size()
-    rows = torch.stack(x.chunk(ranks, new_dim))
+    rows = torch.stack(_plain(x).chunk(ranks, new_dim))
     sent = _ops.wait_tensor(_ops.all_to_all_single(rows, [1] * ranks, [1] * ranks, group.group_name))
     return torch.cat(sent.unbind(), dim)
 

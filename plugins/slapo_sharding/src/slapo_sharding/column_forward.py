@@ -1,37 +1,21 @@
 """A column-parallel layer in two nodes of autograd: its weight's gradient is computed while that of its input is summed.
 
-    x -- wait ------------------ start --- layer        forward: no work but the layer's
-           \\-- its weight -----------------/            backward: data of the layer, start, weight, wait
-
-The layer's own forward hands the gradient of its output on to what stands for its weight, recorded before ``start``.
+The layer's own node hands the gradient of its output on to one that stands for its weight; see ``started`` for their order.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import collectives, gathered
+from . import collectives, started
 from .layers import is_conv1d, is_linear
 from .linear_forwards import only_input
-
-_GIVEN = "_slapo_given"
-_COMPUTED = "computed"  # by a parametrisation or hook
-
-
-class Source(Protocol):
-    """Where the weight's gradient has the layer's input from, given what the forward kept of it."""
-
-    def start(self, kept: torch.Tensor) -> None:
-        """It will be needed soon."""
-
-    def whole(self, kept: torch.Tensor) -> torch.Tensor:
-        """The input; differentiable while a graph of the backward is made."""
 
 
 def overlaps(module: nn.Module) -> bool:
@@ -49,64 +33,31 @@ def is_overlapping(forward: Callable[..., Any] | None) -> bool:
     return getattr(forward, "__func__", None) is _forward
 
 
-def stand_in(module: Any, x: torch.Tensor, kept: torch.Tensor, source: Source) -> torch.Tensor | None:
-    """What stands for the weight, if it is a parameter that the forward will find as it is now, and wants a gradient."""
-    weight, bias = _parameters(module)
-    if not is_overlapping(module.__dict__.get("forward")) or weight is _COMPUTED or bias is _COMPUTED:
-        return None
-    if not (weight.requires_grad and x.is_floating_point() and weight.is_floating_point()):
-        return None
-    transposed = is_conv1d(module)
-    shape = (*x.shape[:-1], module.nf if transposed else module.out_features)
-    return collectives.apply(_Weights, kept, weight, bias, shape, transposed, source)
-
-
-def give(module: nn.Module, x: torch.Tensor, standin: torch.Tensor | None) -> None:
-    """What the layer's next forward is to use, if it is called with ``x`` and has the parameters it has now."""
-    module.__dict__.pop(_GIVEN, None)
-    if standin is not None:
-        module.__dict__[_GIVEN] = x, dict(module._parameters), standin
-
-
 def _forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    given = None if torch.compiler.is_compiling() else module.__dict__.pop(_GIVEN, None)
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and not torch.compiler.is_compiling():
-        x = args[0]
-        if given is not None:
-            if given[0] is x and all(module._parameters.get(name) is known for name, known in given[1].items()):
-                return _apart(module, x, given[2], None, None)
-        elif (found := gathered.of(x)) is not None and _COMPUTED not in _parameters(module):
-            return _of_gathered(module, x, found)
-    elif len(args) != 1 or kwargs:
+    if len(args) != 1 or kwargs:
         only_input(module, args, kwargs)
+    elif not torch.compiler.is_compiling() and isinstance(args[0], torch.Tensor):
+        found = started.of(args[0])
+        if found is not None and _wants_gradient(module, args[0]):
+            return _apart(module, args[0], found)
     return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-def _of_gathered(module: Any, x: torch.Tensor, found: gathered.Gathered) -> torch.Tensor:
-    """The layer's output for a gathered input, of which this rank's part is kept."""
-    standin: torch.Tensor | None = None
-
-    def record() -> None:
-        nonlocal standin
-        standin = stand_in(module, x, found.part, found.again)
-
-    entered = found.enter(x, record)
-    entered = entered if entered.shape == x.shape else entered.view(x.shape)
-    if standin is None:
-        return type(module).forward(module, entered)  # type: ignore[no-any-return]
-    found.again.expect(_dtype(x))
-    return _apart(module, entered, standin, found.part, found.again)
+def _wants_gradient(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the layer has a weight that does, and computes it in the way shown below; a parametrised one is no parameter."""
+    weight = module._parameters.get("weight")
+    if weight is None or "bias" not in module._parameters:
+        return False
+    return weight.requires_grad and x.is_floating_point() and weight.is_floating_point()
 
 
-def _apart(
-    module: Any, x: torch.Tensor, standin: torch.Tensor, part: torch.Tensor | None, source: Source | None
-) -> torch.Tensor:
-    return collectives.apply(_Data, x, standin, module.weight, module.bias, is_conv1d(module), part, source)
-
-
-def _parameters(module: nn.Module) -> tuple[Any, Any]:
-    weight, bias = (module._parameters.get(name, _COMPUTED) for name in ("weight", "bias"))
-    return weight, bias
+def _apart(module: Any, x: torch.Tensor, found: started.Started) -> torch.Tensor:
+    weight, bias, transposed = module.weight, module.bias, is_conv1d(module)
+    shape = (*x.shape[:-1], weight.shape[1 if transposed else 0])
+    found.source.expect(_dtype(x))
+    weights = collectives.apply(_Weights, found.kept, weight, bias, shape, transposed, found.source)
+    found.precede(weights)
+    return collectives.apply(_Data, x, weights, weight, bias, transposed, found.kept, found.source)
 
 
 class _Weights(torch.autograd.Function):
@@ -120,7 +71,7 @@ class _Weights(torch.autograd.Function):
         bias: torch.Tensor | None,
         shape: tuple[int, ...],
         transposed: bool,
-        source: Source,
+        source: started.Source,
     ) -> torch.Tensor:
         ctx.save_for_backward(kept)
         ctx.transposed, ctx.source = transposed, source
@@ -144,28 +95,33 @@ class _Data(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        standin: torch.Tensor,
+        weights: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transposed: bool,
-        part: torch.Tensor | None,
-        source: Source | None,
+        kept: torch.Tensor,
+        source: started.Source,
     ) -> torch.Tensor:
-        ctx.save_for_backward(weight, part)
+        ctx.save_for_backward(weight, kept)
         ctx.transposed, ctx.dtype, ctx.source = transposed, x.dtype, source
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        rows = F.linear(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.t() if transposed else weight, bias)
+        output: torch.Tensor = torch.ops.aten._unsafe_view(rows, weights.shape)  # what follows may change it in place
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, part = ctx.saved_tensors
-        if part is not None and ctx.needs_input_grad[1]:
-            ctx.source.start(part)
-        weight = weight.to(grad.dtype)
-        product = grad @ (weight.t() if ctx.transposed else weight)
-        return product.to(ctx.dtype), grad, None, None, None, None, None
+        weight, kept = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            ctx.source.start(kept)
+        product = None
+        if ctx.needs_input_grad[0]:
+            weight = weight.to(grad.dtype)
+            product = (grad @ (weight.t() if ctx.transposed else weight)).to(ctx.dtype)
+        return product, grad, None, None, None, None, None
 
 
 def _dtype(x: torch.Tensor) -> torch.dtype:
-    """Of the output of a linear layer."""
+    """Of the output of a linear layer; autocast leaves double precision alone."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else x.dtype

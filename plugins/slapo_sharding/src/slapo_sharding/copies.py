@@ -33,7 +33,9 @@ class CopySum:
     def __deepcopy__(self, memo: dict[int, Any]) -> CopySum:
         return self
 
-    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None:
+            return None
         dim, places = self.spec.dim, list(self._places())
         shape = [*grad.shape[:dim], self.stop - self.start, *grad.shape[dim + 1 :]]
         total = grad.new_zeros(shape)

@@ -1,11 +1,10 @@
-"""The sum of an input's gradient: once for all layers that are given the same tensor, and while one computes its weight's."""
+"""The sum of an input's gradient: once for all layers that are given the same tensor."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from . import collectives, column_forward
+from . import collectives, started
 
 
 class SharedSum:
@@ -27,44 +26,16 @@ class SharedSum:
         self.proven = False  # that all modules have been given one tensor, unchanged
         self.known: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
-    def take(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def take(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` for one of the modules, its gradient summed; the same tensor as long as ``x`` is the same and unchanged."""
         compiling = torch.compiler.is_compiling()
         if compiling and not self.proven:  # a graph has no versions to tell that x is unchanged
             return collectives.all_reduce_grad(x, self.group)
         version = 0 if compiling else x._version
-        standin: torch.Tensor | None = None
-
-        def record() -> None:
-            nonlocal standin
-            standin = column_forward.stand_in(module, x, x, _Whole(self.group))
-
         if self.known is None or self.known[0] is not x or self.known[1] != version:
-            if compiling:  # the compiler orders the backward itself
-                taken = collectives.all_reduce_grad(x, self.group)
-            else:
-                taken = collectives.all_reduce_grad_around(x, self.group, record)
-            self.known, self.left = (x, version, taken), self.members
-        elif not compiling:
-            record()
+            self.known, self.left = (x, version, started.summed(x, self.group)), self.members
         taken = self.known[2]
         self.left -= 1
         if self.left == 0:
             self.known, self.proven = None, True
-        if not compiling:
-            column_forward.give(module, taken, standin)
         return taken
-
-
-class _Whole:
-    """The input as it was kept."""
-
-    def __init__(self, group: collectives.Group) -> None:
-        self.group = group
-
-    def start(self, kept: torch.Tensor) -> None:
-        """It is there."""
-
-    def whole(self, kept: torch.Tensor) -> torch.Tensor:
-        """A gradient of a weight's gradient is this rank's part of the input's."""
-        return collectives.all_reduce_grad(kept, self.group) if torch.is_grad_enabled() else kept

@@ -100,9 +100,11 @@ class SyncPrimitive(Primitive):
         if (sync.fn is None and schedule.world_size <= 1) or sync.op == _NOTHING:
             return
         if mode == "grad":
-            for name, parameter in trainable(module).items():
+            own = trainable(module)
+            for name, parameter in own.items():
+                seen = name == "bias" and "weight" in own  # its parts are equal where the loss is a mean of values
                 label = f"{schedule.path}.{name}" if schedule.path else name
-                handle = parameter.register_hook(GradientSum(schedule.group, label))  # type: ignore[no-untyped-call]
+                handle = parameter.register_hook(GradientSum(schedule.group, label, seen=seen))  # type: ignore[no-untyped-call]
                 schedule.on_undo(handle.remove)
         elif sync.shared is not None:
             for each in _members(schedule, of):

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from slapo_core.errors import ScheduleError
 
-from . import collectives, gathered
+from . import collectives, started
 from .rules import applied_cut
 from .shared_sum import SharedSum
 
@@ -58,8 +58,8 @@ class Sync:
             return self.fn(module, args, kwargs)  # torch calls a backward hook with (module, grad_input, grad_output)
         if self.mode == "bwd_post":
             if len(args) == 1 and isinstance(args[0], torch.Tensor) and not kwargs:
-                return (self._reduce_grad(module, args[0]),), kwargs
-            return pytree.tree_map_only(torch.Tensor, partial(self._reduce_grad, module), (args, kwargs))
+                return (self._reduce_grad(args[0]),), kwargs
+            return pytree.tree_map_only(torch.Tensor, self._reduce_grad, (args, kwargs))
         return self._before(module, args, kwargs)
 
     def run(self, x: torch.Tensor, uneven: int | None = None) -> torch.Tensor:
@@ -75,17 +75,17 @@ class Sync:
             assert self.new_axis is not None
             return collectives.all_to_all(x, self.axis, self.new_axis, self.group)
         if self.op == "all_gather" and self.backward == "reduce_scatter":
-            return gathered.gather(x, self.axis, self.group, uneven)
+            return started.gathered(x, self.axis, self.group, uneven)
         if self.op == "all_gather":
             return collectives.all_gather(x, self.axis, self.group, backward=self.backward, size=uneven)
         if self.op == "scatter":
             return collectives.scatter(x, self.axis, self.group, uneven=uneven is not None)
         return getattr(collectives, self.op)(x, self.axis, self.group)  # type: ignore[no-any-return]
 
-    def _reduce_grad(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _reduce_grad(self, x: torch.Tensor) -> torch.Tensor:
         if not x.requires_grad or not torch.is_grad_enabled():
             return x
-        return collectives.all_reduce_grad(x, self.group) if self.shared is None else self.shared.take(module, x)
+        return collectives.all_reduce_grad(x, self.group) if self.shared is None else self.shared.take(x)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.fn is None:
@@ -160,7 +160,9 @@ class GradientSum:
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientSum:
         return GradientSum(self.group, self.name, seen=self.seen)
 
-    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None:  # of a backward that reaches the parameter and has nothing for it
+            return None
         total = collectives.all_reduce(grad, self.group)
         if not self.seen and not torch.compiler.is_compiling():
             self._check(grad, total)
