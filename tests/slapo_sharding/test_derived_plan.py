@@ -137,6 +137,26 @@ def test_what_does_not_fit_stays_whole(why: str) -> None:
     assert {step.partition("]")[0] for step in steps} == {"sch['in_'", "sch['out'"}
 
 
+class Numbered(nn.Module):
+    """Three layers that differ by a number in their names; the first has to stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8, 8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc3(torch.relu(self.fc2(self.fc1(x).softmax(-1))))
+
+
+def _numbered(rank: int) -> list[str]:
+    return _derived(Numbered(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
+
+
+def test_a_layer_that_stays_whole_keeps_no_other_whole_that_differs_by_a_number_in_its_name() -> None:
+    assert {step.partition("]")[0] for step in run_distributed(_numbered, 2)[0]} == {"sch['fc2'", "sch['fc3'"}
+
+
 def _counts_on_all(rank: int) -> str:
     model = Unfit("shape of the input")
     names = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]

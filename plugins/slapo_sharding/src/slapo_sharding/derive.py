@@ -8,7 +8,6 @@ stays sharded, through activations or attention, until row layers take it in and
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -122,8 +121,8 @@ def _dims(node: fx.Node, sizes: set[int]) -> list[int]:
 
 
 def kind(path: str) -> str:
-    """The same for the layers at one place of the repeated blocks."""
-    return re.sub(r"\d+", "*", path)
+    """The same for the modules at one place of the repeated blocks."""
+    return ".".join("*" if name.isdigit() else name for name in path.split("."))
 
 
 def fused_sizes(calls: list[fx.Node]) -> tuple[int, ...]:

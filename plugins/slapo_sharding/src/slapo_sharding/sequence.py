@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from .borders import Place, border
+from .derive import kind
 from .layouts import LayoutError, Layouts
 from .sequence_layouts import BorderError, LengthError, MixedUse, PartError, SequenceLayouts
 from .sequence_plan import Backward, Crossing, Plan
@@ -193,8 +194,8 @@ class _Search:
         path, mode = place
         if self.plan.block_of(path) is None:
             return [place]
-        kind, cls = _kind(path), type(self.modules[path])
-        return [(other, mode) for other, module in self.modules.items() if type(module) is cls and _kind(other) == kind]
+        cls, modules = type(self.modules[path]), self.modules.items()
+        return [(other, mode) for other, module in modules if type(module) is cls and kind(other) == kind(path)]
 
     def _add(self, place: Place, crossing: Crossing) -> None:
         self.plan.crossings.update(dict.fromkeys(self._alike(place), crossing))
@@ -215,10 +216,6 @@ class _Search:
         for place in around:
             self.plan.crossings[place] = replace(self.plan.crossings[place], backward="split")
         return bool(around)
-
-
-def _kind(path: str) -> str:
-    return ".".join("*" if name.isdigit() else name for name in path.split("."))
 
 
 def _inputs(layouts: Layouts) -> list[torch.Tensor]:
