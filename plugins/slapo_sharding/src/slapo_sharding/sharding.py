@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class Sharder:
         self.schedule = schedule
         self.module, self.child = schedule.mod, schedule.name
         self.owner = parent.mod if (parent := schedule.parent) is not None else None
-        self.names = (name,) if isinstance(name, str) else tuple(name)
+        self.names = (name,) if isinstance(name, str) or not isinstance(name, Iterable) else tuple(name)
         self.axis = axis
         self.blocks = blocks
         self.gathered = gathered
@@ -71,12 +71,14 @@ class Sharder:
         if not self.names:
             raise self._error("no parameter is named; give one, e.g. 'weight'")
         for name in self.names:
+            if not isinstance(name, str):
+                raise self._error(f"{name!r} is not the name of a parameter; give one, e.g. 'weight'")
             if tensor_of(self.module, name) is None:
                 known = [*self.module._parameters, *self.module._buffers]
                 raise self._error(f"no parameter {name!r}; available: {', '.join(known) or 'none'}")
         first = max(self.names, key=lambda name: self._held(name).dim())
         rank = self._held(first).dim()
-        if not isinstance(self.axis, int) or not -rank <= self.axis < rank:
+        if not _is_whole(self.axis) or not -rank <= self.axis < rank:
             raise self._error(f"axis {self.axis!r} is out of range for {first!r} with {rank} dimensions")
         return first, self.axis % rank
 
@@ -127,13 +129,14 @@ class Sharder:
         return (width // number,) * number
 
     def _given_blocks(self, first: str, width: int) -> tuple[int, ...]:
+        if isinstance(self.blocks, (bool, str)) or not isinstance(self.blocks, (int, Iterable)):
+            raise self._error(f"blocks is {self.blocks!r}; give how many equal ones, or their sizes")
         if isinstance(self.blocks, int):
             if self.blocks < 1 or width % self.blocks:
                 raise self._error(f"{first!r} has size {width}, which is not {self.blocks} equal blocks; give their sizes")
             return (width // self.blocks,) * self.blocks
-        assert self.blocks is not None
         sizes = tuple(self.blocks)
-        if not all(isinstance(size, int) and size > 0 for size in sizes) or sum(sizes) != width:
+        if not all(_is_whole(size) and size > 0 for size in sizes) or sum(sizes) != width:
             raise self._error(f"blocks {sizes} do not add up to the size {width} of {first!r}")
         return sizes
 
@@ -242,3 +245,7 @@ class Sharder:
 
     def _error(self, message: str) -> ScheduleError:
         return ScheduleError(message, path=self.schedule.path, primitive="shard")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
