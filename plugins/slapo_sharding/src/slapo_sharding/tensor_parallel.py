@@ -46,15 +46,17 @@ class TensorParallelPrimitive(Primitive):
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False) -> None:
+    def check(
+        schedule: Schedule, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False
+    ) -> dict[str, str] | None:
         """Find the modules of the plan."""
         _check_untouched(schedule, plan)
-        _planned(schedule, plan, sequence_parallel)
+        return _planned(schedule, plan, sequence_parallel)
 
     @staticmethod
     def apply(schedule: Schedule, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False) -> None:
         """Take the steps."""
-        steps = _planned(schedule, plan, sequence_parallel)
+        steps: dict[str, str] | None = schedule.checked
         derived = steps is None
         if steps is None:
             apply_derived(schedule, sequence_parallel)
