@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.testing import run_distributed
-from slapo_sharding._torch_private import NO_BACKWARD, backward_pass, layouts_kept, mesh_of, no_functions, surroundings
+from slapo_sharding._torch_private import (
+    NO_BACKWARD,
+    backward_pass,
+    is_batched,
+    layouts_kept,
+    mesh_of,
+    no_functions,
+    saving,
+    surroundings,
+    swap_turns,
+)
 
 pytestmark = pytest.mark.multiproc
 
@@ -104,3 +115,54 @@ def test_surroundings_are_what_a_function_depends_on() -> None:
     torch.vmap(lambda x: found.append(surroundings(cpu)) or x)(torch.ones(2))
     assert found[-1] is None
     assert surroundings(cpu) == found[0]
+
+
+class _Turn(torch.autograd.Function):
+    """Notes its turn in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, name: str, turns: list[str]) -> torch.Tensor:
+        ctx.name, ctx.turns = name, turns
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.turns.append(ctx.name)
+        return grad, None, None
+
+
+def test_turns_in_a_backward_can_be_exchanged() -> None:
+    for exchanged in (False, True):
+        turns: list[str] = []
+        x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        start = _Turn.apply(_Turn.apply(x, "wait", turns), "start", turns)
+        weights = _Turn.apply(weight, "weights", turns)
+        if exchanged:
+            swap_turns(start.grad_fn, weights.grad_fn)
+        (start + weights).sum().backward()
+        assert turns == (["start", "weights", "wait"] if exchanged else ["weights", "start", "wait"])
+
+
+def test_what_looks_at_saved_tensors_is_known() -> None:
+    assert saving() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        outer = saving()
+        assert outer is saving()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            assert saving() not in (None, outer)
+    assert saving() is None
+
+
+def test_batches_of_vmap_are_known() -> None:
+    seen: list[bool] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(is_batched(x))
+        return x
+
+    torch.vmap(note)(torch.ones(2, 3))
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(note)
+    torch.autograd.grad(x * 2, x, torch.eye(3), is_grads_batched=True)
+    assert seen == [True, True]
+    assert not is_batched(x)

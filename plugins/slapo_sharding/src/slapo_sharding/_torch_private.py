@@ -105,4 +105,4 @@ def saving() -> Any:
 
 def is_batched(x: torch.Tensor) -> bool:
     """Whether ``x`` is many tensors that ``vmap`` computes with at once."""
-    return torch._C._functorch.is_batchedtensor(x)
+    return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)

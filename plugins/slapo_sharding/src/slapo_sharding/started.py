@@ -59,9 +59,11 @@ _known: Any = WeakIdKeyDictionary()
 
 def of(x: torch.Tensor) -> Started | None:
     """What is known of ``x``, if it is such a value, unchanged, or all of one in another shape."""
+    if not torch.is_grad_enabled():
+        return None
     value = x if x in _known else x._base
     found: Started | None = None if value is None else _known.get(value)
-    if value is None or found is None or not torch.is_grad_enabled():
+    if value is None or found is None:
         return None
     if found.held is not _ANYHOW and found.held is not saving():
         return None
@@ -76,7 +78,8 @@ def summed(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
     if torch.compiler.is_compiling():  # the compiler orders the backward itself
         return collectives.all_reduce_grad(x, group)
     value = collectives.all_reduce_grad(x, group, apart=True)
-    _known[value] = Started(value, x, _Kept(group), _ANYHOW)
+    if value is not x:
+        _known[value] = Started(value, x, _Kept(group), _ANYHOW)
     return value
 
 
@@ -139,6 +142,8 @@ class _Again:
         """All parts, let go with the last layer that asks."""
         if torch.is_grad_enabled():
             return collectives.all_gather(kept, self.dim, self.group, backward="reduce_scatter", size=self.size)
+        if self.sent is None and self.known is None:
+            self.start(kept)
         if self.sent is not None:
             self.known, self.sent = collectives.received(self.sent, self.dim, self.group, self.size), None
         whole, self.left = self.known, self.left - 1
