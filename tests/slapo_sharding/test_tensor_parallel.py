@@ -178,6 +178,7 @@ def _refusals(rank: int) -> dict[str, str]:
     refused("slopes", _llama_like("apertus"))
     inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4))
     refused("dropout", inner, {"0": "colwise", "2": "rowwise"})
+    refused("packed dropout", inner, {"0": "packed_colwise", "2": "packed_rowwise"})
     return messages
 
 
@@ -192,7 +193,8 @@ def test_what_no_plan_can_do_is_refused_and_nothing_changes():
     assert "1 attention heads of size 16 cannot be dealt out to 2 ranks" in messages["heads"]
     assert "has the style 'local_params', which is not supported" in messages["published style"]
     assert "mlp.act_fn.alpha_p' may be used on sharded or on replicated values" in messages["slopes"]
-    assert "'1' may see sharded or replicated values; set it to 0, or shard by hand with fork_rng" in messages["dropout"]
+    for key in ("dropout", "packed dropout"):
+        assert "'1' may see sharded or replicated values; set it to 0, or shard by hand with fork_rng" in messages[key]
 
 
 def test_plans():

@@ -28,6 +28,9 @@ from .rulebook import Rulebook
 
 Plan = Mapping[str, str]
 
+BESIDE_SHARDED = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
+"""Styles of modules around which values are sharded: what lies beside them may see such."""
+
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, str]:
     """The plan of a model: what Transformers publishes for it, or what its structure says; empty when neither says anything.
@@ -65,8 +68,7 @@ def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
     Their gradients are partial if they are used on sharded values (a scale per head, an activation's slope), which only the
     module's code knows.
     """
-    inside = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
-    owners = {path.rpartition(".")[0] for path, style in steps.items() if style in inside}
+    owners = {path.rpartition(".")[0] for path, style in steps.items() if style in BESIDE_SHARDED}
     found = []
     for owner in sorted(owners):
         for name, _ in model.get_submodule(owner).named_parameters(owner):

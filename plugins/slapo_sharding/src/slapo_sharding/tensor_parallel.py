@@ -15,7 +15,15 @@ from slapo_core.schedule import Schedule
 
 from . import attention, column_inputs, dropout
 from .derived_plan import apply_derived, split_stack
-from .plan import head_norms, left_whole, published_plan, tensor_parallel_plan, undeclared_parameters, vocabulary
+from .plan import (
+    BESIDE_SHARDED,
+    head_norms,
+    left_whole,
+    published_plan,
+    tensor_parallel_plan,
+    undeclared_parameters,
+    vocabulary,
+)
 from .rulebook import rules_of
 from .rules import Cut
 from .syncing import trainable
@@ -61,12 +69,11 @@ class TensorParallelPrimitive(Primitive):
         if steps is None:
             apply_derived(schedule, sequence_parallel)
             steps = dict(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
-        for path, style in steps.items():
-            STYLES[style](schedule[path] if path else schedule)
-        for paths in column_inputs.by_parent(path for path, style in steps.items() if style in _COLUMNS):
+        columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
+        for paths in column_inputs.by_parent(columns):
             column_inputs.sum_gradients(schedule, paths)
         if schedule.world_size > 1 and not derived:
-            dropout.fork_dropouts(schedule, {path for path, style in steps.items() if style in ("colwise", "rowwise")})
+            dropout.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
 
 
 def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
@@ -175,7 +182,7 @@ def _match(schedule: Schedule, key: str, *, parameter: bool = False) -> list[str
     return [handle.path[start:] for handle in found]
 
 
-def _colwise(schedule: Schedule, *, gathered: bool = False, blocks: int | None = None) -> None:
+def _colwise(schedule: Schedule, *, gathered: bool = False, blocks: int | None = None) -> bool:
     if blocks is None and not _known_blocks(schedule):
         blocks = 1  # what publishes a plan splits without mixing
     cut = _cut(schedule, "replicated", "sharded")
@@ -183,34 +190,39 @@ def _colwise(schedule: Schedule, *, gathered: bool = False, blocks: int | None =
     schedule.shard(name, axis=cut.dims[name], blocks=blocks, gathered=gathered, uneven=cut.uneven)
     if gathered:
         schedule.sync("fwd_post", "all_gather", axis=cut.dim)
+    return True
 
 
-def _rowwise(schedule: Schedule, *, split: bool = False, blocks: int | None = None) -> None:
+def _rowwise(schedule: Schedule, *, split: bool = False, blocks: int | None = None) -> bool:
     cut = _cut(schedule, "sharded", "partial")
     name = cut.main(schedule.mod)
     if split:
         schedule.sync("fwd_pre", "scatter", axis=cut.dim)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks, uneven=cut.uneven)
     schedule.sync("fwd_post", "all_reduce")
+    return False
 
 
-def _experts(schedule: Schedule) -> None:
+def _experts(schedule: Schedule) -> bool:
     _cut(schedule, "replicated", "partial")
     split_stack(schedule)
+    return False
 
 
-def _embedding_rowwise(schedule: Schedule) -> None:
+def _embedding_rowwise(schedule: Schedule) -> bool:
     schedule.shard("weight", axis=0, uneven=True)
     schedule.sync("fwd_post", "all_reduce")
+    return False
 
 
-def _reduce_gradients(schedule: Schedule) -> None:
+def _reduce_gradients(schedule: Schedule) -> bool:
     for _, handle in schedule.named_schedules():
         if trainable(handle.mod):
             handle.sync("grad", "all_reduce")
+    return False
 
 
-STYLES: dict[str, Callable[[Schedule], None]] = {
+STYLES: dict[str, Callable[[Schedule], bool]] = {
     "colwise": _colwise,
     "rowwise": _rowwise,
     "colwise_gather_output": partial(_colwise, gathered=True),
@@ -221,7 +233,7 @@ STYLES: dict[str, Callable[[Schedule], None]] = {
     "packed_rowwise": partial(_rowwise, blocks=2),
     "moe_tp_experts": _experts,
 }
-_COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
+"""What a style does to a module, which says whether the gradient of the module's input then is partial and not yet summed."""
 
 
 def _cut(schedule: Schedule, input: str, output: str) -> Cut:
