@@ -75,6 +75,11 @@ PART_BY_PART: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a triangle of scores": lambda x: (_heads(x) @ _heads(x).mT).tril().sum(-1, keepdim=True).expand(-1, -1, -1, 2).flatten(1),
     "without their logarithm": lambda x: x - x.logsumexp(0, keepdim=True),
     "only looked at": lambda x: x if x.isnan().any() or x.detach().abs().mean().item() > 0 else -x,
+    "truth values": lambda x: x * (x > 0).any(0) + (x > -1).all(0, keepdim=True).to(x.dtype) * (x > 0).unsqueeze(-1).any(-1),
+    "truth values of each head": lambda x: (x.unflatten(-1, (-1, 2)) > 0).any(-1).repeat_interleave(2, -1) * x,
+    "whole numbers": lambda x: x * (x * 8).long().argmax(0, keepdim=True) + (x * 8).int().sum(0) + (x * 8).long().cumsum(0),
+    "ones set": lambda x: _set(x.clone(), x > 0.5),
+    "complex numbers": lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))).cumsum(0)).flatten(-2),
     "by keyword": lambda x: torch.reshape(input=x, shape=(3, -1, 2)).flatten(1),
 }
 
@@ -101,6 +106,12 @@ NEEDS_ALL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "einsum": lambda x: torch.einsum("bh,ch->bc", x, x) @ x,
     "fft_fft": lambda x: torch.fft.fft(x).real,
     "__setitem__": lambda x: _set(x.clone(), (slice(None), 0)),
+    "count_nonzero": lambda x: x * x.count_nonzero(-1)[:, None],
+    "any": lambda x: x * (x > 0.9).any(-1, keepdim=True),
+    "all": lambda x: torch.where((x > -0.9).all(-1, keepdim=True), x, -x),
+    "prod": lambda x: x * (x * 8).int().prod(-1, keepdim=True),
+    "max": lambda x: x * (x * 8).long().max(-1, keepdim=True)[0],
+    "argmin": lambda x: x * (x * 8).long().argmin(-1, keepdim=True),
 }
 
 

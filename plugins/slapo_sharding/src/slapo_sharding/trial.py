@@ -33,26 +33,69 @@ def trial(question: Question, attempt: Sequence[Any], numbers: Mapping[int, torc
         Mixed: what ranks compute are no parts of the whole result.
     """
     of, generator = question.of, torch.Generator().manual_seed(0)
-    whole, parts = list(attempt), [list(question.leaves) for _ in range(of.ranks)]
+    if any(of.shape[of.dim] in given.shape for given in numbers.values()):  # it may have been made as long as this rank's part
+        return []
+    cases = []
+    for ones in _ones(question):
+        results = _results(question, _arguments(question, attempt, numbers, ones, generator))
+        if len({len(found) for found in results}) != 1:  # heads one by one, say
+            return []
+        cases.append([(_by_rank(expected, of), found) for expected, *found in zip(*results, strict=True)])
+    dims = [_dim_of(draws) for draws in zip(*cases, strict=True)]
+    return [] if of.blocks and of.whole[0] in [value.shape for value in results[0]] else dims  # it is fused still
+
+
+def _ones(question: Question) -> list[list[float]]:
+    """For each draw the share of ones in each rank's part, of truth values and whole numbers.
+
+    None or nothing else on one rank tells ``any``, ``all`` and the first one of a part from those of the whole.
+    """
+    ranks = range(question.of.ranks)
+    anyhow, first, last = (
+        [0.5 for _ in ranks],
+        [float(rank == 0) for rank in ranks],
+        [float(rank == ranks[-1]) for rank in ranks],
+    )
+    layouts = [leaf for leaf in question.leaves if isinstance(leaf, Layout)]
+    return [anyhow] if all(map(_is_continuous, layouts)) else [anyhow, first, last]
+
+
+def _arguments(
+    question: Question,
+    attempt: Sequence[Any],
+    numbers: Mapping[int, torch.Tensor],
+    ones: Sequence[float],
+    generator: torch.Generator,
+) -> list[list[Any]]:
+    """Those for all ranks' values together, then those of each rank."""
+    whole, parts = list(attempt), [list(question.leaves) for _ in ones]
+    layouts = [leaf for leaf in question.leaves if isinstance(leaf, Layout)]
+    is_safe = all(_is_continuous(leaf) or leaf.dtype is torch.bool for leaf in layouts)
     for place, leaf in enumerate(question.leaves):
         if place in numbers:
-            if of.shape[of.dim] in numbers[place].shape:  # it may have been made as long as this rank's part
-                return []
+            given = numbers[place].detach()
             for leaves in (whole, *parts):
-                leaves[place] = numbers[place].detach().clone()
+                leaves[place] = given.to(given.device if is_safe else "cpu", copy=True)
         elif isinstance(leaf, Layout):
-            if not leaf.dtype.is_floating_point:
-                return []
-            drawn = [torch.randn(leaf.shape, generator=generator).to(leaf.device, leaf.dtype) for _ in parts]
+            device = leaf.device if is_safe else torch.device("cpu")  # an index out of range would be the end of CUDA
+            drawn = [_draw(leaf, share, generator).to(device) for share in ones]
             for part, own in zip(parts, drawn, strict=True):
                 part[place] = own.clone()
             blocks = zip(*(torch.split(own, [*leaf.blocks] or own.shape[leaf.dim], leaf.dim) for own in drawn), strict=True)
             whole[place] = torch.cat([part for block in blocks for part in block], leaf.dim)
-    results = _results(question, [whole, *parts])
-    if len({len(found) for found in results}) != 1:  # heads one by one, say
-        return []
-    dims = [_dim_of(_by_rank(expected, of), list(found)) for expected, *found in zip(*results, strict=True)]
-    return [] if of.blocks and of.whole[0] in [value.shape for value in results[0]] else dims  # it is fused still
+    return [whole, *parts]
+
+
+def _is_continuous(leaf: Layout) -> bool:
+    return leaf.dtype.is_floating_point or leaf.dtype.is_complex
+
+
+def _draw(leaf: Layout, share: float, generator: torch.Generator) -> torch.Tensor:
+    """Normal numbers, or zeros and a share of ones: these are in range as an index of nearly all there is."""
+    if not _is_continuous(leaf):
+        return (torch.rand(leaf.shape, generator=generator) < share).to(leaf.dtype)
+    kind = torch.complex64 if leaf.dtype.is_complex else torch.float32
+    return torch.randn(leaf.shape, dtype=kind, generator=generator).to(leaf.dtype)
 
 
 def _results(question: Question, arguments: list[list[Any]]) -> list[list[torch.Tensor]]:
@@ -75,19 +118,21 @@ def _by_rank(whole: torch.Tensor, of: Layout) -> torch.Tensor:
     return torch.cat([part for rank in zip(*blocks, strict=True) for part in rank], of.dim)
 
 
-def _dim_of(expected: torch.Tensor, found: list[torch.Tensor]) -> int | None:
-    """Along which dimension these are the parts; None where each is the whole."""
-
-    kind = torch.complex128  # takes in all others
-    near = max(1e-4, 8 * torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0)
-
-    def same(whole: torch.Tensor, part: torch.Tensor) -> bool:
-        return whole.shape == part.shape and torch.allclose(whole.to(kind), part.to(kind), rtol=near, atol=near, equal_nan=True)
-
-    if all(same(expected, part) for part in found):
+def _dim_of(draws: Sequence[tuple[torch.Tensor, list[torch.Tensor]]]) -> int | None:
+    """Along which dimension these are the parts of the first, in every draw; None where each is the whole."""
+    if all(_same(expected, part) for expected, found in draws for part in found):
         return None
-    for dim in range(expected.dim()):
-        parts = expected.chunk(len(found), dim)
-        if len(parts) == len(found) and all(map(same, parts, found)):
+    for dim in range(min(expected.dim() for expected, _ in draws)):
+        if all(_are_parts(expected.chunk(len(found), dim), found) for expected, found in draws):
             return dim
     raise Mixed
+
+
+def _are_parts(parts: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
+    return len(parts) == len(found) and all(map(_same, parts, found))
+
+
+def _same(whole: torch.Tensor, part: torch.Tensor) -> bool:
+    kind = torch.complex128  # takes in all others
+    near = max(1e-4, 8 * torch.finfo(whole.dtype).eps if whole.is_floating_point() else 0)
+    return whole.shape == part.shape and torch.allclose(whole.to(kind), part.to(kind), rtol=near, atol=near, equal_nan=True)
