@@ -91,6 +91,60 @@ def test_correctness_09_counts_of_heads_turn_local_once():
     run_distributed(_local_counts, 2)
 
 
+class Counted(nn.Module):
+    """Attention that keeps a number of heads, and nothing of their size."""
+
+    def __init__(self, keys: int = 16, values: int = 16) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.k, self.v, self.o = nn.Linear(16, 16), nn.Linear(16, keys), nn.Linear(16, values), nn.Linear(values, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            layer(x).view(*x.shape[:2], self.num_heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        return self.o(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+def _only_counted(rank: int) -> tuple[str, str]:
+    for by_plan in (False, True):
+        model = nn.Sequential(Counted())
+        before, sch = copy.deepcopy(model), _schedule(model)
+        if by_plan:
+            sch.tensor_parallel({"0.[qkv]": "colwise", "0.o": "rowwise"})
+        else:
+            _split_by_hand(sch["0"])
+        build(sch)
+        assert (model[0].num_heads, before[0].num_heads) == (2, 4)
+        assert_equivalent(before, model, torch.randn(2, 5, 16, requires_grad=True))
+    for model in (Counted(values=8), Counted(keys=10, values=10)):  # no heads of one size
+        sch = _schedule(nn.Sequential(model))
+        sch["0.q"].shard("weight", axis=0)
+        assert model.num_heads == 4
+    sch = _schedule(nn.Sequential(Counted()))
+    sch["0.q"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    with pytest.raises(BuildError) as caught:
+        build(sch)
+    sch = _schedule(nn.Sequential(Counted()))
+    sch["0"].mod.num_heads = 1
+    with pytest.raises(ScheduleError) as refused:
+        sch["0.q"].shard("weight", axis=0)
+    return str(caught.value), str(refused.value)
+
+
+def _split_by_hand(sch: Schedule) -> None:
+    for name in "qkv":
+        sch[name].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    sch["o"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def test_correctness_09_an_attention_is_known_by_its_number_of_heads():
+    some, one = run_distributed(_only_counted, 2)[0]
+    assert "'0': q make local heads, k, v all of them; shard all projections" in some
+    assert "1 attention heads of size 16 cannot be dealt out to 2 ranks" in one
+
+
 def _gathered_projection(rank: int) -> None:
     model = nn.Sequential(Attention(heads=3, kv_heads=1))
     before = copy.deepcopy(model)

@@ -1,7 +1,8 @@
 """Attention modules: a head is never split, fused projections are split block by block, and what counts heads turns local.
 
-Models differ in names only, so an attention module is told by what it has: the size of a head, and projections that make
-heads. Transformers' attention views ``(..., -1, head_dim)``, which needs no count; what else it keeps is in the lists here.
+Models differ in names only, so an attention module is told by what it has: the size of a head or a number of them, and
+projections that make heads. Transformers' attention views ``(..., -1, head_dim)``, which needs no count; what else it keeps
+is in the lists here.
 """
 
 from __future__ import annotations
@@ -192,7 +193,17 @@ def counts_local_heads(owner: nn.Module) -> bool:
 
 
 def _head_size(owner: nn.Module) -> int | None:
-    return next((size for name in _HEAD_SIZES if (size := _integer(owner, name))), None)
+    return next((size for name in _HEAD_SIZES if (size := _integer(owner, name))), None) or _counted_size(owner)
+
+
+def _counted_size(owner: nn.Module) -> int | None:
+    """The width of the queries by their number, where nothing else says it: the keys and values then have to be such heads."""
+    count = next((count for name in _COUNTS if (count := _integer(owner, name))), 0) * owner.__dict__.get(_LOCAL, 1)
+    widths = [_width(owner._modules[name]) for names in (_QUERIES, _KEYS) for name in names if name in owner._modules]
+    if count <= 0 or len(widths) != 3 or widths[1] != widths[2] or not all(widths):
+        return None
+    size, rest = divmod(int(widths[0] or 0), count)
+    return None if rest or int(widths[1] or 0) % size else size
 
 
 def _integer(owner: nn.Module, name: str) -> int | None:
