@@ -171,6 +171,10 @@ def _refusals(rank: int) -> dict[str, str]:
     refused("traced", torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4))))
     refused("sequence parallel", _gpt2(), sequence_parallel=True)
     refused("style", _gpt2(), {"transformer.h.*.mlp.c_fc": "columnwise"})
+    refused("a list", _gpt2(), ["up"])
+    refused("no style", _gpt2(), {"up": None})
+    refused("styles", _gpt2(), {"up": ["colwise"]})
+    refused("a number", _gpt2(), {3: "colwise"})
     refused("no match", _gpt2(), {"transformer.h.*.mlp.fc": "colwise"})
     refused("no cut", nn.Sequential(nn.LayerNorm(4)), {"0": "colwise"})
     refused("heads", _gpt2(n_head=1))
@@ -188,6 +192,10 @@ def test_what_no_plan_can_do_is_refused_and_nothing_changes():
     assert messages["traced"].endswith("call tensor_parallel before trace")
     assert "where the sequence can be split shows when the model runs; give example_inputs" in messages["sequence parallel"]
     assert "'columnwise', which is not supported; did you mean 'colwise'?" in messages["style"]
+    assert messages["a list"].startswith("tensor_parallel(''): plan is ['up']; give {path or glob: style}, styles: colwise,")
+    assert "'up' has the style None; give {path or glob: style}, styles: colwise," in messages["no style"]
+    assert "'up' has the style ['colwise']; give {path or glob: style}" in messages["styles"]
+    assert "3 has the style 'colwise'; give {path or glob: style}" in messages["a number"]
     assert "the plan's 'transformer.h.*.mlp.fc' matches no module" in messages["no match"]
     assert "no sharding rule splits a LayerNorm this way" in messages["no cut"]
     assert "1 attention heads of size 16 cannot be dealt out to 2 ranks" in messages["heads"]

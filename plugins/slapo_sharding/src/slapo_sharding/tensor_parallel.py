@@ -132,7 +132,11 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
 
     known = published_plan if schedule.example_inputs is not None else tensor_parallel_plan
     given = known(schedule.mod) if plan is None else plan
+    if not isinstance(given, Mapping):
+        raise error(f"plan is {given!r}; give {{path or glob: style}}, styles: {', '.join(STYLES)}")
     for key, style in given.items():
+        if not isinstance(key, str) or not isinstance(style, str):
+            raise error(f"{key!r} has the style {style!r}; give {{path or glob: style}}, styles: {', '.join(STYLES)}")
         if style not in STYLES:
             near = difflib.get_close_matches(style, STYLES, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
