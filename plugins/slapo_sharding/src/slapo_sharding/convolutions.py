@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .rules import Cut, ShardingRule, forward_with
+from .rules import Cut, ShardingRule, computes_as, forward_with
 
 _PLAIN: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -25,8 +25,7 @@ def without_bias(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) ->
 
 def _is(kind: type[nn.Module], grouped: bool) -> Callable[[nn.Module], bool]:
     def matches(module: Any) -> bool:
-        same = isinstance(module, kind) and type(module).forward is kind.forward
-        return same and (module.__dict__["groups"] > 1) is grouped
+        return computes_as(module, kind) and (module.__dict__["groups"] > 1) is grouped
 
     return matches
 

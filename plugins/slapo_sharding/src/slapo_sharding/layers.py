@@ -9,17 +9,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from .linear_forwards import computes_linear, only_input
-from .rules import Cut, ShardingRule, applied_cut
+from .rules import Cut, ShardingRule, applied_cut, computes_as
 
 
 def is_linear(module: nn.Module) -> bool:
     """A Linear, or a subclass that computes the same."""
-    return isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or computes_linear(module))
+    return computes_as(module, nn.Linear) or (isinstance(module, nn.Linear) and computes_linear(module))
 
 
 def is_embedding(module: nn.Module) -> bool:
     """An Embedding, or a subclass that computes the same."""
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return computes_as(module, nn.Embedding)
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -9,24 +9,20 @@ from typing import Any
 
 from torch import nn
 
-from .rules import Cut, ShardingRule
+from .rules import Cut, ShardingRule, computes_as
 
 _BATCH: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _STATE = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
 
 
-def _computes_as(kinds: tuple[type[nn.Module], ...], module: nn.Module) -> bool:
-    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
-
-
 def is_batch_norm(module: Any) -> bool:
     """A BatchNorm; ``SyncBatchNorm``, which would mix the ranks' channels over the default group, is none."""
-    return _computes_as(_BATCH, module)
+    return computes_as(module, *_BATCH)
 
 
 def is_group_norm(module: Any) -> bool:
     """A GroupNorm."""
-    return _computes_as((nn.GroupNorm,), module)
+    return computes_as(module, nn.GroupNorm)
 
 
 BATCH_NORM = ShardingRule(

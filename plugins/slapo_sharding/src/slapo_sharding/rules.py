@@ -90,6 +90,11 @@ class AppliedCut:
         return self
 
 
+def computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module is of one of these classes, or of a subclass that keeps the forward."""
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+
+
 def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
     """The module's own parameter or buffer of this name."""
     found = module._parameters.get(name)
