@@ -23,9 +23,8 @@ class Derived:
     """A plan.
 
     Args:
-        splits: Path of a layer to how it is split.
-        reasons: Path of a layer that stays whole to why.
         layouts: The dry run that showed the plan right.
+        reasons: Path of a layer that stays whole to why.
     """
 
     layouts: Layouts
@@ -33,6 +32,7 @@ class Derived:
 
     @property
     def splits(self) -> dict[str, Split]:
+        """Path of a layer to how it is split."""
         return self.layouts.splits
 
 

@@ -36,7 +36,7 @@ class TensorParallelPrimitive(Primitive):
     derived from the model's own forward, which is run once without data on the schedule's ``example_inputs``: layers are split
     in groups whose values fit together, attention by heads, and attributes that count heads or widths turn local. The rank's
     model is traced again afterwards and has to be, operation by operation, the one meant. The vocabulary, embedding and head,
-    is split where its size divides. What fits nowhere stays whole.
+    is split where each rank gets some of it. What fits nowhere stays whole.
 
     Args:
         plan: ``{path or glob: style}``, see ``slapo_sharding.plan``; nothing else is split then.
