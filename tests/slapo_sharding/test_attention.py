@@ -108,15 +108,20 @@ class Counted(nn.Module):
 
 
 def _only_counted(rank: int) -> tuple[str, str]:
-    for by_plan in (False, True):
+    for by_plan, flatten in ((False, False), (True, False), (False, True)):
         model = nn.Sequential(Counted())
-        before, sch = copy.deepcopy(model), _schedule(model)
+        before, sch = (
+            copy.deepcopy(model),
+            create_schedule(model, plugins=Registry([plugin]), example_inputs=torch.randn(2, 5, 16)),
+        )
         if by_plan:
             sch.tensor_parallel({"0.[qkv]": "colwise", "0.o": "rowwise"})
         else:
             _split_by_hand(sch["0"])
-        build(sch)
-        assert (model[0].num_heads, before[0].num_heads) == (2, 4)
+        if flatten:
+            sch.trace(flatten=True)
+        model = build(sch).module
+        assert (model.get_submodule("0").num_heads, before[0].num_heads) == (2, 4)
         assert_equivalent(before, model, torch.randn(2, 5, 16, requires_grad=True))
     for model in (Counted(values=8), Counted(keys=10, values=10)):  # no heads of one size
         sch = _schedule(nn.Sequential(model))

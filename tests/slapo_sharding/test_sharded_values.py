@@ -80,6 +80,9 @@ PART_BY_PART: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole numbers": lambda x: x * (x * 8).long().argmax(0, keepdim=True) + (x * 8).int().sum(0) + (x * 8).long().cumsum(0),
     "ones set": lambda x: _set(x.clone(), x > 0.5),
     "complex numbers": lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))).cumsum(0)).flatten(-2),
+    "sizes read off it": lambda x: (
+        x.view(-1, x.shape[-1]).view(1, -1, x.shape[-1])[0].reshape(x.shape[-1] * 3, -1).view(x.shape)
+    ),
     "by keyword": lambda x: torch.reshape(input=x, shape=(3, -1, 2)).flatten(1),
 }
 
@@ -349,7 +352,7 @@ def _others(rank: int) -> None:
     _stack(lambda x: x * 1)(X)
     _stack(lambda x: x * 1.0)(X)
     assert remembered.cache_info().currsize == 2
-    given = Question(len, (x,), (), None, plain(x), (), False, ())
+    given = Question(len, (x,), (), None, plain(x), (), False, False, ())
     assert not given.is_telling
     assert not dataclasses.replace(given, func=torch.add).is_telling
     assert dataclasses.replace(given, func=torch.add, leaves=(plain(x), 1, Slice(0, None, 2))).is_telling

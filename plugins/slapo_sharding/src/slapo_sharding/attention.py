@@ -26,7 +26,7 @@ _QUERIES = ("q_attn", "q_proj", "query", "q", "q_lin")
 _KEYS = ("k_proj", "v_proj", "key", "value", "k", "v", "k_lin", "v_lin")
 PROJECTIONS = {*_FUSED[:-1], *_QUERIES, *_KEYS}
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
-_LOCAL = "_slapo_local_heads"
+_LOCAL, _SHOWN = "_slapo_local_heads", "_slapo_shown_counts"
 
 
 def fused_blocks(owner: nn.Module | None, child: str, width: int) -> tuple[int, ...] | None:
@@ -190,6 +190,18 @@ def norms_heads(owner: nn.Module, child: str) -> bool:
 def counts_local_heads(owner: nn.Module) -> bool:
     """Whether a shard step made the attention module count local heads."""
     return _LOCAL in owner.__dict__
+
+
+def trust_counts(module: nn.Module) -> None:
+    """What counts heads or a width in this module and all it has is right for this rank, as its graph shows."""
+    for part in module.modules():
+        if part._modules:
+            part.__dict__[_SHOWN] = True
+
+
+def counts_locally(module: nn.Module) -> bool:
+    """Whether a step made the module count what this rank has."""
+    return _SHOWN in module.__dict__ or counts_local_heads(module)
 
 
 def _head_size(owner: nn.Module) -> int | None:

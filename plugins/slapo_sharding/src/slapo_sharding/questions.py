@@ -25,10 +25,12 @@ from .followed import Layout, from_dtensor, tensors_in
 from .trial import Mixed, trial
 
 GIVEN_SIZES = frozenset("view reshape expand unflatten layer_norm rms_norm".split())
+_VIEWS = frozenset("view reshape unflatten".split())
 PICKS = frozenset("select index_select narrow".split())
 _PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ mm bmm addmm baddbmm linear".split())
 _TELLING = (type(None), bool, int, float, complex, str, types.EllipsisType, torch.dtype, torch.device, torch.layout)
 _SIMPLE = frozenset((*_TELLING, torch.memory_format, Layout))
+_COUNT = "give the size of each one and -1 for their number, or call tensor_parallel(), which finds out"
 _MOST = 4096
 
 Attempt = tuple[Any, ...]
@@ -65,6 +67,7 @@ class Question:
         of: The layout of a sharded one.
         results: Shape and device of each tensor that this rank got.
         reduced: Whether a module that runs adds up what it returns over the ranks.
+        counted: Whether a module that runs is known to count this rank's part.
         around: See ``surroundings``.
     """
 
@@ -75,6 +78,7 @@ class Question:
     of: Layout
     results: tuple[tuple[tuple[int, ...], torch.device], ...]
     reduced: bool
+    counted: bool
     around: tuple[Any, ...] | None
 
     @property
@@ -127,7 +131,7 @@ def ask(question: Question, numbers: Mapping[int, torch.Tensor]) -> Sequence[Out
 def remembered(question: Question) -> Sequence[Outcome] | Undecided:
     """What follows from the question alone."""
     made, moved = _by_rules(question)
-    fits: dict[Any, Any] = {}
+    fits: dict[Any, tuple[Attempt, Any]] = {}
     summed = False
     for attempt, value in made:
         placements = [layout.placements[0] for layout in tensors_in(value) if isinstance(layout, DTensor)]
@@ -135,13 +139,36 @@ def remembered(question: Question) -> Sequence[Outcome] | Undecided:
             sums = question.reduced and all(map(_is_sum, placements))
             summed, moved = summed or sums, moved if sums else [*moved, attempt]
         elif _fits(value, question):
-            fits[tuple(placements)] = value
+            fits.setdefault(tuple(placements), (attempt, value))
     if len(fits) == 1:  # of one head it is not known whether it is the heads or their width that are sharded
-        return _outcomes(next(iter(fits.values())), question)
+        ((attempt, value),) = fits.values()
+        _check_count(question, attempt, value)
+        return _outcomes(value, question)
     if fits or summed:
         return ()
     is_given_numbers = any(_is_plain(leaf) for leaf in question.leaves)
     return Undecided(tuple(moved)) if is_given_numbers else decide(question, moved, {})
+
+
+def _check_count(question: Question, attempt: Attempt, made: Any) -> None:
+    """A size that may be all ranks' number of heads must not be taken for this rank's.
+
+    What is a multiple of the sharded dimension was read off it.
+
+    Raises:
+        Mixed: all ranks together could call it with these very arguments, and would get something else.
+    """
+    of = question.of
+    changed = [leaf for leaf, other in zip(question.leaves, attempt, strict=True) if leaf is not other]
+    if question.name not in _VIEWS or question.counted or not changed or changed[0] % of.shape[of.dim] == 0:
+        return
+    try:
+        leaves = [torch.empty(leaf.whole[0], device="meta") if isinstance(leaf, Layout) else leaf for leaf in question.leaves]
+        whole = question.run(leaves)
+    except RuntimeError:  # it is no view of the whole
+        return
+    if [value.shape for value in tensors_in(whole)] != [value.shape for value in tensors_in(made)]:
+        raise Mixed(f"{question.name} is given {changed[0]}, which may be the number for all ranks or for one", _COUNT)
 
 
 def _by_rules(question: Question) -> tuple[list[tuple[Attempt, Any]], list[Attempt]]:

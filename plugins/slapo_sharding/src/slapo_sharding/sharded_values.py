@@ -17,7 +17,7 @@ from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,6 +27,7 @@ from slapo_core.logger import get_logger
 from slapo_core.tracing.calls import is_metadata, name_of
 
 from ._torch_private import surroundings
+from .attention import counts_locally
 from .equal_draws import Draw
 from .followed import Followed, Layout, plain, sharded, tensors_in
 from .layouts import slice_bounds
@@ -129,14 +130,16 @@ class ShardedValues:
         result = self._run(func, args, kwargs, value, around is not None)
         changed = args[0] if result is None and args else result
         self._lose(result)
+        inside = running[-1].modules() if isinstance(running[-1], fx.GraphModule) else ()  # it has what these counted
+        counted = any(map(counts_locally, (*running, *inside)))
         reduced = any(sync.op in _SUMMING for module in running for sync in _syncs(module, "fwd_post"))
         try:
             if not self._take_apart(name, args, changed, value):
                 shapes = tuple((tensor.shape, tensor.device) for tensor in tensors_in(changed))
-                question = Question(func, given.leaves, given.kinds, given.spec, value.layout, shapes, reduced, around)
+                question = Question(func, given.leaves, given.kinds, given.spec, value.layout, shapes, reduced, counted, around)
                 self._note(changed, ask(question, given.numbers), value)
         except Mixed as err:
-            self._lose(changed, self._mixed(value, str(err)))
+            self._lose(changed, self._mixed(value, *err.args))
         except Exception as err:  # whatever code gives to torch: the check must not be what fails
             get_logger().debug("what %s returns is not followed: %s", name, err)
         return result
@@ -154,8 +157,8 @@ class ShardedValues:
             raise self.error(value.owner, f"{name_of(func)} draws the same random numbers on every rank", _FORK)
         return result
 
-    def _mixed(self, value: Followed, why: str) -> BuildError:
-        return self.error(value.owner, why, _GATHER)
+    def _mixed(self, value: Followed, why: str, remedy: str = _GATHER) -> BuildError:
+        return self.error(value.owner, why, remedy)
 
     def _given(self, name: str, args: Any, kwargs: Any) -> _Given:
         """The arguments as they are before the function changes any."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Mixed(Exception):
-    """An operation needs the parts of other ranks."""
+    """An operation needs the parts of other ranks, or may; the reason and, if there is a better one than usual, the remedy."""
 
 
 def trial(question: Question, attempt: Sequence[Any], numbers: Mapping[int, torch.Tensor]) -> list[int | None]:
