@@ -30,18 +30,20 @@ class Rulebook:
 
     def find(self, module: nn.Module) -> ShardingRule | None:
         """The rule for a module, or None."""
-        return next((rule for rule, owner in self.rules if _ask(rule, owner, rule.matches, module)), None)
+        return next((rule for rule, _ in self._matching(module)), None)
 
-    def cuts(self, module: nn.Module) -> tuple[Cut, ...]:
-        """The ways to split a module; none without a rule."""
+    def _matching(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
+        return ((rule, owner) for rule, owner in self.rules if _ask(rule, owner, rule.matches, module))
+
+    def ways(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
+        """The cuts of a module that is given and returns such values; none without a rule."""
         rule = self.find(module)
-        return tuple(rule.cuts) if rule is not None else ()
+        return (cut for cut in (rule.cuts if rule is not None else ()) if (cut.input, cut.output) == (input, output))
 
     def layer_cut(self, module: nn.Module, output: str) -> Cut | None:
         """The way to split along the last dimension: ``"sharded"`` from a whole input, ``"partial"`` from a sharded one."""
         given = {"sharded": ("replicated", "indices"), "partial": ("sharded",)}[output]
-        cuts = self.cuts(module)
-        return next((cut for cut in cuts if cut.output == output and cut.input in given and cut.dim == -1), None)
+        return next((cut for each in given for cut in self.ways(module, each, output) if cut.dim == -1), None)
 
     def is_layer(self, module: nn.Module) -> bool:
         """Whether a module can be split along its output and along its input."""
@@ -49,7 +51,7 @@ class Rulebook:
 
     def stack_cut(self, module: nn.Module) -> Cut | None:
         """The way to split what is columns and rows in one, as stacked experts are: a whole input, a partial output."""
-        return next((cut for cut in self.cuts(module) if (cut.input, cut.output) == ("replicated", "partial")), None)
+        return next(self.ways(module, "replicated", "partial"), None)
 
     def is_table(self, module: nn.Module) -> bool:
         """Whether a module looks rows up and can be split along these."""
@@ -65,9 +67,8 @@ class Rulebook:
         applied = applied_cut(module)
         if applied is not None and applied.cut.dims.get(name) == dim:
             return applied.cut
-        for rule, owner in self.rules:
-            if _ask(rule, owner, rule.matches, module):
-                return _cut(rule, owner, module, name, dim)
+        for rule, owner in self._matching(module):
+            return _cut(rule, owner, module, name, dim)
         kinds = ", ".join(rule.kind for rule, _ in self.rules)
         raise LookupError(f"is in a {type(module).__name__}, which no sharding rule covers; there are rules for {kinds}")
 

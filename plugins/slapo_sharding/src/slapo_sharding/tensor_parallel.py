@@ -241,9 +241,8 @@ STYLES: dict[str, Callable[[Schedule], bool]] = {
 
 
 def _cut(schedule: Schedule, input: str, output: str) -> Cut:
-    for cut in rules_of(schedule).cuts(schedule.mod):
-        if (cut.input, cut.output) == (input, output):
-            return cut
+    for cut in rules_of(schedule).ways(schedule.mod, input, output):
+        return cut
     kind = type(schedule.mod).__name__
     raise ScheduleError(
         f"no sharding rule splits a {kind} this way; take it out of the plan", path=schedule.path, primitive="tensor_parallel"
