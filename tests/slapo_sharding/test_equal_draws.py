@@ -84,7 +84,7 @@ def test_the_same_numbers_on_every_rank_are_refused() -> None:
     assert first == second
     for name, message in zip(DROPS, first, strict=True):
         func = {"a module": "dropout", "in place": "dropout"}.get(name, name)
-        where = "Dropout 'inside'" if name == "a module" else "Between ''"
+        where = "Dropout 'inside'" if name == "a module" else "the model, Between,"
         assert message.startswith(f"{where} at {__file__}:")
         assert (
             f": {func} draws the same random numbers on every rank, and each rank has a part of the output of 'up'" in message

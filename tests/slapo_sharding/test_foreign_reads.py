@@ -110,7 +110,7 @@ def test_a_part_read_for_the_whole_is_refused_on_every_rank():
         ("linear", "pow", "shape", "cat", "pow", "sum"),
         strict=True,
     ):
-        assert message.startswith(f"{cls} '' uses {name!r} in {use} at {__file__}:")
+        assert message.startswith(f"the model, {cls}, uses {name!r} in {use} at {__file__}:")
         assert "this rank has only its part of it" in message
 
 
@@ -206,14 +206,14 @@ def test_an_engine_fails_on_all_ranks(pp):
     for block, model, *loss in run_distributed(_trained, 2 * pp, pp):
         assert "Penalty 'second' uses 'second.up.weight' in pow at" in block
         assert "uses 'second.up.weight' in linear at" in model
-        assert all("StageCall '' uses 'first.up.weight' in pow at" in message for message in loss)
+        assert all("the model, StageCall, uses 'first.up.weight' in pow at" in message for message in loss)
 
 
 def _traced(rank: int) -> None:
     sch = create_schedule(Penalty(), plugins=PLUGINS, example_inputs={"x": torch.ones(2, 4)})
     _plan(sch)
     sch.trace()
-    assert "TracedPenalty '' uses 'up.weight' in pow" in _message(lambda: build(sch).module(torch.ones(2, 4)))
+    assert "the model, TracedPenalty, uses 'up.weight' in pow" in _message(lambda: build(sch).module(torch.ones(2, 4)))
 
 
 def test_a_read_in_a_traced_forward():

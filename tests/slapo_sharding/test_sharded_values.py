@@ -158,7 +158,7 @@ def test_what_needs_the_parts_of_others_is_refused_on_every_rank() -> None:
     first, second = run_distributed(_needs_all, 2)
     assert first == second
     for name, message in first.items():
-        assert message.startswith(f"Mlp '' at {__file__}:")
+        assert message.startswith(f"the model, Mlp, at {__file__}:")
         assert f": {name} needs all of it, and each rank has a part of the output of 'up'; gather it there, " in message
 
 

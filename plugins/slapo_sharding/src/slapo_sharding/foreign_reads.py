@@ -142,16 +142,20 @@ class _Reads(TorchFunctionMode):
         path = next((path for path, other in self.running[0].named_modules() if other is module), "")
         return re.sub(r"^(module(\.|$))+", "", path)  # engines and wrappers of torch call the model so
 
+    def _named(self, module: nn.Module) -> str:
+        path = self._path(module)
+        return f"{type(module).__name__} {path!r}" if path else f"the model, {type(module).__name__},"
+
     def _mixed(self, owner: nn.Module, why: str, remedy: str) -> BuildError:
         reader = self.running[-1]
         reason = f"{why}, and each rank has a part of the output of {self._path(owner)!r}"
-        return BuildError(f"{type(reader).__name__} {self._path(reader)!r} at {_source()}: {reason}; {remedy}; {_OFF}")
+        return BuildError(f"{self._named(reader)} at {_source()}: {reason}; {remedy}; {_OFF}")
 
     def _message(self, func: Any, tensor: torch.Tensor) -> str:
         reader = self.running[-1]
         name = " = ".join(facts(tensor).names) or f"a parameter of shape {tuple(tensor.shape)}"
         return (
-            f"{type(reader).__name__} {self._path(reader)!r} uses {name!r} in {name_of(func)} at {_source()}, but this rank "
+            f"{self._named(reader)} uses {name!r} in {name_of(func)} at {_source()}, but this rank "
             "has only its part of it, which its own module alone can use; call that module instead, or leave the parameter "
             f"whole; {_OFF}"
         )
