@@ -73,8 +73,8 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, code: i
     [
         (signal.SIGINT, lambda pid: "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()),
         (signal.SIGINT, lambda pid: len(_session(pid)) > 2),
-        (signal.SIGQUIT, lambda pid: len(_session(pid)) > 2),
-        (signal.SIGHUP, lambda pid: len(_session(pid)) > 3),
+        pytest.param(signal.SIGQUIT, lambda pid: len(_session(pid)) > 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, lambda pid: len(_session(pid)) > 3, marks=pytest.mark.slow),
     ],
     ids=["imports", "fork-server", "fork-server-quit", "first-rank"],
 )
