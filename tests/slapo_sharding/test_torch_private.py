@@ -14,17 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.testing import run_distributed
-from slapo_sharding._torch_private import (
-    NO_BACKWARD,
-    backward_pass,
-    is_batched,
-    layouts_kept,
-    mesh_of,
-    no_functions,
-    saving,
-    surroundings,
-    swap_turns,
-)
+from slapo_sharding._torch_autograd import is_batched, saving, swap_turns
+from slapo_sharding._torch_private import NO_BACKWARD, backward_pass, layouts_kept, mesh_of, no_functions, surroundings
 
 pytestmark = pytest.mark.multiproc
 

@@ -188,25 +188,25 @@ class _TensorMemory(_Memory):
 
 
 def _former(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    """The former values in their order, ``_KEPT`` where they are the same, ``_ABSENT`` for new keys; empty if none changed."""
+    """The former values, ``_ABSENT`` for new keys, and if the order changed all others as ``_KEPT``; empty if nothing did."""
     if len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
         return {}
     former = {name: _KEPT if now.get(name, _ABSENT) is value else value for name, value in before.items()}
+    if [*before] == [name for name in now if name in before]:
+        former = {name: value for name, value in former.items() if value is not _KEPT}
     return {**former, **{name: _ABSENT for name in now if name not in before}}
 
 
 def _put_back(live: dict[Any, Any], former: dict[Any, Any]) -> None:
     """Take back what the step changed; what others have set, added or removed since stays, new keys behind the others."""
-    both = {**former, **{name: value for name, value in live.items() if former.get(name, _KEPT) is _KEPT}}
-    earlier = {name: value for name, value in both.items() if value is not _ABSENT and value is not _KEPT}
+    changed = {name: value for name, value in former.items() if value is not _KEPT}
+    both = {**(former if len(changed) < len(former) else {}), **live, **changed}
     live.clear()
-    live.update(earlier)
+    live.update((name, value) for name, value in both.items() if value is not _ABSENT and value is not _KEPT)
 
 
 def _former_content(live: Any, saved: Any) -> Any:
     """What ``put_back`` needs of a container: of a list all, of a set what was added or removed; None if it did not change."""
-    if isinstance(live, dict):
-        return _former(live, saved) or None
-    if isinstance(live, set):
-        return live.symmetric_difference(saved) or None
+    if not isinstance(live, list):
+        return (_former if isinstance(live, dict) else set.symmetric_difference)(live, saved) or None
     return None if [*map(id, live)] == [*map(id, saved)] else saved

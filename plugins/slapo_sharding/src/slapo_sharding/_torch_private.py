@@ -82,27 +82,3 @@ def surroundings(device: torch.device) -> tuple[Any, ...] | None:
     kind = device.type
     casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return (torch.get_default_dtype(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), casts)
-
-
-def swap_turns(start: Any, weights: Any) -> None:
-    """Let ``weights`` have its turn in a backward after ``start``, a node of autograd that was recorded before it.
-
-    Of the nodes that are ready the one with the highest number runs first. Where torch has no numbers to set, the turns stay as
-    they are.
-    """
-    if hasattr(start, "_set_sequence_nr"):
-        earlier, later = start._sequence_nr(), weights._sequence_nr()
-        if earlier < later:
-            start._set_sequence_nr(later)
-            weights._set_sequence_nr(earlier)
-
-
-def saving() -> Any:
-    """What is told of tensors that autograd saves now, inside of a checkpoint, say; None outside of all."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None else hooks[0]
-
-
-def is_batched(x: torch.Tensor) -> bool:
-    """Whether ``x`` is many tensors that ``vmap`` computes with at once."""
-    return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)

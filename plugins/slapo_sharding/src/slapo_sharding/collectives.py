@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._torch_private import is_batched
+from ._torch_autograd import is_batched
 from .dealing import share
 
 Group = dist.ProcessGroup | None

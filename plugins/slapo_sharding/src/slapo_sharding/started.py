@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import collectives
-from ._torch_private import saving, swap_turns
+from ._torch_autograd import saving, swap_turns
 
 
 class Source(Protocol):
