@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -20,6 +19,7 @@ from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
 from slapo_sharding import plugin
 from slapo_sharding.started import _Again
+from tests.slapo_sharding.operators import Operators
 
 pytestmark = pytest.mark.multiproc
 
@@ -176,24 +176,12 @@ def test_backwards(backward: str):
     run_distributed(_compare, 2, "linear", "as it is", backward)
 
 
-class _Operators(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def _order(rank: int) -> list[str]:
     model = Block()
     build(_sharded(model))
     model(_input()).sum().backward()
     loss = model(_input()).sum()
-    with _Operators() as operators:
+    with Operators() as operators:
         loss.backward()
     calls = {"mm": "matrix", "bmm": "matrix", "all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"}
     calls |= {"all_reduce": "sum", "wait_tensor": "wait", "native_layer_norm_backward": "norm"}

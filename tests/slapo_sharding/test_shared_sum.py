@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -18,6 +16,7 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
+from tests.slapo_sharding.operators import Operators
 
 pytestmark = pytest.mark.multiproc
 
@@ -57,25 +56,13 @@ def _sharded(model: nn.Module, of: tuple[str, ...] = ("gate", "up"), *, sequence
     return sch
 
 
-class _Operators(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def _order(rank: int) -> list[str]:
     model = Gated()
     build(_sharded(model))
     x = torch.randn(2, 4, 8, requires_grad=True)
     model(x).sum().backward()
     loss = model(x).sum()
-    with _Operators() as operators:
+    with Operators() as operators:
         loss.backward()
     wanted = {"mm", "bmm", "all_reduce", "wait_tensor", "native_layer_norm_backward"}
     return [name for name in operators.names if name in wanted]

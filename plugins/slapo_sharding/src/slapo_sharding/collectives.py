@@ -278,7 +278,7 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 def send(x: torch.Tensor, dim: int, group: Group, size: int) -> torch.Tensor:
     """Start to gather ``size`` along ``dim``; the backend puts ranks, all with as much, along dimension 0."""
     assert group is not None
-    mine = _padded(x, dim, -(-size // group.size())) if size % group.size() else _plain(x).contiguous()
+    mine = _padded(_plain(x), dim, -(-size // group.size())) if size % group.size() else _plain(x).contiguous()
     return _ops.all_gather_into_tensor(mine, group.size(), group.group_name)  # type: ignore[no-any-return]
 
 
