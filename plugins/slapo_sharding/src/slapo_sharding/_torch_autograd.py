@@ -21,7 +21,7 @@ def swap_turns(start: Any, weights: Any) -> None:
 
 
 def last_turn(x: torch.Tensor) -> None:
-    """In a backward, what passes the gradient of ``x`` on, or adds it to ``x.grad``, has its turn when nothing else is ready."""
+    """In a backward, what passes the gradient of ``x`` on, or adds it to ``x.grad``, runs when nothing else is ready."""
     node: Any = torch.autograd.graph.get_gradient_edge(x).node
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(0)
