@@ -36,7 +36,7 @@ def test_a_shared_module_is_replaced_at_every_place_and_put_back() -> None:
     assert model.first[1] is old
 
 
-def test_hooks_training_mode_frozen_parameters_and_names_carry_over() -> None:
+def test_correctness_07_hooks_training_mode_frozen_parameters_and_names_carry_over() -> None:
     model = nn.Sequential(nn.Linear(4, 4)).eval()
     calls: list[str] = []
     model[0].register_forward_hook(lambda *_: calls.append("hook"))
@@ -56,7 +56,7 @@ def test_hooks_training_mode_frozen_parameters_and_names_carry_over() -> None:
     assert not new._forward_hooks
 
 
-def test_a_wrapper_does_not_run_the_hooks_of_what_it_wraps_twice() -> None:
+def test_correctness_07_a_wrapper_does_not_run_the_hooks_of_what_it_wraps_twice() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     calls: list[str] = []
     model[0].register_forward_hook(lambda *_: calls.append("hook"))

@@ -157,7 +157,7 @@ def test_correctness_13_autocast_is_as_in_the_forward() -> None:
     assert seen == [torch.bfloat16] * 2
 
 
-def test_it_nests() -> None:
+def test_correctness_13_non_reentrant_checkpoints_nest() -> None:
     before, after, sch = checkpointed()
     sch["blocks.0.fc1"].checkpoint()
     sch.checkpoint()
@@ -189,7 +189,7 @@ def test_correctness_13_tracked_random_states_are_those_of_the_forward() -> None
     assert_equivalent(before, after, torch.randn(8, 4), atol=0, rtol=0)
 
 
-def test_the_recompute_leaves_the_random_state_alone() -> None:
+def test_correctness_13_the_recompute_leaves_the_random_state_alone() -> None:
     set_random_seed(3, tp_rank=1)
     module = Forked()
     create_schedule(module).checkpoint()

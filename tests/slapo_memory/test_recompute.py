@@ -28,7 +28,7 @@ def run(function: object, **options: object) -> list[torch.Tensor]:
 
 
 @modes
-def test_gradients_are_equal_with_tracked_states_and_keywords(use_reentrant: bool) -> None:
+def test_correctness_13_gradients_are_equal_with_tracked_states_and_keywords(use_reentrant: bool) -> None:
     for expected, found in zip(run(None), run(checkpoint, use_reentrant=use_reentrant), strict=True):
         assert torch.equal(expected, found)
 
@@ -52,7 +52,7 @@ def test_without_gradients_the_function_is_called(use_reentrant: bool) -> None:
 
 
 @modes
-def test_a_second_backward_is_the_same(use_reentrant: bool) -> None:
+def test_correctness_13_a_second_backward_is_the_same(use_reentrant: bool) -> None:
     set_random_seed(7, tp_rank=0)
     x = torch.ones(64, requires_grad=True)
     out = checkpoint(draws, x, weight=torch.ones(64), use_reentrant=use_reentrant).sum()

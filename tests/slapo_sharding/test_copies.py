@@ -114,7 +114,7 @@ def _grouped(rank: int, heads: int, keys: int, by_hand: bool, options: dict[str,
     ids=["one key", "three keys", "they divide", "one key, 4 ranks", "two keys, 4 ranks"],
 )
 @pytest.mark.parametrize("by_hand", [False, True], ids=["published plan", "by hand"])
-def test_key_heads_go_where_their_queries_are(ranks, heads, keys, groups, held, by_hand):
+def test_correctness_08_key_heads_go_where_their_queries_are(ranks, heads, keys, groups, held, by_hand):
     options = {"attn_implementation": "eager"} if by_hand else {}
     assert run_distributed(_grouped, ranks, heads, keys, by_hand, options) == [(groups, own) for own in held]
 
@@ -171,7 +171,7 @@ def _fused(rank: int) -> tuple[int, int, int]:
     return model[0].num_heads, model[0].kv_heads, model[0].c_attn.out_features
 
 
-def test_one_key_head_in_a_fused_projection():
+def test_correctness_08_one_key_head_in_a_fused_projection():
     assert run_distributed(_fused, 2) == [(2, 1, 16)] * 2
 
 

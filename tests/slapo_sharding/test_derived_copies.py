@@ -125,7 +125,7 @@ def _same(rank: int, heads: int, keys: int, how: list[str], sequence_parallel: b
     ],
 )
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_each_rank_holds_the_key_heads_of_its_queries(ranks, heads, keys, how, held, sequence_parallel):
+def test_correctness_08_each_rank_holds_the_key_heads_of_its_queries(ranks, heads, keys, how, held, sequence_parallel):
     found = run_distributed(_same, ranks, heads, keys, [how], sequence_parallel)
     assert [tuple(map(tuple, ranges)) for (ranges,), _ in found] == held
     assert not any(told for _, told in found)

@@ -83,7 +83,7 @@ def _blocks(rank: int, how: str) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["split", "three", "interleaved", "slices"])
-def test_attention_and_gated_mlp(how: str, ranks: int) -> None:
+def test_correctness_08_fused_attention_and_gated_mlp(how: str, ranks: int) -> None:
     fused = {"split": "[32, 32, 32]", "three": "[32, 32, 32]", "slices": "[32, 32, 32]", "interleaved": "1"}[how]
     splits = (
         f"sch['blocks.{{}}.make'].shard('weight', axis=0, blocks={fused})",

@@ -69,7 +69,7 @@ def _split(rank: int, ranks: int, kind: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("mixtral", 2), ("mixtral", 4), ("deepseek", 2), ("gpt_oss", 2), ("gpt_oss", 4)])
-def test_every_implementation_on_split_experts(kind, ranks):
+def test_correctness_08_gate_and_up_in_every_implementation_of_experts(kind, ranks):
     blocks = [(64,)] if kind == "gpt_oss" else [(32, 32)]  # gate and up in turn, or one behind the other
     assert run_distributed(_split, ranks, ranks, kind) == [blocks] * ranks
 
@@ -113,7 +113,7 @@ def _training(rank: int, name: str) -> list[tuple[bool, int]]:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "granitemoe"])
-def test_published_plans_split_the_experts(name):
+def test_correctness_08_published_plans_split_gate_and_up_of_experts(name):
     for split in run_distributed(_training, 2, name, timeout=120):
         assert len(split) >= 2
         assert set(split) == {(True, 3)}
