@@ -9,6 +9,7 @@ from functools import partial
 from torch import fx, nn
 
 from slapo_core.errors import ScheduleError
+from slapo_core.logger import get_logger
 from slapo_core.parameters import is_part
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
@@ -32,8 +33,8 @@ from .syncing import trainable
 class TensorParallelPrimitive(Primitive):
     """Split a whole model over the tensor-parallel group: shard, sync and fork the random numbers by a plan.
 
-    Without a plan: the one Transformers publishes for the model; or, where there is none or it is silent on something, one
-    derived from the model's own forward, which is run once without data on the schedule's ``example_inputs``: layers are split
+    Without a plan: the one Transformers publishes for the model, whose keys may name what this configuration does not have; or,
+    where there is none, or it is silent on something or has a style that is not known here, one derived from the model's own forward, which is run once without data on the schedule's ``example_inputs``: layers are split
     in groups whose values fit together, attention by heads, and attributes that count heads or widths turn local. The rank's
     model is traced again afterwards and has to be, operation by operation, the one meant. The vocabulary, embedding and head,
     is split where each rank gets some of it. What fits nowhere stays whole.
@@ -109,7 +110,19 @@ def _planned(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parall
         derivable = plan is None and not isinstance(schedule.mod, fx.GraphModule)
         if not derivable or schedule.example_inputs is None:
             raise
+        _warn_of_unknown(schedule)
         return None
+
+
+def _warn_of_unknown(schedule: Schedule) -> None:
+    """Say that a published plan is not followed which asks for what is not known here, as that of a newer Transformers may."""
+    for key, style in published_plan(schedule.mod).items():
+        if style not in STYLES:
+            message = (
+                "tensor_parallel(%r): the published plan gives %r the style %r, which is not supported; one is derived instead"
+            )
+            get_logger().warning(message, schedule.path, key, style)
+            return
 
 
 def _check_derivable(schedule: Schedule, plan: Mapping[str, str] | None) -> None:

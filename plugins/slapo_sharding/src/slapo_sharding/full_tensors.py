@@ -1,0 +1,93 @@
+"""Full tensors from the parts that ranks hold, and parts from full tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from slapo_core.errors import ScheduleError
+from slapo_core.gather import original_keys, over_group
+from slapo_core.parameters import is_part, shard_spec
+
+
+def gather_full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a parameter or buffer, a new tensor without a gradient on every rank of its group; of a whole one a copy.
+
+    Collective over the group.
+    """
+    full = over_group(tensor, torch.Tensor.detach)
+    assert full is not None
+    return full
+
+
+def scatter_full(tensor: torch.Tensor, full: torch.Tensor) -> None:
+    """Overwrite a parameter or buffer with this rank's part of ``full``; nothing is sent.
+
+    Args:
+        tensor: Changed in place; it keeps its dtype and device.
+        full: The same on every rank, of the shape that the whole tensor has.
+
+    Raises:
+        ScheduleError: another shape, or a tensor on meta, which holds nothing; nothing was changed.
+    """
+    if problem := _problem(tensor, full):
+        raise ScheduleError(f"scatter_full: {problem}")
+    _write(tensor, full)
+
+
+def load_full_state(module: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    """Overwrite a module's parameters and buffers with this rank's parts of full tensors; nothing is sent.
+
+    Args:
+        module: What was scheduled, or the module of an engine without pipeline stages.
+        state: Full tensors under the unmodified model's names, as ``Schedule.full_state`` or its ``state_dict`` gives them: the
+            same on every rank. Of a tied parameter one name is enough.
+        strict: Whether a parameter that the state does not have, or a name of the state that the module does not, is an error.
+
+    Raises:
+        ScheduleError: such a name, tensors of a tie that differ, another shape, or a tensor on meta; nothing was changed.
+    """
+    named = dict([*module.named_parameters(), *module.named_buffers()])
+    keys = original_keys(named.items())
+    given = {name: [key for key in keys[name] if key in state] for name in named}
+    problems = list(_problems(named, given, state))
+    if strict:
+        parameters = dict(module.named_parameters())
+        missing = [keys[name][0] for name in parameters if not given[name]]
+        unknown = sorted(set(state) - {key for names in keys.values() for key in names})
+        problems += [f"{what} {names}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+    if problems:
+        raise ScheduleError(f"load_full_state: {'; '.join(problems)}; give full tensors under the unmodified model's names")
+    for name, names in given.items():
+        if names:
+            _write(named[name], state[names[0]])
+
+
+def _problems(
+    named: Mapping[str, torch.Tensor], given: Mapping[str, list[str]], state: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    for name, names in given.items():
+        for key in names:
+            if problem := _problem(named[name], state[key]):
+                yield f"{key!r}: {problem}"
+            elif state[key] is not state[names[0]] and not torch.equal(state[key], state[names[0]]):
+                yield f"{names[0]!r} and {key!r} are tied and differ"
+
+
+def _problem(tensor: torch.Tensor, full: torch.Tensor) -> str | None:
+    """Why a full tensor is none of this one, or None."""
+    spec = shard_spec(tensor)
+    shape = spec.full_shape if spec is not None else tuple(tensor.shape)
+    if not isinstance(full, torch.Tensor):
+        return f"a {type(full).__name__} is no tensor"
+    if tuple(full.shape) != tuple(shape):
+        return f"shape {list(full.shape)} instead of {list(shape)}"
+    return "it is on meta and holds nothing; build the schedule first" if tensor.is_meta else None
+
+
+@torch.no_grad()
+def _write(tensor: torch.Tensor, full: torch.Tensor) -> None:
+    spec = shard_spec(tensor)
+    tensor.copy_(spec.local(full) if spec is not None and is_part(tensor) else full)
