@@ -34,10 +34,11 @@ class TensorParallelPrimitive(Primitive):
     """Split a whole model over the tensor-parallel group: shard, sync and fork the random numbers by a plan.
 
     Without a plan: the one Transformers publishes for the model, whose keys may name what this configuration does not have; or,
-    where there is none, or it is silent on something or has a style that is not known here, one derived from the model's own forward, which is run once without data on the schedule's ``example_inputs``: layers are split
-    in groups whose values fit together, attention by heads, and attributes that count heads or widths turn local. The rank's
-    model is traced again afterwards and has to be, operation by operation, the one meant. The vocabulary, embedding and head,
-    is split where each rank gets some of it. What fits nowhere stays whole.
+    where there is none, or it is silent on something or has a style that is not known here, one derived from the model's own
+    forward, which is run once without data on the schedule's ``example_inputs``: layers are split in groups whose values fit
+    together, attention by heads, and attributes that count heads or widths turn local. The rank's model is traced again
+    afterwards and has to be, operation by operation, the one meant. The vocabulary, embedding and head, is split where each
+    rank gets some of it. What fits nowhere stays whole.
 
     Args:
         plan: ``{path or glob: style}``, see ``slapo_sharding.plan``; nothing else is split then.
