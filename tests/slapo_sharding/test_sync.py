@@ -297,25 +297,67 @@ def test_bad_members_are_refused(arguments: dict[str, Any], message: str):
         _schedule(Users()).sync(arguments.pop("mode", "bwd_post"), "all_reduce", **arguments)
 
 
+LAYOUTS = {"RR": None, "RS": -1, "SR": -2}
+SCHEMES = [f"{before}->{after}" for before in LAYOUTS for after in LAYOUTS]
+
+
 def _laid_out(whole: torch.Tensor, layout: str, rank: int) -> torch.Tensor:
-    dims = {"RR": None, "RS": -1, "SR": -2}
-    return whole if dims[layout] is None else whole.chunk(2, dims[layout])[rank].contiguous()
+    dim = LAYOUTS[layout]
+    return whole if dim is None else whole.chunk(dist.get_world_size(), dim)[rank].contiguous()
 
 
-def _reshard(rank: int, scheme: str) -> None:
-    before, after = scheme.split("->")
-    whole, weight = (torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    model = _schedule(nn.Identity()).sync("fwd_post", scheme).mod
-    x = _laid_out(whole, before, rank).requires_grad_()
-    y = model(x)
-    assert torch.equal(y, _laid_out(whole, after, rank))
-    (y * _laid_out(weight, after, rank)).sum().backward()
-    assert torch.equal(x.grad, _laid_out(weight, before, rank))
+def _whole() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Input and output of the unmodified model, the weights of its loss, and the gradient of its input."""
+    x, weight = (torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    x.requires_grad_()
+    y = nn.Tanh()(x)
+    (y * weight).sum().backward()
+    assert x.grad is not None
+    return x.detach(), y.detach(), weight, x.grad
 
 
-@pytest.mark.parametrize("scheme", [f"{before}->{after}" for before in ("RR", "RS", "SR") for after in ("RR", "RS", "SR")])
-def test_reshard(scheme: str):
-    run_distributed(_reshard, 2, scheme)
+def _reshard(rank: int) -> None:
+    whole, result, weight, grad = _whole()
+    for mode in ("fwd_pre", "fwd_post"):
+        for scheme in SCHEMES:
+            before, after = scheme.split("->")
+            gathers = before != after == "RR"
+            for backward in (None, "split", "reduce_scatter") if gathers else (None,):
+                model = _schedule(nn.Tanh()).sync(mode, scheme, **({"backward": backward} if backward else {})).mod
+                x = _laid_out(whole, before, rank).clone().requires_grad_()
+                y = model(x)
+                label = f"{mode} {scheme} {backward}"
+                torch.testing.assert_close(y, _laid_out(result, after, rank), msg=label)
+                loss = y * _laid_out(weight, after, rank)
+                own = gathers and (backward or ("reduce_scatter" if mode == "fwd_pre" else "split")) == "reduce_scatter"
+                (loss.chunk(dist.get_world_size())[rank] if own else loss).sum().backward()
+                torch.testing.assert_close(x.grad, _laid_out(grad, before, rank), msg=label)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_reshard_before_and_after_a_module(ranks: int):
+    """Ranks that gather with a reduce-scatter behind go on with examples of their own."""
+    run_distributed(_reshard, ranks)
+
+
+def _reduce(rank: int) -> None:
+    whole, result, weight, grad = _whole()
+    ranks = dist.get_world_size()
+    shares = torch.arange(1.0, ranks + 1).div(ranks * (ranks + 1) / 2)
+    for op, arguments, after in (("all_reduce", {}, "RR"), ("reduce_scatter", {"axis": -1}, "RS")):
+        before = _schedule(nn.Tanh()).sync("fwd_pre", op, **arguments).mod
+        behind = nn.Sequential(_schedule(nn.Identity()).sync("fwd_post", op, **arguments).mod, nn.Tanh())
+        for model in (before, behind):
+            x = (whole * shares[rank]).requires_grad_()
+            y = model(x)
+            torch.testing.assert_close(y, _laid_out(result, after, rank), msg=op)
+            (y * _laid_out(weight, after, rank)).sum().backward()
+            torch.testing.assert_close(x.grad, grad, msg=op)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_reductions_before_and_after_a_module(ranks: int):
+    run_distributed(_reduce, ranks)
 
 
 def _reshard_a_vector(rank: int) -> str:
