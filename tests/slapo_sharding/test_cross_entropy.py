@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_core.testing import run_distributed
 from slapo_sharding.cross_entropy import parallel_cross_entropy
@@ -61,6 +62,32 @@ def test_correctness_10_padding_counts_for_nothing(size: int, padding: int) -> N
 
 def test_half_precision() -> None:
     run_distributed(_both, 2, (4, 8), torch.tensor([0, 3, 7, 4]), torch.bfloat16, 0, {})
+
+
+class _Sent(TorchDispatchMode):
+    """Of every collective its name and how many numbers this rank sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace and func.overloadpacket.__name__ != "wait_tensor":
+            self.found.append((func.overloadpacket.__name__, args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def _sent(rank: int, smoothing: float) -> list[tuple[str, int]]:
+    logits = torch.randn(5, 32, requires_grad=True)
+    with _Sent() as sent:
+        parallel_cross_entropy(logits, torch.arange(5), dist.group.WORLD, label_smoothing=smoothing).backward()
+    return sent.found
+
+
+@pytest.mark.parametrize(("smoothing", "sums"), [(0.0, 2), (0.1, 3)])
+def test_the_logits_are_never_gathered(smoothing: float, sums: int) -> None:
+    for found in run_distributed(_sent, 2, smoothing):
+        assert found == [("all_reduce", 5 + 2), ("all_reduce", sums * 5)], "the highest and two widths, then the sums"
 
 
 def test_nothing_counts() -> None:
