@@ -1,19 +1,25 @@
-"""Tensor parallelism against hand-written code and DTensor: step time, memory, planning.
+"""Tensor parallelism against hand-written code and DTensor: step time and memory.
 
 Run ``python -m benchmarks.sharding``; it prints a section for ``benchmarks/README.md``. Two gloo processes on this machine
-train the same blocks in three ways, one after the other in every round, so that what else the machine does meets all alike:
-ours, Megatron's two autograd functions written by hand, and torch's ``parallelize_module`` (DTensor).
+train the same blocks in three ways, one after the other in every round, each as often first as the others: ours, Megatron's
+two autograd functions written by hand, and torch's ``parallelize_module`` (DTensor).
+
+What else the machine does lasts longer than a round and so meets all ways of one alike. A ratio is therefore taken within each
+round, against the hand-written step of that round, and the table has the median over the rounds; after ``±`` is half of the
+interval that holds the true median in 95 of 100 runs, if rounds do not depend on each other. Small sizes, whose steps are
+short, get more rounds.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,14 +28,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from slapo_core import build, create_schedule
 from slapo_core.testing import run_distributed
 
 LAYERS, HEADS, BATCH, SEQUENCE = 4, 8, 4, 128
-ROUNDS = {256: 60, 512: 30, 1024: 12}
+ROUNDS = {256: 240, 512: 90, 1024: 30}
 
 
 class Block(nn.Module):
@@ -119,7 +123,7 @@ def ours(model: nn.Module, *, overlapped: bool = True) -> nn.Module:
         for name in ("qkv", "up"):
             block[name].shard("weight", axis=0, blocks=1).sync("bwd_post", "all_reduce")
             if not overlapped:
-                del block[name].mod.forward  # torch's own has one backward for input and weight
+                vars(block[name].mod).pop("forward", None)  # torch's own has one backward for input and weight
         for name in ("proj", "down"):
             block[name].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     return build(schedule).module
@@ -173,14 +177,41 @@ def _saved(model: nn.Module, x: torch.Tensor) -> int:
     return total
 
 
-def _memory(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes of parameters, gradients and two moments per parameter, and of what the forward keeps."""
-    parameters = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return 4 * parameters + _saved(model, x)
+def memory(model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes on this rank after a training step with AdamW, and what the next forward keeps; each storage counts once."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    _step(model, x)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    weights = [*model.parameters(), *model.buffers()]
+    tensors = [*weights, *(weight.grad for weight in weights if weight.grad is not None), *states]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values()) + _saved(model, x)
 
 
-def measure_steps(rank: int, hidden: int, ways: str) -> dict[str, tuple[float, int]]:
-    """Median seconds of forward and backward, and bytes on this rank, of each way; ``ways`` is where they are listed."""
+class Measured(NamedTuple):
+    """Of one way: median seconds of a step, the ratio to the hand-written one, how sure that is, and bytes."""
+
+    seconds: float
+    ratio: float
+    spread: float
+    bytes: int
+    kept: int
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} ± {self.spread:.3f}"
+
+
+def compared(times: list[float], base: list[float]) -> tuple[float, float]:
+    """Median ratio of rounds, and half of its interval, whose ends are found by the signs of the rounds alone."""
+    ratios = sorted(time / other for time, other in zip(times, base, strict=True))
+    middle, reach = len(ratios) / 2, 0.98 * len(ratios) ** 0.5
+    low, high = ratios[max(0, math.floor(middle - reach))], ratios[min(len(ratios) - 1, math.ceil(middle + reach))]
+    return statistics.median(ratios), (high - low) / 2
+
+
+def measure_steps(rank: int, hidden: int, ways: str) -> dict[str, Measured]:
+    """Forward and backward in each way, and memory of this rank; ``ways`` is where they are listed."""
     torch.set_num_threads(1)
     whole = blocks(hidden)
     models = {name: way(copy.deepcopy(whole)) for name, way in resolve_name(ways).items()}
@@ -196,103 +227,47 @@ def measure_steps(rank: int, hidden: int, ways: str) -> dict[str, tuple[float, i
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             times[name].append(_step(models[name], x))
-    memory = {name: _memory(model, x) for name, model in models.items() if name != "DTensor"}
-    return {name: (statistics.median(times[name]), memory.get(name, 0)) for name in models}
+    return {name: _measured(name, models[name], times, x) for name in names}
 
 
-def _report_steps() -> None:
+def _measured(name: str, model: nn.Module, times: dict[str, list[float]], x: torch.Tensor) -> Measured:
+    plain = "DTensor" not in name  # the storages of the others are not where these functions look
+    sizes = (memory(model, x), _saved(model, x)) if plain else (0, 0)
+    return Measured(statistics.median(times[name]), *compared(times[name], times["hand-written"]), *sizes)
+
+
+def report_steps() -> None:
+    """The table of the three ways."""
     print("\n## Tensor parallelism: 2 gloo ranks, 4 GPT blocks, forward and backward\n")
-    print(
-        "| hidden | hand-written (ms) | slapo (ms) | slapo / hand-written | DTensor / hand-written | memory, slapo / by hand |"
-    )
-    print("|---|---|---|---|---|---|")
-    for hidden in (256, 512, 1024):
-        rank0 = run_distributed(measure_steps, 2, hidden, "benchmarks.sharding:WAYS", timeout=600)[0]
-        (ours_s, ours_b), (hand_s, hand_b), (dtensor_s, _) = (rank0[name] for name in WAYS)
+    print("| hidden | hand-written (ms) | slapo (ms) | slapo / hand-written | DTensor / hand-written", end="")
+    print(" | memory by hand (MB) | slapo / by hand |\n|---|---|---|---|---|---|---|")
+    for hidden in ROUNDS:
+        mine, hand, dtensor = run_distributed(measure_steps, 2, hidden, "benchmarks.sharding:WAYS", timeout=600)[0].values()
         print(
-            f"| {hidden} | {hand_s * 1e3:.1f} | {ours_s * 1e3:.1f} | {ours_s / hand_s:.3f} | {dtensor_s / hand_s:.3f} "
-            f"| {ours_b / hand_b:.3f} |",
+            f"| {hidden} | {hand.seconds * 1e3:.1f} | {mine.seconds * 1e3:.1f} | {mine} | {dtensor} "
+            f"| {hand.bytes / 1e6:.1f} | {mine.bytes / hand.bytes:.3f} |",
             flush=True,
         )
-
-
-def _report_variants() -> None:
-    rank0 = run_distributed(measure_steps, 2, 512, "benchmarks.sharding:VARIANTS", timeout=600)[0]
-    base = rank0["hand-written"][0]
-    print("\n| hidden 512 | ms | / hand-written |\n|---|---|---|")
-    for name, (seconds, _) in rank0.items():
-        print(f"| {name} | {seconds * 1e3:.1f} | {seconds / base:.3f} |", flush=True)
-
-
-def llama(layers: int) -> nn.Module:
-    config = LlamaConfig(
-        hidden_size=16384,
-        intermediate_size=53248,
-        num_hidden_layers=layers,
-        num_attention_heads=128,
-        num_key_value_heads=8,
-        vocab_size=128256,
+    print(
+        "\nMemory of a rank, as measured after a step with AdamW: parameters, gradients, the optimizer's state and what a",
+        end="",
     )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
+    print(" forward keeps for its backward.")
 
 
-COLUMNS, ROWS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
-    (
-        "self_attn.o_proj",
-        "mlp.down_proj",
-    ),
-)
-
-
-def _plan_ours(model: nn.Module, mesh: Any) -> None:
-    schedule = create_schedule(model, mesh=mesh)
-    for layer in schedule.select("model.layers.*"):
-        for name in COLUMNS:
-            layer[name].shard("weight", axis=0)
-        layer["self_attn"].sync("bwd_post", "all_reduce", of=["q_proj", "k_proj", "v_proj"])
-        layer["mlp"].sync("bwd_post", "all_reduce", of=["gate_proj", "up_proj"])
-        for name in ROWS:
-            layer[name].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-
-
-def _plan_dtensor(model: nn.Module, mesh: Any) -> None:
-    plan = {f"model.layers.*.{name}": ColwiseParallel() for name in COLUMNS}
-    plan.update({f"model.layers.*.{name}": RowwiseParallel() for name in ROWS})
-    parallelize_module(model, mesh, plan)
-
-
-def measure_planning(layers: int) -> tuple[float, float]:
-    """Seconds to plan all linear layers of a Llama on meta, ours and DTensor's; the least of three."""
-    found = []
-    for plan in (_plan_ours, _plan_dtensor):
-        times = []
-        for _ in range(3):
-            model = llama(layers)
-            mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
-            start = time.perf_counter()
-            plan(model, mesh)
-            times.append(time.perf_counter() - start)
-        found.append(min(times))
-    return found[0], found[1]
-
-
-def _report_planning() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    print("\n## Planning all linear layers of a Llama 405B on meta, 8 fake ranks\n")
-    print("| layers | slapo (s) | parallelize_module (s) | ratio |\n|---|---|---|---|")
-    for layers in (126, 500, 1000):
-        mine, peer = measure_planning(layers)
-        print(f"| {layers} | {mine:.3f} | {peer:.3f} | {mine / peer:.2f} |", flush=True)
-    dist.destroy_process_group()
+def report_variants(ways: str) -> None:
+    """The table of other ways to run the blocks, of hidden size 512."""
+    found = run_distributed(measure_steps, 2, 512, ways, timeout=600)[0]
+    hand = found["hand-written"]
+    print("\n| hidden 512 | ms | / hand-written | kept by a forward / by hand |\n|---|---|---|---|")
+    for name, one in found.items():
+        print(f"| {name} | {one.seconds * 1e3:.1f} | {one} | {one.kept / hand.kept:.3f} |", flush=True)
 
 
 def main() -> None:
     """Print the sections."""
-    _report_steps()
-    _report_variants()
-    _report_planning()
+    report_steps()
+    report_variants("benchmarks.sharding:VARIANTS")
 
 
 if __name__ == "__main__":
