@@ -8,6 +8,7 @@ the gradients of norms and biases are summed together after the backward.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ class ByHand(nn.Module):
             tensor.grad.copy_(grad)
 
 
-def ours(model: nn.Module) -> nn.Module:
+def ours(model: nn.Module, *, overlapped: bool = True) -> nn.Module:
     schedule = create_schedule(model)
     schedule.sync("fwd_pre", "scatter", axis=SPLIT).sync("fwd_post", "all_gather", axis=SPLIT)
     for block in schedule.select("*"):
@@ -142,6 +143,8 @@ def ours(model: nn.Module) -> nn.Module:
             block[name].sync("grad", "all_reduce")
         for name in ("qkv", "up"):
             block[name].sync("fwd_pre", "all_gather", axis=SPLIT).shard("weight", axis=0, blocks=1)
+            if not overlapped:
+                vars(block[name].mod).pop("forward", None)  # torch's own keeps the gathered input, and has one backward
         for name in ("proj", "down"):
             block[name].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=SPLIT)
     return build(schedule).module
@@ -163,6 +166,12 @@ def dtensor(model: nn.Module) -> nn.Module:
 
 
 WAYS: dict[str, sharding.Way] = {"slapo": ours, "hand-written": ByHand, "DTensor": dtensor, "whole": sharding.ours}
+VARIANTS: dict[str, sharding.Way] = {
+    "hand-written": ByHand,
+    "slapo": ours,
+    "slapo, neither gathers nor sums overlapped": partial(ours, overlapped=False),
+    "slapo, the sequence whole": sharding.ours,
+}
 
 
 def arithmetic(hidden: int, ranks: int) -> int:
@@ -175,15 +184,18 @@ def main() -> None:
     """Print the section."""
     print("\n## Sequence parallelism: 2 gloo ranks, 4 GPT blocks, forward and backward\n")
     print("| hidden | hand-written (ms) | slapo (ms) | slapo / hand-written | DTensor / hand-written", end="")
-    print(" | kept, slapo / by hand | kept less than without it / arithmetic |\n|---|---|---|---|---|---|---|")
-    for hidden in (256, 512, 1024):
+    print(" | memory, slapo / by hand | kept, slapo / by hand | kept less than without it / arithmetic |")
+    print("|---|---|---|---|---|---|---|---|")
+    for hidden in sharding.ROUNDS:
         found = run_distributed(sharding.measure_steps, 2, hidden, "benchmarks.sequence:WAYS", timeout=600)[0]
-        (ours_s, ours_b), (hand_s, hand_b), (dtensor_s, _), (_, whole_b) = (found[name] for name in WAYS)
+        mine, hand, peer, whole = (found[name] for name in WAYS)
         print(
-            f"| {hidden} | {hand_s * 1e3:.1f} | {ours_s * 1e3:.1f} | {ours_s / hand_s:.3f} | {dtensor_s / hand_s:.3f} "
-            f"| {ours_b / hand_b:.3f} | {(whole_b - ours_b) / arithmetic(hidden, 2):.3f} |",
+            f"| {hidden} | {hand.seconds * 1e3:.1f} | {mine.seconds * 1e3:.1f} | {mine} | {peer} "
+            f"| {mine.bytes / hand.bytes:.3f} | {mine.kept / hand.kept:.3f} "
+            f"| {(whole.kept - mine.kept) / arithmetic(hidden, 2):.3f} |",
             flush=True,
         )
+    sharding.report_variants("benchmarks.sequence:VARIANTS")
 
 
 if __name__ == "__main__":
