@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.testing import run_distributed
-from slapo_sharding._torch_autograd import is_batched, last_turn, saving, swap_turns
+from slapo_sharding._torch_autograd import is_batched, saving, swap_turns
 from slapo_sharding._torch_private import NO_BACKWARD, backward_pass, layouts_kept, mesh_of, no_functions, surroundings
 
 pytestmark = pytest.mark.multiproc
@@ -132,23 +132,6 @@ def test_turns_in_a_backward_can_be_exchanged() -> None:
             swap_turns(start.grad_fn, weights.grad_fn)
         (start + weights).sum().backward()
         assert turns == (["start", "weights", "wait"] if exchanged else ["weights", "start", "wait"])
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_turn_may_be_the_last(late: bool) -> None:
-    turns: list[str] = []
-    x, weight, bias = (torch.ones(3, requires_grad=True) for _ in range(3))
-    for name, leaf in (("x", x), ("weight", weight)):
-        leaf.register_hook(lambda grad, name=name: turns.append(name))
-    shifted = bias * 1  # the first node but one
-    shifted.register_hook(lambda grad: turns.append("bias"))
-    y = (x.sin() * weight).exp() + shifted
-    if late:
-        last_turn(weight)
-        last_turn(shifted)
-    y.sum().backward()
-    assert turns[:2] == (["x", "weight"] if late else ["weight", "x"])
-    assert turns[2] == "bias"
 
 
 def test_what_looks_at_saved_tensors_is_known() -> None:

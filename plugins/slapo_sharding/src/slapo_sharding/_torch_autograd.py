@@ -20,13 +20,6 @@ def swap_turns(start: Any, weights: Any) -> None:
             weights._set_sequence_nr(earlier)
 
 
-def last_turn(x: torch.Tensor) -> None:
-    """In a backward, what passes the gradient of ``x`` on, or adds it to ``x.grad``, runs when nothing else is ready."""
-    node: Any = torch.autograd.graph.get_gradient_edge(x).node
-    if hasattr(node, "_set_sequence_nr"):
-        node._set_sequence_nr(0)
-
-
 def saving() -> Any:
     """What is told of tensors that autograd saves now, inside of a checkpoint, say; None outside of all."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

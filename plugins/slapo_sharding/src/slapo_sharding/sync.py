@@ -16,7 +16,7 @@ from slapo_core.schedule import Schedule
 from . import attention
 from .rules import applied_cut
 from .shared_sum import SharedSum
-from .syncing import GradientSum, SumsLast, Sync, sums_gradient, trainable
+from .syncing import GradientSum, Sync, sums_gradient, trainable
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
@@ -106,7 +106,6 @@ class SyncPrimitive(Primitive):
                 label = f"{schedule.path}.{name}" if schedule.path else name
                 handle = parameter.register_hook(GradientSum(schedule.group, label, seen=seen))  # type: ignore[no-untyped-call]
                 schedule.on_undo(handle.remove)
-            module.register_forward_hook(SumsLast())
         elif sync.shared is not None:
             for each in _members(schedule, of):
                 schedule.touch(each)

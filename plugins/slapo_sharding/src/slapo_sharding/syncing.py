@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import has_torch_function_unary
 from torch.utils import _pytree as pytree
 
 from slapo_core.errors import ScheduleError
 
 from . import collectives, started
-from ._torch_autograd import last_turn
 from .rules import applied_cut
 from .shared_sum import SharedSum
 
@@ -127,9 +125,7 @@ class Sync:
         if self.op == "reduce_scatter":
             assert self.axis is not None
             same = self.axis % x.dim() == dim
-            bias = (
-                collectives.scatter(bias, 0, self.group) if same else _sum_last(collectives.all_reduce_grad(bias, self.group))
-            )
+            bias = collectives.scatter(bias, 0, self.group) if same else collectives.all_reduce_grad(bias, self.group)
         bias = bias.to(x.dtype)
         return x + (bias.view(-1, *(1,) * (x.dim() - 1 - dim)) if dim < x.dim() - 1 else bias)
 
@@ -183,27 +179,6 @@ class GradientSum:
                 f"{ranks} times too large; leave sync('grad', 'all_reduce') out",
                 primitive="sync",
             )
-
-
-class SumsLast:
-    """A hook of a module whose parameters' gradients are summed: that is done when the backward has nothing else to do.
-
-    In its midst each sum would wait for the slowest rank.
-    """
-
-    traced = True  # it changes no value
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                _sum_last(parameter)
-
-
-def _sum_last(x: torch.Tensor) -> torch.Tensor:
-    """``x``; there is no backward to order while it is traced or compiled."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not has_torch_function_unary(x) and x.requires_grad:
-        last_turn(x)
-    return x
 
 
 _TELLING_BYTES = 8
