@@ -39,9 +39,9 @@ ROUNDS = {256: 240, 512: 90, 1024: 30}
 class Block(nn.Module):
     """A GPT block; ``qkv`` makes the query, key and value of one head after the other, so a plain split deals out heads."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
-        self.head = hidden // HEADS
+        self.head = hidden // heads
         self.first, self.second = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
@@ -54,9 +54,9 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.second(x))))
 
 
-def blocks(hidden: int) -> nn.Module:
+def blocks(hidden: int, heads: int = HEADS, layers: int = LAYERS) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(hidden) for _ in range(LAYERS)))
+    return nn.Sequential(*(Block(hidden, heads) for _ in range(layers)))
 
 
 class _Copy(torch.autograd.Function):
@@ -131,12 +131,13 @@ def ours(model: nn.Module, *, overlapped: bool = True) -> nn.Module:
 
 def dtensor(model: nn.Module) -> nn.Module:
     plan = {"*.qkv": ColwiseParallel(), "*.up": ColwiseParallel(), "*.proj": RowwiseParallel(), "*.down": RowwiseParallel()}
-    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    device = next(model.parameters()).device.type
+    return parallelize_module(model, init_device_mesh(device, (dist.get_world_size(),)), plan)
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compiled(model: nn.Module, backend: str = "inductor") -> nn.Module:
     for block in model:
-        block.compile(fullgraph=True)
+        block.compile(fullgraph=True, backend=backend)
     return model
 
 

@@ -11,6 +11,7 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from benchmarks.gpu.blocks import COMPILED, WAYS, Sizes, measure, report
 from slapo_core.build import build
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
@@ -68,3 +69,12 @@ def test_one_graph(make: str):
 @pytest.mark.parametrize("make", ["llama", "gpt2"])
 def test_one_graph_through_inductor(make: str):
     assert run_distributed(_compiled, 2, make, "inductor", timeout=280) == [[1, 0], [1, 0]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_benchmark_for_gpus_runs_without_one(ranks: int):
+    sizes = Sizes(16, 2, 1, 1, 4, torch.float32, warm_up=2, rounds=1, backend="eager")
+    for found in run_distributed(measure, ranks, "cpu", sizes, timeout=200):
+        assert len(found) == len(WAYS) + len(COMPILED)
+        assert found["hand-written"].ratio == 1
+        assert f"| slapo, compiled | {found['slapo, compiled'].milliseconds:.2f} |" in report(found, ranks, sizes)
