@@ -39,10 +39,11 @@ format: setup
 bench: setup
 	@$(BIN)/python -m benchmarks
 
-# Needs one CUDA device and a CUDA build of torch in the environment of `PYTHON_GPU`.
+# Needs a CUDA device, or several, and a CUDA build of torch in the environment of `PYTHON_GPU`.
 gpu:
 	$(PYTHON_GPU) -m pytest -q -m gpu tests/gpu
 	$(PYTHON_GPU) -m benchmarks.gpu.step
+	$(PYTHON_GPU) -m benchmarks.gpu.blocks
 
 clean:
 	rm -rf .venv build dist demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
