@@ -1,10 +1,13 @@
-"""What of torch's autograd is private; apart from ``_torch_private``, as finding the plugin must not import DTensor."""
+"""Private names of torch without DTensor, which finding the plugin must not import; the others are in ``_torch_private``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+no_functions = torch._C.DisableTorchFunction
+"""A context in which no code but torch's own sees torch functions."""
 
 
 def swap_turns(start: Any, weights: Any) -> None:

@@ -24,9 +24,6 @@ NO_BACKWARD = -1
 backward_pass = torch._C._current_graph_task_id
 """The number of the backward pass that runs in this thread, or ``NO_BACKWARD``."""
 
-no_functions = torch._C.DisableTorchFunction
-"""A context in which no code but torch's own sees torch functions."""
-
 _ALONG = "argmax argmin cumsum cumsum_ cumprod cumprod_ logcumsumexp"
 
 

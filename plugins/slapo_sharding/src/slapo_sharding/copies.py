@@ -56,12 +56,13 @@ class CopySum:
             offset += stop - start
 
 
-def sum_copies(parameter: nn.Parameter, spec: ShardSpec) -> None:
+def sum_copies(parameter: nn.Parameter, spec: ShardSpec) -> CopySum:
     """Let every copy that the parameter holds get the whole gradient, also when it is unfrozen only later."""
-    frozen = not parameter.requires_grad
+    frozen, hook = not parameter.requires_grad, CopySum(spec)
     parameter.requires_grad_(True)  # torch takes hooks of no other
-    parameter.register_hook(CopySum(spec))  # type: ignore[no-untyped-call]
+    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(not frozen)
+    return hook
 
 
 def has_copies(spec: ShardSpec) -> bool:

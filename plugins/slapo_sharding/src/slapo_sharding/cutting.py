@@ -12,7 +12,7 @@ from slapo_core.parameters import ShardSpec, facts, successor
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import own_forward
 
-from . import attention, column_forward
+from . import attention, column_forward, lasting
 from .copies import has_copies, sum_copies
 from .rules import AppliedCut, Cut, applied_cut, record_cut, tensor_of
 from .syncing import Sync
@@ -50,9 +50,12 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
             facts(tensor).spec = spec
         else:
             handles[module].set_parameter(name, _local(tensor, spec))
+            if has_copies(spec) and isinstance(tensor, nn.Parameter):
+                lasting.keep_hook(module, name, sum_copies(module._parameters[name], spec))
     for module, cut in step.cuts.items():
         if num_shards > 1:
             _turn_local(module, cut, step.record.spec)
+            lasting.keep_facts(module)
         if module is not step.module:
             record_cut(module, AppliedCut(cut, step.record.spec, num_shards > 1 and has_late_bias(module, cut)))
     record_cut(step.module, step.record)
@@ -65,8 +68,6 @@ def _local(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     new = successor(tensor, spec.local(tensor.detach()), spec=spec)
     if tensor.grad is not None:
         new.grad = spec.local(tensor.grad)
-    if has_copies(spec) and isinstance(new, nn.Parameter):
-        sum_copies(new, spec)
     return new
 
 
@@ -94,7 +95,7 @@ def user_code(module: nn.Module) -> str | None:
     """What the user has put on this one module to run with it, or None; syncs, wrappers and cuts are the schedule's own."""
     for kind, table in _HOOKS.items():
         hooks = module.__dict__[table]
-        if hooks and not all(isinstance(hook, Sync) for hook in hooks.values()):
+        if hooks and not all(isinstance(hook, (Sync, lasting.LastingHooks)) for hook in hooks.values()):
             return kind
     forward, applied = own_forward(module), applied_cut(module)
     ours = forward is None or column_forward.is_overlapping(forward)

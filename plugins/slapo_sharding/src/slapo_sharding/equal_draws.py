@@ -9,7 +9,7 @@ import torch
 from slapo_core.random import rng_state
 
 from . import collectives
-from ._torch_private import no_functions
+from ._torch_autograd import no_functions
 from .followed import Followed
 from .rules import applied_cut
 

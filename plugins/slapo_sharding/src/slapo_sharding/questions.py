@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from slapo_core.tracing.calls import name_of
 
-from ._torch_private import MOVES, layouts_kept, mesh_of, no_functions
+from ._torch_autograd import no_functions
+from ._torch_private import MOVES, layouts_kept, mesh_of
 from .followed import Layout, from_dtensor, tensors_in
 from .trial import Mixed, trial
 

@@ -14,6 +14,7 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
 from . import attention
+from .lasting import keep_hook
 from .rules import applied_cut
 from .shared_sum import SharedSum
 from .syncing import GradientSum, Sync, sums_gradient, trainable
@@ -104,8 +105,10 @@ class SyncPrimitive(Primitive):
             for name, parameter in own.items():
                 seen = name == "bias" and "weight" in own  # its parts are equal where the loss is a mean of values
                 label = f"{schedule.path}.{name}" if schedule.path else name
-                handle = parameter.register_hook(GradientSum(schedule.group, label, seen=seen))  # type: ignore[no-untyped-call]
+                total = GradientSum(schedule.group, label, seen=seen)
+                handle = parameter.register_hook(total)  # type: ignore[no-untyped-call]
                 schedule.on_undo(handle.remove)
+                keep_hook(module, name, total)
         elif sync.shared is not None:
             for each in _members(schedule, of):
                 schedule.touch(each)

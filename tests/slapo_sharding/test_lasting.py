@@ -1,0 +1,113 @@
+"""Parameters that somebody puts in the place of others: FSDP2, and states that are assigned."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slapo_core.build import build
+from slapo_core.parameters import shard_spec
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import run_distributed
+from slapo_sharding import clip_grad_norm_, plugin
+
+pytestmark = pytest.mark.multiproc
+
+LENGTH, WIDTH = 4, 8
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+
+
+def _split(model: nn.Sequential, mesh: DeviceMesh) -> Schedule:
+    """Each rank has a part of the sequence."""
+    sch = create_schedule(model, mesh=mesh, plugins=Registry([plugin]))
+    sch["0"].sync("fwd_pre", "scatter", axis=1).sync("grad", "all_reduce")
+    sch["1"].sync("fwd_pre", "all_gather", axis=1).shard("weight", axis=0)
+    sch["3"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
+    build(sch)
+    return sch
+
+
+def _part(name: str, whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Of a gradient, what this rank has."""
+    dim = {"1.weight": 0, "1.bias": 0, "3.weight": 1}.get(name)
+    return whole if dim is None else whole.chunk(2, dim)[mesh["tp"].get_local_rank()]
+
+
+def _local(grad: torch.Tensor | None) -> torch.Tensor:
+    assert grad is not None
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def _under_fsdp(rank: int, each: bool) -> None:
+    model = _layers()
+    before = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _split(model, mesh)
+    for module in [*(model if each else ()), model]:
+        if list(module.parameters()):
+            fully_shard(module, mesh=mesh["dp"])
+    batch = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    share = batch.chunk(2)[mesh["dp"].get_local_rank()]
+    for _ in range(3):
+        for each_model in (model, before):
+            each_model.zero_grad()
+        model(share).pow(2).sum().backward()
+        before(batch).pow(2).sum().div(2).backward()  # FSDP takes the mean
+        for (name, parameter), whole in zip(model.named_parameters(), before.parameters(), strict=True):
+            torch.testing.assert_close(_local(parameter.grad), _part(name, _local(whole.grad), mesh), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["the model", "every layer"])
+def test_fsdp_on_top_of_split_layers_sums_what_they_sum(each):
+    run_distributed(_under_fsdp, 4, each)
+
+
+def _assigned(rank: int) -> None:
+    model, before = _layers(), _layers()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    sch = _split(model, mesh)
+    old = dict(model.named_parameters())
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    assert all(parameter is not old[name] for name, parameter in model.named_parameters())
+    assert [shard_spec(parameter) for parameter in model.parameters()] == [shard_spec(each) for each in old.values()]
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    for each in (model, before):
+        each(x).pow(2).sum().backward()
+    full = sch.full_state("grad")
+    torch.testing.assert_close(full, {name: each.grad for name, each in before.named_parameters()}, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1.0), clip_grad_norm_(before.parameters(), 1.0))
+
+
+def test_parts_that_are_assigned_are_known_as_parts():
+    run_distributed(_assigned, 2)
+
+
+def _copies(rank: int) -> None:
+    """One key head on two ranks: each holds a copy of it, whose gradients are summed."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "use_cache": False}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1))
+    before, ids = copy.deepcopy(model), torch.arange(8)[None]
+    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch.tensor_parallel()
+    build(sch)
+    key = model.model.layers[0].self_attn.k_proj
+    key.weight = nn.Parameter(key.weight.detach().clone())
+    for each in (model, before):
+        each(ids, labels=ids).loss.backward()
+    torch.testing.assert_close(key.weight.grad, before.model.layers[0].self_attn.k_proj.weight.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_copies_that_are_replaced_are_summed():
+    run_distributed(_copies, 2)
