@@ -51,7 +51,7 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
         else:
             handles[module].set_parameter(name, _local(tensor, spec))
             if has_copies(spec) and isinstance(tensor, nn.Parameter):
-                lasting.keep_hook(module, name, sum_copies(module._parameters[name], spec))
+                lasting.keep_hook(module, name, sum_copies(module.get_parameter(name), spec))
     for module, cut in step.cuts.items():
         if num_shards > 1:
             _turn_local(module, cut, step.record.spec)

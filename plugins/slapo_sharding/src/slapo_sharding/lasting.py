@@ -69,5 +69,5 @@ class _LastingFacts:
 def keep_facts(module: nn.Module) -> None:
     """A part that ``load_state_dict(assign=True)`` puts into the module is known to be one, as the part before it was."""
     lasting = _LastingFacts()
-    module.register_load_state_dict_pre_hook(lasting.remember)
-    module.register_load_state_dict_post_hook(lasting.put_back)
+    module.register_load_state_dict_pre_hook(lasting.remember)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(lasting.put_back)  # type: ignore[no-untyped-call]
