@@ -156,6 +156,66 @@ BUILDS: dict[str, tuple[Callable[[Schedule], object], str]] = {
         lambda sch: sch["up"].sync("bwd_post", "all_reduce"),
         "'up': sync('bwd_post', 'all_reduce') adds up what is the same on every rank",
     ),
+    "gathered and summed for nothing": (
+        lambda sch: (
+            sch["up"].sync("fwd_post", "scatter", axis=-1),
+            sch["down"].sync("fwd_pre", "all_gather", axis=-1),
+        ),
+        "'down': sync('fwd_pre', 'all_gather') adds up gradients that are the same on every rank, as nothing in it is "
+        "sharded and takes the whole of its input; give it backward='split', or leave it out; check=False",
+    ),
+    "scheme for nothing": (
+        lambda sch: (_column(sch).sync("bwd_post", "all_reduce"), sch["down"].sync("fwd_pre", "RS->RR")),
+        "step 3, sch['down'].sync('fwd_pre', 'RS->RR'): 'down': sync('fwd_pre', 'all_gather') adds up gradients",
+    ),
+    "gradient of parts": (
+        lambda sch: _row(sch).sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce"),
+        "'down': sync('bwd_post', 'all_reduce') adds up gradients that are the same on every rank, as nothing in it is "
+        "sharded and takes the whole of its input; leave it out",
+    ),
+    "gathered around a scattered layer": (
+        lambda sch: (
+            sch.sync("fwd_pre", "all_gather", axis=-1),
+            _row(sch).sync("fwd_pre", "scatter", axis=-1).sync("fwd_post", "all_reduce"),
+        ),
+        "the model: sync('fwd_pre', 'all_gather') adds up gradients that are the same on every rank",
+    ),
+    "gathered twice": (
+        lambda sch: (_column(sch).sync("bwd_post", "all_reduce"), *(sch["up"].sync("fwd_post", "RS->RR") for _ in range(2))),
+        "'up': its output is whole after all_gather, and sync('fwd_post', 'all_gather') needs it sharded; sync it once",
+    ),
+    "gathered twice before": (
+        lambda sch: [sch["up"].sync("fwd_pre", "all_gather", axis=axis, backward="split") for axis in (0, -1)],
+        "'up': its input is whole after all_gather, and sync('fwd_pre', 'all_gather') needs it sharded; sync it once",
+    ),
+    "scattered twice": (
+        lambda sch: (_row(sch).sync("fwd_post", "all_reduce"), *(sch["down"].sync("fwd_pre", "RR->RS") for _ in range(2))),
+        "'down': its input is sharded after scatter, and sync('fwd_pre', 'scatter') needs it whole; sync it once",
+    ),
+    "scattered after reduce_scatter": (
+        lambda sch: _row(sch).sync("fwd_post", "reduce_scatter", axis=1).sync("fwd_post", "scatter", axis=1),
+        "'down': its output is sharded after reduce_scatter, and sync('fwd_post', 'scatter') needs it whole; leave one of",
+    ),
+    "scattered columns": (
+        lambda sch: _column(sch).sync("bwd_post", "all_reduce").sync("fwd_post", "scatter", axis=1),
+        "'up': its output is sharded, and sync('fwd_post', 'scatter') needs it whole; leave it out, or make it so",
+    ),
+    "gathered before it is reduced": (
+        lambda sch: sch["emb"].shard("weight", axis=0).sync("fwd_post", "all_gather", axis=1).sync("fwd_post", "all_reduce"),
+        "'emb': its output is partial, and sync('fwd_post', 'all_gather') needs it sharded",
+    ),
+    "exchanged when whole": (
+        lambda sch: sch["up"].sync("fwd_post", "SR->RR").sync("fwd_post", "RS->SR"),
+        "'up': its output is whole after all_gather, and sync('fwd_post', 'all_to_all') needs it sharded; leave one of",
+    ),
+    "columns of a part": (
+        lambda sch: _column(sch).sync("bwd_post", "all_reduce").sync("fwd_pre", "scatter", axis=1),
+        "'up': its input is sharded after its syncs, and it takes one that is whole; leave them out",
+    ),
+    "rows of the whole": (
+        lambda sch: _row(sch).sync("fwd_pre", "all_gather", axis=1, backward="split").sync("fwd_post", "all_reduce"),
+        "'down': its input is whole after its syncs, and it takes one that is sharded; leave them out",
+    ),
     "replaced after": (_replaced_after, "'emb': sync('fwd_post', 'all_reduce') adds up what is the same on every rank"),
     "hook": (
         lambda sch: _hooked(_column(sch).sync("bwd_post", "all_reduce").mod, "register_forward_hook"),
@@ -204,6 +264,11 @@ def _accepted(rank: int) -> None:
         lambda sch: sch["emb"].shard("weight", axis=1),
         lambda sch: (sch["down"].sync("fwd_post", "all_reduce"), _row(sch)),
         lambda sch: (_wrap(sch["up"].mod), _column(sch).sync("bwd_post", "all_reduce")),
+        lambda sch: sch["up"].sync("fwd_post", "scatter", axis=1).sync("fwd_post", "all_gather", axis=1),
+        lambda sch: sch["up"].sync("fwd_pre", "all_gather", axis=1, backward="split"),
+        lambda sch: sch["up"].sync("fwd_pre", "RS->SR").sync("fwd_pre", "SR->RR", backward="split"),
+        lambda sch: sch["up"].sync("fwd_pre", "all_gather", axis=1).sync("fwd_pre", lambda module, args: None),
+        lambda sch: (sch.sync("fwd_pre", "all_gather", axis=1), _row(sch).sync("fwd_post", "all_reduce")),  # its code may cut
     ):
         sch = _schedule(Net())
         steps(sch)

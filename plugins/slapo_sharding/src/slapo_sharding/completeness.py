@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -14,18 +14,18 @@ from slapo_core.schedule import Schedule
 from . import attention
 from .cutting import user_code
 from .foreign_reads import watch
+from .moves import MOVING, check_moves, syncs_of
 from .rules import AppliedCut, applied_cut
 from .syncing import REDUCING, Sync, sums_gradient
 
 _OFF = "check=False turns this check off"
 _LONGEST = 200  # of a step's arguments, which may be a whole plan
-_MOVING = ("all_gather", "all_to_all")
 
 
 def check(schedule: Schedule) -> None:
     """Refuse shards that lack a sync, and at the first run what others read of them."""
     check_syncs(schedule)
-    watch(cut_modules(schedule.root_module))
+    watch(module for module in schedule.root_module.modules() if _is_cut(module) or _is_synced(module))
 
 
 def check_syncs(schedule: Schedule) -> None:
@@ -49,6 +49,7 @@ def check_syncs(schedule: Schedule) -> None:
 def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
     module, name = modules[path], repr(path) if path else "the model"
     _check_stray(name, module)
+    _check_gradients(name, module, path, modules)
     _check_heads(name, module)
     applied = applied_cut(module)
     if applied is None:
@@ -56,10 +57,11 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
         _check_gathered_around(name, module, path)
     elif applied.spec.num_shards > 1:
         _check_code(name, module)
-        own = list(_syncs(module))
-        above = [sync for outer in _above(path) for sync in _syncs(modules[outer])]
+        own = list(syncs_of(module))
+        above = [sync for outer in _above(path) for sync in syncs_of(modules[outer])]
         _check_output(name, applied, own, above)
         _check_input(name, applied, own, above)
+    check_moves(name, module, applied)
 
 
 def _last_step(schedule: Schedule, path: str) -> str:
@@ -100,7 +102,7 @@ def _check_code(name: str, module: nn.Module) -> None:
 
 def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:
     """Parts that are not equal are put together where their sizes are known."""
-    if not any(sync.mode == "fwd_post" and sync.op in _MOVING and sync.axis == -1 for sync in _syncs(module)):
+    if not any(sync.mode == "fwd_post" and sync.op in MOVING and sync.axis == -1 for sync in syncs_of(module)):
         return
     for other, inside in module.named_modules(prefix=path):
         applied = applied_cut(inside)
@@ -110,13 +112,42 @@ def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:
 
 def _check_stray(name: str, module: nn.Module) -> None:
     """A sum over ranks that all hold the same is that many times too large."""
-    stray = next((sync for sync in _syncs(module) if sync.op in REDUCING), None)
+    stray = next((sync for sync in syncs_of(module) if sync.op in REDUCING), None)
     if stray is None or any(_is_cut(inside) for inside in module.modules()):
         return
     raise BuildError(
         f"{name}: sync({stray.mode!r}, {stray.op!r}) adds up what is the same on every rank, as nothing in it is sharded; "
         f"shard it, after any replace, or leave the sync out; {_OFF}"
     )
+
+
+def _check_gradients(name: str, module: nn.Module, path: str, modules: dict[str, nn.Module]) -> None:
+    """A sum of gradients that are whole, too: a sharded layer inside has to use the value for its own part."""
+    summing = next((sync for sync in syncs_of(module) if _reduces_gradient(sync)), None)
+    if summing is None or any(sync.op == "function" for inside in module.modules() for sync in syncs_of(inside)):
+        return
+    if any(_uses_own(inside, other, path, modules) for other, inside in module.named_modules(prefix=path)):
+        return
+    remedy = "leave it out" if summing.mode == "bwd_post" else "give it backward='split', or leave it out"
+    raise BuildError(
+        f"{name}: sync({summing.mode!r}, {summing.op!r}) adds up gradients that are the same on every rank, as nothing in it "
+        f"is sharded and takes the whole of its input; {remedy}; {_OFF}"
+    )
+
+
+def _uses_own(module: nn.Module, path: str, around: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a rank may use what enters a module around for its own shard of this one.
+
+    One that takes a part of its input may have it cut out by the model's code, but not by a sync, which has a backward.
+    """
+    applied = applied_cut(module)
+    if applied is None or not _is_cut(module) or applied.cut.input == "indices":
+        return False
+    if applied.cut.input == "replicated":
+        return True
+    between = [module, *(modules[outer] for outer in _above(path) if len(outer) > len(around) and outer in modules)]
+    scattered = any(sync.mode == "fwd_pre" and sync.op == "scatter" for each in between for sync in syncs_of(each))
+    return path != around and not scattered
 
 
 def _check_summed(root: nn.Module) -> None:
@@ -138,6 +169,10 @@ def _check_heads(name: str, owner: nn.Module) -> None:
         )
 
 
+def _is_synced(module: nn.Module) -> bool:
+    return any(sync.op != "function" for sync in syncs_of(module))
+
+
 def _makes_local_heads(module: nn.Module) -> bool:
     applied = applied_cut(module)
     return _is_cut(module) and applied is not None and applied.cut.output == "sharded" and not applied.gathered
@@ -154,7 +189,7 @@ def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[S
     if applied.cut.output == "sharded":
         if reducing:
             raise BuildError(f"{name}: its output is sharded, {reducing[0].op} would add different parts; gather it; {_OFF}")
-        moving = next((sync.op for sync in after if sync.op in _MOVING), None)
+        moving = next((sync.op for sync in after if sync.op in MOVING), None)
         if moving and len(applied.spec.blocks) > 1 and not applied.cut.parts:
             mixed = f"its output is made of blocks, each split for itself, which {moving} would mix"
             raise BuildError(f"{name}: {mixed}; shard it with gathered=True; {_OFF}")
@@ -185,18 +220,6 @@ def _reduces_gradient(sync: Sync) -> bool:
     if sync.mode == "bwd_post":
         return sync.op == "all_reduce"
     return sync.mode == "fwd_pre" and sync.op == "all_gather" and sync.backward == "reduce_scatter"
-
-
-def _syncs(module: nn.Module) -> Iterator[Sync]:
-    tables: tuple[dict[int, Callable[..., object]], ...] = (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_hooks,
-    )
-    for table in tables:
-        for hook in table.values():
-            if isinstance(hook, Sync):
-                yield hook
 
 
 def _above(path: str) -> Iterator[str]:
