@@ -25,13 +25,16 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import facts, is_part
 from slapo_core.tracing.calls import SHAPES, is_metadata, name_of
 
-from . import sharded_values
-from ._torch_private import no_functions
+from . import failures, own_gradients, sharded_values
+from ._torch_autograd import no_functions
 from .followed import tensors_in
-from .sharded_values import ShardedValues
+from .own_gradients import OwnGradients
+from .rules import applied_cut
+from .sharded_values import ShardedValues, is_ours
 
 _OFF = "check=False turns this check off"
 _HARMLESS = frozenset(("untyped_storage", "data_ptr"))
+_LOOKING = (sharded_values.__file__, own_gradients.__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -86,6 +89,10 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         token = _reads.set(reads)
         try:
             result = reads.inside(module, args, kwargs)
+        except RuntimeError as err:
+            if (explained := reads.explained(err)) is None:
+                raise
+            raise explained from err
         finally:
             _reads.reset(token)
     for build in builds:
@@ -112,19 +119,38 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self.running: list[nn.Module] = []
         self.values = ShardedValues(self._mixed)
+        self.gradients = OwnGradients(lambda why: BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {_OFF}"))
+        self.failed: tuple[Exception, str] | None = None
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module."""
         self.running.append(module)
+        handle = self.gradients.enter(module)
         try:
             with no_functions():
                 self.values.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
             with no_functions():
                 self.values.leave(module, result, last=len(self.running) == 1)
+                self.gradients.leave(module, result)
+        except RuntimeError as err:
+            self._note(module, args, kwargs, err)
+            raise
         finally:
             self.running.pop()
+            if handle is not None:
+                handle.remove()
         return result
+
+    def explained(self, err: RuntimeError) -> BuildError | None:
+        """What to raise instead: an error that names the innermost module, where sizes did not fit."""
+        return BuildError(self.failed[1]) if self.failed is not None and self.failed[0] is err else None
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception) -> None:
+        """Code around may catch the error, so it passes as it is until it leaves the model."""
+        if self.failed is None or self.failed[0] is not err:
+            reason = failures.reason(module, args, kwargs, err)
+            self.failed = None if reason is None else (err, f"{self._named(module)}: {reason}; {_OFF}")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -132,7 +158,12 @@ class _Reads(TorchFunctionMode):
         for tensor in tensors:
             if is_part(tensor) and not self._is_own(tensor) and not _is_harmless(func):
                 raise BuildError(self._message(func, tensor))
-        return self.values.call(func, args, kwargs, tensors, self.running)
+        if (applied := applied_cut(self.running[-1])) is not None and applied.spec.num_shards > 1:
+            return self.values.call(func, args, kwargs, tensors, self.running)
+        gradient = self.gradients.call(func, tensors, is_ours)
+        result = self.values.call(func, args, kwargs, tensors, self.running)
+        self.gradients.note(args[0] if result is None and args else result, gradient, tensors)
+        return result
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         reader = self.running[-1]
@@ -169,6 +200,4 @@ def _is_harmless(func: Any) -> bool:
 
 def _source() -> str:
     frames = (f"{frame.f_code.co_filename}:{line}" for frame, line in walk_stack(sys._getframe(1)))
-    return next(
-        (line for line in frames if not line.startswith((_TORCH, __file__, sharded_values.__file__, "<"))), "an unknown line"
-    )
+    return next((line for line in frames if not line.startswith((_TORCH, __file__, *_LOOKING, "<"))), "an unknown line")

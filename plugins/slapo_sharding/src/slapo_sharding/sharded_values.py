@@ -121,7 +121,7 @@ class ShardedValues:
         if not values or _split(running[-1]):
             return func(*args, **kwargs)
         mixed = next((value for value in values if isinstance(value, BuildError)), None)
-        if mixed or None in values or _is_ours():
+        if mixed or None in values or is_ours():
             result = func(*args, **kwargs)
             self._lose(result, mixed)
             return result
@@ -252,8 +252,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _is_ours() -> bool:
+def is_ours() -> bool:
     """Whether the code that calls the torch function is of the collectives and the like: they know what they do."""
     names = (str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe(1)))
-    watching = (__name__, f"{__package__}.foreign_reads")
+    watching = (__name__, f"{__package__}.foreign_reads", f"{__package__}.own_gradients")
     return next(name for name in names if name not in watching and not name.startswith("torch.")).startswith(f"{__package__}.")

@@ -1,0 +1,291 @@
+"""Syncs that do not fit, where that shows when the model runs: an error at the first run that names the module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core.build import build
+from slapo_core.errors import BuildError
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding import plugin
+
+pytestmark = pytest.mark.multiproc
+
+
+class Block(nn.Module):
+    """Two layers after one that stays whole; ``forward`` of the subclasses says what is between and around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+        self.heads, self.gate, self.scale = nn.LayerNorm(2), nn.Linear(4, 1), nn.Parameter(torch.full((4,), 0.5))
+
+
+class Plain(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh())
+
+
+class Residual(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Normed(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)).tanh())
+
+
+class Heads(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.heads(self.up(x).unflatten(-1, (-1, 2))).flatten(-2))
+
+
+class Gated(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x) * self.gate(x))
+
+
+class Scaled(Block):
+    """A scale as Gemma's: what the value meets is made of the parameter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x * (1 + self.scale)).tanh())
+
+
+class Looks(Block):
+    """Takes numbers out of a value without a gradient, and has code of autograd's own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.detach().abs().mean()
+        return self.down(Halved.apply(self.up(x)).tanh()) / size + x
+
+
+class Says(nn.Module):
+    def forward(self, x: torch.Tensor) -> str:
+        return "words"
+
+
+class Talks(Block):
+    """Calls a module that returns no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.says = Says()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.says(x).startswith("words")
+        return self.down(self.up(x))
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / 2
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block = nn.Linear(4, 4), block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.first(x))
+
+
+def _pair(sch: Schedule) -> Schedule:
+    sch["block.up"].shard("weight", axis=0)
+    sch["block.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    return sch
+
+
+def _summed_at(*path: str) -> Callable[[Schedule], Any]:
+    return lambda sch: _pair(sch)[".".join(("block", *path))].sync("bwd_post", "all_reduce")
+
+
+def _gathered_at(*path: str) -> Callable[[Schedule], Any]:
+    return lambda sch: (
+        _pair(sch)["first"].sync("fwd_post", "scatter", axis=0),
+        sch[".".join(("block", *path))].sync("fwd_pre", "all_gather", axis=0),
+    )
+
+
+def _and_sums(steps: Callable[[Schedule], Any], path: str) -> Callable[[Schedule], Any]:
+    return lambda sch: (steps(sch), sch[path].sync("grad", "all_reduce"))
+
+
+MIXED = "puts a value whose gradient is the same on every rank together with one of which each rank has its own part or use"
+SILENT: dict[str, tuple[type[Block], Callable[[Schedule], Any], str]] = {
+    "residual in bwd_post": (Residual, _summed_at(), f"Residual 'block' at {__file__}"),
+    "residual after a gather": (Residual, _gathered_at(), MIXED),
+    "gate": (Gated, _summed_at("up"), f"mul {MIXED}, so one gradient is wrong; give bwd_post or the gather to"),
+    "norm in bwd_post": (Normed, _summed_at(), "LayerNorm 'block.norm' at"),
+    "norm of heads": (
+        Heads,
+        _summed_at("up"),
+        "layer_norm uses 'block.heads.weight' on a value of which each rank has its own",
+    ),
+    "norm of a part": (Normed, _gathered_at("up"), "needs sync('grad', 'all_reduce') of the module that holds it; check=False"),
+    "scale in bwd_post": (Scaled, _summed_at(), f"mul {MIXED}"),
+    "nothing sharded": (
+        Plain,
+        lambda sch: (
+            sch["first"].sync("fwd_pre", "scatter", axis=0),
+            sch["block"].sync("fwd_pre", "all_gather", axis=0, backward="split"),
+        ),
+        "Linear 'first' at",
+    ),
+}
+
+
+def _silent(rank: int) -> dict[str, str]:
+    messages = {}
+    for key, (block, steps, _) in SILENT.items():
+        x, model = torch.randn(6, 4), Model(block)
+        unchecked = copy.deepcopy(model)
+        sch = create_schedule(model, plugins=Registry([plugin]))
+        steps(sch)
+        build(sch)
+        with torch.no_grad():
+            model(x)
+        with pytest.raises(BuildError) as caught:
+            model(x)
+        messages[key] = str(caught.value)
+        before, sch = copy.deepcopy(unchecked), create_schedule(unchecked, plugins=Registry([plugin]))
+        steps(sch)
+        build(sch, check=False)
+        with pytest.raises(AssertionError, match="gradient of"):
+            assert_equivalent(before, unchecked, x)
+    return messages
+
+
+def test_a_gradient_that_would_be_wrong_is_an_error_that_names_the_module():
+    """Without the check each of these gives wrong gradients."""
+    messages = run_distributed(_silent, 2)[0]
+    assert {key: message for key, message in messages.items() if SILENT[key][2] not in message} == {}
+
+
+RIGHT: dict[str, tuple[type[Block], Callable[[Schedule], Any]]] = {
+    "residual": (Residual, _summed_at("up")),
+    "norm in bwd_post": (Normed, _and_sums(_summed_at(), "block.norm")),
+    "norm of heads": (Heads, _and_sums(_summed_at("up"), "block.heads")),
+    "norm of a part": (Normed, _and_sums(_gathered_at("up"), "block.norm")),
+    "norm after a gather": (Normed, _and_sums(_gathered_at(), "block.norm")),
+    "numbers": (Looks, _summed_at("up")),
+    "gathered": (
+        Gated,
+        lambda sch: (
+            sch["block.up"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1),
+        ),
+    ),
+    "words": (
+        Talks,
+        lambda sch: (_summed_at("up")(sch), sch["block.says"].sync("fwd_post", lambda module, args, output: output + "!")),
+    ),
+    "function": (Residual, lambda sch: (_summed_at("up")(sch), sch["block"].sync("fwd_pre", lambda module, args: None))),
+}
+
+
+def _right(rank: int) -> None:
+    for block, steps in RIGHT.values():
+        model = Model(block)
+        before, sch = copy.deepcopy(model), create_schedule(model, plugins=Registry([plugin]))
+        steps(sch)
+        build(sch)
+        assert_equivalent(before, model, torch.randn(6, 4))
+        assert not any("note" in str(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+
+
+def test_gradients_that_are_right_are_no_error():
+    run_distributed(_right, 2)
+
+
+class Row(nn.Sequential):
+    """Layers one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, sizes in {"into": (4, 4), "up": (4, 8), "down": (8, 4)}.items():
+            self.add_module(name, nn.Linear(*sizes))
+
+
+SIZES: dict[str, tuple[Callable[[Schedule], object], str]] = {
+    "row without scatter": (
+        lambda sch: sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce"),
+        "Linear 'down': it is split along its input and is given all 8 of it; needs sync('fwd_pre', 'scatter', axis=-1); check",
+    ),
+    "gathered here and there": (
+        lambda sch: (
+            sch["up"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1),
+            sch["down"].sync("fwd_pre", "all_gather", axis=-1, backward="split"),
+        ),
+        "Linear 'down': it fails, mat1 and mat2 shapes cannot be multiplied (3x16 and 8x4), given [3, 8], which "
+        "sync('fwd_pre', 'all_gather') then changes; look whether syncs there and before gather or scatter twice",
+    ),
+    "scattered and not gathered": (
+        lambda sch: (sch["into"].sync("fwd_post", "scatter", axis=-1), sch.mod.requires_grad_(False)),
+        "Linear 'up': it fails, mat1 and mat2 shapes cannot be multiplied (3x2 and 4x8), given [3, 2]; look whether",
+    ),
+}
+
+
+def _sizes(rank: int) -> dict[str, str]:
+    messages = {}
+    for key, (steps, _) in SIZES.items():
+        sch, unchecked = (create_schedule(Row(), plugins=Registry([plugin])) for _ in range(2))
+        steps(sch)
+        build(sch)
+        with pytest.raises(BuildError) as caught:
+            sch.mod(torch.ones(3, 4))
+        messages[key] = str(caught.value)
+        steps(unchecked)
+        build(unchecked, check=False)
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            unchecked.mod(torch.ones(3, 4))
+    return messages
+
+
+def test_sizes_that_do_not_fit_name_the_module_and_its_sync():
+    messages = run_distributed(_sizes, 2)[0]
+    assert {key: message for key, message in messages.items() if SIZES[key][1] not in message} == {}
+
+
+class Retries(nn.Module):
+    """Falls back where sizes do not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.up(x)
+        except RuntimeError:
+            return self.up(x[:, :4])
+
+
+def _falls_back(rank: int) -> None:
+    sch = create_schedule(Retries(), plugins=Registry([plugin]))
+    sch["up"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    build(sch)
+    assert sch.mod(torch.ones(3, 5)).shape == (3, 4)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        sch.mod(torch.ones(3, 3))
+
+
+def test_code_may_catch_torch_s_error():
+    run_distributed(_falls_back, 2)
