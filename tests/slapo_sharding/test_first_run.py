@@ -66,8 +66,9 @@ class Looks(Block):
     """Takes numbers out of a value without a gradient, and has code of autograd's own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        size = x.detach().abs().mean()
-        return self.down(Halved.apply(self.up(x)).tanh()) / size + x
+        size, made = x.detach().abs().mean(), self.up(x)
+        assert (made[..., :1] > self.gate(x)).shape == (*x.shape[:-1], 1)
+        return self.down(Halved.apply(made.type_as(self.scale).tanh())) / size + x
 
 
 class Says(nn.Module):

@@ -42,6 +42,10 @@ _MADE = {"all_reduce": Gradient.WHOLE, "split": Gradient.WHOLE}
 """By the operation, or the backward of a gather; of the others ranks have parts."""
 
 
+_AS = frozenset("to type_as expand_as view_as reshape_as".split())
+"""Functions that look at another tensor's type or shape only."""
+
+
 class OwnGradients:
     """What ranks have of the gradients of the values in a running forward.
 
@@ -99,25 +103,34 @@ class OwnGradients:
             return Gradient.UNKNOWN
         return Gradient.OWN if is_part(x) else Gradient.SUMMED if sums_gradient(x) else Gradient.WHOLE
 
-    def call(self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], is_ours: Callable[[], bool]) -> Gradient | None:
+    def call(
+        self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], is_ours: Callable[[], bool]
+    ) -> Gradient | BuildError | None:
         """What ranks have of the results of a torch function outside of sharded modules that is about to be called.
 
-        Raises:
-            BuildError: it is given what has the whole gradient, and what has a part of it.
+        It is an error if it is given what has the whole gradient, and what has a part of it.
         """
         name = name_of(func)
         if not torch.is_grad_enabled() or is_metadata(func, name):
             return None
-        given = [(tensor, self.of(tensor)) for tensor in tensors]
+        given = [(tensor, self.of(tensor)) for tensor in (tensors[:1] if name in _AS else tensors)]
         found = {gradient for _, gradient in given} - {None}
         if found and is_ours():
             return Gradient.UNKNOWN
         if {Gradient.OWN, Gradient.WHOLE} <= found and Gradient.UNKNOWN not in found:
-            raise self.error(_wrong(name, next(tensor for tensor, gradient in given if gradient is Gradient.WHOLE)))
+            return self.error(_wrong(name, next(tensor for tensor, gradient in given if gradient is Gradient.WHOLE)))
         return next((kind for kind in (Gradient.UNKNOWN, *Gradient) if kind in found), None)
 
-    def note(self, result: Any, gradient: Gradient | None, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark what the function returned; numbers taken out of the graph of autograd have no gradient any more."""
+    def note(self, result: Any, gradient: Gradient | BuildError | None, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark what the function returned; numbers taken out of the graph of autograd have no gradient any more.
+
+        Raises:
+            BuildError: that the call was found to be, if what it returned has a gradient.
+        """
+        if isinstance(gradient, BuildError):
+            if any(tensor.requires_grad for tensor in tensors_in(result)):
+                raise gradient
+            return
         left = any(tensor.requires_grad for tensor in tensors)
         for tensor in tensors_in(result) if gradient is not None else ():
             if tensor.requires_grad or (tensor.is_floating_point() and not left):
