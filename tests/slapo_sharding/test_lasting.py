@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slapo_core.build import build
+from slapo_core.errors import ScheduleError
 from slapo_core.parameters import shard_spec
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
@@ -54,7 +55,7 @@ def _under_fsdp(rank: int, each: bool) -> None:
     model = _layers()
     before = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    _split(model, mesh)
+    sch = _split(model, mesh)
     for module in [*(model if each else ()), model]:
         if list(module.parameters()):
             fully_shard(module, mesh=mesh["dp"])
@@ -67,6 +68,9 @@ def _under_fsdp(rank: int, each: bool) -> None:
         before(batch).pow(2).sum().div(2).backward()  # FSDP takes the mean
         for (name, parameter), whole in zip(model.named_parameters(), before.parameters(), strict=True):
             torch.testing.assert_close(_local(parameter.grad), _part(name, _local(whole.grad), mesh), atol=1e-5, rtol=1e-5)
+    for wrong in (lambda: clip_grad_norm_(model.parameters(), 1.0), sch.full_state):
+        with pytest.raises(ScheduleError, match="has become a DTensor, as in FSDP2, and how the schedule split it is lost"):
+            wrong()
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["the model", "every layer"])

@@ -59,8 +59,8 @@ def compare(lines: Sequence[str], mesh: DeviceMesh | None, group: Group = None) 
     Raises:
         BuildError: with the first line that differs, as each rank has it; the same sentence on every rank.
     """
-    digest = hashlib.sha256("\0".join(lines).encode()).digest()
-    if len(set(gather(digest, mesh, group))) == 1:  # only where ranks differ do the lines themselves travel
+    # Only where ranks differ do the lines themselves travel.
+    if len(set(gather(hashlib.sha256("\0".join(lines).encode()).digest(), mesh, group))) == 1:
         return
     ranks, everyone = zip(*sorted(dict(gather((_rank(), list(lines)), mesh, group)).items()), strict=True)
     found = next(line for line in zip_longest(*everyone, fillvalue="nothing more") if len(set(line)) > 1)

@@ -10,7 +10,7 @@ from torch import nn
 
 from .agreement import agree
 from .errors import ScheduleError
-from .parameters import facts, is_part, shard_spec
+from .parameters import facts, is_part, plain, shard_spec
 from .program import Program
 from .whole_gradients import compare_gradients
 
@@ -27,14 +27,12 @@ def full_state(module: nn.Module, program: Program | None, kind: str) -> State:
         raise ScheduleError(f"kind is {kind!r}; give 'param', 'grad' or 'buffer'", primitive="full_state")
     if kind == "grad":
         _refuse_parts(module, program)
-    read: Read = (lambda tensor: tensor.grad) if kind == "grad" else (lambda tensor: tensor.detach())
+    read: Read = (lambda tensor: tensor.grad) if kind == "grad" else (lambda tensor: tensor)
     named = dict(module.named_buffers() if kind == "buffer" else module.named_parameters())
-    owners = _owners(program)
-    keys = original_keys(named.items())
+    owners, keys = _owners(program), original_keys(named.items())
     state: State = {}
     for name, tensor in named.items():
-        stage = owners.get(name, 0)
-        full = _from_stage(tensor, read, program, stage) if program and owners else over_group(tensor, read)
+        full = _from_stage(tensor, read, program, owners.get(name, 0)) if program and owners else over_group(tensor, read)
         state.update(dict.fromkeys(keys[name], full))
     return state
 
@@ -81,8 +79,7 @@ def _from_stage(parameter: torch.Tensor, read: Read, program: Program, stage: in
     dist.broadcast(present, source, group=pipeline.get_group())
     if not present.item():
         return None
-    spec = shard_spec(parameter)
-    shape = spec.full_shape if spec else tuple(parameter.shape)
+    shape = spec.full_shape if (spec := shard_spec(parameter)) else tuple(parameter.shape)
     buffer = full.contiguous() if full is not None else torch.empty(shape, dtype=parameter.dtype, device=device)
     dist.broadcast(buffer, source, group=pipeline.get_group())
     return buffer
@@ -90,7 +87,7 @@ def _from_stage(parameter: torch.Tensor, read: Read, program: Program, stage: in
 
 def over_group(parameter: torch.Tensor, read: Read) -> torch.Tensor | None:
     """The full tensor of what ``read`` gives for a parameter; None where no rank of its group has any. Collective."""
-    local, spec = read(parameter), shard_spec(parameter)
+    local, spec = plain(read(parameter)), shard_spec(parameter)
     if spec is None or not is_part(parameter):
         return local.clone() if local is not None else None
     present = torch.tensor(local is not None, dtype=torch.uint8, device=parameter.device)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from .parameters import shard_spec
+from .parameters import plain, shard_spec
 
 
 def total_grad_norm(
@@ -30,17 +30,19 @@ def total_grad_norm(
 
     Returns:
         A 0-dim fp64 tensor, equal on every rank, whatever the types of their gradients.
+
+    Raises:
+        ScheduleError: FSDP2 has cut the parameters once more.
     """
     tensors = list(parameters)
     device = tensors[0].device if tensors else torch.device("cpu")
     buckets: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {None: []}
     for tensor in tensors:
-        spec = shard_spec(tensor)
+        spec, grad = shard_spec(tensor), plain(tensor.grad)
         bucket = buckets.setdefault(spec.group if spec is not None else None, [])
-        if tensor.grad is not None and counts(tensor):
-            bucket.append(spec.counted(tensor.grad.detach()) if spec is not None else tensor.grad.detach())
-    parts = [_over(_power(grads, norm_type, device), norm_type, group) for group, grads in buckets.items()]
-    total = torch.stack(parts)
+        if grad is not None and counts(tensor):
+            bucket.append(spec.counted(grad) if spec is not None else grad)
+    total = torch.stack([_over(_power(grads, norm_type, device), norm_type, group) for group, grads in buckets.items()])
     total = total.max() if math.isinf(norm_type) else total.sum()
     for group in extra_groups:
         total = _over(total, norm_type, group)
@@ -63,9 +65,8 @@ def clip_grad_norm_(
     tensors = list(parameters)
     total = total_grad_norm(tensors, norm_type, extra_groups=extra_groups, counts=counts)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for tensor in tensors:
-        if tensor.grad is not None:
-            tensor.grad.mul_(scale.to(tensor.grad.device, tensor.grad.dtype))
+    for grad in (tensor.grad for tensor in tensors if tensor.grad is not None):
+        grad.mul_(scale.to(grad.device, grad.dtype))
     return total
 
 

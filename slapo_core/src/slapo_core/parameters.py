@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .errors import ScheduleError
+
 _FACTS = "_slapo_facts"
 
 
@@ -119,6 +121,15 @@ def facts(tensor: torch.Tensor) -> ParamFacts:
 def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
     """How the tensor is sharded, or None."""
     return getattr(tensor.__dict__.get(_FACTS), "spec", None)
+
+
+def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, detached; not one of FSDP2's, which takes a part of a part for a part of the whole."""
+    if hasattr(tensor, "placements"):
+        raise ScheduleError(
+            "a parameter has become a DTensor, as in FSDP2, and how the schedule split it is lost; do without it"
+        )
+    return tensor.detach() if tensor is not None else None
 
 
 def is_part(tensor: torch.Tensor | None) -> bool:

@@ -17,7 +17,7 @@ def gather_full(tensor: torch.Tensor) -> torch.Tensor:
 
     Collective over the group.
     """
-    full = over_group(tensor, torch.Tensor.detach)
+    full = over_group(tensor, lambda own: own)
     assert full is not None
     return full
 
