@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import assert_equivalent
 from slapo_sharding import plugin
+from tests.slapo_sharding.told import warnings_told
 from tests.zoo.families import FAMILIES
 
 FAST = tuple(
@@ -29,10 +31,69 @@ FAST = tuple(
 """Those of which the others are variations."""
 
 UNLIKE = {"deepseek_v3", "gemma2", "gemma3_text", "gpt_neo", "gpt_oss", "modernbert"}
-"""Those whose two layers are of different make; of the others one tells as much, in half the time."""
+"""Those whose two layers are of different make."""
 
 ROUNDING = {"blenderbot", "clip", "exaone4", "gemma3_text", "mt5", "nemotron"}
-"""Families of which single gradients are sums of much larger numbers."""
+"""Families of which single gradients are sums of much larger numbers: they are compared in float64."""
+
+
+class Whole(NamedTuple):
+    """What stays whole of a family that is split: ``attention``, ``MLP`` or both; and where the warning points, if any."""
+
+    what: str
+    why: str
+    told: str = ""
+
+
+NONE = "it has none"
+
+LEFT_WHOLE = {
+    "beit": Whole("attention", "its position biases are a parameter for all heads, no embedding", "sdpa_attention.py:"),
+    "bloom": Whole("attention", "its position biases (ALiBi) are computed for all heads", "modeling_bloom.py:"),
+    "convbert": Whole("attention", "its queries meet what convolutions make of all channels", "modeling_convbert.py:"),
+    "convnext": Whole("attention", NONE),
+    "deberta": Whole("attention", "biases of all heads are parameters outside of its projection", "modeling_deberta.py:"),
+    "deberta-v2": Whole("attention", "heads and batch are one dimension, along which positions are repeated"),
+    "deepseek_v3": Whole("attention", "the published plan leaves it whole"),
+    "falcon": Whole("attention", "one key head serves all queries", "modeling_falcon.py:"),
+    "fnet": Whole("attention", NONE),
+    "gpt_bigcode": Whole("attention", "one key head serves all queries", "modeling_gpt_bigcode.py:"),
+    "gpt_oss": Whole("attention", "its sinks are a parameter with one number for each head", "modeling_gpt_oss.py:"),
+    "mpt": Whole("attention", "its position biases (ALiBi) are computed for all heads", "modeling_mpt.py:"),
+    "qwen2_moe": Whole("", "the gate of its shared expert has one output", "modeling_qwen2_moe.py:"),
+    "squeezebert": Whole("attention and MLP", "its layers are convolutions"),
+    "swin": Whole("attention", "its position biases are a parameter for all heads, no embedding", "sdpa_attention.py:"),
+    "xlnet": Whole("attention", "its projections are parameters in einsums, no layers"),
+}
+"""Families of which more than single tables stays whole."""
+
+
+class Refused(NamedTuple):
+    """Why a family is refused, as the README says it, and a part of the message."""
+
+    why: str
+    told: str
+
+
+class Found(NamedTuple):
+    """The steps a plan took, and its warnings."""
+
+    steps: list[str]
+    told: list[str]
+
+    def check_what_is_whole(self, name: str) -> None:
+        """Attention and feed-forward are split and nothing was warned of, but where the table says otherwise."""
+        paths = [found[1] for step in self.steps if (found := re.match(r"sch\['([^']*)'\]\.shard\(", step))]
+        layers = [path for path in paths if re.search(r"\.\d+\.", path)]
+        split = {"attention" if "att" in path.lower() else "MLP" for path in layers}
+        left = LEFT_WHOLE.get(name, Whole("", "nothing does"))
+        assert {"attention", "MLP"} - split == set(left.what.split(" and ")) - {""}, left.why
+        assert [left.told in message for message in self.told] == [True] * bool(left.told), self.told
+
+
+def depth_of(name: str) -> int | None:
+    """One layer of each kind."""
+    return None if name in UNLIKE else 1
 
 
 def family(name: str, depth: int | None = None, **sizes: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -45,6 +106,15 @@ def family(name: str, depth: int | None = None, **sizes: int) -> tuple[nn.Module
     if "use_cache" in inspect.signature(type(model).forward).parameters:
         batch["use_cache"] = False  # type: ignore[assignment]
     return model, batch
+
+
+def of_dtype(dtype: torch.dtype, model: nn.Module, batch: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Both with what they hold of floating point numbers in this type."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return model.to(dtype), {key: cast(value) for key, value in batch.items()}
 
 
 def split(model: nn.Module, batch: dict[str, Any], sequence_parallel: bool) -> Schedule:
@@ -65,24 +135,26 @@ def three_steps(model: nn.Module, batch: dict[str, Any]) -> None:
         optimizer.step()
 
 
-def steps_of_same(rank: int, name: str, sequence_parallel: bool = False, depth: int | None = None) -> list[str]:
-    """Split a family and compare outputs, loss, gradients and three steps with the unmodified model's; the steps taken."""
+def steps_of_same(rank: int, name: str, sequence_parallel: bool = False, depth: int | None = None) -> Found:
+    """Split a family and compare outputs, loss, gradients and three steps with the unmodified model's."""
     model, batch = family(name, depth)
+    if name in ROUNDING:
+        model, batch = of_dtype(torch.float64, model, batch)
     before = copy.deepcopy(model)
-    sch = split(model, batch, sequence_parallel)
-    atol = 1e-4 if name in ROUNDING else 1e-5
-    assert_equivalent(before, model, atol=atol, **batch)
+    with warnings_told() as told:
+        sch = split(model, batch, sequence_parallel)
+    assert_equivalent(before, model, atol=1e-5, rtol=1e-5, **batch)
     for each in (before, model):
         three_steps(each, batch)
     trained = sch.full_state()
     expected = {name: parameter.detach() for name, parameter in before.named_parameters(remove_duplicate=False)}
-    torch.testing.assert_close(trained, {name: expected[name] for name in trained}, atol=atol, rtol=1e-5)
-    return [str(child) for child in sch.journal.steps[0].children]
+    torch.testing.assert_close(trained, {name: expected[name] for name in trained}, atol=1e-5, rtol=1e-5)
+    return Found([str(child) for child in sch.journal.steps[0].children], told)
 
 
-def steps_of_one_layer(rank: int, name: str, sequence_parallel: bool = False) -> list[str]:
-    """The same with one layer of each kind."""
-    return steps_of_same(rank, name, sequence_parallel, None if name in UNLIKE else 1)
+def steps_of_one_layer(rank: int, name: str, sequence_parallel: bool = False) -> Found:
+    """The same with one layer of each kind, which tells as much in half the time."""
+    return steps_of_same(rank, name, sequence_parallel, depth_of(name))
 
 
 def refusal(rank: int, name: str, sequence_parallel: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_sharding import plugin
+from tests.slapo_sharding import test_sequence_parallel_families as sequence
+from tests.slapo_sharding import test_tensor_parallel_families as tensor
+from tests.slapo_sharding.split_families import LEFT_WHOLE, NONE
 from tests.slapo_sharding.test_sequence_parallel import Model, token_ids
 
 pytestmark = pytest.mark.multiproc
@@ -77,3 +81,14 @@ def test_what_cannot_be_split_is_refused_and_nothing_changes() -> None:
     assert "no list of layers (nn.ModuleList)" in first["a list"]
     for why in ("the length", "neighbours"):
         assert "test_sequence_parallel" in first[why], "the line of the model"
+
+
+def test_the_readme_lists_what_is_refused_and_what_stays_whole() -> None:
+    page = (Path(__file__).parents[2] / "plugins/slapo_sharding/README.md").read_text(encoding="utf-8")
+    part = page.partition("## Families that are refused, or split in part\n")[2].partition("\n## ")[0]
+    rows = {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in part.splitlines() if line.startswith("|")}
+    listed = {(name, "refused", "refused", why) for name, (why, _) in tensor.REFUSED.items()}
+    listed |= {(name, "yes", "refused", why) for name, (why, _) in sequence.REFUSED.items()}
+    listed |= {(name, left.what, left.why) for name, left in LEFT_WHOLE.items() if left.what and left.why != NONE}
+    titles = {("family", "tensor parallelism", "sequence parallelism", "why"), ("family", "stays whole", "why")}
+    assert {row for row in rows if row[0] != "---"} == listed | titles

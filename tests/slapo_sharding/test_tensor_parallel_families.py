@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 
 from slapo_core.testing import run_distributed
-from tests.slapo_sharding.split_families import FAST, refusal, steps_of_one_layer, steps_of_same
+from tests.slapo_sharding.split_families import FAST, Refused, refusal, steps_of_one_layer, steps_of_same
 from tests.zoo.families import FAMILIES
 
 pytestmark = pytest.mark.multiproc
 
+_CONVOLUTIONS = "all its layers are convolutions: `shard` splits them, derived plans do not"
+
 REFUSED = {
-    "codegen": "its number of model-parallel parts is written in its code",
-    "led": "it takes the width from the shape of its input",
-    "mamba": "its scan mixes all channels of a chunk with those of the input projection",
-    "resnet": "it has no layers but convolutions, which cannot be split yet",
-    "poolformer": "it has no layers but convolutions, which cannot be split yet",
-    "segformer": "one head, and convolutions",
+    "codegen": Refused("its number of model-parallel parts is written in its code", "shape '[2, 12, 4, 0, 8]' is invalid"),
+    "led": Refused("it takes the width from the shape of its input", "shape '[2, 12, 32]' is invalid"),
+    "mamba": Refused("its scan mixes all channels with those of the input projection", "sharded at matmul"),
+    "poolformer": Refused(_CONVOLUTIONS, "nothing of the PoolFormerForImageClassification can be split"),
+    "resnet": Refused(_CONVOLUTIONS, "nothing of the ResNetForImageClassification can be split"),
+    "segformer": Refused("one head, and convolutions inside of its MLPs", "sharded at segformer_stages_0_blocks_0_mlp_dwconv"),
 }
 """Families that are refused, and why."""
 
@@ -30,13 +32,13 @@ EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for n
 @pytest.mark.parametrize("name", EACH)
 def test_two_ranks(name: str) -> None:
     of_one = name in FAST and name not in DEEP
-    steps = run_distributed(steps_of_one_layer if of_one else steps_of_same, 2, name, timeout=120)[0]
-    assert any(".shard(" in step for step in steps)
+    found = run_distributed(steps_of_one_layer if of_one else steps_of_same, 2, name, timeout=120)[0]
+    found.check_what_is_whole(name)
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_four_ranks(name: str) -> None:
-    assert any(".shard(" in step for step in run_distributed(steps_of_one_layer, 4, name, timeout=120)[0])
+    run_distributed(steps_of_one_layer, 4, name, timeout=120)[0].check_what_is_whole(name)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,7 @@ def test_four_ranks(name: str) -> None:
 def test_refused_families_say_why(name: str) -> None:
     first, second = run_distributed(refusal, 2, name, timeout=120)
     assert first == second
+    assert REFUSED[name].told in first
     assert ".py:" in first, "the line of the model"
 
 
