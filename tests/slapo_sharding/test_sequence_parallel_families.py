@@ -44,7 +44,7 @@ EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for n
 def test_two_ranks(name: str) -> None:
     of_one = name in FAST and name not in DEEP
     found = run_distributed(steps_of_one_layer if of_one else steps_of_same, 2, name, True, timeout=120)[0]
-    found.check_what_is_whole(name)
+    found.check_what_is_whole(name, sequence_parallel=True)
     assert any("'scatter'" in step for step in found.steps)
     assert any("'fwd_post', 'reduce_scatter'" in step for step in found.steps) == (name not in WHOLE)
 
@@ -52,7 +52,7 @@ def test_two_ranks(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in ALLOWED if name in FAST])
 def test_four_ranks(name: str) -> None:
     found = run_distributed(steps_of_one_layer, 4, name, True, timeout=120)[0]
-    found.check_what_is_whole(name)
+    found.check_what_is_whole(name, sequence_parallel=True)
     assert any("'fwd_post', 'reduce_scatter'" in step for step in found.steps)
 
 

@@ -16,7 +16,7 @@ from slapo_core.testing import run_distributed
 from slapo_sharding import plugin
 from tests.slapo_sharding import test_sequence_parallel_families as sequence
 from tests.slapo_sharding import test_tensor_parallel_families as tensor
-from tests.slapo_sharding.split_families import LEFT_WHOLE, NONE
+from tests.slapo_sharding.split_families import LEFT_WHOLE, LEFT_WHOLE_ALONG, NONE
 from tests.slapo_sharding.test_sequence_parallel import Model, token_ids
 
 pytestmark = pytest.mark.multiproc
@@ -90,5 +90,6 @@ def test_the_readme_lists_what_is_refused_and_what_stays_whole() -> None:
     listed = {(name, "refused", "refused", why) for name, (why, _) in tensor.REFUSED.items()}
     listed |= {(name, "yes", "refused", why) for name, (why, _) in sequence.REFUSED.items()}
     listed |= {(name, left.what, left.why) for name, left in LEFT_WHOLE.items() if left.what and left.why != NONE}
+    listed |= {(name, f"{left.what}, with sequence parallelism", left.why) for name, left in LEFT_WHOLE_ALONG.items()}
     titles = {("family", "tensor parallelism", "sequence parallelism", "why"), ("family", "stays whole", "why")}
     assert {row for row in rows if row[0] != "---"} == listed | titles
