@@ -23,6 +23,8 @@ pytestmark = pytest.mark.multiproc
 class Block(nn.Module):
     """Two layers after one that stays whole; ``forward`` of the subclasses says what is between and around them."""
 
+    frozen = False
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -71,6 +73,34 @@ class Looks(Block):
         return self.down(Halved.apply(made.type_as(self.scale).tanh())) / size + x
 
 
+class Frozen(Normed):
+    """As the first block after an embedding that is frozen: what enters has no gradient to sum, and the norm's are parts."""
+
+    frozen = True
+
+
+class Cross(nn.Module):
+    """Takes a second value, which no sync is about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x) * self.up(other))
+
+
+class Crossed(Block):
+    """Attends to what somebody else made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross, self.memory = Cross(), torch.arange(24.0).view(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cross(x, self.norm(self.memory))
+
+
 class Says(nn.Module):
     def forward(self, x: torch.Tensor) -> str:
         return "words"
@@ -105,7 +135,8 @@ class Model(nn.Module):
         self.first, self.block = nn.Linear(4, 4), block()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(self.first(x))
+        made = self.first(x)
+        return self.block(made.detach() if self.block.frozen else made)
 
 
 def _pair(sch: Schedule) -> Schedule:
@@ -142,6 +173,26 @@ SILENT: dict[str, tuple[type[Block], Callable[[Schedule], Any], str]] = {
     ),
     "norm of a part": (Normed, _gathered_at("up"), "needs sync('grad', 'all_reduce') of the module that holds it; check=False"),
     "scale in bwd_post": (Scaled, _summed_at(), f"mul {MIXED}"),
+    "no gradient enters": (
+        Frozen,
+        _summed_at(),
+        "Linear 'block.up' at",
+    ),
+    "reduced inside and outside": (
+        Plain,
+        lambda sch: (_summed_at("up")(sch), sch["block"].sync("fwd_post", "all_reduce")),
+        "the same on every rank already: it was reduced or gathered inside",
+    ),
+    "a second input": (
+        Crossed,
+        lambda sch: (
+            sch["first"].sync("fwd_post", "scatter", axis=0),
+            sch["block.cross"].sync("fwd_pre", "all_gather", axis=0),
+            sch["block.cross.up"].shard("weight", axis=0),
+            sch["block.cross.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce"),
+        ),
+        "Linear 'block.cross.up' at",
+    ),
     "nothing sharded": (
         Plain,
         lambda sch: (
@@ -169,7 +220,7 @@ def _silent(rank: int) -> dict[str, str]:
         before, sch = copy.deepcopy(unchecked), create_schedule(unchecked, plugins=Registry([plugin]))
         steps(sch)
         build(sch, check=False)
-        with pytest.raises(AssertionError, match="gradient of"):
+        with pytest.raises(AssertionError, match="gradient of|output"):
             assert_equivalent(before, unchecked, x)
     return messages
 
@@ -186,6 +237,14 @@ RIGHT: dict[str, tuple[type[Block], Callable[[Schedule], Any]]] = {
     "norm of heads": (Heads, _and_sums(_summed_at("up"), "block.heads")),
     "norm of a part": (Normed, _and_sums(_gathered_at("up"), "block.norm")),
     "norm after a gather": (Normed, _and_sums(_gathered_at(), "block.norm")),
+    "no gradient enters": (Frozen, _and_sums(_summed_at(), "block.norm")),
+    "nothing is sharded": (
+        Normed,
+        lambda sch: (
+            sch["first"].sync("fwd_post", "scatter", axis=0),
+            sch["block.norm"].sync("fwd_post", "all_gather", axis=0).sync("grad", "all_reduce"),
+        ),
+    ),
     "numbers": (Looks, _summed_at("up")),
     "gathered": (
         Gated,

@@ -98,6 +98,40 @@ def test_parts_that_are_assigned_are_known_as_parts():
     run_distributed(_assigned, 2)
 
 
+def _undone(rank: int) -> None:
+    """Neither the parameter that came later nor one that comes now is summed."""
+    norm = nn.LayerNorm(WIDTH)
+    sch = create_schedule(norm, plugins=Registry([plugin]))
+    sch.sync("grad", "all_reduce")
+    for _ in range(2):
+        norm.load_state_dict({name: value.clone() for name, value in norm.state_dict().items()}, assign=True)
+        norm(torch.ones(1, WIDTH)).sum().backward()
+        if len(sch.journal):
+            assert norm.bias.grad.tolist() == [2.0] * WIDTH
+            sch.undo()
+            norm.zero_grad()
+            norm(torch.ones(1, WIDTH)).sum().backward()
+        assert norm.bias.grad.tolist() == [1.0] * WIDTH
+
+
+def test_undo_takes_the_sums_of_later_parameters_back():
+    run_distributed(_undone, 2)
+
+
+def _summed_first(rank: int) -> str:
+    sch = create_schedule(nn.Linear(4, 4), plugins=Registry([plugin]))
+    sch.sync("grad", "all_reduce")
+    with pytest.raises(ScheduleError) as caught:
+        sch.shard("weight", axis=0)
+    assert shard_spec(sch.mod.weight) is None
+    return str(caught.value)
+
+
+def test_gradients_of_different_parts_are_not_summed():
+    for message in run_distributed(_summed_first, 2):
+        assert message.startswith("shard(''): the gradient of 'weight' is summed over the ranks, which would add up those of")
+
+
 def _copies(rank: int) -> None:
     """One key head on two ranks: each holds a copy of it, whose gradients are summed."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "use_cache": False}

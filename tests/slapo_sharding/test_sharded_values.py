@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -361,3 +362,34 @@ def _others(rank: int) -> None:
 
 def test_what_does_not_follow_from_the_question_is_not_remembered() -> None:
     run_distributed(_others, 2)
+
+
+class Loss(nn.Module):
+    """A loss of logits that are split along the vocabulary, of as many rows as this rank has columns."""
+
+    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.words, self.head, self.loss = nn.Embedding(16, 8), nn.Linear(8, 16), loss
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.head(self.words(ids)), ids % 8)
+
+
+_LOSSES: list[tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tuple[int, int]]] = [
+    (lambda logits, ids: F.cross_entropy(logits.flatten(0, 1), ids.flatten()), (2, 4)),
+    (lambda logits, ids: F.cross_entropy(logits.flatten(0, 1), ids.flatten(), label_smoothing=0.1, reduction="none"), (2, 4)),
+    (lambda logits, ids: F.cross_entropy(logits.transpose(1, 2), ids), (2, 8)),
+]
+
+
+def _losses(rank: int) -> None:
+    for loss, shape in _LOSSES:
+        sch = create_schedule(Loss(loss), plugins=Registry([slapo_sharding.plugin]))
+        sch["head"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+        build(sch)
+        with pytest.raises(BuildError, match="cross_entropy needs all of it"):
+            sch.mod(torch.arange(math.prod(shape)).view(shape) % 16)
+
+
+def test_a_loss_of_as_many_rows_as_columns_is_refused_too():
+    run_distributed(_losses, 2)

@@ -37,7 +37,7 @@ def check_syncs(schedule: Schedule) -> None:
             some projections sharded; and the last step taken there.
     """
     modules = dict(schedule.root_module.named_modules())
-    if not cut_modules(schedule.root_module):
+    if not any(_is_cut(module) or _is_synced(module) for module in modules.values()):
         _check_summed(schedule.root_module)
     for path in modules:
         try:
@@ -126,7 +126,7 @@ def _check_gradients(name: str, module: nn.Module, path: str, modules: dict[str,
     summing = next((sync for sync in syncs_of(module) if _reduces_gradient(sync)), None)
     if summing is None or any(sync.op == "function" for inside in module.modules() for sync in syncs_of(inside)):
         return
-    if any(_uses_own(inside, other, path, modules) for other, inside in module.named_modules(prefix=path)):
+    if _sums(module) or any(_uses_own(inside, other, path, modules) for other, inside in module.named_modules(prefix=path)):
         return
     remedy = "leave it out" if summing.mode == "bwd_post" else "give it backward='split', or leave it out"
     raise BuildError(
@@ -148,6 +148,11 @@ def _uses_own(module: nn.Module, path: str, around: str, modules: dict[str, nn.M
     between = [module, *(modules[outer] for outer in _above(path) if len(outer) > len(around) and outer in modules)]
     scattered = any(sync.mode == "fwd_pre" and sync.op == "scatter" for each in between for sync in syncs_of(each))
     return path != around and not scattered
+
+
+def _sums(module: nn.Module) -> bool:
+    """Whether ranks are said to use what is whole here in ways of their own; the first run shows whether that is so."""
+    return any(sums_gradient(parameter) for parameter in module.parameters())
 
 
 def _check_summed(root: nn.Module) -> None:

@@ -51,7 +51,7 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
         else:
             handles[module].set_parameter(name, _local(tensor, spec))
             if has_copies(spec) and isinstance(tensor, nn.Parameter):
-                lasting.keep_hook(module, name, sum_copies(module.get_parameter(name), spec))
+                lasting.keep_hook(schedule, module, name, sum_copies(module.get_parameter(name), spec))
     for module, cut in step.cuts.items():
         if num_shards > 1:
             _turn_local(module, cut, step.record.spec)
@@ -95,7 +95,7 @@ def user_code(module: nn.Module) -> str | None:
     """What the user has put on this one module to run with it, or None; syncs, wrappers and cuts are the schedule's own."""
     for kind, table in _HOOKS.items():
         hooks = module.__dict__[table]
-        if hooks and not all(isinstance(hook, (Sync, lasting.LastingHooks)) for hook in hooks.values()):
+        if hooks and not all(isinstance(hook, (Sync, lasting.LastingHook)) for hook in hooks.values()):
             return kind
     forward, applied = own_forward(module), applied_cut(module)
     ours = forward is None or column_forward.is_overlapping(forward)

@@ -125,7 +125,7 @@ class _Reads(TorchFunctionMode):
     def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module."""
         self.running.append(module)
-        handle = self.gradients.enter(module)
+        handles = self.gradients.enter(module)
         try:
             with no_functions():
                 self.values.enter(module, args, kwargs)
@@ -138,7 +138,7 @@ class _Reads(TorchFunctionMode):
             raise
         finally:
             self.running.pop()
-            if handle is not None:
+            for handle in handles:
                 handle.remove()
         return result
 

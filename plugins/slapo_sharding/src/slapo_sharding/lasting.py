@@ -7,45 +7,57 @@ set on a parameter stay behind with the old ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from slapo_core.parameters import facts, successor
+from slapo_core.parameters import facts
+from slapo_core.schedule import Schedule
 
 from ._torch_autograd import no_functions
+from .rules import tensor_of
 
 
-class LastingHooks:
-    """A hook of a module: before its forward each of its parameters has the hooks that were meant for it."""
+class LastingHook:
+    """A hook of a module: before its forward the parameter of this name has the hook that was meant for it.
+
+    A module that tracing dissolves is no longer called: only the parameter it has then has the hook.
+
+    Args:
+        name: Of the parameter, in the module.
+        hook: For ``Tensor.register_hook``.
+    """
 
     traced = True  # it changes no value
 
-    def __init__(self) -> None:
-        self.hooks: dict[str, Callable[[torch.Tensor], Any]] = {}
+    def __init__(self, name: str, hook: Callable[[torch.Tensor], Any]) -> None:
+        self.name, self.hook = name, hook
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # the first run after build is not compiled
             return
         with no_functions():
-            for name, hook in self.hooks.items():
-                parameter = module._parameters.get(name)
-                if parameter is not None and parameter.requires_grad and not _has(parameter, type(hook)):
-                    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+            parameter = module._parameters.get(self.name)
+            if parameter is None or not parameter.requires_grad:
+                return
+            if not any(isinstance(other, type(self.hook)) for other in (parameter._backward_hooks or {}).values()):
+                parameter.register_hook(self.hook)  # type: ignore[no-untyped-call]
+
+    def drop(self, module: nn.Module) -> None:
+        """Take the hook off the parameter that the module has now."""
+        hooks: Any = getattr(module._parameters.get(self.name), "_backward_hooks", None) or {}
+        for key in [key for key, hook in hooks.items() if hook is self.hook]:
+            del hooks[key]
 
 
-def _has(parameter: nn.Parameter, kind: type) -> bool:
-    return any(isinstance(hook, kind) for hook in (parameter._backward_hooks or {}).values())
-
-
-def keep_hook(module: nn.Module, name: str, hook: Callable[[torch.Tensor], Any]) -> None:
+def keep_hook(schedule: Schedule, module: nn.Module, name: str, hook: Callable[[torch.Tensor], Any]) -> None:
     """Whatever tensor becomes the module's parameter of this name gets this hook too; the present one has it."""
-    lasting = next((found for found in module._forward_pre_hooks.values() if isinstance(found, LastingHooks)), None)
-    if lasting is None:
-        lasting = LastingHooks()
-        module.register_forward_pre_hook(lasting)
-    lasting.hooks[name] = hook
+    lasting = LastingHook(name, hook)
+    module.register_forward_pre_hook(lasting)
+    schedule.on_undo(partial(lasting.drop, module))
 
 
 class _LastingFacts:
@@ -60,10 +72,9 @@ class _LastingFacts:
     def put_back(self, module: nn.Module, keys: Any) -> None:
         before, self.before = self.before, {}
         for name, old in before.items():
-            table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-            new = table.get(name)
+            new = tensor_of(module, name)
             if old is not None and new is not None and new is not old and facts(old).spec is not None:
-                table[name] = successor(old, new.detach())
+                vars(facts(new)).update(vars(replace(facts(old), tags=set(facts(old).tags))))
 
 
 def keep_facts(module: nn.Module) -> None:

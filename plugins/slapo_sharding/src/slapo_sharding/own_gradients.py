@@ -26,7 +26,7 @@ from . import started
 from .followed import tensors_in
 from .moves import syncs_of
 from .rules import applied_cut
-from .syncing import Sync, map_input, map_output, sums_gradient
+from .syncing import REDUCING, Sync, map_input, map_output, sums_gradient
 
 
 class Gradient(Enum):
@@ -45,6 +45,9 @@ _MADE = {"all_reduce": Gradient.WHOLE, "split": Gradient.WHOLE}
 _AS = frozenset("to type_as expand_as view_as reshape_as".split())
 """Functions that look at another tensor's type or shape only."""
 
+_LIKE = ("_like", "new_")
+"""In the names of functions that make a tensor of the type or shape of another."""
+
 
 class OwnGradients:
     """What ranks have of the gradients of the values in a running forward.
@@ -57,16 +60,51 @@ class OwnGradients:
         self.error = error
         self.known: Any = WeakIdKeyDictionary()
 
-    def enter(self, module: nn.Module) -> RemovableHandle | None:
-        """Look at what a module is given after its syncs, by a hook to be removed when it has returned."""
-        before = [sync for sync in syncs_of(module) if sync.mode == "fwd_pre"]
-        if not before:
-            return None
+    def enter(self, module: nn.Module) -> list[RemovableHandle]:
+        """Look at what a module is given after its syncs and makes before them, by hooks to be removed when it has returned."""
+        syncs, applied = list(syncs_of(module)), applied_cut(module)
+        split = applied is not None and applied.spec.num_shards > 1
+        moved = [sync for sync in syncs if sync.mode == "fwd_pre" or (sync.mode, sync.op) == ("bwd_post", "all_reduce")]
+        by_hand = any(sync.op == "function" and sync.mode != "fwd_post" for sync in syncs)
+        takes_whole = applied is not None and split and applied.cut.input == "replicated" and not by_hand
+        after = [sync.op for sync in syncs if sync.mode == "fwd_post"]
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._moved(before[-1], (args, kwargs), lambda mark: map_input(mark, args, kwargs))
+            if moved and moved[-1].mode == "bwd_post":
+                for tensor in tensors_in((args, kwargs)):
+                    if tensor.requires_grad:
+                        self._mark(tensor, Gradient.OWN)
+            elif moved:
+                self._moved(moved[-1], (args, kwargs), lambda mark: map_input(mark, args, kwargs))
+            if takes_whole:
+                self._check_given((args, kwargs))
 
-        return module.register_forward_pre_hook(note, with_kwargs=True)
+        def check_sum(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            map_output(lambda x: self._check_sum(x, after[0]), output)
+
+        handles = [module.register_forward_pre_hook(note, with_kwargs=True)] if moved or takes_whole else []
+        if after and after[0] in REDUCING and not split:
+            handles.append(module.register_forward_hook(check_sum, prepend=True))
+        return handles
+
+    def _check_sum(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        """A sum over ranks that all have the same is that many times too large."""
+        if torch.is_grad_enabled() and x.requires_grad and self.of(x) is Gradient.WHOLE:
+            raise self.error(
+                f"sync('fwd_post', {op!r}) adds up what is the same on every rank already: it was reduced or gathered inside, "
+                "or is made of what is whole; sync it once"
+            )
+        return x
+
+    def _check_given(self, given: Any) -> None:
+        """A sharded layer returns a part of the gradient of what it is given, and somebody has to sum that."""
+        for tensor in tensors_in(given):
+            if torch.is_grad_enabled() and tensor.requires_grad and self.of(tensor) is Gradient.WHOLE:
+                raise self.error(
+                    "it returns a part of the gradient of what it is given, and no sync sums that: of an input that is not the "
+                    "first, or of what whole parameters made; give sync('bwd_post', 'all_reduce') to this module itself, or "
+                    "sync('grad', 'all_reduce') to the module that holds the parameters"
+                )
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """A module has returned: its last sync says what ranks have, or, without one, how it was split."""
@@ -111,7 +149,7 @@ class OwnGradients:
         It is an error if it is given what has the whole gradient, and what has a part of it.
         """
         name = name_of(func)
-        if not torch.is_grad_enabled() or is_metadata(func, name):
+        if not torch.is_grad_enabled() or is_metadata(func, name) or any(like in name for like in _LIKE):
             return None
         given = [(tensor, self.of(tensor)) for tensor in (tensors[:1] if name in _AS else tensors)]
         found = {gradient for _, gradient in given} - {None}

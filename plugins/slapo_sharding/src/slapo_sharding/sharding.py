@@ -17,6 +17,7 @@ from . import attention, dealing
 from .cutting import ShardStep, has_late_bias, needs_forward, user_code
 from .rulebook import rules_of
 from .rules import AppliedCut, Cut, applied_cut, tensor_of
+from .syncing import sums_gradient
 
 Blocks = int | Sequence[int] | None
 
@@ -63,6 +64,11 @@ class Sharder:
         late = self.size > 1 and has_late_bias(self.module, cut)
         step = ShardStep(self.module, AppliedCut(cut, spec, late, self.names, self.gathered))
         self._spread(step, cut, first, sizes)
+        if summed := next((name for _, name, tensor, _ in step.pieces if self.size > 1 and sums_gradient(tensor)), None):
+            raise self._error(
+                f"the gradient of {summed!r} is summed over the ranks, which would add up those of different parts; "
+                "leave sync('grad', 'all_reduce') out"
+            )
         step.owner = owner
         return step
 

@@ -108,7 +108,7 @@ class SyncPrimitive(Primitive):
                 total = GradientSum(schedule.group, label, seen=seen)
                 handle = parameter.register_hook(total)  # type: ignore[no-untyped-call]
                 schedule.on_undo(handle.remove)
-                keep_hook(module, name, total)
+                keep_hook(schedule, module, name, total)
         elif sync.shared is not None:
             for each in _members(schedule, of):
                 schedule.touch(each)

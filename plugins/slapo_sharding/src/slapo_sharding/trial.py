@@ -17,6 +17,10 @@ class Mixed(Exception):
     """An operation needs the parts of other ranks, or may; the reason and, if there is a better one than usual, the remedy."""
 
 
+_OF_CLASSES = frozenset("cross_entropy nll_loss multi_margin_loss".split())
+"""Functions that are given whole numbers that count along another dimension than this, as many as there happen to be."""
+
+
 def trial(question: Question, attempt: Sequence[Any], numbers: Mapping[int, torch.Tensor]) -> list[int | None]:
     """What ranks compute part by part, of random numbers.
 
@@ -33,7 +37,8 @@ def trial(question: Question, attempt: Sequence[Any], numbers: Mapping[int, torc
         Mixed: what ranks compute are no parts of the whole result.
     """
     of, generator = question.of, torch.Generator().manual_seed(0)
-    if any(of.shape[of.dim] in given.shape for given in numbers.values()):  # it may have been made as long as this rank's part
+    others = [given for given in numbers.values() if given.is_floating_point() or question.name not in _OF_CLASSES]
+    if any(of.shape[of.dim] in given.shape for given in others):  # it may have been made as long as this rank's part
         return []
     cases = []
     for ones in _ones(question):
