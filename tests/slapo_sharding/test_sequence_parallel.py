@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from slapo_core.build import build
+from slapo_core.errors import ScheduleError
 from slapo_core.random import set_random_seed
 from slapo_core.registry import Registry
 from slapo_core.replay import load_schedule
@@ -280,3 +282,22 @@ def _equal_parts(rank: int) -> None:
 
 def test_parts_of_a_gradient_may_be_equal():
     run_distributed(_equal_parts, 2)
+
+
+def _asked_later(rank: int) -> str:
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, vocab_size=32)
+    )
+    ids = torch.arange(16).view(2, 8)
+    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs={"input_ids": ids, "use_cache": False})
+    sch.tensor_parallel(sequence_parallel=True)
+    build(sch)
+    assert model(ids, use_cache=False).logits.shape == (2, 8, 32)
+    with pytest.raises(ScheduleError) as caught:
+        model(ids, use_cache=False, output_hidden_states=True)
+    return str(caught.value)
+
+
+def test_values_between_layers_are_not_returned_as_parts():
+    for message in run_distributed(_asked_later, 2):
+        assert message.startswith("tensor_parallel(''): the hidden_states that the model is asked for are this rank's parts of")

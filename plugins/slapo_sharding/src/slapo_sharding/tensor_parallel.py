@@ -15,6 +15,7 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
 from . import attention, column_inputs, dropout
+from .asked_later import WholeOutputs
 from .derived_plan import apply_derived, split_stack
 from .plan import (
     BESIDE_SHARDED,
@@ -70,6 +71,8 @@ class TensorParallelPrimitive(Primitive):
         derived = steps is None
         if steps is None:
             apply_derived(schedule, sequence_parallel)
+            if sequence_parallel and schedule.world_size > 1:
+                schedule.mod.register_forward_hook(WholeOutputs(schedule.path))
             steps = dict(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
         columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
         for paths in column_inputs.by_parent(columns):
