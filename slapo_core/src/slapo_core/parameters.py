@@ -127,7 +127,7 @@ def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor, detached; not one of FSDP2's, which takes a part of a part for a part of the whole."""
     if hasattr(tensor, "placements"):
         raise ScheduleError(
-            "a parameter has become a DTensor, as in FSDP2, and how the schedule split it is lost; do without it"
+            "a parameter has become a DTensor, as in FSDP2, and how the schedule split it is lost; leave FSDP2 out"
         )
     return tensor.detach() if tensor is not None else None
 

@@ -9,6 +9,9 @@ from torch import nn
 
 from slapo_core.errors import ScheduleError
 
+_BETWEEN_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+"""What Transformers calls them; those of images, say, may be whole."""
+
 
 class WholeOutputs:
     """A forward hook of a model whose sequence is split: it refuses to return the values between all layers.
@@ -31,7 +34,7 @@ class WholeOutputs:
             ScheduleError: hidden states are among it.
         """
         found = output.items() if isinstance(output, Mapping) else ()
-        names = [name for name, value in found if name.endswith("hidden_states") and isinstance(value, (tuple, list))]
+        names = [name for name, value in found if name in _BETWEEN_LAYERS and isinstance(value, (tuple, list))]
         if names:
             raise ScheduleError(
                 f"the {' and '.join(names)} that the model is asked for are this rank's parts of the sequence; "

@@ -14,9 +14,9 @@ from slapo_core.schedule import Schedule
 from . import attention
 from .cutting import user_code
 from .foreign_reads import watch
-from .moves import MOVING, check_moves, syncs_of
-from .rules import AppliedCut, applied_cut
-from .syncing import REDUCING, Sync, sums_gradient
+from .moves import MOVING, check_moves
+from .rules import AppliedCut, applied_cut, split_of
+from .syncing import REDUCING, Sync, sums_gradient, syncs_of
 
 _OFF = "check=False turns this check off"
 _LONGEST = 200  # of a step's arguments, which may be a whole plan
@@ -61,7 +61,7 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
         above = [sync for outer in _above(path) for sync in syncs_of(modules[outer])]
         _check_output(name, applied, own, above)
         _check_input(name, applied, own, above)
-    check_moves(name, module, applied)
+    check_moves(name, module, split_of(module))
 
 
 def _last_step(schedule: Schedule, path: str) -> str:
@@ -184,8 +184,7 @@ def _makes_local_heads(module: nn.Module) -> bool:
 
 
 def _is_cut(module: nn.Module) -> bool:
-    applied = applied_cut(module)
-    return applied is not None and applied.spec.num_shards > 1
+    return split_of(module) is not None
 
 
 def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync]) -> None:

@@ -29,7 +29,7 @@ from . import failures, own_gradients, sharded_values
 from ._torch_autograd import no_functions
 from .followed import tensors_in
 from .own_gradients import OwnGradients
-from .rules import applied_cut
+from .rules import split_of
 from .sharded_values import ShardedValues, is_ours
 
 _OFF = "check=False turns this check off"
@@ -158,7 +158,7 @@ class _Reads(TorchFunctionMode):
         for tensor in tensors:
             if is_part(tensor) and not self._is_own(tensor) and not _is_harmless(func):
                 raise BuildError(self._message(func, tensor))
-        if (applied := applied_cut(self.running[-1])) is not None and applied.spec.num_shards > 1:
+        if split_of(self.running[-1]) is not None:
             return self.values.call(func, args, kwargs, tensors, self.running)
         gradient = self.gradients.call(func, tensors, is_ours)
         result = self.values.call(func, args, kwargs, tensors, self.running)

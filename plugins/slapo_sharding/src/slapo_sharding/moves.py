@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Literal
 
 from torch import nn
@@ -10,7 +9,7 @@ from torch import nn
 from slapo_core.errors import BuildError
 
 from .rules import AppliedCut
-from .syncing import Sync
+from .syncing import syncs_of
 
 MOVING = ("all_gather", "all_to_all")
 """Operations that put parts together."""
@@ -39,16 +38,14 @@ def check_moves(name: str, module: nn.Module, applied: AppliedCut | None) -> Non
     Args:
         name: What the module is called in messages.
         module: It, with its hooks.
-        applied: How it was split, if it was.
+        applied: How it was split, None if this rank has all of it.
 
     Raises:
         BuildError: a sync is given what it cannot work on, or the module what it was not split for.
     """
-    split = applied is not None and applied.spec.num_shards > 1
-    made = applied.cut.output if applied is not None and split else None
-    _follow(name, module, "fwd_post", made)
+    _follow(name, module, "fwd_post", applied.cut.output if applied is not None else None)
     given = _follow(name, module, "fwd_pre", None)
-    if applied is None or not split or given is None or applied.cut.input == "indices":
+    if applied is None or given is None or applied.cut.input == "indices":
         return
     taken: _State = "sharded" if applied.cut.input == "sharded" else "whole"
     if given != taken:
@@ -60,9 +57,7 @@ def check_moves(name: str, module: nn.Module, applied: AppliedCut | None) -> Non
 def _follow(name: str, module: nn.Module, mode: str, state: _State | None) -> _State | None:
     """What the value is at last; None where that cannot be known."""
     side, last = "output" if mode == "fwd_post" else "input", ""
-    for sync in syncs_of(module):
-        if sync.mode != mode:
-            continue
+    for sync in syncs_of(module, mode):
         needed = _NEEDS.get(sync.op)
         if None not in (state, needed) and state != needed:
             remedy = "sync it once" if sync.op == last else "leave one of them out" if last else "leave it out, or make it so"
@@ -71,16 +66,3 @@ def _follow(name: str, module: nn.Module, mode: str, state: _State | None) -> _S
             raise BuildError(f"{name}: {wrong}; {remedy}; {_OFF}")
         state, last = _MAKES.get(sync.op), sync.op
     return state
-
-
-def syncs_of(module: nn.Module) -> Iterator[Sync]:
-    """The syncs of a module itself, in the order in which they run on each side."""
-    tables: tuple[dict[int, Callable[..., object]], ...] = (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_hooks,
-    )
-    for table in tables:
-        for hook in table.values():
-            if isinstance(hook, Sync):
-                yield hook

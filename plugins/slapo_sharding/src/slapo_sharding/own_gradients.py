@@ -24,9 +24,8 @@ from slapo_core.tracing.calls import is_metadata, name_of
 
 from . import started
 from .followed import tensors_in
-from .moves import syncs_of
-from .rules import applied_cut
-from .syncing import REDUCING, Sync, map_input, map_output, sums_gradient
+from .rules import split_of
+from .syncing import REDUCING, Sync, map_input, map_output, sums_gradient, syncs_of
 
 
 class Gradient(Enum):
@@ -62,11 +61,10 @@ class OwnGradients:
 
     def enter(self, module: nn.Module) -> list[RemovableHandle]:
         """Look at what a module is given after its syncs and makes before them, by hooks to be removed when it has returned."""
-        syncs, applied = list(syncs_of(module)), applied_cut(module)
-        split = applied is not None and applied.spec.num_shards > 1
+        syncs, split = list(syncs_of(module)), split_of(module)
         moved = [sync for sync in syncs if sync.mode == "fwd_pre" or (sync.mode, sync.op) == ("bwd_post", "all_reduce")]
         by_hand = any(sync.op == "function" and sync.mode != "fwd_post" for sync in syncs)
-        takes_whole = applied is not None and split and applied.cut.input == "replicated" and not by_hand
+        takes_whole = split is not None and split.cut.input == "replicated" and not by_hand
         after = [sync.op for sync in syncs if sync.mode == "fwd_post"]
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -83,7 +81,7 @@ class OwnGradients:
             map_output(lambda x: self._check_sum(x, after[0]), output)
 
         handles = [module.register_forward_pre_hook(note, with_kwargs=True)] if moved or takes_whole else []
-        if after and after[0] in REDUCING and not split:
+        if after and after[0] in REDUCING and split is None:
             handles.append(module.register_forward_hook(check_sum, prepend=True))
         return handles
 
@@ -108,11 +106,10 @@ class OwnGradients:
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """A module has returned: its last sync says what ranks have, or, without one, how it was split."""
-        after = [sync for sync in syncs_of(module) if sync.mode == "fwd_post"]
-        applied = applied_cut(module)
+        after = list(syncs_of(module, "fwd_post"))
         if after:
             self._moved(after[-1], output, lambda mark: map_output(mark, output))
-        elif applied is not None and applied.spec.num_shards > 1:
+        elif split_of(module) is not None:
             for tensor in tensors_in(output):
                 self._mark(tensor, Gradient.OWN)
 

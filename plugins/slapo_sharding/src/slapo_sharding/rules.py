@@ -106,6 +106,12 @@ def applied_cut(module: nn.Module) -> AppliedCut | None:
     return module.__dict__.get(_CUT)
 
 
+def split_of(module: nn.Module) -> AppliedCut | None:
+    """How a module was cut, if this rank has only a part of it."""
+    applied = applied_cut(module)
+    return applied if applied is not None and applied.spec.num_shards > 1 else None
+
+
 def record_cut(module: nn.Module, applied: AppliedCut) -> None:
     """Note on the module how it was cut."""
     module.__dict__[_CUT] = applied

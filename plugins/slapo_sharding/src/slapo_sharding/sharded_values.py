@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_core.errors import BuildError, ScheduleError
+from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
 from slapo_core.tracing.calls import is_metadata, name_of
 
@@ -32,8 +32,8 @@ from .equal_draws import Draw
 from .followed import Followed, Layout, plain, sharded, tensors_in
 from .layouts import slice_bounds
 from .questions import GIVEN_SIZES, PICKS, SAME, Outcome, Question, Slice, ask
-from .rules import AppliedCut, applied_cut
-from .syncing import REDUCING, Sync, map_input, map_output
+from .rules import AppliedCut, split_of
+from .syncing import REDUCING, first_input, map_output, syncs_of
 from .trial import Mixed
 
 _GATHER = "gather it there, sync('fwd_post', 'all_gather', axis=-1), with what follows whole, or leave it whole too"
@@ -61,9 +61,9 @@ class ShardedValues:
         Raises:
             BuildError: it is not.
         """
-        applied, x = _split(module), _input(args, kwargs)
+        applied, x = split_of(module), first_input(args, kwargs)
         value = self.known.get(x) if x is not None else None
-        if applied is None or x is None or value is None or _syncs(module, "fwd_pre"):
+        if applied is None or x is None or value is None or any(syncs_of(module, "fwd_pre")):
             return
         if isinstance(value, BuildError):
             raise value
@@ -85,7 +85,7 @@ class ShardedValues:
         """
         if last and (found := [known for known in self._of(_tensors(output)) if isinstance(known, BuildError)]):
             raise found[0]
-        applied, syncs = _split(module), _syncs(module, "fwd_post")
+        applied, syncs = split_of(module), list(syncs_of(module, "fwd_post"))
         if any(sync.op in _CHANGING for sync in syncs):
             self._lose(output)
         elif applied is not None and applied.cut.output == "sharded" and not applied.gathered and not syncs:
@@ -118,7 +118,7 @@ class ShardedValues:
         """
         name = name_of(func)
         values = [] if is_metadata(func, name) else self._of(tensors)
-        if not values or _split(running[-1]):
+        if not values or split_of(running[-1]):
             return func(*args, **kwargs)
         mixed = next((value for value in values if isinstance(value, BuildError)), None)
         if mixed or None in values or is_ours():
@@ -132,7 +132,7 @@ class ShardedValues:
         self._lose(result)
         inside = running[-1].modules() if isinstance(running[-1], fx.GraphModule) else ()  # it has what these counted
         counted = any(map(counts_locally, (*running, *inside)))
-        reduced = any(sync.op in _SUMMING for module in running for sync in _syncs(module, "fwd_post"))
+        reduced = any(sync.op in _SUMMING for module in running for sync in syncs_of(module, "fwd_post"))
         try:
             if not self._take_apart(name, args, changed, value):
                 shapes = tuple((tensor.shape, tensor.device) for tensor in tensors_in(changed))
@@ -219,33 +219,8 @@ class _Given(NamedTuple):
     numbers: dict[int, torch.Tensor]
 
 
-def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The input that syncs and cuts are about."""
-    found: list[torch.Tensor] = []
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        found.append(x)
-        return x
-
-    try:
-        map_input(note, args, kwargs)
-    except ScheduleError:  # none of floating point
-        return None
-    return found[0]
-
-
-def _split(module: nn.Module) -> AppliedCut | None:
-    applied = applied_cut(module)
-    return applied if applied is not None and applied.spec.num_shards > 1 else None
-
-
 def _blocks(applied: AppliedCut) -> tuple[int, ...]:
     return applied.spec.blocks if len(applied.spec.blocks) > 1 and not applied.cut.parts else ()
-
-
-def _syncs(module: nn.Module, mode: str) -> list[Sync]:
-    hooks = (module._forward_pre_hooks if mode == "fwd_pre" else module._forward_hooks).values()
-    return [hook for hook in hooks if isinstance(hook, Sync) and hook.mode == mode]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -234,6 +235,29 @@ def map_output(fn: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
                 items = [*output[:index], fn(value), *output[index + 1 :]]
                 return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
     raise ScheduleError(f"sync found no tensor in an output of type {type(output).__name__}; give a function that finds it")
+
+
+def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The input that syncs and cuts are about, if there is one of floating point."""
+    found: list[torch.Tensor] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append(x)
+        return x
+
+    try:
+        map_input(note, args, kwargs)
+    except ScheduleError:
+        return None
+    return found[0]
+
+
+def syncs_of(module: nn.Module, mode: str | None = None) -> Iterator[Sync]:
+    """The syncs of a module itself, of one mode or of all, in the order in which they run on each side."""
+    tables: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
+    for hook in chain.from_iterable(table.values() for table in tables):
+        if isinstance(hook, Sync) and mode in (None, hook.mode):
+            yield hook
 
 
 def _is_floating(value: Any) -> bool:
