@@ -37,6 +37,9 @@ SHUTDOWN_SECONDS = 5
 BYSTANDER_SECONDS = 2.0
 """How long a rank that lost its connection waits before it ends, so that the rank that broke it is seen first."""
 
+PRELOADED = ["slapo.training.preload", "slapo.training.worker", "torch._dynamo", "transformers.modeling_layers"]
+"""What the fork server imports once for all ranks, in this order; optimizers import dynamo, models the module of layers."""
+
 Work = Callable[[Settings], None]
 """What every rank does: a module-level function."""
 
@@ -98,7 +101,7 @@ def _start_fork_server() -> None:
     Else they print a traceback each. The tracker stays so: it ends after the launcher.
     """
     if _start_method() == "forkserver":
-        multiprocessing.set_forkserver_preload(["slapo.training.preload", "slapo.training.worker"])
+        multiprocessing.set_forkserver_preload(PRELOADED)
         for start in (resource_tracker.ensure_running, forkserver.ensure_running):
             signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             try:
