@@ -53,17 +53,19 @@ LEFT_WHOLE = {
     "convbert": Whole("attention", "its queries meet what convolutions make of all channels", "modeling_convbert.py:"),
     "convnext": Whole("attention", NONE),
     "deberta": Whole("attention", "biases of all heads are parameters outside of its projection", "modeling_deberta.py:"),
-    "deberta-v2": Whole("attention", "heads and batch are one dimension, along which positions are repeated"),
-    "deepseek_v3": Whole("attention", "the published plan leaves it whole"),
+    "deberta-v2": Whole(
+        "attention", "heads and batch are one dimension, along which positions are repeated", "modeling_deberta_v2.py:"
+    ),
+    "deepseek_v3": Whole("attention", "norms lie between its projections", "modeling_deepseek_v3.py:"),
     "falcon": Whole("attention", "one key head serves all queries", "modeling_falcon.py:"),
     "fnet": Whole("attention", NONE),
     "gpt_bigcode": Whole("attention", "one key head serves all queries", "modeling_gpt_bigcode.py:"),
     "gpt_oss": Whole("attention", "its sinks are a parameter with one number for each head", "modeling_gpt_oss.py:"),
     "mpt": Whole("attention", "its position biases (ALiBi) are computed for all heads", "modeling_mpt.py:"),
     "qwen2_moe": Whole("", "the gate of its shared expert has one output", "modeling_qwen2_moe.py:"),
-    "squeezebert": Whole("attention and MLP", "its layers are convolutions"),
+    "squeezebert": Whole("attention and MLP", "its layers are convolutions", "none of its layers can be split"),
     "swin": Whole("attention", "its position biases are a parameter for all heads, no embedding", "sdpa_attention.py:"),
-    "xlnet": Whole("attention", "its projections are parameters in einsums, no layers"),
+    "xlnet": Whole("attention", "its projections are parameters in einsums, no layers", "none of its layers can be split"),
 }
 """Families of which more than single tables stays whole."""
 

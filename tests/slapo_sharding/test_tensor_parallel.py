@@ -116,6 +116,21 @@ def test_a_published_plan_that_says_more_is_followed_and_one_that_is_not_underst
     assert all(any(message in line for line in told) for told in run_distributed(_newer, 2))
 
 
+def _silent_on_attention(rank: int) -> list[str]:
+    model = _llama_like("llama")
+    model._tp_plan = {key: style for key, style in model._tp_plan.items() if "self_attn" not in key}
+    with warnings_told() as told:
+        _same(model)
+        _same(_llama_like("llama"))
+    return told
+
+
+def test_an_attention_that_a_published_plan_leaves_whole_is_warned_of_once():
+    path = "model.layers.0.self_attn"
+    expected = f"tensor_parallel: {path} stays whole on every rank: the plan that is published with the model leaves it out"
+    assert run_distributed(_silent_on_attention, 2) == [[expected]] * 2
+
+
 def _in_groups(rank: int) -> None:
     """Two models of their own on two ranks each."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -240,6 +255,8 @@ def _refusals(rank: int) -> dict[str, str]:
     refused("styles", _gpt2(), {"up": ["colwise"]})
     refused("a number", _gpt2(), {3: "colwise"})
     refused("no match", _gpt2(), {"transformer.h.*.mlp.fc": "colwise"})
+    refused("no path", _gpt2(), {"transformer.h.1.mlp.fc": "colwise"})
+    refused("nothing like it", _gpt2(), {"up": "colwise"})
     refused("no cut", nn.Sequential(nn.LayerNorm(4)), {"0": "colwise"})
     refused("heads", _gpt2(n_head=1))
     refused("published style", _llama_like("granite_swa"))
@@ -260,7 +277,12 @@ def test_what_no_plan_can_do_is_refused_and_nothing_changes():
     assert "'up' has the style None; give {path or glob: style}, styles: colwise," in messages["no style"]
     assert "'up' has the style ['colwise']; give {path or glob: style}" in messages["styles"]
     assert "3 has the style 'colwise'; give {path or glob: style}" in messages["a number"]
-    assert "the plan's 'transformer.h.*.mlp.fc' matches no module" in messages["no match"]
+    assert (
+        "the plan's 'transformer.h.*.mlp.fc' matches no module; did you mean 'transformer.h.*.mlp.c_fc'?"
+        in messages["no match"]
+    )
+    assert "'transformer.h.1.mlp.fc' matches no module; did you mean 'transformer.h.1.mlp.c_fc'? give" in messages["no path"]
+    assert "the plan's 'up' matches no module; give a path or glob below 'the model'" in messages["nothing like it"]
     assert "no sharding rule splits a LayerNorm this way" in messages["no cut"]
     assert "1 attention heads of size 16 cannot be dealt out to 2 ranks" in messages["heads"]
     assert "has the style 'local_params', which is not supported" in messages["published style"]

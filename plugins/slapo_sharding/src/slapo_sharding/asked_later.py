@@ -1,44 +1,99 @@
-"""What a model is asked for at a call, and was not when its plan was derived, may be a part of a value that nobody gathers."""
+"""What a model is asked for at a call, and was not when its plan was made, may be a part of a value that nobody gathers."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from slapo_core.errors import ScheduleError
 
-_BETWEEN_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
-"""What Transformers calls them; those of images, say, may be whole."""
+
+@dataclass(frozen=True)
+class Extra:
+    """What a model returns where it is asked to.
+
+    Args:
+        option: The argument, or entry of the config, that asks for it.
+        names: What Transformers calls it; those of images, say, may be whole.
+        parts: What each rank has of it.
+        remedy: What would work too.
+    """
+
+    option: str
+    names: tuple[str, ...]
+    parts: str
+    remedy: str
+
+
+HIDDEN_STATES = Extra(
+    "output_hidden_states",
+    ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"),
+    "parts of the sequence",
+    "sequence_parallel",
+)
+ATTENTIONS = Extra(
+    "output_attentions",
+    ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"),
+    "heads",
+    "give plan= without the attention",
+)
 
 
 class WholeOutputs:
-    """A forward hook of a model whose sequence is split: it refuses to return the values between all layers.
-
-    A plan is derived only where the dry run returns whole values, so these cannot have been among them.
+    """A forward hook of a model that is split: it refuses to return what would be a part.
 
     Args:
         path: Of the model, for the error.
+        extras: What is a part where the model is asked for it.
     """
 
     traced = True  # it changes no value
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, extras: tuple[Extra, ...]) -> None:
+        self.path, self.extras = path, extras
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Look at the names of what is returned.
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Look at the names of what is returned; a tuple has none, so there it counts what was asked for.
 
         Raises:
-            ScheduleError: hidden states are among it.
+            ScheduleError: an extra is among it.
         """
-        found = output.items() if isinstance(output, Mapping) else ()
-        names = [name for name, value in found if name in _BETWEEN_LAYERS and isinstance(value, (tuple, list))]
-        if names:
-            raise ScheduleError(
-                f"the {' and '.join(names)} that the model is asked for are this rank's parts of the sequence; "
-                "leave out output_hidden_states=True, or sequence_parallel",
-                path=self.path,
-                primitive="tensor_parallel",
-            )
+        named = {name for name, value in _named(output) if _holds_tensors(value)}
+        nameless = isinstance(output, (tuple, list)) and any(map(_holds_tensors, output))
+        for extra in self.extras:
+            found = [name for name in extra.names if name in named]
+            if nameless and not found and _is_asked(module, args, kwargs, extra.option):
+                found = [extra.names[0]]
+            if found:
+                raise ScheduleError(
+                    f"the {' and '.join(found)} that the model is asked for are this rank's {extra.parts}; "
+                    f"leave out {extra.option}=True, or {extra.remedy}",
+                    path=self.path,
+                    primitive="tensor_parallel",
+                )
+
+
+def _named(output: Any) -> list[tuple[str, Any]]:
+    """What an output holds under names, also that of the outputs in it."""
+    own = list(output.items()) if isinstance(output, Mapping) else []
+    inner = output if isinstance(output, (tuple, list)) else [value for _, value in own]
+    return [*own, *(pair for value in inner for pair in _named(value))]
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and any(isinstance(part, torch.Tensor) or _holds_tensors(part) for part in value)
+
+
+def _is_asked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], option: str) -> bool:
+    """Whether the call asks, or, where it does not say, the model's config or one inside of it."""
+    asked = kwargs.get(option)
+    if asked is None and args:
+        asked = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get(option)
+    if asked is None:
+        return any(getattr(getattr(inside, "config", None), option, None) for inside in module.modules())
+    return asked is not False

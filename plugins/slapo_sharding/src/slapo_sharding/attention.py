@@ -7,13 +7,14 @@ is in the lists here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
 from torch import nn
 
 from . import dealing
-from .rules import applied_cut
+from .rules import applied_cut, split_of
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_per_head")
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -187,6 +188,25 @@ def norms_heads(owner: nn.Module, child: str) -> bool:
     return size is not None and child in _HEAD_NORMS and shapes == {(size,)}
 
 
+def attends(module: nn.Module) -> bool:
+    """Whether a module is an attention: its class says so, or a child makes heads."""
+    return "attention" in type(module).__name__.lower() or any(makes_heads(module, child) for child in module._modules)
+
+
+def has_local_heads(module: nn.Module) -> bool:
+    """Whether a module is an attention of which this rank has a part of the heads."""
+    return attends(module) and any(_is_column(inside) for inside in module.modules())
+
+
+def whole_attentions(root: nn.Module) -> Iterator[str]:
+    """Paths of the attentions, the innermost ones, of whose weights nothing is split."""
+    for path, module in root.named_modules():
+        if attends(module) and any(parameter.dim() > 1 for parameter in module.parameters()):
+            inner, *others = module.modules()
+            if not any(map(split_of, (inner, *others))) and not any(map(attends, others)):
+                yield path
+
+
 def counts_local_heads(owner: nn.Module) -> bool:
     """Whether a shard step made the attention module count local heads."""
     return _LOCAL in owner.__dict__
@@ -216,6 +236,11 @@ def _counted_size(owner: nn.Module) -> int | None:
         return None
     size, rest = divmod(int(widths[0] or 0), count)
     return None if rest or int(widths[1] or 0) % size else size
+
+
+def _is_column(module: nn.Module) -> bool:
+    applied = split_of(module)
+    return applied is not None and applied.cut.output == "sharded" and not applied.gathered
 
 
 def _integer(owner: nn.Module, name: str) -> int | None:

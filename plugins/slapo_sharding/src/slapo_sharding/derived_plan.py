@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -243,6 +243,23 @@ def _tell(schedule: Schedule, derived: Derived) -> None:
         tell = get_logger().warning if loud else get_logger().debug
         tell("tensor_parallel: %s stays whole on every rank: %s", path, reason)
         told.update([what] if loud else [])
+    tell_whole_attentions(schedule, derived.reasons, "none of its layers can be split", told)
+
+
+def tell_whole_attentions(schedule: Schedule, reasons: Mapping[str, str], otherwise: str, told: Collection[str] = ()) -> None:
+    """Say of attentions in repeated layers that they stay whole, once for all of a kind.
+
+    Args:
+        schedule: Of what was split.
+        reasons: Path of a layer to why it stays whole.
+        otherwise: Why an attention does that has no such layer.
+        told: Kinds of which it is said already.
+    """
+    kinds = {kind(path): path for path in reversed([*attention.whole_attentions(schedule.mod)])}
+    for what, path in kinds.items():
+        if what != path and what not in told:
+            why = next((reason for layer, reason in reasons.items() if layer.startswith(f"{path}.")), otherwise)
+            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
 
 
 def _count_locally(schedule: Schedule, derived: Derived, found: list[Count]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from torch import fx, nn
@@ -15,8 +15,9 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
 from . import attention, column_inputs, dropout
-from .asked_later import WholeOutputs
-from .derived_plan import apply_derived, split_stack
+from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
+from .derive import kind
+from .derived_plan import apply_derived, split_stack, tell_whole_attentions
 from .plan import (
     BESIDE_SHARDED,
     head_norms,
@@ -71,14 +72,16 @@ class TensorParallelPrimitive(Primitive):
         derived = steps is None
         if steps is None:
             apply_derived(schedule, sequence_parallel)
-            if sequence_parallel and schedule.world_size > 1:
-                schedule.mod.register_forward_hook(WholeOutputs(schedule.path))
             steps = dict(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
         columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
         for paths in column_inputs.by_parent(columns):
             column_inputs.sum_gradients(schedule, paths)
         if schedule.world_size > 1 and not derived:
             dropout.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
+            if plan is None:
+                tell_whole_attentions(schedule, {}, "the plan that is published with the model leaves it out")
+        if schedule.world_size > 1:
+            _refuse_extras(schedule, sequence_parallel)
 
 
 def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
@@ -101,6 +104,13 @@ def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None
         message = f"{split[0]!r} is sharded already; call tensor_parallel before shard, or give plan= for what is still whole"
     if message is not None:
         raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
+
+
+def _refuse_extras(schedule: Schedule, sequence_parallel: bool) -> None:
+    """Let the model return no part that it is asked for later."""
+    parts = {HIDDEN_STATES: sequence_parallel, ATTENTIONS: any(map(attention.has_local_heads, schedule.mod.modules()))}
+    if extras := tuple(extra for extra, split in parts.items() if split):
+        schedule.mod.register_forward_hook(WholeOutputs(schedule.path, extras), with_kwargs=True)
 
 
 def _planned(schedule: Schedule, plan: Mapping[str, str] | None, sequence_parallel: bool) -> dict[str, str] | None:
@@ -155,16 +165,16 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         if not isinstance(key, str) or not isinstance(style, str):
             raise error(f"{key!r} has the style {style!r}; give {{path or glob: style}}, styles: {', '.join(STYLES)}")
         if style not in STYLES:
-            near = difflib.get_close_matches(style, STYLES, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise error(f"{key!r} has the style {style!r}, which is not supported; {hint}supported: {', '.join(STYLES)}")
+            hint = f"{_guess(style, STYLES)}supported: {', '.join(STYLES)}"
+            raise error(f"{key!r} has the style {style!r}, which is not supported; {hint}")
     steps: dict[str, str] = {}
     stacked: dict[str, str] = {}
     for key, style in given.items():
         found = _match(schedule, key)
         owners = _match(schedule, key, parameter=True) if not found else []
         if not found and not owners and plan is not None:
-            raise error(f"the plan's {key!r} matches no module; give a path or glob below {schedule.path or 'the model'!r}")
+            hint = f"{_guess(key, _names_like(key, schedule.mod))}give a path or glob below {schedule.path or 'the model'!r}"
+            raise error(f"the plan's {key!r} matches no module; {hint}")
         steps.update(dict.fromkeys(found, style))
         stacked.update(dict.fromkeys(owners, key))
     for path, key in stacked.items():
@@ -173,10 +183,9 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
     if not steps and isinstance(schedule.mod, fx.GraphModule):
         raise error("the model is traced already, its plan is found on the model itself; call tensor_parallel before trace")
     if not steps:
-        kind = type(schedule.mod).__name__
         raise error(
-            f"no plan is known for {kind}; give example_inputs to create_schedule, from which one is derived, or "
-            f"plan={{path or glob: style}}, styles: {', '.join(STYLES)}"
+            f"no plan is known for {type(schedule.mod).__name__}; give example_inputs to create_schedule, from which one is "
+            f"derived, or plan={{path or glob: style}}, styles: {', '.join(STYLES)}"
         )
     if plan is None:
         steps.update(dict.fromkeys(head_norms(schedule.mod, steps), "replicated_with_grad_allreduce"))
@@ -188,6 +197,16 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
             raise error(f"the published plan splits experts and leaves {left!r} whole; give plan=")
         steps.update(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
     return steps
+
+
+def _names_like(key: str, model: nn.Module) -> set[str]:
+    """Paths of modules, as globs where the key is one."""
+    return {kind(path) if "*" in key else path for path, _ in model.named_modules()}
+
+
+def _guess(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def _match(schedule: Schedule, key: str, *, parameter: bool = False) -> list[str]:
