@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from slapo_core.build import build
 from slapo_core.errors import ScheduleError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
@@ -81,6 +83,42 @@ def test_what_cannot_be_split_is_refused_and_nothing_changes() -> None:
     assert "no list of layers (nn.ModuleList)" in first["a list"]
     for why in ("the length", "neighbours"):
         assert "test_sequence_parallel" in first[why], "the line of the model"
+
+
+def _other_lengths(rank: int) -> list[str]:
+    """Lengths that the example did not have; the first call is looked at, the others are not."""
+    messages = []
+    model = Model()
+    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=(token_ids(),))
+    sch.tensor_parallel(sequence_parallel=True)
+    build(sch)
+    for length in (7, 8, 7):
+        if length == 8:
+            model(token_ids())
+            continue
+        with pytest.raises(ScheduleError) as caught:
+            model(token_ids(length))
+        messages.append(str(caught.value))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 32}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes))
+    inputs = {"input_ids": token_ids(), "use_cache": False}
+    sch = create_schedule(llama, plugins=Registry([plugin]), example_inputs=inputs)
+    sch.tensor_parallel(sequence_parallel=True)
+    build(sch)
+    with pytest.raises(ScheduleError) as caught:
+        llama.generate(token_ids(), max_new_tokens=2, do_sample=False)
+    return [*messages, str(caught.value)]
+
+
+def test_a_length_that_the_ranks_do_not_divide_names_the_module_and_the_remedy() -> None:
+    odd = (
+        "sync('blocks.0'): fwd_pre scatter: the sequence of 7 in [3, 7, 16] cannot be split over 2 ranks; pad it to a multiple"
+    )
+    token = (
+        "sync('model.layers.0'): fwd_pre scatter: the sequence of 1 in [3, 1, 16] cannot be split over 2 ranks; "
+        "to generate token by token, leave out sequence_parallel"
+    )
+    assert run_distributed(_other_lengths, 2) == [[odd, odd, token]] * 2
 
 
 def test_the_readme_lists_what_is_refused_and_what_stays_whole() -> None:

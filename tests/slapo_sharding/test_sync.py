@@ -209,7 +209,8 @@ def test_bad_backward_is_refused():
 def _wrong_at_run_time(rank: int) -> list[str]:
     messages = []
     sch = _schedule(Returns(lambda x: x)).sync("fwd_post", "all_gather", axis=2)
-    for call in (sch.mod, _schedule(Returns(lambda x: "text")).sync("fwd_post", "all_reduce").mod):
+    odd = _schedule(Returns(lambda x: torch.ones(2, 3))).sync("fwd_post", "reduce_scatter", axis=-1)
+    for call in (sch.mod, odd.mod, _schedule(Returns(lambda x: "text")).sync("fwd_post", "all_reduce").mod):
         with pytest.raises(ScheduleError) as caught:
             call(torch.ones(2))
         messages.append(str(caught.value))
@@ -219,8 +220,11 @@ def _wrong_at_run_time(rank: int) -> list[str]:
 
 
 def test_what_only_shows_when_it_runs_is_an_error_too():
-    axis, text, integers = run_distributed(_wrong_at_run_time, 2)[0]
-    assert "along axis 2 of a tensor with 1 dimensions" in axis
+    axis, size, text, integers = run_distributed(_wrong_at_run_time, 2)[0]
+    assert axis == "sync(''): fwd_post all_gather along axis 2 of a tensor with 1 dimensions; give another axis"
+    assert size.startswith(
+        "sync(''): fwd_post reduce_scatter: the 3 along dimension 1 in [2, 3] cannot be split over 2 ranks; pad"
+    )
     assert "no tensor in an output of type str" in text
     assert "no floating-point tensor among the inputs" in integers
 

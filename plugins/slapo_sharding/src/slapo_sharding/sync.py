@@ -160,7 +160,7 @@ def _make(
     shared = None
     if mode == "bwd_post":
         shared = SharedSum(schedule.group, 1 if of is None else len(of))
-    return Sync(mode, op, axis, schedule.group, backward or default, shared=shared, new_axis=new_axis)
+    return Sync(mode, op, axis, schedule.group, backward or default, shared=shared, new_axis=new_axis, path=schedule.path)
 
 
 def _reshard(

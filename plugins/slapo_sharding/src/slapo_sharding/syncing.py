@@ -36,6 +36,7 @@ class Sync:
         fn: The user's function.
         takes_kwargs: Whether ``fn`` wants the keyword inputs as well.
         new_axis: Of ``all_to_all``: the dimension that is cut.
+        path: Of the module, for errors.
         shared: What sums the gradients of inputs instead, also of other modules'.
     """
 
@@ -48,6 +49,7 @@ class Sync:
     takes_kwargs: bool = False
     shared: SharedSum | None = None
     new_axis: int | None = None
+    path: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sync:
         return self  # groups cannot be copied, and nothing here changes but what a shared sum knows of a running forward
@@ -68,10 +70,7 @@ class Sync:
         if self.op == "all_reduce":
             return collectives.all_reduce(x, self.group)
         assert self.axis is not None
-        if not all(-x.dim() <= axis < x.dim() for axis in (self.axis, self.new_axis or 0)):
-            raise ScheduleError(
-                f"sync {self.op} along axis {self.axis} of a tensor with {x.dim()} dimensions; give another axis"
-            )
+        self._check(x, uneven is not None)
         if self.op == "all_to_all":
             assert self.new_axis is not None
             return collectives.all_to_all(x, self.axis, self.new_axis, self.group)
@@ -82,6 +81,20 @@ class Sync:
         if self.op == "scatter":
             return collectives.scatter(x, self.axis, self.group, uneven=uneven is not None)
         return getattr(collectives, self.op)(x, self.axis, self.group)  # type: ignore[no-any-return]
+
+    def _check(self, x: torch.Tensor, uneven: bool) -> None:
+        """Whether the dimensions are there, and the one that is cut can be."""
+        ranks, axes = collectives.num_ranks(self.group), [axis for axis in (self.axis, self.new_axis) if axis is not None]
+        message = None
+        if not all(-x.dim() <= axis < x.dim() for axis in axes):
+            message = f" along axis {self.axis} of a tensor with {x.dim()} dimensions; give another axis"
+        elif self.op != "all_gather" and not uneven and x.shape[axes[-1]] % ranks:
+            size, dim = x.shape[axes[-1]], axes[-1] % x.dim()
+            what = f"the sequence of {size}" if (x.dim(), dim) == (3, 1) else f"the {size} along dimension {dim}"
+            remedy = "pad it to a multiple" if size > 1 else "to generate token by token, leave out sequence_parallel"
+            message = f": {what} in {list(x.shape)} cannot be split over {ranks} ranks; {remedy}"
+        if message is not None:
+            raise ScheduleError(f"{self.mode} {self.op}{message}", path=self.path, primitive="sync")
 
     def _reduce_grad(self, x: torch.Tensor) -> torch.Tensor:
         if not x.requires_grad or not torch.is_grad_enabled():
@@ -140,7 +153,8 @@ class Sync:
                 return self.run(x)
             if (self.axis - applied.cut.dim) % x.dim():
                 what = f"a {type(module).__name__} is sharded along {applied.cut.dim} there, not along {self.axis}"
-                raise ScheduleError(f"{self.mode} {self.op}: {what}; give axis={applied.cut.dim}", primitive="sync")
+                message = f"{self.mode} {self.op}: {what}; give axis={applied.cut.dim}"
+                raise ScheduleError(message, path=self.path, primitive="sync")
             if applied.spec.dealt is not None:
                 return self.run(x, uneven=applied.spec.full_shape[applied.spec.dim])
         return self.run(x)
