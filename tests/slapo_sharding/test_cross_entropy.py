@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -117,3 +118,9 @@ def test_gradient_of_one_rank() -> None:
 def test_bad_input(target: list[int], options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         parallel_cross_entropy(torch.randn(2, 4), torch.tensor(target), **options)
+
+
+@pytest.mark.parametrize("group", [10, "tp", [0, 1]])
+def test_a_group_that_is_none(group: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"group is {group!r}; give a process group or None")):
+        parallel_cross_entropy(torch.randn(2, 4), torch.tensor([0, 1]), group)

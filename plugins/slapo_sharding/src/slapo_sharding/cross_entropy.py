@@ -40,10 +40,13 @@ def parallel_cross_entropy(
         The loss, the same on every rank, in the dtype of ``logits``; ``(...)`` for ``"none"``, else a scalar.
 
     Raises:
+        TypeError: a group that is none.
         ValueError: shapes that do not belong together, an unknown reduction, a smoothing outside of 0 to 1, a vocabulary that
             is larger than the columns, or not as many columns on each rank without ``vocab_size``.
         IndexError: a target outside of the vocabulary.
     """
+    if not isinstance(group, collectives.Group):
+        raise TypeError(f"group is {group!r}; give a process group or None, and what follows by name, as vocab_size=")
     ranks = collectives.num_ranks(group)
     width, rank = logits.shape[-1], 0 if group is None else group.rank()
     size = width * ranks if vocab_size is None else vocab_size
