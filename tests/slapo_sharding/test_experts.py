@@ -42,9 +42,9 @@ class Routed(nn.Module):
         return self.experts(x, chosen, weights)
 
 
-def _experts(kind: str, implementation: str) -> nn.Module:
+def _experts(kind: str, implementation: str, **sizes: int) -> nn.Module:
     config = {
-        "mixtral": lambda: MixtralConfig(**SIZES),
+        "mixtral": lambda: MixtralConfig(**{**SIZES, **sizes}),
         "deepseek": lambda: DeepseekV3Config(**SIZES, moe_intermediate_size=32),
         "gpt_oss": lambda: GptOssConfig(**SIZES),
     }[kind]()
@@ -166,3 +166,22 @@ def test_what_is_not_known_of_experts_leaves_them_whole():
     assert "'experts.down_proj' is a parameter of 'experts', which has no style 'moe_tp_experts'" in alone
     assert "no sharding rule splits a MixtralTopKRouter this way" in gate
     assert "'experts.other' matches no module" in absent
+
+
+def _narrow(rank: int) -> str:
+    model = Routed(_experts("mixtral", "grouped_mm", intermediate_size=8)).to(torch.bfloat16)
+    x = torch.randn(10, 16, dtype=torch.bfloat16)
+    assert model(x).shape == (10, 16)
+    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch.tensor_parallel(STYLE)
+    build(sch)
+    with pytest.raises(BuildError) as caught:
+        model(x)
+    model.experts.config._experts_implementation = "batched_mm"
+    assert model(x).shape == (10, 16)
+    return str(caught.value)
+
+
+def test_parts_that_are_too_narrow_for_torch_s_grouped_products_say_so():
+    for message in run_distributed(_narrow, 2):
+        assert message.startswith("MixtralExperts 'experts': each rank has 4 of an expert's 8 numbers, 8 bytes, and torch's")
