@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -117,6 +119,14 @@ def requirements(declared: list[str] | tuple[()]) -> list[str]:
     return [text for text, marker in parsed if marker is None or marker.evaluate({"extra": ""})]
 
 
-@pytest.fixture
-def environment(tmp_path: Path, wheels: Path) -> Environment:
-    return Environment(tmp_path / "env", wheels)
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Callable[[str], Environment]:
+    """An environment with this distribution alone, which all tests that ask for it share."""
+
+    @functools.cache
+    def install(name: str) -> Environment:
+        environment = Environment(tmp_path_factory.mktemp("env") / name, wheels)
+        environment.install(name)
+        return environment
+
+    return install

@@ -25,20 +25,19 @@ def test_it_is_about_14_lines() -> None:
     assert len(lines) <= 16
 
 
-def test_following_the_page_shows_the_primitive(tmp_path: Path, environment: Environment) -> None:
+def test_following_the_page_shows_the_primitive(tmp_path: Path, wheels: Path) -> None:
+    """Another test shows what ``slapo`` alone lists: this primitive is not among it."""
     project = tmp_path / "project"
     for path, content in [*NAMED, ("src/slapo_example/__init__.py", ""), ("README.md", "")]:
         (project / path).parent.mkdir(parents=True, exist_ok=True)
         (project / path).write_text(content)
     (project / "src/slapo_example/py.typed").touch()
+    environment = Environment(tmp_path / "env", wheels)
     environment.install("slapo")
-    before = environment.run("slapo", "primitives")
     pip("wheel", "-q", "--no-deps", "--no-build-isolation", project, "-w", tmp_path / "wheel")
     (wheel,) = (tmp_path / "wheel").iterdir()
     pip("install", "-q", "--no-deps", wheel, python=environment.python)
-    after = environment.run("slapo", "primitives")
-    assert "freeze" not in before
-    assert "freeze" in after
+    assert "freeze" in environment.run("slapo", "primitives")
     (row,) = [row for row in json.loads(environment.run("slapo", "plugins", "--json"))["plugins"] if row["name"] == "example"]
     assert row["provides"]["primitives"] == ["freeze"]
     assert "slapo_after_build" in row["provides"]["hooks"]

@@ -35,10 +35,10 @@ def test_importing_pulls_in_nothing_heavy(module: str) -> None:
         assert "slapo_core.testing" not in loaded
 
 
-def test_importing_torch_alone_does_not_explain_it() -> None:
-    """The test above could not fail if torch itself imported these."""
+def test_something_heavy_would_be_seen() -> None:
+    """The test above could not fail if a module that is imported were not seen."""
     result = subprocess.run(
-        [sys.executable, "-c", "import sys, torch, pluggy, transformers; print(*sys.modules)"],
+        [sys.executable, "-c", "import sys, transformers; print(*sys.modules)"],
         capture_output=True,
         text=True,
         timeout=60,
