@@ -233,7 +233,7 @@ class Hides(nn.Module):
 
 def test_a_trace_names_the_models_line_while_a_first_run_is_awaited() -> None:
     awaited = nn.Linear(2, 2)
-    watch([awaited])
+    watch(awaited, [awaited])
     with pytest.raises(TraceError, match=r"code that tracing does not see.*test_foreign_reads.py:\d+"):
         trace_module(Hides(), torch.ones(2))
     awaited(torch.ones(2))

@@ -25,7 +25,8 @@ _LONGEST = 200  # of a step's arguments, which may be a whole plan
 def check(schedule: Schedule) -> None:
     """Refuse shards that lack a sync, and at the first run what others read of them."""
     check_syncs(schedule)
-    watch(module for module in schedule.root_module.modules() if _is_cut(module) or _is_synced(module))
+    root = schedule.root_module
+    watch(root, (module for module in root.modules() if _is_cut(module) or _is_synced(module)))
 
 
 def check_syncs(schedule: Schedule) -> None:

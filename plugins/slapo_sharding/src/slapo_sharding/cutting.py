@@ -12,7 +12,7 @@ from slapo_core.parameters import ShardSpec, facts, successor
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import own_forward
 
-from . import attention, column_forward, lasting
+from . import attention, column_forward, lasting, same_weights
 from .copies import has_copies, sum_copies
 from .rules import AppliedCut, Cut, applied_cut, record_cut, tensor_of
 from .syncing import Sync
@@ -68,6 +68,7 @@ def _local(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     new = successor(tensor, spec.local(tensor.detach()), spec=spec)
     if tensor.grad is not None:
         new.grad = spec.local(tensor.grad)
+    same_weights.remember(new, tensor)
     return new
 
 

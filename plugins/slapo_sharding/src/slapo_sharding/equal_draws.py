@@ -11,7 +11,6 @@ from slapo_core.random import rng_state
 from . import collectives
 from ._torch_autograd import no_functions
 from .followed import Followed
-from .rules import applied_cut
 
 
 class Draw:
@@ -35,9 +34,7 @@ class Draw:
             return bool(drawn_from) and self._is_everywhere(drawn_from, value)
 
     def _is_everywhere(self, drawn_from: list[torch.Tensor], value: Followed) -> bool:
-        applied = applied_cut(value.owner)
-        assert applied is not None
         digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in drawn_from), digest_size=7).digest()
         own = torch.tensor([int.from_bytes(digest, "big")], device=value.layout.device)
-        everywhere = collectives.all_gather(own, 0, applied.spec.group)
+        everywhere = collectives.all_gather(own, 0, value.group)
         return bool((everywhere == own).all())

@@ -11,6 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from .collectives import Group
+
+_OTHERS = frozenset("to type_as expand_as view_as reshape_as".split())
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -57,10 +61,17 @@ class Followed:
     Args:
         layout: Of all ranks' parts together.
         owner: The layer it comes from.
+        group: The ranks that have parts.
     """
 
     layout: Layout
     owner: nn.Module
+    group: Group
+
+    @property
+    def is_part_of_sum(self) -> bool:
+        """Whether the sum of what the ranks have is meant."""
+        return self.layout.placement is not None and self.layout.placement.is_partial()
 
 
 def plain(x: torch.Tensor) -> Layout:
@@ -89,3 +100,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list, dict)):
         for part in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(part)
+
+
+def looks_at_others(name: str) -> bool:
+    """Whether a function takes no more than the type or the shape from tensors behind the first one."""
+    return name in _OTHERS
+
+
+def makes_new(name: str) -> bool:
+    """Whether a function makes a tensor of its own, of another one's type: ``x.new_zeros(3)``."""
+    return name.startswith("new_")

@@ -1,7 +1,8 @@
 """Code outside of a sharded module takes the part it reads, or is given, for the whole: found at the first run.
 
 ``watch`` is called when a schedule is built. The first forward of that model, or of whatever contains a part of it (an engine,
-a stage, a wrapper), then runs with every torch function looked at; so does the first with gradients, if that is a later one.
+a stage, a wrapper), then runs with every torch function looked at; so does the first with gradients, and the first in training,
+if that is a later one.
 After it nothing is left in the way of a call. A recompute in a backward runs code that was looked at in the forward.
 """
 
@@ -20,36 +21,66 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from slapo_core.errors import BuildError
 from slapo_core.parameters import facts, is_part
 from slapo_core.tracing.calls import SHAPES, is_metadata, name_of
 
-from . import failures, own_gradients, sharded_values
+from . import failures, own_gradients, same_weights, sharded_values
 from ._torch_autograd import no_functions
-from .followed import tensors_in
+from .followed import makes_new, tensors_in
 from .own_gradients import OwnGradients
 from .rules import split_of
 from .sharded_values import ShardedValues, is_ours
+from .syncing import REDUCING, map_output, syncs_of
 
 _OFF = "check=False turns this check off"
 _HARMLESS = frozenset(("untyped_storage", "data_ptr"))
+_TYPES = frozenset(("to", "type_as"))
 _LOOKING = (sharded_values.__file__, own_gradients.__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_MODES = ((True, True), (True, False), (False, True), (False, False))
 
 
 class _Build:
-    """The sharded modules of one build, and in which modes, with gradients or without, it has yet to run."""
+    """The sharded modules of one build, and in which modes, with gradients and in training or not, it has yet to run.
 
-    def __init__(self, owners: Iterable[nn.Module]) -> None:
+    A part of the model that is called alone is looked at, and then all of the model is once more.
+
+    Args:
+        root: The model.
+        owners: Its sharded modules.
+    """
+
+    def __init__(self, root: nn.Module, owners: Iterable[nn.Module]) -> None:
         self.owners = WeakSet(owners)
-        self.unseen = {True, False}
+        self.inside = WeakSet(module for module in root.modules() if module is not root)
+        self.unseen = set(_MODES)
+        self.alone: dict[tuple[bool, bool], WeakSet[nn.Module]] = {mode: WeakSet() for mode in _MODES}
 
     def awaits(self, module: nn.Module) -> bool:
-        return torch.is_grad_enabled() in self.unseen and any(inside in self.owners for inside in module.modules())
+        mode = _mode(module)
+        if mode not in self.unseen or module in self.alone[mode]:
+            return False
+        return any(inside in self.owners for inside in module.modules())
 
-    def seen(self) -> None:
-        self.unseen -= {False, torch.is_grad_enabled()}
+    def is_first(self, module: nn.Module) -> bool:
+        return len(self.unseen) == len(_MODES) and module not in self.inside
+
+    def seen(self, module: nn.Module) -> None:
+        """It has run; what runs with gradients and in training holds without these, too."""
+        is_graded, is_training = _mode(module)
+        seen = {mode for mode in self.unseen if mode[0] <= is_graded and mode[1] <= is_training}
+        if module not in self.inside:
+            self.unseen -= seen
+        for mode in seen if module in self.inside else ():
+            self.alone[mode].update(module.modules())
+
+
+def _mode(module: nn.Module) -> tuple[bool, bool]:
+    """Whether it makes gradients, and is in training."""
+    return torch.is_grad_enabled(), module.training
 
 
 _waiting: list[_Build] = []
@@ -57,14 +88,14 @@ _reads: ContextVar[_Reads | None] = ContextVar("reads", default=None)
 _plain_call: Callable[..., Any] = nn.Module.__call__
 
 
-def watch(owners: Iterable[nn.Module]) -> None:
+def watch(root: nn.Module, owners: Iterable[nn.Module]) -> None:
     """Look at the first run of the model that has these sharded modules.
 
     The run raises ``BuildError`` where code outside of them uses one of their sharded tensors for more than its type, device
     and the like, or needs all of a value of which each rank has a part (see ``sharded_values``). As all ranks run the same
     code, all of them raise it.
     """
-    build = _Build(owners)
+    build = _Build(root, owners)
     if not build.owners:
         return
     global _plain_call
@@ -85,7 +116,10 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not all(build.owners for build in _waiting):
             _leave()
         return _plain_call(module, *args, **kwargs)
-    with _eager(), _Reads() as reads:
+    is_whole = any(module not in build.inside for build in builds)
+    if any(build.is_first(module) for build in builds):
+        same_weights.check(module)
+    with _eager(), _Reads(is_whole) as reads:
         token = _reads.set(reads)
         try:
             result = reads.inside(module, args, kwargs)
@@ -96,7 +130,7 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         finally:
             _reads.reset(token)
     for build in builds:
-        build.seen()
+        build.seen(module)
     _leave()
     return result
 
@@ -115,8 +149,10 @@ def _eager() -> Any:
 class _Reads(TorchFunctionMode):
     """Knows which modules run; refuses to use a sharded tensor that the innermost does not hold, and to mix sharded values."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_whole: bool) -> None:
         super().__init__()
+        self.is_whole = is_whole
+        """Whether the model runs, and not a part of it alone."""
         self.running: list[nn.Module] = []
         self.values = ShardedValues(self._mixed)
         self.gradients = OwnGradients(lambda why: BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {_OFF}"))
@@ -125,14 +161,14 @@ class _Reads(TorchFunctionMode):
     def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module."""
         self.running.append(module)
-        handles = self.gradients.enter(module)
+        handles = [*self.gradients.enter(module), *self._before_sums(module)]
         try:
             with no_functions():
                 self.values.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
             with no_functions():
                 self.values.leave(module, result, last=len(self.running) == 1)
-                self.gradients.leave(module, result)
+                self.gradients.leave(module, result, last=self.is_whole and len(self.running) == 1)
         except RuntimeError as err:
             self._note(module, args, kwargs, err)
             raise
@@ -141,6 +177,17 @@ class _Reads(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
         return result
+
+    def _before_sums(self, module: nn.Module) -> list[RemovableHandle]:
+        """Look at what a sync of a module that is whole itself adds up."""
+        op = next((sync.op for sync in syncs_of(module, "fwd_post")), None)
+        if op not in REDUCING or split_of(module) is not None:
+            return []
+
+        def check(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            map_output(lambda x: self.gradients.check_sum(op, self.values.reduce(x)), output)
+
+        return [module.register_forward_hook(check, prepend=True)]
 
     def explained(self, err: RuntimeError) -> BuildError | None:
         """What to raise instead: an error that names the innermost module, where sizes did not fit."""
@@ -155,14 +202,16 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [*tensors_in(args), *tensors_in(kwargs)]
-        for tensor in tensors:
+        for tensor in tensors[:1] if name_of(func) in _TYPES else tensors:
             if is_part(tensor) and not self._is_own(tensor) and not _is_harmless(func):
                 raise BuildError(self._message(func, tensor))
         if split_of(self.running[-1]) is not None:
             return self.values.call(func, args, kwargs, tensors, self.running)
         gradient = self.gradients.call(func, tensors, is_ours)
         result = self.values.call(func, args, kwargs, tensors, self.running)
-        self.gradients.note(args[0] if result is None and args else result, gradient, tensors)
+        made = args[0] if result is None and args else result
+        if not (isinstance(gradient, BuildError) and self.values.are_mixed(made)):  # the values are wrong before it
+            self.gradients.note(made, gradient, tensors)
         return result
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
@@ -195,7 +244,7 @@ class _Reads(TorchFunctionMode):
 def _is_harmless(func: Any) -> bool:
     """Whether the answer is the same for a part as for the whole, or tells nothing of values."""
     name = name_of(func)
-    return name in _HARMLESS or (is_metadata(func, name) and name not in SHAPES)
+    return name in _HARMLESS or makes_new(name) or (is_metadata(func, name) and name not in SHAPES)
 
 
 def _source() -> str:

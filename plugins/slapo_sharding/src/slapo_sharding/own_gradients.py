@@ -23,9 +23,9 @@ from slapo_core.parameters import facts, is_part
 from slapo_core.tracing.calls import is_metadata, name_of
 
 from . import started
-from .followed import tensors_in
+from .followed import looks_at_others, makes_new, tensors_in
 from .rules import split_of
-from .syncing import REDUCING, Sync, map_input, map_output, sums_gradient, syncs_of
+from .syncing import Sync, map_input, map_output, sums_gradient, syncs_of
 
 
 class Gradient(Enum):
@@ -33,6 +33,7 @@ class Gradient(Enum):
 
     WHOLE = "all of it"
     OWN = "each its own"
+    USE = "each that of its own use of a value that is the same on every rank"
     SUMMED = "either"
     UNKNOWN = "unknown"
 
@@ -41,11 +42,19 @@ _MADE = {"all_reduce": Gradient.WHOLE, "split": Gradient.WHOLE}
 """By the operation, or the backward of a gather; of the others ranks have parts."""
 
 
-_AS = frozenset("to type_as expand_as view_as reshape_as".split())
-"""Functions that look at another tensor's type or shape only."""
+_PARTS = frozenset((Gradient.OWN, Gradient.USE))
 
-_LIKE = ("_like", "new_")
-"""In the names of functions that make a tensor of the type or shape of another."""
+_WRONG = {
+    Gradient.WHOLE: (
+        "{} uses {!r} on a value of which each rank has its own part or use, so each has a part of its gradient; "
+        "needs sync('grad', 'all_reduce') of the module that holds it"
+    ),
+    Gradient.SUMMED: (
+        "{} uses {!r}, whose gradient a sync sums, on a value whose gradient is the same on every rank, so that one of the two "
+        "would be wrong; leave sync('grad', 'all_reduce') out"
+    ),
+}
+"""By what ranks have of the gradient of the parameter."""
 
 
 class OwnGradients:
@@ -65,28 +74,25 @@ class OwnGradients:
         moved = [sync for sync in syncs if sync.mode == "fwd_pre" or (sync.mode, sync.op) == ("bwd_post", "all_reduce")]
         by_hand = any(sync.op == "function" and sync.mode != "fwd_post" for sync in syncs)
         takes_whole = split is not None and split.cut.input == "replicated" and not by_hand
-        after = [sync.op for sync in syncs if sync.mode == "fwd_post"]
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if moved and moved[-1].mode == "bwd_post":
                 for tensor in tensors_in((args, kwargs)):
-                    if tensor.requires_grad:
-                        self._mark(tensor, Gradient.OWN)
+                    if tensor.requires_grad and self.of(tensor) is not Gradient.OWN:
+                        self._mark(tensor, Gradient.USE)
             elif moved:
                 self._moved(moved[-1], (args, kwargs), lambda mark: map_input(mark, args, kwargs))
             if takes_whole:
                 self._check_given((args, kwargs))
 
-        def check_sum(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            map_output(lambda x: self._check_sum(x, after[0]), output)
+        return [module.register_forward_pre_hook(note, with_kwargs=True)] if moved or takes_whole else []
 
-        handles = [module.register_forward_pre_hook(note, with_kwargs=True)] if moved or takes_whole else []
-        if after and after[0] in REDUCING and split is None:
-            handles.append(module.register_forward_hook(check_sum, prepend=True))
-        return handles
+    def check_sum(self, op: str, x: torch.Tensor) -> torch.Tensor:
+        """A sum over ranks that all have the same is that many times too large.
 
-    def _check_sum(self, x: torch.Tensor, op: str) -> torch.Tensor:
-        """A sum over ranks that all have the same is that many times too large."""
+        Raises:
+            BuildError: it is.
+        """
         if torch.is_grad_enabled() and x.requires_grad and self.of(x) is Gradient.WHOLE:
             raise self.error(
                 f"sync('fwd_post', {op!r}) adds up what is the same on every rank already: it was reduced or gathered inside, "
@@ -104,14 +110,23 @@ class OwnGradients:
                     "sync('grad', 'all_reduce') to the module that holds the parameters"
                 )
 
-    def leave(self, module: nn.Module, output: Any) -> None:
-        """A module has returned: its last sync says what ranks have, or, without one, how it was split."""
+    def leave(self, module: nn.Module, output: Any, last: bool) -> None:
+        """A module has returned: its last sync says what ranks have, or, without one, how it was split.
+
+        Raises:
+            BuildError: it is the ``last`` one to return, and the gradient of what it returns would be added up.
+        """
         after = list(syncs_of(module, "fwd_post"))
         if after:
             self._moved(after[-1], output, lambda mark: map_output(mark, output))
         elif split_of(module) is not None:
             for tensor in tensors_in(output):
                 self._mark(tensor, Gradient.OWN)
+        if last and any(self.of(leaf) is Gradient.USE for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+            raise self.error(
+                "it returns what is the same on every rank and was made inside of a sync('bwd_post', 'all_reduce'), which adds "
+                "its gradient up; make it outside, or give that sync to the sharded layers themselves"
+            )
 
     def _moved(self, sync: Sync, value: Any, to_moved: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> None:
         """Mark what a sync made; a function may have changed whatever it was given."""
@@ -132,9 +147,9 @@ class OwnGradients:
             return self.known[x]  # type: ignore[no-any-return]
         if not (x.requires_grad and torch.is_grad_enabled()):
             return None
-        if started.of(x) is not None:
-            return Gradient.OWN
-        if not isinstance(x, nn.Parameter) or not facts(x).names:  # an engine may have put it in the place of the one summed
+        if (found := started.of(x)) is not None:
+            return Gradient.OWN if found.is_gathered else Gradient.USE
+        if not isinstance(x, nn.Parameter):
             return Gradient.UNKNOWN
         return Gradient.OWN if is_part(x) else Gradient.SUMMED if sums_gradient(x) else Gradient.WHOLE
 
@@ -143,17 +158,18 @@ class OwnGradients:
     ) -> Gradient | BuildError | None:
         """What ranks have of the results of a torch function outside of sharded modules that is about to be called.
 
-        It is an error if it is given what has the whole gradient, and what has a part of it.
+        It is an error if it is given what has the whole gradient, and what has a part of it or is summed.
         """
         name = name_of(func)
-        if not torch.is_grad_enabled() or is_metadata(func, name) or any(like in name for like in _LIKE):
+        if not torch.is_grad_enabled() or is_metadata(func, name) or name.endswith("_like") or makes_new(name):
             return None
-        given = [(tensor, self.of(tensor)) for tensor in (tensors[:1] if name in _AS else tensors)]
+        given = [(tensor, self.of(tensor)) for tensor in (tensors[:1] if looks_at_others(name) else tensors)]
         found = {gradient for _, gradient in given} - {None}
         if found and is_ours():
             return Gradient.UNKNOWN
-        if {Gradient.OWN, Gradient.WHOLE} <= found and Gradient.UNKNOWN not in found:
-            return self.error(_wrong(name, next(tensor for tensor, gradient in given if gradient is Gradient.WHOLE)))
+        if Gradient.WHOLE in found and Gradient.UNKNOWN not in found and found & {*_PARTS, Gradient.SUMMED}:
+            wrong = Gradient.WHOLE if found & _PARTS else Gradient.SUMMED
+            return self.error(_wrong(name, wrong, next(tensor for tensor, gradient in given if gradient is wrong)))
         return next((kind for kind in (Gradient.UNKNOWN, *Gradient) if kind in found), None)
 
     def note(self, result: Any, gradient: Gradient | BuildError | None, tensors: Iterable[torch.Tensor]) -> None:
@@ -172,13 +188,11 @@ class OwnGradients:
                 self.known[tensor] = gradient
 
 
-def _wrong(name: str, x: torch.Tensor) -> str:
+def _wrong(name: str, gradient: Gradient, x: torch.Tensor) -> str:
     if isinstance(x, nn.Parameter):
-        label = " = ".join(facts(x).names)
-        return (
-            f"{name} uses {label!r} on a value of which each rank has its own part or use, so each has a part of its gradient; "
-            "needs sync('grad', 'all_reduce') of the module that holds it"
-        )
+        return _WRONG[gradient].format(name, " = ".join(facts(x).names) or f"a parameter of shape {tuple(x.shape)}")
+    if gradient is Gradient.SUMMED:
+        return _WRONG[gradient].format(name, "a value made of a parameter")
     return (
         f"{name} puts a value whose gradient is the same on every rank together with one of which each rank has its own part "
         "or use, so one gradient is wrong; give bwd_post or the gather to the sharded layers themselves, reduce or gather "

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from slapo_core.tracing.calls import name_of
 
+from . import sums
 from ._torch_autograd import no_functions
 from ._torch_private import MOVES, layouts_kept, mesh_of
 from .followed import Layout, from_dtensor, tensors_in
@@ -124,6 +125,8 @@ def ask(question: Question, numbers: Mapping[int, torch.Tensor]) -> Sequence[Out
         Mixed: it needs the parts of other ranks.
     """
     with torch.no_grad(), no_functions():
+        if question.of.placement is not None and question.of.placement.is_partial():
+            return sums.outcomes(question, numbers, SAME)
         answer = remembered(question) if question.is_telling else remembered.__wrapped__(question)
         return decide(question, answer.moved, numbers) if isinstance(answer, Undecided) else answer
 

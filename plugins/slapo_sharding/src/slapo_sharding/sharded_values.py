@@ -1,17 +1,19 @@
 """Code between layers that mixes what ranks hold in parts: found at the first run.
 
-What comes out of a module that is split along its output is followed through the torch functions that the model calls, with
-torch's own rules as the types, as a dry run does (see ``layouts``). A softmax or a sum along the sharded dimension, a fused
-output that is not taken apart as it was split, a layer that is given other parts than its own: each rank would compute
-something, and it would be wrong. Torch's rules refuse some of what ranks can do, too: random numbers decide then (``trial``).
-It is an error where what was mixed goes into a layer that is split, or out of the model; to look at it is none. What has no
-rule, and what collectives return, is not followed further.
+What comes out of a module that is split along its output, or of a sync that cuts it up, is followed through the torch
+functions that the model calls, with torch's own rules as the types, as a dry run does (see ``layouts``). A softmax or a sum
+along the sharded dimension, a fused output that is not taken apart as it was split, a layer that is given other parts than
+its own: each rank would compute something, and it would be wrong. Torch's rules refuse some of what ranks can do, too:
+random numbers decide then (``trial``), as they do for parts of a sum (``sums``). It is an error where what was mixed goes
+into a layer that is split, is added up over the ranks, or leaves the model; to look at it is none. What has no rule, and
+what collectives return, is not followed further.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from traceback import walk_stack
 from typing import Any, NamedTuple
@@ -24,22 +26,26 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
+from slapo_core.parameters import ShardSpec
 from slapo_core.tracing.calls import is_metadata, name_of
 
 from ._torch_private import surroundings
 from .attention import counts_locally
+from .collectives import num_ranks
 from .equal_draws import Draw
 from .followed import Followed, Layout, plain, sharded, tensors_in
 from .layouts import slice_bounds
 from .questions import GIVEN_SIZES, PICKS, SAME, Outcome, Question, Slice, ask
 from .rules import AppliedCut, split_of
-from .syncing import REDUCING, first_input, map_output, syncs_of
+from .sums import given_sum, part_of_sum
+from .syncing import REDUCING, Sync, first_input, map_output, syncs_of
 from .trial import Mixed
 
 _GATHER = "gather it there, sync('fwd_post', 'all_gather', axis=-1), with what follows whole, or leave it whole too"
 _FORK = "call fork_rng() of this module or of one around it"
 _SUMMING = (*REDUCING, "function")
-_CHANGING = ("scatter", "reduce_scatter", "all_to_all", "function")
+_CHANGING = ("all_to_all", "function")
+_CUTTING = ("scatter", "reduce_scatter")
 _SPLITS = frozenset("split chunk tensor_split split_with_sizes unsafe_chunk unsafe_split".split())
 
 
@@ -67,6 +73,8 @@ class ShardedValues:
             return
         if isinstance(value, BuildError):
             raise value
+        if value.is_part_of_sum:
+            raise self._mixed(value, *given_sum(type(module).__name__).args)
         kind, blocks = type(module).__name__, tuple(block * applied.spec.num_shards for block in value.layout.blocks)
         if applied.cut.input != "sharded":
             raise self._mixed(value, f"a {kind} that is split along its output is given a part of its input")
@@ -88,7 +96,12 @@ class ShardedValues:
         applied, syncs = split_of(module), list(syncs_of(module, "fwd_post"))
         if any(sync.op in _CHANGING for sync in syncs):
             self._lose(output)
-        elif applied is not None and applied.cut.output == "sharded" and not applied.gathered and not syncs:
+        if syncs:
+            if syncs[-1].op in _CUTTING:
+                map_output(partial(self._start_part, module, syncs[-1]), output)
+        elif applied is not None and applied.cut.output == "partial":
+            map_output(partial(self._start_sum, module, applied.spec), output)
+        elif applied is not None and not applied.gathered:
             map_output(partial(self._start, module, applied), output)
 
     def _start(self, module: nn.Module, applied: AppliedCut, x: torch.Tensor) -> torch.Tensor:
@@ -97,8 +110,32 @@ class ShardedValues:
             self.known[x] = None
         else:
             blocks = tuple(block // ranks for block in _blocks(applied))
-            self.known[x] = Followed(sharded(x, applied.cut.dim % x.dim(), ranks, blocks), module)
+            self.known[x] = Followed(sharded(x, applied.cut.dim % x.dim(), ranks, blocks), module, applied.spec.group)
         return x
+
+    def _start_sum(self, module: nn.Module, spec: ShardSpec, x: torch.Tensor) -> torch.Tensor:
+        self.known[x] = Followed(part_of_sum(x, spec.num_shards), module, spec.group)
+        return x
+
+    def _start_part(self, module: nn.Module, sync: Sync, x: torch.Tensor) -> torch.Tensor:
+        """What a sync cut along a dimension, of the sequence say."""
+        assert sync.axis is not None
+        self.known[x] = Followed(sharded(x, sync.axis % x.dim(), num_ranks(sync.group)), module, sync.group)
+        return x
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """A sync is about to add up this value.
+
+        Raises:
+            BuildError: it is mixed.
+        """
+        if isinstance(known := self.known.get(x), BuildError):
+            raise known
+        return x
+
+    def are_mixed(self, result: Any) -> bool:
+        """Whether there is something among the tensors that a function returned that must not be used."""
+        return any(isinstance(known, BuildError) for known in self._of(tensors_in(result)))
 
     def _of(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         found = (self.known.get(tensor, SAME) for tensor in tensors)
@@ -125,9 +162,9 @@ class ShardedValues:
             result = func(*args, **kwargs)
             self._lose(result, mixed)
             return result
-        value = next((value for value in values if value.layout.blocks), values[0])
+        value = next((value for value in values if value.layout.blocks or value.is_part_of_sum), values[0])
         given, around = self._given(name, args, kwargs), surroundings(value.layout.device)
-        result = self._run(func, args, kwargs, value, around is not None)
+        result = self._run(func, args, kwargs, value, around is not None and not value.is_part_of_sum)
         changed = args[0] if result is None and args else result
         self._lose(result)
         inside = running[-1].modules() if isinstance(running[-1], fx.GraphModule) else ()  # it has what these counted
@@ -173,7 +210,7 @@ class ShardedValues:
                 if isinstance(known, Followed):
                     leaves[place] = known.layout
                 else:
-                    numbers[place] = leaf.detach().clone() if changes else leaf
+                    numbers[place] = leaf.detach().clone().requires_grad_(leaf.requires_grad) if changes else leaf
                     leaves[place] = plain(leaf) if leaf.layout is torch.strided else leaf
         return _Given(tuple(leaves), tuple(map(type, leaves)), spec, numbers)
 
@@ -182,15 +219,16 @@ class ShardedValues:
             if outcome == SAME:
                 self.known.pop(tensor, None)
             elif isinstance(outcome, int):
-                self.known[tensor] = Followed(sharded(tensor, outcome, of.layout.ranks), of.owner)
+                self.known[tensor] = replace(of, layout=sharded(tensor, outcome, of.layout.ranks))
             elif isinstance(outcome, Layout):
-                self.known[tensor] = Followed(outcome, of.owner)
+                self.known[tensor] = replace(of, layout=outcome)
 
     def _take_apart(self, name: str, args: Any, result: Any, fused: Followed) -> bool:
         """What is taken out of a fused output; it has to be a block. Whether it is known what the function does to one."""
-        dim, blocks, tensors = fused.layout.dim, fused.layout.blocks, list(tensors_in(result))
+        blocks, tensors = fused.layout.blocks, list(tensors_in(result))
         if not blocks or name not in _SPLITS | {"__getitem__"}:
             return bool(blocks) and name in GIVEN_SIZES | PICKS
+        dim = fused.layout.dim
         starts = [sum(blocks[:index]) for index in range(len(blocks) + 1)]
         bounds = slice_bounds(args[1], args[0]) if name == "__getitem__" else None
         sizes = tuple(tensor.shape[dim] for tensor in tensors if tensor.dim() > dim)
@@ -207,7 +245,7 @@ class ShardedValues:
 
     def _follow_parts(self, tensors: list[torch.Tensor], of: Followed) -> None:
         for tensor in tensors:
-            self.known[tensor] = Followed(sharded(tensor, of.layout.dim, of.layout.ranks), of.owner)
+            self.known[tensor] = replace(of, layout=sharded(tensor, of.layout.dim, of.layout.ranks))
 
 
 class _Given(NamedTuple):

@@ -62,7 +62,7 @@ def _ones(question: Question) -> list[list[float]]:
         [float(rank == ranks[-1]) for rank in ranks],
     )
     layouts = [leaf for leaf in question.leaves if isinstance(leaf, Layout)]
-    return [anyhow] if all(map(_is_continuous, layouts)) else [anyhow, first, last]
+    return [anyhow] if all(map(is_continuous, layouts)) else [anyhow, first, last]
 
 
 def _arguments(
@@ -75,7 +75,7 @@ def _arguments(
     """Those for all ranks' values together, then those of each rank."""
     whole, parts = list(attempt), [list(question.leaves) for _ in ones]
     layouts = [leaf for leaf in question.leaves if isinstance(leaf, Layout)]
-    is_safe = all(_is_continuous(leaf) or leaf.dtype is torch.bool for leaf in layouts)
+    is_safe = all(is_continuous(leaf) or leaf.dtype is torch.bool for leaf in layouts)
     for place, leaf in enumerate(question.leaves):
         if place in numbers:
             given = numbers[place].detach()
@@ -83,7 +83,7 @@ def _arguments(
                 leaves[place] = given.to(given.device if is_safe else "cpu", copy=True)
         elif isinstance(leaf, Layout):
             device = leaf.device if is_safe else torch.device("cpu")  # an index out of range would be the end of CUDA
-            drawn = [_draw(leaf, share, generator).to(device) for share in ones]
+            drawn = [draw(leaf, share, generator).to(device) for share in ones]
             for part, own in zip(parts, drawn, strict=True):
                 part[place] = own.clone()
             blocks = zip(*(torch.split(own, [*leaf.blocks] or own.shape[leaf.dim], leaf.dim) for own in drawn), strict=True)
@@ -91,13 +91,14 @@ def _arguments(
     return [whole, *parts]
 
 
-def _is_continuous(leaf: Layout) -> bool:
+def is_continuous(leaf: Layout) -> bool:
+    """Whether its numbers are no counts and no truth values."""
     return leaf.dtype.is_floating_point or leaf.dtype.is_complex
 
 
-def _draw(leaf: Layout, share: float, generator: torch.Generator) -> torch.Tensor:
+def draw(leaf: Layout, share: float, generator: torch.Generator) -> torch.Tensor:
     """Normal numbers, or zeros and a share of ones: these are in range as an index of nearly all there is."""
-    if not _is_continuous(leaf):
+    if not is_continuous(leaf):
         return (torch.rand(leaf.shape, generator=generator) < share).to(leaf.dtype)
     kind = torch.complex64 if leaf.dtype.is_complex else torch.float32
     return torch.randn(leaf.shape, dtype=kind, generator=generator).to(leaf.dtype)

@@ -1,0 +1,79 @@
+"""Whether the ranks share out one model: compared at the first run, by some numbers of each weight.
+
+Each process makes its own copy of the model, and one that was seeded with its rank makes another one. The shards would be of
+different models then, and what stays whole would differ from rank to rank, without an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from slapo_core.agreement import gather
+from slapo_core.errors import BuildError
+from slapo_core.parameters import facts, is_part
+
+from ._torch_autograd import no_functions
+from ._torch_private import surroundings
+from .rules import split_of
+
+_SAMPLES = 64
+_cut_from: Any = WeakIdKeyDictionary()
+"""Shard to its version and the digest of the whole tensor that it was cut from."""
+
+
+def remember(shard: torch.Tensor, full: torch.Tensor) -> None:
+    """Note what a shard was just cut from."""
+    if not full.is_meta:
+        _cut_from[shard] = (shard._version, _digest(full))
+
+
+def check(model: nn.Module) -> None:
+    """Compare the weights of the ranks that share out a model. Collective over their group.
+
+    Those are left out that are on no device, that came later than their shard, or that an engine has taken over.
+
+    Raises:
+        BuildError: they differ; on every rank, with the first weight that does.
+    """
+    split = next(filter(None, map(split_of, model.modules())), None)
+    if split is None or surroundings(torch.device("cpu")) is None or dist.get_backend(split.spec.group) == "fake":
+        return
+    with no_functions(), torch.no_grad():
+        digests = {name: digest for name, parameter in model.named_parameters() if (digest := _known(parameter))}
+        if len(set(gather(_hash(repr(digests).encode()), None, split.spec.group))) == 1:
+            return
+        found = gather(digests, None, split.spec.group)
+    name = next(name for name in digests if len({other.get(name) for other in found}) > 1)
+    raise BuildError(
+        f"the ranks do not share out one model: {name!r} had other numbers on one of them before it was split; make the model "
+        "with the same seed on every rank, or load the same weights before scheduling it; check=False turns this check off"
+    )
+
+
+def _known(parameter: torch.Tensor) -> str:
+    """The digest of the whole tensor that this parameter is or was cut from; empty where it is not known."""
+    if parameter in _cut_from:
+        version, digest = _cut_from[parameter]
+        return str(digest) if version == parameter._version else ""
+    if is_part(parameter) or not facts(parameter).names or type(parameter) is not nn.Parameter or parameter.is_meta:
+        return ""
+    return _digest(parameter)
+
+
+def _digest(x: torch.Tensor) -> str:
+    if not x.numel():
+        return ""
+    with no_functions(), torch.no_grad():
+        places = torch.linspace(0, x.numel() - 1, min(_SAMPLES, x.numel()), dtype=torch.float64, device=x.device).long()
+        some = x.detach()[torch.unravel_index(places, x.shape)] if x.dim() else x.detach().view(1)
+        return _hash(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=7).hexdigest()

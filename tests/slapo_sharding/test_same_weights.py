@@ -1,0 +1,92 @@
+"""Ranks that made different models are told so at the first run."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core.build import build
+from slapo_core.errors import BuildError
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding import plugin
+
+pytestmark = pytest.mark.multiproc
+
+X = torch.ones(3, 4)
+
+
+class Model(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 4, bias=False))
+
+
+def _scheduled(model: nn.Module) -> Schedule:
+    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch["1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    return sch
+
+
+def _made(seed: int) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def _different(rank: int) -> list[str]:
+    messages = []
+    whole, split, unchecked = _made(0), _made(0), _made(rank)
+    with torch.no_grad():
+        whole[0].weight[-1, -1] += rank
+        split[1].bias[0] += rank
+    for model in (whole, split, _made(rank)):
+        build(_scheduled(model))
+        with pytest.raises(BuildError) as caught:
+            model(X)
+        messages.append(str(caught.value))
+    build(_scheduled(unchecked), check=False)
+    unchecked(X)
+    return messages
+
+
+def test_models_of_different_numbers_are_an_error_on_every_rank() -> None:
+    messages = run_distributed(_different, 2)
+    assert messages[0] == messages[1]
+    for message, name in zip(messages[0], ("0.weight", "1.bias", "0.weight"), strict=True):
+        assert f"the ranks do not share out one model: {name!r} had other numbers on one of them" in message
+
+
+def _loaded(rank: int) -> None:
+    """Weights that come after scheduling are what counts, and those that have been trained."""
+    model = _made(rank)
+    reference = _made(5)
+    sch = _scheduled(model)
+    build(sch)
+    state = reference.state_dict()
+    for name, tensor in sch.mod.state_dict().items():
+        whole = state[name]
+        dim = next((dim for dim in range(whole.dim()) if whole.shape[dim] != tensor.shape[dim]), None)
+        tensor.copy_(whole if dim is None else whole.chunk(2, dim)[rank])
+    assert_equivalent(copy.deepcopy(reference), model, X)
+
+
+def test_weights_that_are_loaded_after_scheduling_are_not_refused() -> None:
+    run_distributed(_loaded, 2)
+
+
+def _trained(rank: int) -> None:
+    """What ranks do for themselves later, or in another mode, is not compared."""
+    model = _made(0)
+    build(_scheduled(model))
+    model.eval()(X).sum().backward()
+    with torch.no_grad():
+        model[0].bias += rank
+    model.train()(X)
+
+
+def test_weights_are_compared_once() -> None:
+    run_distributed(_trained, 2)

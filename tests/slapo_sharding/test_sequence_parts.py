@@ -1,0 +1,131 @@
+"""Code between syncs that split and gather the sequence: each rank has a part of it, and what needs all is an error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from slapo_core.build import build
+from slapo_core.errors import BuildError
+from slapo_core.random import set_random_seed
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding import plugin
+
+pytestmark = pytest.mark.multiproc
+
+Inside = Callable[[torch.Tensor], torch.Tensor]
+X = torch.randn(2, 10, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Inner(nn.Module):
+    """What happens to ``[batch, sequence, width]``."""
+
+    def __init__(self, inside: Inside) -> None:
+        super().__init__()
+        self.norm, self.inside = nn.LayerNorm(4), inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inside(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, inside: Inside) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.inner, self.head = nn.Linear(4, 8), nn.Linear(8, 4), Inner(inside), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.down(self.up(x).tanh())))
+
+
+def _scheduled(model: nn.Module) -> Schedule:
+    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["down"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
+    sch["inner.norm"].sync("grad", "all_reduce")
+    sch["inner"].sync("fwd_post", "all_gather", axis=1)
+    return sch
+
+
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x[:, 1:], x[:, :1]), 1)
+
+
+WRONG: dict[str, Inside] = {
+    "mean": lambda x: x.mean(1, keepdim=True).expand_as(x),
+    "softmax": lambda x: x.softmax(1) * x,
+    "cumsum": lambda x: x.cumsum(1),
+    "cumsum from behind": lambda x: x.cumsum(-2),
+    "scaled_dot_product_attention": lambda x: functional.scaled_dot_product_attention(x, x, x),
+    "shift": _shifted,
+    "flip": lambda x: x.flip(1),
+    "max": lambda x: x - x.max(1, keepdim=True).values,
+    "conv1d": lambda x: functional.conv1d(x.mT, torch.arange(48.0).view(4, 4, 3), padding=1).mT,
+}
+
+
+def _wrong(rank: int) -> dict[str, str]:
+    messages = {}
+    for key, inside in WRONG.items():
+        before = Model(inside)
+        checked, unchecked = copy.deepcopy(before), copy.deepcopy(before)
+        build(_scheduled(checked))
+        try:
+            checked(X)
+        except BuildError as err:
+            messages[key] = str(err)
+        build(_scheduled(unchecked), check=False)
+        assert not torch.allclose(before(X), unchecked(X), atol=1e-4), key
+    return messages
+
+
+def test_what_needs_the_whole_sequence_is_an_error() -> None:
+    messages = run_distributed(_wrong, 2)[0]
+    assert sorted(messages) == sorted(WRONG)
+    assert {key: message for key, message in messages.items() if "a part of the output of 'down'" not in message} == {}
+
+
+RIGHT: tuple[Inside, ...] = (
+    lambda x: x.softmax(-1) * x.mean(-1, keepdim=True),
+    lambda x: functional.gelu(x[..., :2]).repeat(1, 1, 2),
+    lambda x: x.view(x.shape[0], -1, 2, 2).transpose(1, 2).flip(-1).transpose(1, 2).reshape(x.shape),
+    lambda x: x @ torch.ones(4, 4).triu() + torch.arange(4.0),
+    lambda x: x.clamp(min=0).cumsum(-1),
+)
+
+
+def _right(rank: int) -> None:
+    for inside in RIGHT:
+        model = Model(inside)
+        before = copy.deepcopy(model)
+        build(_scheduled(model))
+        assert_equivalent(before, model, X)
+
+
+def test_what_needs_no_other_position_is_no_error() -> None:
+    run_distributed(_right, 2)
+
+
+def _drops(rank: int) -> str:
+    model = Model(nn.Dropout(0.5))
+    build(_scheduled(model))
+    with pytest.raises(BuildError) as caught:
+        model(X)
+    set_random_seed(1, tp_rank=rank)
+    forked = Model(nn.Dropout(0.5))
+    sch = _scheduled(forked)
+    sch["inner.inside"].fork_rng()
+    build(sch)
+    forked(X)
+    return str(caught.value)
+
+
+def test_parts_of_the_sequence_are_not_dropped_alike() -> None:
+    assert "dropout draws the same random numbers on every rank" in run_distributed(_drops, 2)[0]

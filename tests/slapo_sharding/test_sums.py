@@ -1,0 +1,200 @@
+"""Parts of a sum that a module around a row-parallel layer adds up: what is done between the two has to allow it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from slapo_core.build import build
+from slapo_core.errors import BuildError
+from slapo_core.random import set_random_seed
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding import plugin
+
+pytestmark = pytest.mark.multiproc
+
+
+class Block(nn.Module):
+    """Two layers, and what the subclasses do to their output before it is reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.again = nn.Linear(4, 8), nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
+        self.norm, self.next = nn.LayerNorm(4), nn.Linear(4, 8)
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.table: torch.Tensor
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).tanh()
+        return self.after(x, hidden, self.down(hidden))
+
+    def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Relu(Block):
+    def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return made.relu()
+
+
+class Residual(Block):
+    def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return x + made
+
+
+class Bias(Block):
+    """Zero as yet, so that nothing would show at the first run."""
+
+    def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return made.add_(self.bias)
+
+
+class Buffer(Block):
+    def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return made + self.table
+
+
+class Norm(Block):
+    def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return self.norm(made)
+
+
+class Square(Block):
+    def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return made * self.again(hidden)
+
+
+class Next(Block):
+    def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return self.next(made)
+
+
+class Scaled(Block):
+    """Reshaped, scaled and added to another part of a sum; looked at, too."""
+
+    def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        assert torch.isfinite(made).all()
+        assert made.relu().sum() >= 0
+        parts = made.view(-1, 2, 2).transpose(1, 2).flatten(1) * 0.5 + self.again(hidden) / (1 + self.table)
+        return torch.where(self.table > 1, parts, torch.zeros_like(parts)) @ torch.ones(4, 4).triu()
+
+
+class Dropped(Block):
+    """Dropout is the same on every rank, where nothing is forked."""
+
+    def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(made, 0.5, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block = nn.Linear(4, 4), block()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.block(self.first(x))
+
+
+def _scheduled(model: nn.Module) -> Schedule:
+    sch = create_schedule(model, plugins=Registry([plugin]))
+    sch["block.up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    for name in ("down", "again"):
+        sch[f"block.{name}"].shard("weight", axis=1)
+    sch["block"].sync("fwd_post", "all_reduce")
+    return sch
+
+
+WRONG: dict[type[Block], str] = {
+    Relu: "what relu makes of the parts of a sum does not add up to what it makes of the sum, and each rank has a part of the "
+    "output of 'block.down'; give sync('fwd_post', 'all_reduce') to that layer itself; check=False",
+    Residual: f"Residual 'block' at {__file__}",
+    Bias: "what add_ makes of the parts of a sum",
+    Buffer: "what add makes of the parts of a sum",
+    Norm: "LayerNorm 'block.norm' at",
+    Square: "what mul makes of the parts of a sum",
+}
+
+
+def _wrong(rank: int) -> dict[str, str]:
+    messages, x = {}, torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    for block in WRONG:
+        before = Model(block)
+        checked, unchecked = copy.deepcopy(before), copy.deepcopy(before)
+        sch = _scheduled(checked)
+        if block is Norm:  # what an error about its gradient asks for
+            sch["block.norm"].sync("grad", "all_reduce")
+        build(sch)
+        with pytest.raises(BuildError) as caught:
+            checked(x)
+        messages[block.__name__] = str(caught.value)
+        build(_scheduled(unchecked), check=False)
+        with torch.no_grad():
+            for model in (before, unchecked):
+                model.block.bias.fill_(0.5)
+        assert not torch.allclose(before(x), unchecked(x))
+    return messages
+
+
+def test_what_is_no_sum_of_its_parts_is_an_error_that_names_the_layer() -> None:
+    messages = run_distributed(_wrong, 2)[0]
+    assert {block.__name__: messages[block.__name__] for block in WRONG if WRONG[block] not in messages[block.__name__]} == {}
+
+
+def _given(rank: int) -> str:
+    sch = _scheduled(Model(Next))
+    sch["block.next"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    build(sch)
+    with pytest.raises(BuildError) as caught:
+        sch.mod(torch.ones(6, 4))
+    return str(caught.value)
+
+
+def test_a_split_layer_is_not_given_a_part_of_a_sum() -> None:
+    assert "a Linear that is split is given a part of a sum" in run_distributed(_given, 2)[0]
+
+
+def _right(rank: int) -> None:
+    for block in (Scaled, Dropped):
+        model = Model(block)
+        before = copy.deepcopy(model)
+        build(_scheduled(model))
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+        for mode in (False, True):
+            for each in (before.train(mode), model.train(mode)):
+                each.zero_grad()
+                torch.manual_seed(3)
+                each(x).pow(2).sum().backward()
+            assert all(
+                torch.allclose(one.grad, other.grad, atol=1e-6)  # type: ignore[arg-type]
+                for one, other in zip(before.first.parameters(), model.first.parameters(), strict=True)
+            )
+        if block is Scaled:
+            assert_equivalent(before, model, x)
+
+
+def test_what_is_a_sum_of_its_parts_is_no_error() -> None:
+    run_distributed(_right, 2)
+
+
+def _forked(rank: int) -> str:
+    set_random_seed(1, tp_rank=rank)
+    sch = _scheduled(Model(Dropped))
+    sch["block"].fork_rng()
+    build(sch)
+    with pytest.raises(BuildError) as caught:
+        sch.mod(torch.ones(6, 4))
+    return str(caught.value)
+
+
+def test_dropout_of_a_part_of_a_sum_is_not_forked() -> None:
+    assert "dropout draws other random numbers on each rank for the parts of a sum" in run_distributed(_forked, 2)[0]
