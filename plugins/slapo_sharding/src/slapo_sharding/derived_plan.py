@@ -120,6 +120,7 @@ def _split_sequence(derived: Derived) -> Layouts:
 
 def _trace(schedule: Schedule) -> fx.GraphModule:
     layers = _layers(schedule)
+    _check_names(schedule)
     for path, module in schedule.mod.named_modules():
         if is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
             raise _error(
@@ -129,6 +130,15 @@ def _trace(schedule: Schedule) -> fx.GraphModule:
         traced = _traced_flat(schedule, layers)
     forget(traced.graph)
     return traced
+
+
+def _check_names(schedule: Schedule) -> None:
+    """What a traced module has for itself would be found in the place of what the model calls so."""
+    module = schedule.mod
+    for name in (*module._modules, *module._parameters, *module._buffers):
+        if name == "meta" or (hasattr(fx.GraphModule, name) and not hasattr(nn.Module, name)):
+            what = f"the {type(module).__name__} calls a part of it {name!r}, as every traced module calls something of its own"
+            raise _error(schedule, f"{what}; rename it, or give plan=")
 
 
 def _layers(schedule: Schedule) -> list[str]:

@@ -1,0 +1,54 @@
+"""Modules, parameters and buffers that are called like something every traced module has."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core.build import build
+from slapo_core.errors import ScheduleError
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding import plugin
+
+pytestmark = pytest.mark.multiproc
+
+
+class Named(nn.Module):
+    def __init__(self, up: str, scale: str = "scale") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.names = up, scale
+        self.add_module(up, nn.Linear(4, 8))
+        self.register_buffer(scale, torch.full((4,), 2.0))
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, scale = (getattr(self, name) for name in self.names)
+        return x + self.down(up(x * scale).relu())
+
+
+def _named(rank: int) -> list[str]:
+    messages, x = [], torch.ones(2, 4)
+    for names in (("graph",), ("code",), ("meta",), ("recompile",), ("up", "graph"), ("up", "meta")):
+        sch = create_schedule(Named(*names), plugins=Registry([plugin]), example_inputs=(x,))
+        with pytest.raises(ScheduleError) as caught:
+            sch.tensor_parallel()
+        messages.append(str(caught.value))
+    for names, options in ((("graph",), {"plan": {"graph": "colwise", "down": "rowwise"}}), (("forward_pass", "output"), {})):
+        model = Named(*names)
+        before = copy.deepcopy(model)
+        build(create_schedule(model, plugins=Registry([plugin]), example_inputs=(x,)).tensor_parallel(**options))
+        assert_equivalent(before, model, x)
+    return messages
+
+
+def test_a_name_that_a_traced_module_has_is_refused_by_name() -> None:
+    start = "tensor_parallel(''): the Named calls a part of it"
+    end = "as every traced module calls something of its own; rename it, or give plan="
+    names = ("graph", "code", "meta", "recompile", "graph", "meta")
+    assert run_distributed(_named, 2) == [[f"{start} {name!r}, {end}" for name in names]] * 2
