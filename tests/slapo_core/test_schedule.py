@@ -70,8 +70,14 @@ def test_select_stays_within_one_name_unless_told(pattern: str, paths: list[str]
 
 
 def test_a_glob_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(ScheduleError, match=r"no module below 'h.0' matches 'attention\*'"):
+    with pytest.raises(ScheduleError, match=r"select\('h.0'\): no module 'attention\*'; available: attn, mlp"):
         create_schedule(Tied())["h.0"].select("attention*")
+    with pytest.raises(
+        ScheduleError, match=r"no module 'h.\*.mpl.0'; did you mean 'h.\*.mlp'\?; available: h.\*.attn, h.\*.mlp"
+    ):
+        create_schedule(Tied()).select("h.*.mpl.0")
+    with pytest.raises(ScheduleError, match=r"select\(''\): no module 'wpe'; did you mean 'wte'\?"):
+        create_schedule(Tied()).select("wpe")
 
 
 def test_named_schedules_visits_every_module_once() -> None:

@@ -10,7 +10,8 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, partial, update_wrapper
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -178,11 +179,9 @@ class Schedule:
     def group(self) -> dist.ProcessGroup | None:
         """The tensor-parallel process group: the one given, the mesh's ``tp`` axis, or the world; None in one process."""
         root = self._root
-        if root.group is not None:
-            return root.group
-        if root.mesh is not None:
-            return root.mesh_group
-        return dist.group.WORLD if dist.is_initialized() else None
+        if root.group is None and root.mesh is None:
+            return dist.group.WORLD if dist.is_initialized() else None
+        return root.mesh_group if root.group is None else root.group
 
     @property
     def rank(self) -> int:
@@ -264,7 +263,8 @@ class Schedule:
         """
         found = dict(paths.select(self.mod, pattern))
         if not found:
-            raise ScheduleError(f"no module below {self._path!r} matches {pattern!r}", path=self._path, primitive="select")
+            known = UnknownNameError.of("module", pattern, _nearby(self.mod, pattern))
+            raise ScheduleError(f"{known}", path=self._path, primitive="select")
         return [self._at(name) for name in found]
 
     def _at(self, path: str) -> Schedule:
@@ -296,9 +296,9 @@ class Schedule:
             cls = self._root.registry.primitive(name)
         except UnknownNameError as err:
             raise UnknownPrimitiveError(str(err)) from err
-        call = partial(self.apply, name)
-        call.__doc__ = cls.__doc__
-        return call
+        call: Any = lambda schedule, /, *args, **kwargs: schedule.apply(name, *args, **kwargs)  # noqa: E731
+        call.__name__, call.__doc__ = name, cls.__doc__
+        return MethodType(update_wrapper(call, cls.apply, (), ()), self)  # what help() and signature() understand
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._root.registry.primitive_names()})
@@ -495,6 +495,6 @@ def _nearby(root: nn.Module, path: str) -> list[str]:
     if same := [name for name, _ in root.named_modules() if name.endswith(f".{path}")]:
         return same[:12]
     head = paths.split(path)[0]
-    while (holder := paths.find(root, head)) is None or not (head == "" or holder._modules):
+    while not (inside := [module for _, module in paths.select(root, head) if module._modules] if head else [root]):
         head = paths.split(head)[0]
-    return [paths.join(head, name) for name, _ in holder.named_children()][:12]
+    return [paths.join(head, name) for name, _ in inside[0].named_children()][:12]
