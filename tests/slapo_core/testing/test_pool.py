@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,16 @@ import torch
 import torch.distributed as dist
 
 from slapo_core.random import is_random_seed_set, set_random_seed
-from slapo_core.testing import MAX_WORKERS, DistributedError, run_distributed, shutdown_workers
+from slapo_core.testing import MAX_WORKERS, DistributedError, pool, run_distributed, shutdown_workers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def workers_of_its_own() -> Iterator[None]:
+    """Those of the other tests have imported models, for seconds: they outlive the ones that are ended here."""
+    others, pool._pool = pool._pool, pool._Pool()
+    yield
+    shutdown_workers()
+    pool._pool = others
 
 
 class Named:
