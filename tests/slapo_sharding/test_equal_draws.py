@@ -104,8 +104,40 @@ def _different(rank: int) -> None:
         _built("dropout", fork="inside")(X)
     model = _built("dropout")
     set_random_seed(3, tp_rank=rank, always_enable_tp_seed=True)
+    with pytest.raises(BuildError, match=r"Dropout 'residual' .* draws other random numbers on every rank"):
+        model(X)
+    model.residual.p = 0.0
     model(X)
 
 
 def test_forks_seeds_of_their_own_and_what_draws_nothing_run() -> None:
     run_distributed(_different, 2)
+
+
+def _apart(rank: int) -> list[str]:
+    """Seeds of the ranks' own drop other elements of what is the same on all of them."""
+    messages = []
+    for seeds in (lambda: torch.manual_seed(rank), lambda: set_random_seed(3, tp_rank=rank, always_enable_tp_seed=True)):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 8))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        sch = create_schedule(model, plugins=PLUGINS)
+        sch["2"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+        build(sch)
+        seeds()
+        with pytest.raises(BuildError) as caught:
+            model(torch.ones(3, 4))
+        messages.append(str(caught.value))
+        model.eval()(torch.ones(3, 4))
+        torch.manual_seed(3)
+        model.train()(torch.ones(3, 4))
+    return messages
+
+
+def test_ranks_that_drop_other_elements_of_one_value_are_refused() -> None:
+    first, second = run_distributed(_apart, 2)
+    assert first == second
+    for message in first:
+        assert "Dropout '1' at" in message
+        assert "dropout draws other random numbers on every rank, and all have the same value; seed the ranks alike" in message

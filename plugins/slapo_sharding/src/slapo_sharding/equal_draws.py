@@ -1,4 +1,4 @@
-"""Random numbers drawn for a value of which each rank has a part: equal on all ranks, they are not those of the whole."""
+"""Random numbers that were drawn: equal on all ranks they are not those of parts, and not equal not those of one value."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from slapo_core.random import rng_state
 
 from . import collectives
 from ._torch_autograd import no_functions
+from .collectives import Group
 from .followed import Followed
 
 
@@ -26,15 +27,28 @@ class Draw:
 
         All ranks that draw ask each other: seeds of their own are as good as a fork.
         """
+        return self.has_drawn and self._is_everywhere(value.group, value.layout.device)
+
+    def is_apart(self, group: Group, device: torch.device) -> bool:
+        """Whether it has drawn, and not from the same state on every rank of the group."""
+        return self.has_drawn and not self._is_everywhere(group, device)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the generators have moved on."""
+        return bool(self._drawn_from())
+
+    def _drawn_from(self) -> list[torch.Tensor]:
         if not self.before:
-            return False
+            return []
         with no_functions(), torch.no_grad():
             after = rng_state().devices
-            drawn_from = [state for device, state in self.before.items() if not torch.equal(after[device], state)]
-            return bool(drawn_from) and self._is_everywhere(drawn_from, value)
+            return [state for device, state in self.before.items() if not torch.equal(after[device], state)]
 
-    def _is_everywhere(self, drawn_from: list[torch.Tensor], value: Followed) -> bool:
-        digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in drawn_from), digest_size=7).digest()
-        own = torch.tensor([int.from_bytes(digest, "big")], device=value.layout.device)
-        everywhere = collectives.all_gather(own, 0, value.group)
-        return bool((everywhere == own).all())
+    def _is_everywhere(self, group: Group, device: torch.device) -> bool:
+        with no_functions(), torch.no_grad():
+            states = b"".join(state.numpy().tobytes() for state in self._drawn_from())
+            digest = hashlib.blake2b(states, digest_size=7).digest()
+            own = torch.tensor([int.from_bytes(digest, "big")], device=device)
+            everywhere = collectives.all_gather(own, 0, group)
+            return bool((everywhere == own).all())

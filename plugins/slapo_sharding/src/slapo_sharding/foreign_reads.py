@@ -119,7 +119,7 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     is_whole = any(module not in build.inside for build in builds)
     if any(build.is_first(module) for build in builds):
         same_weights.check(module)
-    with _eager(), _Reads(is_whole) as reads:
+    with _eager(), _Reads(module, is_whole) as reads:
         token = _reads.set(reads)
         try:
             result = reads.inside(module, args, kwargs)
@@ -149,12 +149,13 @@ def _eager() -> Any:
 class _Reads(TorchFunctionMode):
     """Knows which modules run; refuses to use a sharded tensor that the innermost does not hold, and to mix sharded values."""
 
-    def __init__(self, is_whole: bool) -> None:
+    def __init__(self, model: nn.Module, is_whole: bool) -> None:
         super().__init__()
         self.is_whole = is_whole
         """Whether the model runs, and not a part of it alone."""
         self.running: list[nn.Module] = []
-        self.values = ShardedValues(self._mixed)
+        split = next(filter(None, map(split_of, model.modules())), None)
+        self.values = ShardedValues(self._mixed, None if split is None else split.spec.group)
         self.gradients = OwnGradients(lambda why: BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {_OFF}"))
         self.failed: tuple[Exception, str] | None = None
 
@@ -226,9 +227,10 @@ class _Reads(TorchFunctionMode):
         path = self._path(module)
         return f"{type(module).__name__} {path!r}" if path else f"the model, {type(module).__name__},"
 
-    def _mixed(self, owner: nn.Module, why: str, remedy: str) -> BuildError:
+    def _mixed(self, owner: nn.Module | None, why: str, remedy: str) -> BuildError:
         reader = self.running[-1]
-        reason = f"{why}, and each rank has a part of the output of {self._path(owner)!r}"
+        what = "all have the same value" if owner is None else f"each rank has a part of the output of {self._path(owner)!r}"
+        reason = f"{why}, and {what}"
         return BuildError(f"{self._named(reader)} at {_source()}: {reason}; {remedy}; {_OFF}")
 
     def _message(self, func: Any, tensor: torch.Tensor) -> str:

@@ -31,7 +31,7 @@ from slapo_core.tracing.calls import is_metadata, name_of
 
 from ._torch_private import surroundings
 from .attention import counts_locally
-from .collectives import num_ranks
+from .collectives import Group, num_ranks
 from .equal_draws import Draw
 from .followed import Followed, Layout, plain, sharded, tensors_in
 from .layouts import slice_bounds
@@ -43,6 +43,7 @@ from .trial import Mixed
 
 _GATHER = "gather it there, sync('fwd_post', 'all_gather', axis=-1), with what follows whole, or leave it whole too"
 _FORK = "call fork_rng() of this module or of one around it"
+_SEED = "seed the ranks alike, set_random_seed(seed, tp_rank=...) does, or call fork_rng() where each has a part"
 _SUMMING = (*REDUCING, "function")
 _CHANGING = ("all_to_all", "function")
 _CUTTING = ("scatter", "reduce_scatter")
@@ -54,10 +55,13 @@ class ShardedValues:
 
     Args:
         error: Makes the error for a layer whose output is mixed, with a reason and a remedy, in the code that runs now.
+        group: The ranks that share out the model; None where nobody has a part.
     """
 
-    def __init__(self, error: Callable[[nn.Module, str, str], BuildError]) -> None:
+    def __init__(self, error: Callable[[nn.Module | None, str, str], BuildError], group: Group) -> None:
         self.error = error
+        self.unasked = group
+        """Who has yet to say what it draws from for values that are the same on all of them."""
         self.known: Any = WeakIdKeyDictionary()
         """Tensor to what it is: an error if it is mixed, None if it may be anything; others are the same on every rank."""
 
@@ -154,9 +158,11 @@ class ShardedValues:
             BuildError: torch cannot do it with this rank's part, or it draws the same random numbers on all ranks.
         """
         name = name_of(func)
-        values = [] if is_metadata(func, name) else self._of(tensors)
-        if not values or split_of(running[-1]):
+        values = self._of(tensors)
+        if split_of(running[-1]) or is_metadata(func, name):
             return func(*args, **kwargs)
+        if not values:
+            return self._run_whole(func, args, kwargs)
         mixed = next((value for value in values if isinstance(value, BuildError)), None)
         if mixed or None in values or is_ours():
             result = func(*args, **kwargs)
@@ -164,7 +170,8 @@ class ShardedValues:
             return result
         value = next((value for value in values if value.layout.blocks or value.is_part_of_sum), values[0])
         given, around = self._given(name, args, kwargs), surroundings(value.layout.device)
-        result = self._run(func, args, kwargs, value, around is not None and not value.is_part_of_sum)
+        run = self._run_whole if value.is_part_of_sum else partial(self._run, value, around is not None)
+        result = run(func, args, kwargs)
         changed = args[0] if result is None and args else result
         self._lose(result)
         inside = running[-1].modules() if isinstance(running[-1], fx.GraphModule) else ()  # it has what these counted
@@ -181,7 +188,18 @@ class ShardedValues:
             get_logger().debug("what %s returns is not followed: %s", name, err)
         return result
 
-    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any, value: Followed, is_eager: bool) -> Any:
+    def _run_whole(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the function with what is the same on every rank; what is drawn for it first has to be, too."""
+        device = torch.device("cpu")
+        draw = Draw() if self.unasked is not None and surroundings(device) is not None else None
+        result = func(*args, **kwargs)
+        if draw is not None and draw.has_drawn:
+            if draw.is_apart(self.unasked, next((x.device for x in tensors_in(result)), device)):
+                raise self.error(None, f"{name_of(func)} draws other random numbers on every rank", _SEED)
+            self.unasked = None
+        return result
+
+    def _run(self, value: Followed, is_eager: bool, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the function with this rank's parts."""
         draw = Draw() if is_eager else None
         try:
