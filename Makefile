@@ -2,6 +2,8 @@
 PYTHON ?= python3
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
+# of `make test`; each starts up to four ranks
+PROCESSES ?= 2
 BIN := .venv/bin
 PYTHON_GPU ?= $(BIN)/python
 STAMP := .venv/installed
@@ -20,7 +22,7 @@ demo: setup
 	$(BIN)/slapo train --tp 2 --pp 2 --steps 30 --reference --report demo
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal -m "not slow and not gpu"
 
 test-all: setup
 	$(BIN)/python -m pytest -q -m "not gpu"
