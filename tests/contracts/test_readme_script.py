@@ -19,18 +19,35 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
 
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def losses_of(folder: Path, script: str, ranks: int) -> list[float]:
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    run = torchrun(folder, "--nproc-per-node", str(ranks), "train.py")
+    assert run.returncode == 0, run.stderr
+    return [float(line.split()[1]) for line in run.stdout.splitlines()]
+
+
+def training_script() -> str:
+    (script,) = (code for code in blocks("python") if "init_process_group" in code)
+    return script
+
+
 @pytest.mark.multiproc
 def test_the_readmes_script_trains_under_torchrun(tmp_path: Path) -> None:
-    scripts = [
-        code
-        for code in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-        if "init_process_group" in code
-    ]
-    assert len(scripts) == 1
-    (tmp_path / "train.py").write_text(scripts[0], encoding="utf-8")
-    run = torchrun(tmp_path, "--nproc-per-node", "4", "train.py")
-    assert run.returncode == 0, run.stderr
-    losses = [float(line.split()[1]) for line in run.stdout.splitlines()]
+    losses = losses_of(tmp_path, training_script(), 4)
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.multiproc
+def test_the_readmes_loop_trains_the_model_of_its_script(tmp_path: Path) -> None:
+    (loop,) = blocks("py")
+    before, step, _ = training_script().replace("(2, 1, 2)", "(1, 1, 2)").partition("sch.tensor_parallel()")
+    shown = "    if dist.get_rank() == 0:\n        print(step, loss.item())\n"
+    losses = losses_of(tmp_path, f"{before}{step}\n{loop}{shown}dist.destroy_process_group()\n", 2)
     assert len(losses) == 5
     assert losses[-1] < losses[0]
 
