@@ -63,7 +63,8 @@ def forks(layouts: Layouts) -> Iterator[tuple[str, bool]]:
     Raises:
         ValueError: the forward of one module draws for sharded and for whole values; says where.
     """
-    drawing = [node for node in layouts.graph.nodes if draws(layouts.traced, node)]
+    # the tracer marks all that may draw, attention with a rate of 0 too; only these are tried
+    drawing = [node for node in layouts.graph.nodes if node.meta.get("draws", True) and draws(layouts.traced, node)]
     inside = {_place(node): node for node in drawing if _is_sharded(layouts, node)}
     outside = {_place(node): node for node in drawing if not _is_sharded(layouts, node)}
     if both := sorted(inside.keys() & outside.keys()):
