@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from slapo_core.build import build
 from slapo_core.errors import BuildError
@@ -151,6 +152,14 @@ class Added(Sloped):
     frozen = True
 
 
+class Recomputed(Residual):
+    """A checkpoint of the kind that runs without gradients at first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return made
+
+
 class Typed(Block):
     """Looks at a sharded parameter for its type alone."""
 
@@ -204,6 +213,7 @@ def _and_sums(steps: Callable[[Schedule], Any], path: str) -> Callable[[Schedule
 MIXED = "puts a value whose gradient is the same on every rank together with one of which each rank has its own part or use"
 SILENT: dict[str, tuple[type[Block], Callable[[Schedule], Any], str]] = {
     "residual in bwd_post": (Residual, _summed_at(), f"Residual 'block' at {__file__}"),
+    "residual in a reentrant checkpoint": (Recomputed, _summed_at(), f"Recomputed 'block' at {__file__}"),
     "residual after a gather": (Residual, _gathered_at(), MIXED),
     "gate": (Gated, _summed_at("up"), f"mul {MIXED}, so one gradient is wrong; give bwd_post or the gather to"),
     "norm in bwd_post": (Normed, _summed_at(), "LayerNorm 'block.norm' at"),
@@ -273,7 +283,7 @@ def _silent(rank: int) -> dict[str, str]:
         with torch.no_grad():
             model(x)
         try:
-            model(x)
+            model(x).sum().backward()
         except BuildError as err:
             messages[key] = str(err)
         else:
@@ -308,6 +318,7 @@ RIGHT: dict[str, tuple[type[Block], Callable[[Schedule], Any]]] = {
     ),
     "numbers": (Looks, _summed_at("up")),
     "types": (Typed, _summed_at("up")),
+    "recomputed": (Recomputed, _summed_at("up")),
     "one number": (Sloped, _and_sums(_summed_at(), "block.slope")),
     "no gradient enters a sum": (Added, _and_sums(_summed_at(), "block.slope")),
     "gathered": (

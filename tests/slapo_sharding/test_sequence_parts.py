@@ -45,8 +45,14 @@ class Model(nn.Module):
         return self.head(self.inner(self.down(self.up(x).tanh())))
 
 
-def _scheduled(model: nn.Module) -> Schedule:
+def _scheduled(model: nn.Module, *, at_input: bool = False) -> Schedule:
+    """Cut by the layer before, or by the module itself."""
     sch = create_schedule(model, plugins=Registry([plugin]))
+    if at_input:
+        sch["inner"].sync("fwd_pre", "scatter", axis=1).sync("fwd_post", "all_gather", axis=1)["norm"].sync(
+            "grad", "all_reduce"
+        )
+        return sch
     sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     sch["down"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
     sch["inner.norm"].sync("grad", "all_reduce")
@@ -75,12 +81,15 @@ def _wrong(rank: int) -> dict[str, str]:
     messages = {}
     for key, inside in WRONG.items():
         before = Model(inside)
-        checked, unchecked = copy.deepcopy(before), copy.deepcopy(before)
+        checked, at_input, unchecked = (copy.deepcopy(before) for _ in range(3))
         build(_scheduled(checked))
+        build(_scheduled(at_input, at_input=True))
         try:
             checked(X)
         except BuildError as err:
             messages[key] = str(err)
+        with pytest.raises(BuildError, match="a part of the output of 'inner'"):
+            at_input(X)
         build(_scheduled(unchecked), check=False)
         assert not torch.allclose(before(X), unchecked(X), atol=1e-4), key
     return messages
@@ -103,10 +112,11 @@ RIGHT: tuple[Inside, ...] = (
 
 def _right(rank: int) -> None:
     for inside in RIGHT:
-        model = Model(inside)
-        before = copy.deepcopy(model)
-        build(_scheduled(model))
-        assert_equivalent(before, model, X)
+        for at_input in (False, True):
+            model = Model(inside)
+            before = copy.deepcopy(model)
+            build(_scheduled(model, at_input=at_input))
+            assert_equivalent(before, model, X)
 
 
 def test_what_needs_no_other_position_is_no_error() -> None:

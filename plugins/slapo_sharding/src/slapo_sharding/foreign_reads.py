@@ -31,6 +31,7 @@ from . import failures, own_gradients, same_weights, sharded_values
 from ._torch_autograd import no_functions
 from .followed import makes_new, tensors_in
 from .own_gradients import OwnGradients
+from .reentrant import with_graph
 from .rules import split_of
 from .sharded_values import ShardedValues, is_ours
 from .syncing import REDUCING, map_output, syncs_of
@@ -119,7 +120,7 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     is_whole = any(module not in build.inside for build in builds)
     if any(build.is_first(module) for build in builds):
         same_weights.check(module)
-    with _eager(), _Reads(module, is_whole) as reads:
+    with _eager(), with_graph(), _Reads(module, is_whole) as reads:
         token = _reads.set(reads)
         try:
             result = reads.inside(module, args, kwargs)
@@ -162,7 +163,7 @@ class _Reads(TorchFunctionMode):
     def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module."""
         self.running.append(module)
-        handles = [*self.gradients.enter(module), *self._before_sums(module)]
+        handles = [*self.gradients.enter(module), *self.values.given(module), *self._before_sums(module)]
         try:
             with no_functions():
                 self.values.enter(module, args, kwargs)

@@ -113,8 +113,7 @@ class OwnGradients:
     def leave(self, module: nn.Module, output: Any, last: bool) -> None:
         """A module has returned: its last sync says what ranks have, or, without one, how it was split.
 
-        Raises:
-            BuildError: it is the ``last`` one to return, and the gradient of what it returns would be added up.
+        A gradient for what the ``last`` one returns, where it would be added up, is a ``BuildError`` of the backward.
         """
         after = list(syncs_of(module, "fwd_post"))
         if after:
@@ -122,11 +121,22 @@ class OwnGradients:
         elif split_of(module) is not None:
             for tensor in tensors_in(output):
                 self._mark(tensor, Gradient.OWN)
-        if last and any(self.of(leaf) is Gradient.USE for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)):
-            raise self.error(
-                "it returns what is the same on every rank and was made inside of a sync('bwd_post', 'all_reduce'), which adds "
-                "its gradient up; make it outside, or give that sync to the sharded layers themselves"
-            )
+        if last:
+            self._watch(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+
+    def _watch(self, returned: Iterable[torch.Tensor]) -> None:
+        """What was made inside of a sync of gradients must not get one outside, of an auxiliary loss say."""
+        err = self.error(
+            "it returns what is the same on every rank and was made inside of a sync('bwd_post', 'all_reduce'), which adds its "
+            "gradient up; make it outside, give that sync to the sharded layers themselves, or detach it"
+        )
+
+        def refuse(grad: torch.Tensor) -> None:
+            raise err
+
+        for tensor in returned:
+            if tensor.requires_grad and self.of(tensor) is Gradient.USE:
+                tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
     def _moved(self, sync: Sync, value: Any, to_moved: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> None:
         """Mark what a sync made; a function may have changed whatever it was given."""

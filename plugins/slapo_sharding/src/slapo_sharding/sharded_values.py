@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import BuildError
@@ -38,7 +39,7 @@ from .layouts import slice_bounds
 from .questions import GIVEN_SIZES, PICKS, SAME, Outcome, Question, Slice, ask
 from .rules import AppliedCut, split_of
 from .sums import given_sum, part_of_sum
-from .syncing import REDUCING, Sync, first_input, map_output, syncs_of
+from .syncing import REDUCING, Sync, first_input, map_input, map_output, syncs_of
 from .trial import Mixed
 
 _GATHER = "gather it there, sync('fwd_post', 'all_gather', axis=-1), with what follows whole, or leave it whole too"
@@ -88,6 +89,17 @@ class ShardedValues:
         if (found := (value.layout.dim, blocks)) != expected:
             given, wanted = (f"{list(sizes) or 'one block'} along {dim}" for dim, sizes in (found, expected))
             raise self._mixed(value, f"a {kind} that is split in {wanted} is given {given}")
+
+    def given(self, module: nn.Module) -> list[RemovableHandle]:
+        """Follow what a sync of the module cuts off its input, by a hook to be removed when it has returned."""
+        syncs = list(syncs_of(module, "fwd_pre"))
+        if not syncs or syncs[-1].op not in _CUTTING:
+            return []
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            map_input(partial(self._start_part, module, syncs[-1]), args, kwargs)
+
+        return [module.register_forward_pre_hook(note, with_kwargs=True)]
 
     def leave(self, module: nn.Module, output: Any, last: bool) -> None:
         """A module has returned: what is split along its output returns a sharded value.
