@@ -152,6 +152,13 @@ class Added(Sloped):
     frozen = True
 
 
+class Beside(Block):
+    """What is gathered goes elsewhere than into the layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh()) * self.norm(x)
+
+
 class Recomputed(Residual):
     """A checkpoint of the kind that runs without gradients at first."""
 
@@ -252,6 +259,14 @@ SILENT: dict[str, tuple[type[Block], Callable[[Schedule], Any], str]] = {
         ),
         "Linear 'first' at",
     ),
+    "gathered beside": (
+        Beside,
+        lambda sch: (
+            _pair(sch)["block.norm"].sync("fwd_pre", "scatter", axis=0),
+            sch["block.norm"].sync("fwd_post", "all_gather", axis=0, backward="reduce_scatter"),
+        ),
+        "Linear 'block.up' at",
+    ),
     "leaves the model": (Aside, _summed_at(), "the model, Model, at"),
     "one number": (
         Sloped,
@@ -308,6 +323,13 @@ RIGHT: dict[str, tuple[type[Block], Callable[[Schedule], Any]]] = {
     "norm of heads": (Heads, _and_sums(_summed_at("up"), "block.heads")),
     "norm of a part": (Normed, _and_sums(_gathered_at("up"), "block.norm")),
     "norm after a gather": (Normed, _and_sums(_gathered_at(), "block.norm")),
+    "gathered by the norm": (
+        Normed,
+        lambda sch: (
+            _pair(sch)["first"].sync("fwd_post", "scatter", axis=0),
+            sch["block.norm"].sync("fwd_post", "all_gather", axis=0, backward="reduce_scatter").sync("grad", "all_reduce"),
+        ),
+    ),
     "no gradient enters": (Frozen, _and_sums(_summed_at(), "block.norm")),
     "nothing is sharded": (
         Normed,

@@ -61,7 +61,7 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
         own = list(syncs_of(module))
         above = [sync for outer in _above(path) for sync in syncs_of(modules[outer])]
         _check_output(name, applied, own, above)
-        _check_input(name, applied, own, above)
+        _check_input(name, applied, own, above, modules)
     check_moves(name, module, split_of(module))
 
 
@@ -211,20 +211,25 @@ def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[S
         raise BuildError(f"{name}: its output is partial; needs sync('fwd_post', 'all_reduce'); {_OFF}")
 
 
-def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync]) -> None:
+def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync], modules: dict[str, nn.Module]) -> None:
+    """Somebody has to sum the gradient of a whole input: the module, one around it, or the gather of another that makes it.
+
+    Whether that one makes it shows when the model runs.
+    """
     if applied.cut.input != "replicated":
         return
     reducing = [sync for sync in (*own, *above) if _reduces_gradient(sync)]
     if len(reducing) > 1:
         raise BuildError(f"{name}: the gradient of its input is reduced {len(reducing)} times; sync it once; {_OFF}")
-    if not reducing and not any(sync.op == "function" and sync.mode != "fwd_post" for sync in (*own, *above)):
+    made = any(_reduces_gradient(sync, "fwd_post") for module in modules.values() for sync in syncs_of(module, "fwd_post"))
+    if not (reducing or made or any(sync.op == "function" and sync.mode != "fwd_post" for sync in (*own, *above))):
         raise BuildError(f"{name}: the gradient of its input is partial; needs sync('bwd_post', 'all_reduce'); {_OFF}")
 
 
-def _reduces_gradient(sync: Sync) -> bool:
+def _reduces_gradient(sync: Sync, mode: str = "fwd_pre") -> bool:
     if sync.mode == "bwd_post":
         return sync.op == "all_reduce"
-    return sync.mode == "fwd_pre" and sync.op == "all_gather" and sync.backward == "reduce_scatter"
+    return sync.mode == mode and sync.op == "all_gather" and sync.backward == "reduce_scatter"
 
 
 def _above(path: str) -> Iterator[str]:
