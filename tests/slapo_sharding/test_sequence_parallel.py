@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from slapo_core.build import build
 from slapo_core.errors import ScheduleError
@@ -301,3 +301,18 @@ def _asked_later(rank: int) -> str:
 def test_values_between_layers_are_not_returned_as_parts():
     for message in run_distributed(_asked_later, 2):
         assert message.startswith("tensor_parallel(''): the hidden_states that the model is asked for are this rank's parts of")
+
+
+def _without_a_head(rank: int) -> None:
+    """The structure that the model returns holds what the last norm made of parts."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
+    for model in (LlamaModel(LlamaConfig(**sizes, use_cache=False)), BertModel(BertConfig(**sizes))):
+        ids, before = torch.arange(16).view(2, 8), copy.deepcopy(model.eval())
+        sch = create_schedule(model, plugins=Registry([plugin]), example_inputs={"input_ids": ids})
+        sch.tensor_parallel(sequence_parallel=True)
+        build(sch)
+        assert_equivalent(before, model, input_ids=ids, loss=lambda outputs: outputs.last_hidden_state.sin().sum())
+
+
+def test_a_model_without_a_head_returns_the_whole_sequence() -> None:
+    run_distributed(_without_a_head, 2)

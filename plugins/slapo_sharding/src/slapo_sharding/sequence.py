@@ -161,7 +161,7 @@ class _Search:
             (n,) = before
 
     def _gather(self, layouts: SequenceLayouts, n: fx.Node) -> bool:
-        for other in n.all_input_nodes:
+        for other in _tensors_of(n):
             for place in self._candidates(n, other) if layouts.is_split(other) else ():
                 if place not in self.banned and place not in self.plan.crossings:
                     backward: Backward = "split" if self.plan.block_of(place[0]) is None else "reduce_scatter"
@@ -221,6 +221,15 @@ class _Search:
 def _inputs(layouts: Layouts) -> list[torch.Tensor]:
     values = [node.meta.get("val") for node in layouts.graph.find_nodes(op="placeholder")]
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _tensors_of(n: fx.Node) -> Iterator[fx.Node]:
+    """The tensors that a node is given, also inside of the structure that a model returns."""
+    for other in n.all_input_nodes:
+        if "val" in other.meta:
+            yield other
+        else:
+            yield from _tensors_of(other)
 
 
 def _block_lists(root: nn.Module) -> Iterator[list[str]]:
