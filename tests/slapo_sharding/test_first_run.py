@@ -159,6 +159,16 @@ class Beside(Block):
         return self.down(self.up(x).tanh()) * self.norm(x)
 
 
+class Asked(Block):
+    """A frozen start whose gradient is asked for, as adapters under a checkpoint need it."""
+
+    frozen = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.requires_grad_()
+        return self.down(self.up(x).tanh() * self.gate(x))
+
+
 class Recomputed(Residual):
     """A checkpoint of the kind that runs without gradients at first."""
 
@@ -266,6 +276,15 @@ SILENT: dict[str, tuple[type[Block], Callable[[Schedule], Any], str]] = {
             sch["block.norm"].sync("fwd_post", "all_gather", axis=0, backward="reduce_scatter"),
         ),
         "Linear 'block.up' at",
+    ),
+    "asked for a gradient": (Asked, _summed_at("up"), f"mul {MIXED}"),
+    "gathered and leaves the model": (
+        Aside,
+        lambda sch: (
+            _pair(sch)["first"].sync("fwd_post", "scatter", axis=0),
+            sch["block"].sync("fwd_pre", "all_gather", axis=0),
+        ),
+        "the model, Model, at",
     ),
     "leaves the model": (Aside, _summed_at(), "the model, Model, at"),
     "one number": (

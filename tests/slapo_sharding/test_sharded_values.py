@@ -183,6 +183,7 @@ def _fused(rank: int) -> list[str]:
         _message(Mlp(_swiglu, inner=16), blocks=1),
         _message(Mlp(lambda x: sum(x.chunk(4, -1)), inner=32), blocks=2),  # type: ignore[arg-type, return-value]
         _message(Mlp(lambda x: x[..., 1:5], inner=16, out=8), blocks=2),
+        _message(Mlp(lambda x: x.view(3, -1, 6).chunk(3, -1)[0].flatten(1), inner=24, out=4), blocks=3),
         _message(Mlp(F.gelu), blocks=2),
         _message(Mlp(lambda x: F.gelu(x).softmax(-1)), blocks=2),
         _message(Mlp(lambda x: x.view(3, 2, 2).transpose(1, 2).reshape(3, 4))),
@@ -198,6 +199,7 @@ def test_fused_outputs_are_taken_apart_as_they_were_split() -> None:
             "chunk needs all of it",
             "chunk takes [4, 4, 4, 4] out of blocks of [8, 8]",
             "[1, 5] is cut out of blocks of [4, 4]",
+            "view makes rows of 6 out of blocks of [4, 4, 4]",
             "a Linear that is split in one block along 1 is given [4, 4] along 1",
             "softmax needs all of it",
             "a Linear that is split is given parts in another order",

@@ -78,6 +78,13 @@ class Next(Block):
         return self.next(made)
 
 
+class Pair(Block):
+    """The sync around adds up the first only."""
+
+    def after(self, x: torch.Tensor, hidden: torch.Tensor, made: torch.Tensor) -> Any:
+        return made, self.again(hidden)
+
+
 class Scaled(Block):
     """Reshaped, scaled and added to another part of a sum; looked at, too."""
 
@@ -85,6 +92,7 @@ class Scaled(Block):
         assert torch.isfinite(made).all()
         assert made.relu().sum() >= 0
         parts = made.view(-1, 2, 2).transpose(1, 2).flatten(1) * 0.5 + self.again(hidden) / (1 + self.table)
+        parts = torch.fft.irfft(torch.fft.rfft(parts, n=4), n=4)
         return torch.where(self.table > 1, parts, torch.zeros_like(parts)) @ torch.ones(4, 4).triu()
 
 
@@ -150,17 +158,45 @@ def test_what_is_no_sum_of_its_parts_is_an_error_that_names_the_layer() -> None:
     assert {block.__name__: messages[block.__name__] for block in WRONG if WRONG[block] not in messages[block.__name__]} == {}
 
 
-def _given(rank: int) -> str:
-    sch = _scheduled(Model(Next))
-    sch["block.next"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
-    build(sch)
-    with pytest.raises(BuildError) as caught:
-        sch.mod(torch.ones(6, 4))
+def _given(rank: int) -> list[str]:
+    messages = []
+    for block in (Next, Pair):
+        sch = _scheduled(Model(block))
+        sch["block.next"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        build(sch)
+        with pytest.raises(BuildError) as caught:
+            sch.mod(torch.ones(6, 4))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_nobody_is_given_a_part_of_a_sum() -> None:
+    given, returned = run_distributed(_given, 2)[0]
+    assert "a Linear that is split is given a part of a sum" in given
+    assert "the model, Model, at" in returned
+    assert "it returns a part of a sum that nobody adds up, and each rank has a part of the output of 'block.again'" in returned
+
+
+def _half(rank: int) -> str:
+    """Small numbers are not taken for rounding, and a wider type is not taken for wrong."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for block in (Scaled, Dropped):
+        model = Model(block).bfloat16()
+        build(_scheduled(model))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(x)
+    model = Model(Residual).bfloat16()
+    with torch.no_grad():
+        for parameter in model.first.parameters():
+            parameter.mul_(1e-3)
+    build(_scheduled(model))
+    with pytest.raises(BuildError) as caught, torch.no_grad():
+        model(x)
     return str(caught.value)
 
 
-def test_a_split_layer_is_not_given_a_part_of_a_sum() -> None:
-    assert "a Linear that is split is given a part of a sum" in run_distributed(_given, 2)[0]
+def test_sums_of_half_precision() -> None:
+    assert "what add makes of the parts of a sum" in run_distributed(_half, 2)[0]
 
 
 def _right(rank: int) -> None:

@@ -19,6 +19,7 @@ from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
 from slapo_sharding.plan import gpt2_plan, tensor_parallel_plan
 from tests.slapo_sharding.told import warnings_told
+from tests.zoo.families import FAMILIES
 
 pytestmark = pytest.mark.multiproc
 
@@ -300,3 +301,19 @@ def test_plans():
         ("transformer.h.0.mlp.c_proj", "rowwise"),
     ]
     assert "lm_head" not in tensor_parallel_plan(_llama_like("llama"))
+
+
+def _copies_its_config(rank: int) -> None:
+    """With a cache, which is the default, T5's forward takes a deep copy of its config."""
+    model = FAMILIES["t5"].model()
+    model.config.use_cache = True
+    before, batch = copy.deepcopy(model), FAMILIES["t5"].batch()
+    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=batch)
+    sch.tensor_parallel()
+    build(sch)
+    assert_equivalent(before, model, **batch, loss=lambda outputs: outputs.loss, use_cache=False)
+    assert torch.allclose(before(**batch).logits, model(**batch).logits, atol=1e-5)
+
+
+def test_a_model_that_copies_its_config_while_it_runs() -> None:
+    run_distributed(_copies_its_config, 2)

@@ -61,7 +61,7 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
         own = list(syncs_of(module))
         above = [sync for outer in _above(path) for sync in syncs_of(modules[outer])]
         _check_output(name, applied, own, above)
-        _check_input(name, applied, own, above, modules)
+        _check_input(name, applied, own, above, _beside(path, modules))
     check_moves(name, module, split_of(module))
 
 
@@ -211,8 +211,8 @@ def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[S
         raise BuildError(f"{name}: its output is partial; needs sync('fwd_post', 'all_reduce'); {_OFF}")
 
 
-def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync], modules: dict[str, nn.Module]) -> None:
-    """Somebody has to sum the gradient of a whole input: the module, one around it, or the gather of another that makes it.
+def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync], beside: Iterator[Sync]) -> None:
+    """Somebody has to sum the gradient of a whole input: the module, one around it, or one that makes it, a norm say.
 
     Whether that one makes it shows when the model runs.
     """
@@ -221,9 +221,18 @@ def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sy
     reducing = [sync for sync in (*own, *above) if _reduces_gradient(sync)]
     if len(reducing) > 1:
         raise BuildError(f"{name}: the gradient of its input is reduced {len(reducing)} times; sync it once; {_OFF}")
-    made = any(_reduces_gradient(sync, "fwd_post") for module in modules.values() for sync in syncs_of(module, "fwd_post"))
-    if not (reducing or made or any(sync.op == "function" and sync.mode != "fwd_post" for sync in (*own, *above))):
+    if reducing or any(sync.op == "function" and sync.mode != "fwd_post" for sync in (*own, *above)):
+        return
+    if not any(_reduces_gradient(sync, "fwd_post") for sync in beside):
         raise BuildError(f"{name}: the gradient of its input is partial; needs sync('bwd_post', 'all_reduce'); {_OFF}")
+
+
+def _beside(path: str, modules: dict[str, nn.Module]) -> Iterator[Sync]:
+    """The syncs of what stands beside a module, or beside one around it, and is whole itself."""
+    for outer in _above(path):
+        for child in modules[outer].children():
+            if not cut_modules(child):
+                yield from syncs_of(child)
 
 
 def _reduces_gradient(sync: Sync, mode: str = "fwd_pre") -> bool:

@@ -169,7 +169,7 @@ class _Reads(TorchFunctionMode):
                 self.values.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
             with no_functions():
-                self.values.leave(module, result, last=len(self.running) == 1)
+                self.values.leave(module, result, last=len(self.running) == 1, is_whole=self.is_whole)
                 self.gradients.leave(module, result, last=self.is_whole and len(self.running) == 1)
         except RuntimeError as err:
             self._note(module, args, kwargs, err)
@@ -212,6 +212,8 @@ class _Reads(TorchFunctionMode):
         gradient = self.gradients.call(func, tensors, is_ours)
         result = self.values.call(func, args, kwargs, tensors, self.running)
         made = args[0] if result is None and args else result
+        if name_of(func) == "requires_grad_" and made.is_leaf:
+            self.gradients.start(made, is_whole=made not in self.values.known)
         if not (isinstance(gradient, BuildError) and self.values.are_mixed(made)):  # the values are wrong before it
             self.gradients.note(made, gradient, tensors)
         return result

@@ -42,6 +42,12 @@ class Counted(int):
         made.size, made.where, made.terms = size, where, terms
         return made
 
+    def __deepcopy__(self, memo: Any) -> Counted:
+        return self  # a model may copy its config while it runs
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
 
 def _remembering(operation: Callable[[int, Any], Any]) -> Callable[[Counted, Any], Any]:
     def remembering(self: Counted, other: Any) -> Any:

@@ -38,8 +38,12 @@ class Gradient(Enum):
     UNKNOWN = "unknown"
 
 
-_MADE = {"all_reduce": Gradient.WHOLE, "split": Gradient.WHOLE}
-"""By the operation, or the backward of a gather; of the others ranks have parts."""
+_MADE = {
+    ("all_reduce", "split"): Gradient.WHOLE,
+    ("all_gather", "split"): Gradient.WHOLE,
+    ("all_gather", "reduce_scatter"): Gradient.USE,
+}
+"""By the operation, and the backward of a gather; of the others ranks have parts."""
 
 
 _PARTS = frozenset((Gradient.OWN, Gradient.USE))
@@ -126,13 +130,15 @@ class OwnGradients:
 
     def _watch(self, returned: Iterable[torch.Tensor]) -> None:
         """What was made inside of a sync of gradients must not get one outside, of an auxiliary loss say."""
-        err = self.error(
-            "it returns what is the same on every rank and was made inside of a sync('bwd_post', 'all_reduce'), which adds its "
-            "gradient up; make it outside, give that sync to the sharded layers themselves, or detach it"
+        message = str(
+            self.error(
+                "it returns what is the same on every rank and was made inside of a bwd_post or a gather, which adds its "
+                "gradient up; make it outside, give the sync to the sharded layers themselves, or detach it"
+            )
         )
 
         def refuse(grad: torch.Tensor) -> None:
-            raise err
+            raise BuildError(message)  # one that was raised before would keep alive what its traceback knows
 
         for tensor in returned:
             if tensor.requires_grad and self.of(tensor) is Gradient.USE:
@@ -145,7 +151,7 @@ class OwnGradients:
                 if isinstance(leaf, torch.Tensor):
                     self._mark(leaf, Gradient.UNKNOWN)
         else:
-            to_moved(lambda x: self._mark(x, _MADE.get(sync.backward if sync.op == "all_gather" else sync.op, Gradient.OWN)))
+            to_moved(lambda x: self._mark(x, _MADE.get((sync.op, sync.backward), Gradient.OWN)))
 
     def _mark(self, x: torch.Tensor, made: Gradient) -> torch.Tensor:
         self.known[x] = made
@@ -157,8 +163,8 @@ class OwnGradients:
             return self.known[x]  # type: ignore[no-any-return]
         if not (x.requires_grad and torch.is_grad_enabled()):
             return None
-        if (found := started.of(x)) is not None:
-            return Gradient.OWN if found.is_gathered else Gradient.USE
+        if started.of(x) is not None:
+            return Gradient.USE
         if not isinstance(x, nn.Parameter):
             return Gradient.UNKNOWN
         return Gradient.OWN if is_part(x) else Gradient.SUMMED if sums_gradient(x) else Gradient.WHOLE
@@ -181,6 +187,11 @@ class OwnGradients:
             wrong = Gradient.WHOLE if found & _PARTS else Gradient.SUMMED
             return self.error(_wrong(name, wrong, next(tensor for tensor, gradient in given if gradient is wrong)))
         return next((kind for kind in (Gradient.UNKNOWN, *Gradient) if kind in found), None)
+
+    def start(self, x: torch.Tensor, is_whole: bool) -> None:
+        """The model asks for the gradient of a value that has none as yet, as it does of frozen embeddings."""
+        if x not in self.known:
+            self._mark(x, Gradient.WHOLE if is_whole else Gradient.UNKNOWN)
 
     def note(self, result: Any, gradient: Gradient | BuildError | None, tensors: Iterable[torch.Tensor]) -> None:
         """Mark what the function returned; numbers taken out of the graph of autograd have no gradient any more.

@@ -24,19 +24,19 @@ from .rules import split_of
 
 _SAMPLES = 64
 _cut_from: Any = WeakIdKeyDictionary()
-"""Shard to its version and the digest of the whole tensor that it was cut from."""
+"""Shard to its digest, and to that of the whole tensor that it was cut from."""
 
 
 def remember(shard: torch.Tensor, full: torch.Tensor) -> None:
     """Note what a shard was just cut from."""
     if not full.is_meta:
-        _cut_from[shard] = (shard._version, _digest(full))
+        _cut_from[shard] = (_digest(shard), _digest(full))
 
 
 def check(model: nn.Module) -> None:
     """Compare the weights of the ranks that share out a model. Collective over their group.
 
-    Those are left out that are on no device, that came later than their shard, or that an engine has taken over.
+    Those are left out that are on no device, that were written since they were split, or that an engine has taken over.
 
     Raises:
         BuildError: they differ; on every rank, with the first weight that does.
@@ -49,18 +49,21 @@ def check(model: nn.Module) -> None:
         if len(set(gather(_hash(repr(digests).encode()), None, split.spec.group))) == 1:
             return
         found = gather(digests, None, split.spec.group)
-    name = next(name for name in digests if len({other.get(name) for other in found}) > 1)
-    raise BuildError(
-        f"the ranks do not share out one model: {name!r} had other numbers on one of them before it was split; make the model "
-        "with the same seed on every rank, or load the same weights before scheduling it; check=False turns this check off"
-    )
+    shared = (name for name in digests if all(name in other for other in found))
+    different = next((name for name in shared if len({other[name] for other in found}) > 1), None)
+    if different is not None:
+        raise BuildError(
+            f"the ranks do not share out one model: {different!r} had other numbers on one of them before it was split; make "
+            "the model with the same seed on every rank, or load the same weights before scheduling it; check=False turns this "
+            "check off"
+        )
 
 
 def _known(parameter: torch.Tensor) -> str:
     """The digest of the whole tensor that this parameter is or was cut from; empty where it is not known."""
     if parameter in _cut_from:
-        version, digest = _cut_from[parameter]
-        return str(digest) if version == parameter._version else ""
+        shard, full = _cut_from[parameter]
+        return str(full) if shard == _digest(parameter) else ""
     if is_part(parameter) or not facts(parameter).names or type(parameter) is not nn.Parameter or parameter.is_meta:
         return ""
     return _digest(parameter)

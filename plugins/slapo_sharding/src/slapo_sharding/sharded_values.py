@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from traceback import walk_stack
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from .followed import Followed, Layout, plain, sharded, tensors_in
 from .layouts import slice_bounds
 from .questions import GIVEN_SIZES, PICKS, SAME, Outcome, Question, Slice, ask
 from .rules import AppliedCut, split_of
-from .sums import given_sum, part_of_sum
+from .sums import given_sum, left_over, part_of_sum
 from .syncing import REDUCING, Sync, first_input, map_input, map_output, syncs_of
 from .trial import Mixed
 
@@ -101,14 +102,18 @@ class ShardedValues:
 
         return [module.register_forward_pre_hook(note, with_kwargs=True)]
 
-    def leave(self, module: nn.Module, output: Any, last: bool) -> None:
+    def leave(self, module: nn.Module, output: Any, last: bool, is_whole: bool) -> None:
         """A module has returned: what is split along its output returns a sharded value.
 
         Raises:
-            BuildError: it is the ``last`` one to return, and returns what is mixed.
+            BuildError: it is the ``last`` one to return, and returns what is mixed; or ``is_whole`` the model, and returns a
+                part of a sum.
         """
-        if last and (found := [known for known in self._of(_tensors(output)) if isinstance(known, BuildError)]):
-            raise found[0]
+        for known in self._of(_tensors(output)) if last else ():
+            if isinstance(known, BuildError):
+                raise known
+            if is_whole and known is not None and known.is_part_of_sum:
+                raise self._mixed(known, *left_over().args)
         applied, syncs = split_of(module), list(syncs_of(module, "fwd_post"))
         if any(sync.op in _CHANGING for sync in syncs):
             self._lose(output)
@@ -256,6 +261,8 @@ class ShardedValues:
     def _take_apart(self, name: str, args: Any, result: Any, fused: Followed) -> bool:
         """What is taken out of a fused output; it has to be a block. Whether it is known what the function does to one."""
         blocks, tensors = fused.layout.blocks, list(tensors_in(result))
+        if blocks and name in GIVEN_SIZES:
+            _check_rows(name, args[0], tensors[0], blocks)
         if not blocks or name not in _SPLITS | {"__getitem__"}:
             return bool(blocks) and name in GIVEN_SIZES | PICKS
         dim = fused.layout.dim
@@ -285,6 +292,23 @@ class _Given(NamedTuple):
     kinds: tuple[type, ...]
     spec: Any
     numbers: dict[int, torch.Tensor]
+
+
+def _check_rows(name: str, fused: torch.Tensor, made: torch.Tensor, blocks: tuple[int, ...]) -> None:
+    """A view of a fused output must not put numbers of two blocks into one row.
+
+    Raises:
+        Mixed: it does.
+    """
+    lead = fused.dim() - 1
+    if made.dim() <= fused.dim() or made.shape[:lead] != fused.shape[:lead] or fused.shape[-1] != sum(blocks):
+        return
+    row = made.shape[lead + 1 :].numel()
+    if row and any(end % row for end in accumulate(blocks)):
+        raise Mixed(
+            f"{name} makes rows of {row} out of blocks of {list(blocks)}",
+            "give the blocks that the code takes apart, or blocks=1 where it takes them apart by heads",
+        )
 
 
 def _blocks(applied: AppliedCut) -> tuple[int, ...]:

@@ -47,11 +47,6 @@ class Started:
         self.node = value.grad_fn
         self.versions = value._version, kept._version
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether it was put together of the ranks' parts, and is not just used by each."""
-        return isinstance(self.source, _Again)
-
     def precede(self, weights: torch.Tensor) -> None:
         """What stands for a layer's weights takes its turn in the backward after the start, and before the wait."""
         if self.node is not None and weights.grad_fn is not None:

@@ -35,6 +35,11 @@ def given_sum(kind: str) -> Mixed:
     return Mixed(f"a {kind} that is split is given a part of a sum", _REDUCE)
 
 
+def left_over() -> Mixed:
+    """Why a model cannot return a part of a sum."""
+    return Mixed("it returns a part of a sum that nobody adds up", _REDUCE)
+
+
 def outcomes(question: Question, numbers: Mapping[int, torch.Tensor], same: str) -> Sequence[Layout | str]:
     """What a torch function makes of parts of a sum.
 
@@ -62,7 +67,7 @@ def outcomes(question: Question, numbers: Mapping[int, torch.Tensor], same: str)
     for draws in zip(*cases, strict=True):
         if all(_near(whole, part) for whole, parts in draws for part in parts):
             found.append(same)
-        elif all(whole.is_floating_point() and _near(whole, sum(parts)) for whole, parts in draws):
+        elif all(_is_fine(whole) and _near(whole, sum(parts)) for whole, parts in draws):
             found.append(part_of_sum(draws[0][0], question.of.ranks))
         else:
             raise Mixed(
@@ -76,11 +81,11 @@ def _arguments(question: Question, numbers: Mapping[int, torch.Tensor], generato
     everyone = [list(question.leaves) for _ in range(1 + question.of.ranks)]
     for place, leaf in enumerate(question.leaves):
         if place in numbers:
-            own = numbers[place].detach()
-            drawn = draw(leaf, 0.5, generator).to(own.device) if numbers[place].requires_grad else own
+            own = _fine(numbers[place].detach())
+            drawn = _fine(draw(leaf, 0.5, generator)).to(own.device) if numbers[place].requires_grad else own
             given = [drawn.clone() for _ in everyone]
         elif isinstance(leaf, Layout):
-            parts = [draw(leaf, 0.5, generator).to(leaf.device) for _ in everyone[1:]]
+            parts = [_fine(draw(leaf, 0.5, generator)).to(leaf.device) for _ in everyone[1:]]
             given = [torch.stack(parts).sum(0), *parts]
         else:
             continue
@@ -110,10 +115,19 @@ def _results(question: Question, arguments: list[list[Any]]) -> list[list[torch.
     return results
 
 
+def _is_fine(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _fine(x: torch.Tensor) -> torch.Tensor:
+    """In single precision, what has less: a small number must not be lost in rounding."""
+    return x.float() if x.is_floating_point() and x.element_size() < 4 else x
+
+
 def _near(whole: torch.Tensor, other: Any) -> bool:
     """Whether they are the same but for rounding, which is that of the largest numbers that were added."""
-    if whole.shape != other.shape or not whole.is_floating_point():
+    if whole.shape != other.shape or not _is_fine(whole):
         return whole.shape == other.shape and torch.equal(whole, other)
     scale = max(1.0, float(whole.abs().nan_to_num(0, 0, 0).max())) if whole.numel() else 1.0
     near = scale * max(1e-4, 8 * torch.finfo(whole.dtype).eps)
-    return torch.allclose(whole.double(), other.double(), rtol=0, atol=near, equal_nan=True)
+    return torch.allclose(whole.to(torch.complex128), other.to(torch.complex128), rtol=0, atol=near, equal_nan=True)

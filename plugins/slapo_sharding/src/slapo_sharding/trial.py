@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .followed import Layout, tensors_in
 
@@ -37,7 +38,8 @@ def trial(question: Question, attempt: Sequence[Any], numbers: Mapping[int, torc
         Mixed: what ranks compute are no parts of the whole result.
     """
     of, generator = question.of, torch.Generator().manual_seed(0)
-    others = [given for given in numbers.values() if given.is_floating_point() or question.name not in _OF_CLASSES]
+    free = [given for given in numbers.values() if not isinstance(given, nn.Parameter)]
+    others = [given for given in free if given.is_floating_point() or question.name not in _OF_CLASSES]
     if any(of.shape[of.dim] in given.shape for given in others):  # it may have been made as long as this rank's part
         return []
     cases = []
