@@ -8,6 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
 
 from slapo_core.build import build
@@ -139,3 +142,18 @@ def _drops(rank: int) -> str:
 
 def test_parts_of_the_sequence_are_not_dropped_alike() -> None:
     assert "dropout draws the same random numbers on every rank" in run_distributed(_drops, 2)[0]
+
+
+def _beside_dtensor(rank: int) -> None:
+    """The same operation on the same layout, which DTensor remembers, on a mesh of the user's own."""
+    model = Model(RIGHT[0])
+    build(_scheduled(model))
+    model(X)
+    parts = distribute_tensor(X, init_device_mesh("cpu", (2,)), [Shard(1)])
+    with implicit_replication():
+        normed = functional.layer_norm(parts, (4,), model.inner.norm.weight, model.inner.norm.bias)
+    assert torch.allclose(normed.redistribute(placements=[Replicate()]).to_local(), functional.layer_norm(X, (4,)))
+
+
+def test_dtensors_of_the_user_know_nothing_of_it() -> None:
+    run_distributed(_beside_dtensor, 2)

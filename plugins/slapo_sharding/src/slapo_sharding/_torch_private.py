@@ -65,8 +65,11 @@ def layouts_kept() -> Iterator[None]:
 
 
 def mesh_of(size: int) -> DeviceMesh:
-    """A mesh of any number of ranks, whether there are so many or not: nothing can be sent on it."""
-    return DeviceMesh("cpu", list(range(size)), _init_backend=False, _rank=0)
+    """A mesh of any number of ranks, whether there are so many or not: nothing can be sent on it.
+
+    It is no other's equal, as DTensor remembers what it found for equal ones, and would give this one to those who send.
+    """
+    return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("rules of slapo",), _init_backend=False, _rank=0)
 
 
 def surroundings(device: torch.device) -> tuple[Any, ...] | None:
