@@ -286,6 +286,25 @@ SILENT: dict[str, tuple[type[Block], Callable[[Schedule], Any], str]] = {
         ),
         "the model, Model, at",
     ),
+    "summed by the norm and by the layer": (
+        Normed,
+        lambda sch: (
+            _summed_at("up")(sch),
+            sch["first"].sync("fwd_post", "scatter", axis=0),
+            sch["block.norm"].sync("fwd_post", "all_gather", axis=0, backward="reduce_scatter").sync("grad", "all_reduce"),
+        ),
+        "sums the gradient of what it is given, and a sync before sums it already",
+    ),
+    "gathered and reduced": (
+        Plain,
+        lambda sch: (
+            sch["block.up"].shard("weight", axis=0).sync("bwd_post", "all_reduce"),
+            sch["block.up"].sync("fwd_post", "all_gather", axis=-1, backward="reduce_scatter"),
+            sch["block.down"].mod.requires_grad_(False),
+            sch["block"].sync("fwd_post", "all_reduce"),
+        ),
+        "the same on every rank already: it was reduced or gathered inside",
+    ),
     "leaves the model": (Aside, _summed_at(), "the model, Model, at"),
     "one number": (
         Sloped,
@@ -388,6 +407,34 @@ def _right(rank: int) -> None:
 
 def test_gradients_that_are_right_are_no_error():
     run_distributed(_right, 2)
+
+
+class Returns(Model):
+    """What was made inside of the block is used there, and returned as well."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made: list[torch.Tensor] = []
+        handle = self.block.norm.register_forward_hook(lambda module, args, output: made.append(output))
+        output = super().forward(x)
+        handle.remove()
+        return output, made[0]
+
+
+def _returned(rank: int) -> None:
+    model, x = Returns(Normed), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    before, sch = copy.deepcopy(model), create_schedule(model, plugins=Registry([plugin]))
+    _and_sums(_summed_at(), "block.norm")(sch)
+    build(sch)
+    output, beside = model(x)
+    output.sum().backward(retain_graph=True)
+    before(x)[0].sum().backward()
+    assert torch.allclose(model.first.weight.grad, before.first.weight.grad, atol=1e-6)
+    with pytest.raises(BuildError, match="it returns what is the same on every rank and was made inside of a bwd_post"):
+        beside.sum().backward()
+
+
+def test_only_a_gradient_for_what_is_returned_is_refused() -> None:
+    run_distributed(_returned, 2)
 
 
 class Row(nn.Sequential):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from slapo_core.tracing._torch_private import quiet
 
@@ -23,6 +23,9 @@ MOVES = ("redistribution", "placement changes")
 NO_BACKWARD = -1
 backward_pass = torch._C._current_graph_task_id
 """The number of the backward pass that runs in this thread, or ``NO_BACKWARD``."""
+
+no_modes = _disable_current_modes
+"""A context in which no ``TorchDispatchMode`` sees operators: one rank alone may have one, a counter say."""
 
 _ALONG = "argmax argmin cumsum cumsum_ cumprod cumprod_ logcumsumexp"
 
@@ -72,12 +75,17 @@ def mesh_of(size: int) -> DeviceMesh:
     return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("rules of slapo",), _init_backend=False, _rank=0)
 
 
+def is_transformed() -> bool:
+    """Whether code runs inside of a transform like ``vmap``, on every rank as all run the same."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def surroundings(device: torch.device) -> tuple[Any, ...] | None:
     """What a torch function does depends on this besides its arguments; None where it may depend on anything.
 
     That is where code looks at operators (``TorchDispatchMode``), and inside of transforms like ``vmap``.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._len_torch_dispatch_stack() or is_transformed():
         return None
     kind = device.type
     casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

@@ -30,8 +30,8 @@ class Draw:
         return self.has_drawn and self._is_everywhere(value.group, value.layout.device)
 
     def is_apart(self, group: Group, device: torch.device) -> bool:
-        """Whether it has drawn, and not from the same state on every rank of the group."""
-        return self.has_drawn and not self._is_everywhere(group, device)
+        """Whether what has drawn has not drawn from the same state on every rank of the group."""
+        return not self._is_everywhere(group, device)
 
     @property
     def has_drawn(self) -> bool:

@@ -3,7 +3,7 @@
 ``watch`` is called when a schedule is built. The first forward of that model, or of whatever contains a part of it (an engine,
 a stage, a wrapper), then runs with every torch function looked at; so does the first with gradients, and the first in training,
 if that is a later one.
-After it nothing is left in the way of a call. A recompute in a backward runs code that was looked at in the forward.
+After them nothing is left in the way of a call. A recompute in a backward runs code that was looked at in the forward.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from .syncing import REDUCING, map_output, syncs_of
 
 _OFF = "check=False turns this check off"
 _HARMLESS = frozenset(("untyped_storage", "data_ptr"))
+_ASKS = frozenset(("requires_grad_", "requires_grad"))
 _TYPES = frozenset(("to", "type_as"))
 _LOOKING = (sharded_values.__file__, own_gradients.__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -155,8 +156,7 @@ class _Reads(TorchFunctionMode):
         self.is_whole = is_whole
         """Whether the model runs, and not a part of it alone."""
         self.running: list[nn.Module] = []
-        split = next(filter(None, map(split_of, model.modules())), None)
-        self.values = ShardedValues(self._mixed, None if split is None else split.spec.group)
+        self.values = ShardedValues(self._mixed, *same_weights.sharers(model))
         self.gradients = OwnGradients(lambda why: BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {_OFF}"))
         self.failed: tuple[Exception, str] | None = None
 
@@ -170,7 +170,9 @@ class _Reads(TorchFunctionMode):
             result = _plain_call(module, *args, **kwargs)
             with no_functions():
                 self.values.leave(module, result, last=len(self.running) == 1, is_whole=self.is_whole)
-                self.gradients.leave(module, result, last=self.is_whole and len(self.running) == 1)
+                self.gradients.leave(module, result)
+                if self.is_whole and len(self.running) == 1:
+                    result = self.gradients.returned(result)
         except RuntimeError as err:
             self._note(module, args, kwargs, err)
             raise
@@ -212,7 +214,7 @@ class _Reads(TorchFunctionMode):
         gradient = self.gradients.call(func, tensors, is_ours)
         result = self.values.call(func, args, kwargs, tensors, self.running)
         made = args[0] if result is None and args else result
-        if name_of(func) == "requires_grad_" and made.is_leaf:
+        if name_of(func) in _ASKS and isinstance(made, torch.Tensor) and made.requires_grad and made.is_leaf:
             self.gradients.start(made, is_whole=made not in self.values.known)
         if not (isinstance(gradient, BuildError) and self.values.are_mixed(made)):  # the values are wrong before it
             self.gradients.note(made, gradient, tensors)

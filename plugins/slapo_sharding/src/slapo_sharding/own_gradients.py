@@ -47,6 +47,7 @@ _MADE = {
 
 
 _PARTS = frozenset((Gradient.OWN, Gradient.USE))
+_EVERYWHERE = frozenset((Gradient.WHOLE, Gradient.USE))  # of values that are the same on every rank
 
 _WRONG = {
     Gradient.WHOLE: (
@@ -89,7 +90,18 @@ class OwnGradients:
             if takes_whole:
                 self._check_given((args, kwargs))
 
-        return [module.register_forward_pre_hook(note, with_kwargs=True)] if moved or takes_whole else []
+        def check_twice(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and torch.is_grad_enabled()]
+            if any(self.of(tensor) is Gradient.USE for tensor in given):
+                raise self.error(
+                    "sync('bwd_post', 'all_reduce') sums the gradient of what it is given, and a sync before sums it already; "
+                    "leave one of them out"
+                )
+
+        handles = [module.register_forward_pre_hook(note, with_kwargs=True)] if moved or takes_whole else []
+        if any((sync.mode, sync.op) == ("bwd_post", "all_reduce") for sync in syncs):
+            handles.append(module.register_forward_pre_hook(check_twice, with_kwargs=True, prepend=True))
+        return handles
 
     def check_sum(self, op: str, x: torch.Tensor) -> torch.Tensor:
         """A sum over ranks that all have the same is that many times too large.
@@ -97,7 +109,7 @@ class OwnGradients:
         Raises:
             BuildError: it is.
         """
-        if torch.is_grad_enabled() and x.requires_grad and self.of(x) is Gradient.WHOLE:
+        if torch.is_grad_enabled() and x.requires_grad and self.of(x) in _EVERYWHERE:
             raise self.error(
                 f"sync('fwd_post', {op!r}) adds up what is the same on every rank already: it was reduced or gathered inside, "
                 "or is made of what is whole; sync it once"
@@ -114,22 +126,23 @@ class OwnGradients:
                     "sync('grad', 'all_reduce') to the module that holds the parameters"
                 )
 
-    def leave(self, module: nn.Module, output: Any, last: bool) -> None:
-        """A module has returned: its last sync says what ranks have, or, without one, how it was split.
-
-        A gradient for what the ``last`` one returns, where it would be added up, is a ``BuildError`` of the backward.
-        """
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """A module has returned: its last sync says what ranks have, or, without one, how it was split."""
         after = list(syncs_of(module, "fwd_post"))
         if after:
             self._moved(after[-1], output, lambda mark: map_output(mark, output))
         elif split_of(module) is not None:
             for tensor in tensors_in(output):
                 self._mark(tensor, Gradient.OWN)
-        if last:
-            self._watch(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
 
-    def _watch(self, returned: Iterable[torch.Tensor]) -> None:
-        """What was made inside of a sync of gradients must not get one outside, of an auxiliary loss say."""
+    def returned(self, output: Any) -> Any:
+        """What the model returns; a gradient for what was made inside of a sync of gradients is a ``BuildError`` then.
+
+        An auxiliary loss would get one, say. What else the model does with such a value has its gradient as before.
+        """
+        leaves = pytree.tree_leaves(output)
+        if not any(isinstance(leaf, torch.Tensor) and self.of(leaf) is Gradient.USE for leaf in leaves):
+            return output
         message = str(
             self.error(
                 "it returns what is the same on every rank and was made inside of a bwd_post or a gather, which adds its "
@@ -140,9 +153,14 @@ class OwnGradients:
         def refuse(grad: torch.Tensor) -> None:
             raise BuildError(message)  # one that was raised before would keep alive what its traceback knows
 
-        for tensor in returned:
-            if tensor.requires_grad and self.of(tensor) is Gradient.USE:
-                tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
+        def watched(x: torch.Tensor) -> torch.Tensor:
+            if not x.requires_grad or self.of(x) is not Gradient.USE:
+                return x
+            x = x.view_as(x)
+            x.register_hook(refuse)  # type: ignore[no-untyped-call]
+            return x
+
+        return pytree.tree_map_only(torch.Tensor, watched, output)
 
     def _moved(self, sync: Sync, value: Any, to_moved: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]) -> None:
         """Mark what a sync made; a function may have changed whatever it was given."""
@@ -190,7 +208,7 @@ class OwnGradients:
 
     def start(self, x: torch.Tensor, is_whole: bool) -> None:
         """The model asks for the gradient of a value that has none as yet, as it does of frozen embeddings."""
-        if x not in self.known:
+        if x not in self.known and not isinstance(x, nn.Parameter):
             self._mark(x, Gradient.WHOLE if is_whole else Gradient.UNKNOWN)
 
     def note(self, result: Any, gradient: Gradient | BuildError | None, tensors: Iterable[torch.Tensor]) -> None:

@@ -12,25 +12,30 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-_Reentrant = checkpoint.CheckpointFunction
-
 
 class _WithGraph:
-    """In the place of torch's function of autograd."""
+    """In the place of torch's function of autograd.
 
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    Args:
+        reentrant: That one.
+    """
+
+    def __init__(self, reentrant: Any) -> None:
+        self.reentrant = reentrant
+
+    def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Run the function; one that is given nothing with a gradient has none, as before."""
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
             return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-        return _Reentrant.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+        return self.reentrant.apply(function, preserve_rng_state, *args)
 
 
 @contextmanager
 def with_graph() -> Iterator[None]:
     """Run reentrant checkpoints as the other kind."""
-    checkpoint.CheckpointFunction = _WithGraph  # type: ignore[misc, assignment]
+    reentrant = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = _WithGraph(reentrant)  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        checkpoint.CheckpointFunction = _Reentrant  # type: ignore[misc]
+        checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]

@@ -7,6 +7,7 @@ different models then, and what stays whole would differ from rank to rank, with
 from __future__ import annotations
 
 import hashlib
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,12 +20,21 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import facts, is_part
 
 from ._torch_autograd import no_functions
-from ._torch_private import surroundings
+from ._torch_private import is_transformed, no_modes
+from .collectives import Group
 from .rules import split_of
 
 _SAMPLES = 64
 _cut_from: Any = WeakIdKeyDictionary()
 """Shard to its digest, and to that of the whole tensor that it was cut from."""
+
+
+def sharers(model: nn.Module) -> tuple[Group, torch.device]:
+    """The ranks that share out a model, None where nobody has a part, and where their parts are."""
+    for module in model.modules():
+        if (applied := split_of(module)) is not None:
+            return applied.spec.group, next(chain(module.parameters(), module.buffers())).device
+    return None, torch.device("cpu")
 
 
 def remember(shard: torch.Tensor, full: torch.Tensor) -> None:
@@ -41,14 +51,14 @@ def check(model: nn.Module) -> None:
     Raises:
         BuildError: they differ; on every rank, with the first weight that does.
     """
-    split = next(filter(None, map(split_of, model.modules())), None)
-    if split is None or surroundings(torch.device("cpu")) is None or dist.get_backend(split.spec.group) == "fake":
+    group, _ = sharers(model)
+    if group is None or is_transformed() or dist.get_backend(group) == "fake":
         return
-    with no_functions(), torch.no_grad():
+    with no_functions(), no_modes(), torch.no_grad():
         digests = {name: digest for name, parameter in model.named_parameters() if (digest := _known(parameter))}
-        if len(set(gather(_hash(repr(digests).encode()), None, split.spec.group))) == 1:
+        if len(set(gather(_hash(repr(digests).encode()), None, group))) == 1:
             return
-        found = gather(digests, None, split.spec.group)
+        found = gather(digests, None, group)
     shared = (name for name in digests if all(name in other for other in found))
     different = next((name for name in shared if len({other[name] for other in found}) > 1), None)
     if different is not None:

@@ -31,7 +31,7 @@ from slapo_core.logger import get_logger
 from slapo_core.parameters import ShardSpec
 from slapo_core.tracing.calls import is_metadata, name_of
 
-from ._torch_private import surroundings
+from ._torch_private import is_transformed, surroundings
 from .attention import counts_locally
 from .collectives import Group, num_ranks
 from .equal_draws import Draw
@@ -39,7 +39,7 @@ from .followed import Followed, Layout, plain, sharded, tensors_in
 from .layouts import slice_bounds
 from .questions import GIVEN_SIZES, PICKS, SAME, Outcome, Question, Slice, ask
 from .rules import AppliedCut, split_of
-from .sums import given_sum, left_over, part_of_sum
+from .sums import REDUCE, part_of_sum
 from .syncing import REDUCING, Sync, first_input, map_input, map_output, syncs_of
 from .trial import Mixed
 
@@ -58,10 +58,12 @@ class ShardedValues:
     Args:
         error: Makes the error for a layer whose output is mixed, with a reason and a remedy, in the code that runs now.
         group: The ranks that share out the model; None where nobody has a part.
+        device: Where their parts are.
     """
 
-    def __init__(self, error: Callable[[nn.Module | None, str, str], BuildError], group: Group) -> None:
+    def __init__(self, error: Callable[[nn.Module | None, str, str], BuildError], group: Group, device: torch.device) -> None:
         self.error = error
+        self.device = device
         self.unasked = group
         """Who has yet to say what it draws from for values that are the same on all of them."""
         self.known: Any = WeakIdKeyDictionary()
@@ -80,7 +82,7 @@ class ShardedValues:
         if isinstance(value, BuildError):
             raise value
         if value.is_part_of_sum:
-            raise self._mixed(value, *given_sum(type(module).__name__).args)
+            raise self._mixed(value, f"a {type(module).__name__} that is split is given a part of a sum", REDUCE)
         kind, blocks = type(module).__name__, tuple(block * applied.spec.num_shards for block in value.layout.blocks)
         if applied.cut.input != "sharded":
             raise self._mixed(value, f"a {kind} that is split along its output is given a part of its input")
@@ -109,14 +111,14 @@ class ShardedValues:
             BuildError: it is the ``last`` one to return, and returns what is mixed; or ``is_whole`` the model, and returns a
                 part of a sum.
         """
+        applied, syncs = split_of(module), list(syncs_of(module, "fwd_post"))
+        if any(sync.op in _CHANGING for sync in syncs):
+            self._lose(output)
         for known in self._of(_tensors(output)) if last else ():
             if isinstance(known, BuildError):
                 raise known
             if is_whole and known is not None and known.is_part_of_sum:
-                raise self._mixed(known, *left_over().args)
-        applied, syncs = split_of(module), list(syncs_of(module, "fwd_post"))
-        if any(sync.op in _CHANGING for sync in syncs):
-            self._lose(output)
+                raise self._mixed(known, "it returns a part of a sum that nobody adds up", REDUCE)
         if syncs:
             if syncs[-1].op in _CUTTING:
                 map_output(partial(self._start_part, module, syncs[-1]), output)
@@ -187,7 +189,7 @@ class ShardedValues:
             return result
         value = next((value for value in values if value.layout.blocks or value.is_part_of_sum), values[0])
         given, around = self._given(name, args, kwargs), surroundings(value.layout.device)
-        run = self._run_whole if value.is_part_of_sum else partial(self._run, value, around is not None)
+        run = self._run_whole if value.is_part_of_sum else partial(self._run, value)
         result = run(func, args, kwargs)
         changed = args[0] if result is None and args else result
         self._lose(result)
@@ -207,18 +209,17 @@ class ShardedValues:
 
     def _run_whole(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the function with what is the same on every rank; what is drawn for it first has to be, too."""
-        device = torch.device("cpu")
-        draw = Draw() if self.unasked is not None and surroundings(device) is not None else None
+        draw = Draw() if self.unasked is not None and not is_transformed() else None
         result = func(*args, **kwargs)
         if draw is not None and draw.has_drawn:
-            if draw.is_apart(self.unasked, next((x.device for x in tensors_in(result)), device)):
+            if draw.is_apart(self.unasked, self.device):
                 raise self.error(None, f"{name_of(func)} draws other random numbers on every rank", _SEED)
             self.unasked = None
         return result
 
-    def _run(self, value: Followed, is_eager: bool, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, value: Followed, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the function with this rank's parts."""
-        draw = Draw() if is_eager else None
+        draw = None if is_transformed() else Draw()
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, ValueError) as err:
@@ -301,7 +302,12 @@ def _check_rows(name: str, fused: torch.Tensor, made: torch.Tensor, blocks: tupl
         Mixed: it does.
     """
     lead = fused.dim() - 1
-    if made.dim() <= fused.dim() or made.shape[:lead] != fused.shape[:lead] or fused.shape[-1] != sum(blocks):
+    if (
+        made.dim() <= fused.dim()
+        or made.shape[lead] == 1
+        or made.shape[:lead] != fused.shape[:lead]
+        or fused.shape[-1] != sum(blocks)
+    ):
         return
     row = made.shape[lead + 1 :].numel()
     if row and any(end % row for end in accumulate(blocks)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,7 +93,7 @@ def _arguments(
     return [whole, *parts]
 
 
-def is_continuous(leaf: Layout) -> bool:
+def is_continuous(leaf: Layout | torch.Tensor) -> bool:
     """Whether its numbers are no counts and no truth values."""
     return leaf.dtype.is_floating_point or leaf.dtype.is_complex
 
@@ -110,12 +110,18 @@ def _results(question: Question, arguments: list[list[Any]]) -> list[list[torch.
     """The tensors that each call returns; empty where one fails, or draws."""
     layouts = [leaf for leaf in question.leaves if isinstance(leaf, Layout)]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices={leaf.device for leaf in layouts if leaf.device.type == "cuda"}):
-            before = torch.get_rng_state()
+        devices = {leaf.device for leaf in layouts if leaf.device.type == "cuda"}
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            before = states(devices)
             results = [list(tensors_in(question.run(leaves))) for leaves in arguments]
-            return results if torch.equal(before, torch.get_rng_state()) else []
+            return results if all(map(torch.equal, before, states(devices))) else []
     except Exception:  # sizes that are this rank's, operators of any kind
         return []
+
+
+def states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
+    """Of the generators of the CPU and of these devices."""
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def _by_rank(whole: torch.Tensor, of: Layout) -> torch.Tensor:
