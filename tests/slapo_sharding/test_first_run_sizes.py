@@ -1,0 +1,96 @@
+"""Sizes that do not fit at the first run: the error names the module and the sync to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core.build import build
+from slapo_core.errors import BuildError
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import run_distributed
+from slapo_sharding import plugin
+
+pytestmark = pytest.mark.multiproc
+
+
+class Row(nn.Sequential):
+    """Layers one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, sizes in {"into": (4, 4), "up": (4, 8), "down": (8, 4)}.items():
+            self.add_module(name, nn.Linear(*sizes))
+
+
+SIZES: dict[str, tuple[Callable[[Schedule], object], str]] = {
+    "row without scatter": (
+        lambda sch: sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce"),
+        "Linear 'down': it is split along its input and is given all 8 of it; needs sync('fwd_pre', 'scatter', axis=-1); check",
+    ),
+    "gathered here and there": (
+        lambda sch: (
+            sch["up"].shard("weight", axis=0).sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1),
+            sch["down"].sync("fwd_pre", "all_gather", axis=-1, backward="split"),
+        ),
+        "Linear 'down': it fails, mat1 and mat2 shapes cannot be multiplied (3x16 and 8x4), given [3, 8], which "
+        "sync('fwd_pre', 'all_gather') then changes; look whether syncs there and before gather or scatter twice",
+    ),
+    "scattered and not gathered": (
+        lambda sch: (sch["into"].sync("fwd_post", "scatter", axis=-1), sch.mod.requires_grad_(False)),
+        "linear fails, mat1 and mat2 shapes cannot be multiplied (3x2 and 4x8), and each rank has a part of the output of "
+        "'into'; gather it there",
+    ),
+}
+
+
+def _sizes(rank: int) -> dict[str, str]:
+    messages = {}
+    for key, (steps, _) in SIZES.items():
+        sch, unchecked = (create_schedule(Row(), plugins=Registry([plugin])) for _ in range(2))
+        steps(sch)
+        build(sch)
+        with pytest.raises(BuildError) as caught:
+            sch.mod(torch.ones(3, 4))
+        messages[key] = str(caught.value)
+        steps(unchecked)
+        build(unchecked, check=False)
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            unchecked.mod(torch.ones(3, 4))
+    return messages
+
+
+def test_sizes_that_do_not_fit_name_the_module_and_its_sync():
+    messages = run_distributed(_sizes, 2)[0]
+    assert {key: message for key, message in messages.items() if SIZES[key][1] not in message} == {}
+
+
+class Retries(nn.Module):
+    """Falls back where sizes do not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.up(x)
+        except RuntimeError:
+            return self.up(x[:, :4])
+
+
+def _falls_back(rank: int) -> None:
+    sch = create_schedule(Retries(), plugins=Registry([plugin]))
+    sch["up"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    build(sch)
+    assert sch.mod(torch.ones(3, 5)).shape == (3, 4)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        sch.mod(torch.ones(3, 3))
+
+
+def test_code_may_catch_torch_s_error():
+    run_distributed(_falls_back, 2)
