@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.parameters import facts
+from slapo_core.parameters import ParamFacts, facts
 from slapo_core.schedule import Schedule
 
 from ._torch_autograd import no_functions
@@ -61,24 +61,28 @@ def keep_hook(schedule: Schedule, module: nn.Module, name: str, hook: Callable[[
 
 
 class _LastingFacts:
-    """Two hooks of a module around its loading of a state."""
+    """A hook of a module behind its loading of a state.
 
-    def __init__(self) -> None:
-        self.before: dict[str, torch.Tensor | None] = {}
+    Args:
+        known: What is known of its parts, by name.
+    """
 
-    def remember(self, module: nn.Module, *args: Any) -> None:
-        self.before = {**module._parameters, **module._buffers}
+    def __init__(self, known: dict[str, ParamFacts]) -> None:
+        self.known = known
 
-    def put_back(self, module: nn.Module, keys: Any) -> None:
-        before, self.before = self.before, {}
-        for name, old in before.items():
+    def __deepcopy__(self, memo: Any) -> _LastingFacts:
+        return _LastingFacts(dict(self.known))
+
+    def __call__(self, module: nn.Module, keys: Any) -> None:
+        for name, known in self.known.items():
             new = tensor_of(module, name)
-            if old is not None and new is not None and new is not old and facts(old).spec is not None:
-                vars(facts(new)).update(vars(replace(facts(old), tags=set(facts(old).tags))))
+            if new is not None and facts(new).spec is None:
+                vars(facts(new)).update(vars(replace(known, tags=set(known.tags))))
+                self.known[name] = facts(new)
 
 
 def keep_facts(module: nn.Module) -> None:
     """A part that ``load_state_dict(assign=True)`` puts into the module is known to be one, as the part before it was."""
-    lasting = _LastingFacts()
-    module.register_load_state_dict_pre_hook(lasting.remember)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_post_hook(lasting.put_back)  # type: ignore[no-untyped-call]
+    own = {**module._parameters, **module._buffers}
+    known = {name: facts(tensor) for name, tensor in own.items() if tensor is not None and facts(tensor).spec is not None}
+    module.register_load_state_dict_post_hook(_LastingFacts(known))  # type: ignore[no-untyped-call]

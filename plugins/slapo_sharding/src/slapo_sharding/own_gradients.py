@@ -82,7 +82,7 @@ class OwnGradients:
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if moved and moved[-1].mode == "bwd_post":
-                for tensor in tensors_in((args, kwargs)):
+                for tensor in tensors_in((args, kwargs)) if torch.is_grad_enabled() else ():  # else it is what was given
                     if tensor.requires_grad and self.of(tensor) is not Gradient.OWN:
                         self._mark(tensor, Gradient.USE)
             elif moved:
