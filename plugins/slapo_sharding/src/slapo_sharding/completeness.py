@@ -14,11 +14,10 @@ from slapo_core.schedule import Schedule
 from . import attention
 from .cutting import user_code
 from .foreign_reads import watch
-from .moves import MOVING, check_moves
+from .moves import MOVING, OFF, check_moves
 from .rules import AppliedCut, applied_cut, split_of
 from .syncing import REDUCING, Sync, sums_gradient, syncs_of
 
-_OFF = "check=False turns this check off"
 _LONGEST = 200  # of a step's arguments, which may be a whole plan
 
 
@@ -97,7 +96,7 @@ def _check_unawares(name: str, module: nn.Module) -> None:
 def _check_code(name: str, module: nn.Module) -> None:
     if own := user_code(module):
         raise BuildError(
-            f"{name} has a {own} of its own that would see a part only; put it on a module around, or give it to sync; {_OFF}"
+            f"{name} has a {own} of its own that would see a part only; put it on a module around, or give it to sync; {OFF}"
         )
 
 
@@ -108,7 +107,7 @@ def _check_gathered_around(name: str, module: nn.Module, path: str) -> None:
     for other, inside in module.named_modules(prefix=path):
         applied = applied_cut(inside)
         if applied is not None and applied.spec.dealt is not None and applied.cut.output == "sharded" and not applied.gathered:
-            raise BuildError(f"{name}: the output of {other!r} is not in equal parts; gather it at {other!r} itself; {_OFF}")
+            raise BuildError(f"{name}: the output of {other!r} is not in equal parts; gather it at {other!r} itself; {OFF}")
 
 
 def _check_stray(name: str, module: nn.Module) -> None:
@@ -118,7 +117,7 @@ def _check_stray(name: str, module: nn.Module) -> None:
         return
     raise BuildError(
         f"{name}: sync({stray.mode!r}, {stray.op!r}) adds up what is the same on every rank, as nothing in it is sharded; "
-        f"shard it, after any replace, or leave the sync out; {_OFF}"
+        f"shard it, after any replace, or leave the sync out; {OFF}"
     )
 
 
@@ -132,7 +131,7 @@ def _check_gradients(name: str, module: nn.Module, path: str, modules: dict[str,
     remedy = "leave it out" if summing.mode == "bwd_post" else "give it backward='split', or leave it out"
     raise BuildError(
         f"{name}: sync({summing.mode!r}, {summing.op!r}) adds up gradients that are the same on every rank, as nothing in it "
-        f"is sharded and takes the whole of its input; {remedy}; {_OFF}"
+        f"is sharded and takes the whole of its input; {remedy}; {OFF}"
     )
 
 
@@ -159,7 +158,7 @@ def _sums(module: nn.Module) -> bool:
 def _check_summed(root: nn.Module) -> None:
     for name, parameter in root.named_parameters():
         if sums_gradient(parameter):
-            raise BuildError(f"the gradient of {name!r} is summed, but nothing is sharded; leave the sync out; {_OFF}")
+            raise BuildError(f"the gradient of {name!r} is summed, but nothing is sharded; leave the sync out; {OFF}")
 
 
 def _check_heads(name: str, owner: nn.Module) -> None:
@@ -171,7 +170,7 @@ def _check_heads(name: str, owner: nn.Module) -> None:
     if local[True] and local[False]:
         raise BuildError(
             f"{name}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "
-            f"shard all projections of the attention or none; {_OFF}"
+            f"shard all projections of the attention or none; {OFF}"
         )
 
 
@@ -193,22 +192,22 @@ def _check_output(name: str, applied: AppliedCut, own: list[Sync], above: list[S
     after = [sync for sync in own if sync.mode == "fwd_post"]
     if applied.cut.output == "sharded":
         if reducing:
-            raise BuildError(f"{name}: its output is sharded, {reducing[0].op} would add different parts; gather it; {_OFF}")
+            raise BuildError(f"{name}: its output is sharded, {reducing[0].op} would add different parts; gather it; {OFF}")
         moving = next((sync.op for sync in after if sync.op in MOVING), None)
         if moving and len(applied.spec.blocks) > 1 and not applied.cut.parts:
             mixed = f"its output is made of blocks, each split for itself, which {moving} would mix"
-            raise BuildError(f"{name}: {mixed}; shard it with gathered=True; {_OFF}")
+            raise BuildError(f"{name}: {mixed}; shard it with gathered=True; {OFF}")
         if moving == "all_to_all" and applied.spec.dealt is not None:
-            raise BuildError(f"{name}: its output is not in equal parts, which all_to_all needs; all_gather it; {_OFF}")
+            raise BuildError(f"{name}: its output is not in equal parts, which all_to_all needs; all_gather it; {OFF}")
         if applied.gathered and not any(sync.op in ("all_gather", "function") for sync in after):
-            raise BuildError(f"{name}: sharded with gathered=True; needs sync('fwd_post', 'all_gather', axis=-1); {_OFF}")
+            raise BuildError(f"{name}: sharded with gathered=True; needs sync('fwd_post', 'all_gather', axis=-1); {OFF}")
         return
     if len(reducing) > 1:
-        raise BuildError(f"{name}: its output is reduced {len(reducing)} times; sync it once; {_OFF}")
+        raise BuildError(f"{name}: its output is reduced {len(reducing)} times; sync it once; {OFF}")
     if any(sync.op == "function" for sync in after) or reducing:
         return
     if applied.late_bias or not any(sync.mode == "fwd_post" and sync.op in (*REDUCING, "function") for sync in above):
-        raise BuildError(f"{name}: its output is partial; needs sync('fwd_post', 'all_reduce'); {_OFF}")
+        raise BuildError(f"{name}: its output is partial; needs sync('fwd_post', 'all_reduce'); {OFF}")
 
 
 def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sync], beside: Iterator[Sync]) -> None:
@@ -220,11 +219,11 @@ def _check_input(name: str, applied: AppliedCut, own: list[Sync], above: list[Sy
         return
     reducing = [sync for sync in (*own, *above) if _reduces_gradient(sync)]
     if len(reducing) > 1:
-        raise BuildError(f"{name}: the gradient of its input is reduced {len(reducing)} times; sync it once; {_OFF}")
+        raise BuildError(f"{name}: the gradient of its input is reduced {len(reducing)} times; sync it once; {OFF}")
     if reducing or any(sync.op == "function" and sync.mode != "fwd_post" for sync in (*own, *above)):
         return
     if not any(_reduces_gradient(sync, "fwd_post") for sync in beside):
-        raise BuildError(f"{name}: the gradient of its input is partial; needs sync('bwd_post', 'all_reduce'); {_OFF}")
+        raise BuildError(f"{name}: the gradient of its input is partial; needs sync('bwd_post', 'all_reduce'); {OFF}")
 
 
 def _beside(path: str, modules: dict[str, nn.Module]) -> Iterator[Sync]:

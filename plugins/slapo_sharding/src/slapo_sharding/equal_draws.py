@@ -11,7 +11,6 @@ from slapo_core.random import rng_state
 from . import collectives
 from ._torch_autograd import no_functions
 from .collectives import Group
-from .followed import Followed
 
 
 class Draw:
@@ -21,17 +20,6 @@ class Draw:
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         state = None if is_captured else rng_state()
         self.before = {} if state is None or state.forks else state.devices
-
-    def is_alike(self, value: Followed) -> bool:
-        """Whether it has drawn for this value, from the same state on every rank that has a part of it.
-
-        All ranks that draw ask each other: seeds of their own are as good as a fork.
-        """
-        return self.has_drawn and self._is_everywhere(value.group, value.layout.device)
-
-    def is_apart(self, group: Group, device: torch.device) -> bool:
-        """Whether what has drawn has not drawn from the same state on every rank of the group."""
-        return not self._is_everywhere(group, device)
 
     @property
     def has_drawn(self) -> bool:
@@ -45,7 +33,8 @@ class Draw:
             after = rng_state().devices
             return [state for device, state in self.before.items() if not torch.equal(after[device], state)]
 
-    def _is_everywhere(self, group: Group, device: torch.device) -> bool:
+    def is_alike(self, group: Group, device: torch.device) -> bool:
+        """Whether what has drawn has drawn from the same state on every rank of the group, which all ask each other."""
         with no_functions(), torch.no_grad():
             states = b"".join(state.numpy().tobytes() for state in self._drawn_from())
             digest = hashlib.blake2b(states, digest_size=7).digest()

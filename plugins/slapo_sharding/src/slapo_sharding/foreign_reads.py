@@ -3,7 +3,8 @@
 ``watch`` is called when a schedule is built. The first forward of that model, or of whatever contains a part of it (an engine,
 a stage, a wrapper), then runs with every torch function looked at; so does the first with gradients, and the first in training,
 if that is a later one.
-After them nothing is left in the way of a call. A recompute in a backward runs code that was looked at in the forward.
+After them nothing is left in the way of a call; a model that only infers is awaited as long as it lives. A recompute in a
+backward runs code that was looked at in the forward.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from slapo_core.tracing.calls import SHAPES, is_metadata, name_of
 from . import failures, own_gradients, same_weights, sharded_values
 from ._torch_autograd import no_functions
 from .followed import makes_new, tensors_in
+from .moves import OFF
 from .own_gradients import OwnGradients
 from .reentrant import with_graph
 from .rules import split_of
 from .sharded_values import ShardedValues, is_ours
 from .syncing import REDUCING, map_output, syncs_of
 
-_OFF = "check=False turns this check off"
 _HARMLESS = frozenset(("untyped_storage", "data_ptr"))
 _ASKS = frozenset(("requires_grad_", "requires_grad"))
 _TYPES = frozenset(("to", "type_as"))
@@ -157,7 +158,7 @@ class _Reads(TorchFunctionMode):
         """Whether the model runs, and not a part of it alone."""
         self.running: list[nn.Module] = []
         self.values = ShardedValues(self._mixed, *same_weights.sharers(model))
-        self.gradients = OwnGradients(lambda why: BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {_OFF}"))
+        self.gradients = OwnGradients(lambda why: BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {OFF}"))
         self.failed: tuple[Exception, str] | None = None
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +202,7 @@ class _Reads(TorchFunctionMode):
         """Code around may catch the error, so it passes as it is until it leaves the model."""
         if self.failed is None or self.failed[0] is not err:
             reason = failures.reason(module, args, kwargs, err)
-            self.failed = None if reason is None else (err, f"{self._named(module)}: {reason}; {_OFF}")
+            self.failed = None if reason is None else (err, f"{self._named(module)}: {reason}; {OFF}")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -236,7 +237,7 @@ class _Reads(TorchFunctionMode):
         reader = self.running[-1]
         what = "all have the same value" if owner is None else f"each rank has a part of the output of {self._path(owner)!r}"
         reason = f"{why}, and {what}"
-        return BuildError(f"{self._named(reader)} at {_source()}: {reason}; {remedy}; {_OFF}")
+        return BuildError(f"{self._named(reader)} at {_source()}: {reason}; {remedy}; {OFF}")
 
     def _message(self, func: Any, tensor: torch.Tensor) -> str:
         reader = self.running[-1]
@@ -244,7 +245,7 @@ class _Reads(TorchFunctionMode):
         return (
             f"{self._named(reader)} uses {name!r} in {name_of(func)} at {_source()}, but this rank "
             "has only its part of it, which its own module alone can use; call that module instead, or leave the parameter "
-            f"whole; {_OFF}"
+            f"whole; {OFF}"
         )
 
 

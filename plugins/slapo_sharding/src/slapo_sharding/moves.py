@@ -14,7 +14,9 @@ from .syncing import syncs_of
 MOVING = ("all_gather", "all_to_all")
 """Operations that put parts together."""
 
-_OFF = "check=False turns this check off"
+OFF = "check=False turns this check off"
+"""How every error of these checks ends."""
+
 _State = Literal["whole", "sharded", "partial"]
 _NEEDS: dict[str, _State] = {
     "all_gather": "sharded",
@@ -50,7 +52,7 @@ def check_moves(name: str, module: nn.Module, applied: AppliedCut | None) -> Non
     taken: _State = "sharded" if applied.cut.input == "sharded" else "whole"
     if given != taken:
         raise BuildError(
-            f"{name}: its input is {given} after its syncs, and it takes one that is {taken}; leave them out; {_OFF}"
+            f"{name}: its input is {given} after its syncs, and it takes one that is {taken}; leave them out; {OFF}"
         )
 
 
@@ -63,6 +65,6 @@ def _follow(name: str, module: nn.Module, mode: str, state: _State | None) -> _S
             remedy = "sync it once" if sync.op == last else "leave one of them out" if last else "leave it out, or make it so"
             after = f" after {last}" if last else ""
             wrong = f"its {side} is {state}{after}, and sync({mode!r}, {sync.op!r}) needs it {needed}"
-            raise BuildError(f"{name}: {wrong}; {remedy}; {_OFF}")
+            raise BuildError(f"{name}: {wrong}; {remedy}; {OFF}")
         state, last = _MAKES.get(sync.op), sync.op
     return state

@@ -22,6 +22,7 @@ from slapo_core.parameters import facts, is_part
 from ._torch_autograd import no_functions
 from ._torch_private import is_transformed, no_modes
 from .collectives import Group
+from .moves import OFF
 from .rules import split_of
 
 _SAMPLES = 64
@@ -64,8 +65,7 @@ def check(model: nn.Module) -> None:
     if different is not None:
         raise BuildError(
             f"the ranks do not share out one model: {different!r} had other numbers on one of them before it was split; make "
-            "the model with the same seed on every rank, or load the same weights before scheduling it; check=False turns this "
-            "check off"
+            f"the model with the same seed on every rank, or load the same weights before scheduling it; {OFF}"
         )
 
 

@@ -212,7 +212,7 @@ class ShardedValues:
         draw = Draw() if self.unasked is not None and not is_transformed() else None
         result = func(*args, **kwargs)
         if draw is not None and draw.has_drawn:
-            if draw.is_apart(self.unasked, self.device):
+            if not draw.is_alike(self.unasked, self.device):
                 raise self.error(None, f"{name_of(func)} draws other random numbers on every rank", _SEED)
             self.unasked = None
         return result
@@ -226,7 +226,7 @@ class ShardedValues:
             if isinstance(err, torch.OutOfMemoryError):
                 raise
             raise self._mixed(value, f"{name_of(func)} fails, {str(err).splitlines()[0]}") from err
-        if draw is not None and draw.is_alike(value):
+        if draw is not None and draw.has_drawn and draw.is_alike(value.group, value.layout.device):
             raise self.error(value.owner, f"{name_of(func)} draws the same random numbers on every rank", _FORK)
         return result
 
