@@ -82,9 +82,11 @@ class ShardSpec:
 
     def local(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """Cut the shard of ``rank`` out of ``full``: a new contiguous tensor, never a view that keeps ``full`` alive."""
-        parts = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank)]
-        if len(parts) == 1 and type(full) is torch.Tensor and full.is_meta and not full.requires_grad:
-            return torch.empty(parts[0].shape, dtype=full.dtype, device=full.device)  # torch clones such tensors in Python
+        ranges = self.ranges(rank)
+        if len(ranges) == 1 and type(full) is torch.Tensor and full.is_meta and not full.requires_grad:
+            shape = (*full.shape[: self.dim], ranges[0][1] - ranges[0][0], *full.shape[self.dim + 1 :])
+            return torch.empty(shape, dtype=full.dtype, device=full.device)  # torch clones such tensors in Python
+        parts = [full.narrow(self.dim, start, stop - start) for start, stop in ranges]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
     def assemble(self, shards: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import chain
-from operator import is_
+from operator import eq, is_
 from typing import Any
 
 import torch
@@ -149,8 +149,7 @@ class _TensorMemory(_Memory):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
         self.attributes = tensor.__dict__.copy()
-        known = self.attributes.values()
-        self.facts = [(of, of.names, of.spec, set(of.tags)) for of in known if isinstance(of, ParamFacts)]
+        self.facts = [(of, of.names, of.spec, set(of.tags)) for of in self.attributes.values() if type(of) is ParamFacts]
         self.state: dict[str, Any] = {"requires_grad": tensor.requires_grad, "grad": tensor.grad}
         # a lazy parameter has no data yet, an inference tensor no version
         self.data = None if is_lazy(tensor) else tensor.detach()
@@ -158,9 +157,8 @@ class _TensorMemory(_Memory):
 
     def was_written(self) -> bool:
         """Whether the step changed values in place."""
-        if self.settled or self.version is None or self.subject._version == self.version:
-            return False
-        return not self._has_other_data()
+        known = self.version is not None and not self.settled
+        return known and self.subject._version != self.version and not self._has_other_data()
 
     def settle(self) -> bool:
         self.settled = True
@@ -180,21 +178,21 @@ class _TensorMemory(_Memory):
             live.names, live.spec, live.tags = names, spec, tags
 
     def _has_other_data(self) -> bool:
-        data = self.data
+        now, data = self.subject, self.data
         if data is None:
             return False
-        now = self.subject
         return (now.data_ptr(), now.shape, now.dtype, now.device) != (data.data_ptr(), data.shape, data.dtype, data.device)
 
 
 def _former(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
     """The former values, ``_ABSENT`` for new keys, and if the order changed all others as ``_KEPT``; empty if nothing did."""
-    if len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
+    same_names = len(now) == len(before) and all(map(is_, now, before))
+    if same_names and all(map(is_, now.values(), before.values())):
         return {}
-    former = {name: _KEPT if now.get(name, _ABSENT) is value else value for name, value in before.items()}
-    if [*before] == [name for name in now if name in before]:
-        former = {name: value for name, value in former.items() if value is not _KEPT}
-    return {**former, **{name: _ABSENT for name in now if name not in before}}
+    former = {name: value for name, value in before.items() if now.get(name, _ABSENT) is not value}
+    if not same_names and not all(map(eq, now, before)) and [*before] != [name for name in now if name in before]:
+        former = {name: former.get(name, _KEPT) for name in before}
+    return former if same_names else {**former, **{name: _ABSENT for name in now if name not in before}}
 
 
 def _put_back(live: dict[Any, Any], former: dict[Any, Any]) -> None:
