@@ -1,0 +1,250 @@
+"""What a partition comes to: which stage runs what, what each takes and gives, and what crosses between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_core.build import build, build_program
+from slapo_core.engine import Engine
+from slapo_core.errors import BuildError
+from slapo_core.program import Boundary, Program, Stage
+from slapo_core.schedule import Schedule
+
+from .stage_module import laid_out
+
+
+@dataclass(frozen=True)
+class LiveValue:
+    """One value that crosses between stages. In the forward it lives from the stage that makes it to the last that uses it.
+
+    Where it ``requires_grad`` its gradient goes the same way back: from the last of ``used_by`` to ``made_by``, and each stage
+    of ``used_by`` adds its share.
+
+    Args:
+        name: Its name in the graphs of the stages.
+        shape: For inputs like those the program was made for, as all sizes here.
+        dtype: Its dtype.
+        requires_grad: Whether a gradient flows back.
+        made_by: The stage that computes it.
+        passed_by: Stages that receive it only to send it on, ascending.
+        used_by: Stages that receive and read it, ascending; some of them send it on as well.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    made_by: int
+    passed_by: tuple[int, ...]
+    used_by: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one transfer from a stage to the next."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def received_by(self) -> tuple[int, ...]:
+        """The stages it is sent to, ascending."""
+        return tuple(sorted((*self.passed_by, *self.used_by)))
+
+
+@dataclass(frozen=True)
+class PipelineAnalysis:
+    """What each stage of a program takes and gives, and how long what crosses lives.
+
+    Args:
+        stage_names: One per stage: ``"stage_0"``, ``"stage_1"``, …
+        received: Stage to the names of the values it gets from the stage before, in order.
+        batch_inputs: Stage to the names of the model's arguments it reads from the batch.
+        results: Stage to the names of what it gives; of the last stage the keys of the model's result, or its nodes' names.
+        values: Every value that crosses, in the order in which they are sent first.
+        forward: Stage to the values that are alive while it runs its forward: received, or made for a later stage.
+        backward: Stage to those whose gradients are alive while it runs its backward.
+    """
+
+    stage_names: tuple[str, ...]
+    received: Mapping[int, tuple[str, ...]]
+    batch_inputs: Mapping[int, tuple[str, ...]]
+    results: Mapping[int, tuple[str, ...]]
+    values: tuple[LiveValue, ...]
+    forward: Mapping[int, tuple[str, ...]]
+    backward: Mapping[int, tuple[str, ...]]
+
+    @property
+    def arguments(self) -> dict[int, tuple[str, ...]]:
+        """Stage to the names of all its arguments: received ones, then those from the batch."""
+        return {stage: (*names, *self.batch_inputs[stage]) for stage, names in self.received.items()}
+
+    def bytes_sent(self, stage: int) -> int:
+        """Bytes that a stage sends to the next in one forward; its gradients come back in at most as many."""
+        return sum(value.nbytes for value in self.values if stage + 1 in value.received_by)
+
+
+def generate_pipeline_partition(schedule: Schedule) -> Program:
+    """The schedule's model in stages, ready to look at and to run in one process; one stage where nothing was cut.
+
+    Nothing is changed, and steps can still be taken and undone: ``build`` takes the model apart anew.
+
+    Args:
+        schedule: Any handle of the schedule.
+
+    Raises:
+        BuildError: no schedule; no example inputs; the mesh has another number of pipeline ranks.
+        ScheduleError: a cut leaves a stage without anything to run.
+        TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
+    """
+    if not isinstance(schedule, Schedule):
+        raise BuildError(f"cannot partition a {type(schedule).__name__}; give what create_schedule returned")
+    return build_program(schedule)
+
+
+def propagate_partition(schedule: Schedule) -> dict[str, tuple[int, ...]]:
+    """Carry the cuts of a schedule to every module of the model. Nothing is changed.
+
+    Args:
+        schedule: Any handle of the schedule.
+
+    Returns:
+        Path of each module that runs to the stages that run it or a part of it, ascending; ``""`` is the whole model. A module
+        that a cut lies in has several stages, and so have one that is called on both sides of a cut and one, such as a
+        rotary table, that stages run for themselves rather than send its result. What is inside of a module that no cut lies
+        in goes with it.
+
+    Raises:
+        BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
+    """
+    program = generate_pipeline_partition(schedule)
+    root = program.module
+    stages: dict[nn.Module, set[int]] = {root: {stage.index for stage in program.stages}}
+    for stage in program.stages:
+        for path in _opened(stage):
+            stages.setdefault(root.get_submodule(path), set()).add(stage.index)
+        for path in stage.paths:
+            for module in root.get_submodule(path).modules():
+                stages.setdefault(module, set()).add(stage.index)
+    named = list(root.named_modules(remove_duplicate=False))
+    if len(program.stages) == 1:
+        return dict.fromkeys((path for path, _ in named), (0,))
+    modules = dict(named)
+    for path, module in reversed(named):  # lists of modules do not run themselves
+        if path and module in stages:
+            stages.setdefault(modules[path.rpartition(".")[0]], set()).update(stages[module])
+    return {path: tuple(sorted(stages[module])) for path, module in named if module in stages}
+
+
+def analyze_pipeline_module(partitioned: Program | Schedule) -> PipelineAnalysis:
+    """What each stage takes and gives, and for each value that crosses who makes, passes and uses it, forward and backward.
+
+    Args:
+        partitioned: A program, or any handle of a schedule, which is partitioned first.
+
+    Raises:
+        BuildError: neither of the two.
+        BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
+    """
+    if not isinstance(partitioned, (Program, Schedule)):
+        raise BuildError(f"cannot analyze a {type(partitioned).__name__}; give a Program or a schedule")
+    program = partitioned if isinstance(partitioned, Program) else generate_pipeline_partition(partitioned)
+    stages = program.stages
+    values = _values(program)
+    numbers = range(len(stages))
+    return PipelineAnalysis(
+        stage_names=tuple(f"stage_{index}" for index in numbers),
+        received={stage.index: tuple(value.name for value in stage.inputs) for stage in stages},
+        batch_inputs={stage.index: stage.batch_inputs for stage in stages},
+        results={
+            **{index: tuple(value.name for value in stages[index + 1].inputs) for index in numbers[:-1]},
+            numbers[-1]: _result_names(stages[-1]),
+        },
+        values=values,
+        forward={index: tuple(value.name for value in values if index in _span(value)) for index in numbers},
+        backward={
+            index: tuple(value.name for value in values if value.requires_grad and index in _span(value)) for index in numbers
+        },
+    )
+
+
+def build_pipeline_model(schedule: Schedule, target: str | None = "torch", **config: Any) -> Engine:
+    """Partition the schedule's model and hand the stages to an engine: ``build`` with a default target.
+
+    Args:
+        schedule: Any handle of the schedule.
+        target: Name of an installed dialect; None gives the plain module.
+        **config: For ``slapo_core.build``, the plugins and the dialect: ``optimizer=``, ``microbatches=`` and others.
+
+    Returns:
+        An engine; it unpacks as ``module, optimizer``.
+
+    Raises:
+        UnknownNameError: no such target.
+        BuildError: see ``slapo_core.build``.
+    """
+    return build(schedule, target, **config)
+
+
+def _opened(stage: Stage) -> set[str]:
+    """Paths of the modules that were taken apart and whose functions the stage runs."""
+    graph = _graph(stage)
+    nodes = [node for node in graph.nodes if node.op not in ("get_attr", "placeholder", "output")] if graph is not None else []
+    return {node.meta["module"] for node in nodes if node.meta.get("module")}
+
+
+def _graph(stage: Stage) -> fx.Graph | None:
+    return stage.module.graph if isinstance(stage.module, fx.GraphModule) else None
+
+
+def _values(program: Program) -> tuple[LiveValue, ...]:
+    boundaries: dict[str, Boundary] = {}
+    passed: dict[str, list[int]] = {}
+    used: dict[str, list[int]] = {}
+    for stage in program.stages:
+        reads = _reads(stage)
+        for value in stage.inputs:
+            boundaries.setdefault(value.name, value)
+            (used if value.name in reads else passed).setdefault(value.name, []).append(stage.index)
+    found = []
+    for name, value in boundaries.items():
+        by = passed.get(name, []), used.get(name, [])
+        made_by = min((*by[0], *by[1])) - 1
+        shape, dtype, requires_grad = value.shape, value.dtype, value.requires_grad
+        found.append(LiveValue(name, shape, dtype, requires_grad, made_by, tuple(by[0]), tuple(by[1])))
+    return tuple(found)
+
+
+def _reads(stage: Stage) -> set[str]:
+    """Names of the received values that a stage computes with; all where it is no graph."""
+    graph = _graph(stage)
+    if graph is None:
+        return {value.name for value in stage.inputs}
+    nodes = graph.find_nodes(op="placeholder")
+    return {value.name for value, node in zip(stage.inputs, nodes, strict=False) if _is_read(node)}
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Whether more is done with a received value than to put it back in its layout and to send it on."""
+    return any(_is_read(user) if user.target is laid_out else user.op != "output" for user in node.users)
+
+
+def _span(value: LiveValue) -> range:
+    return range(value.made_by, value.received_by[-1] + 1)
+
+
+def _result_names(stage: Stage) -> tuple[str, ...]:
+    """Keys of the model's result where it is a mapping, else the names of the nodes it is made of."""
+    graph = _graph(stage)
+    if graph is None or not (graph.find_nodes(op="output")):
+        return ("output",)
+    result = graph.output_node().args[0]
+    template = getattr(result.args[0], "value", None) if isinstance(result, fx.Node) and result.args else None
+    if isinstance(result, Mapping) or isinstance(template, Mapping):
+        content = result if isinstance(result, Mapping) else template
+        assert content is not None
+        return tuple(str(key) for key, value in content.items() if value is not None)
+    return tuple(node.name for node in graph.output_node().all_input_nodes)
