@@ -9,6 +9,7 @@ from slapo_pipeline.analysis import (
     generate_pipeline_partition,
     propagate_partition,
 )
+from slapo_pipeline.describe import describe, stage_code
 
 __all__ = [
     "LiveValue",
@@ -17,6 +18,8 @@ __all__ = [
     "analyze_tie_weights",
     "build_pipeline_model",
     "build_program",
+    "describe",
     "generate_pipeline_partition",
     "propagate_partition",
+    "stage_code",
 ]

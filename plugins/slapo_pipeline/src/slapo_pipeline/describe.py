@@ -1,0 +1,173 @@
+"""A partition as text: for a look at what each stage runs, holds, receives and sends, and at its code."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from slapo_core.errors import BuildError
+from slapo_core.program import Boundary, Program
+from slapo_core.schedule import Schedule
+from slapo_core.tracing.calls import function_name
+
+from .analysis import analyze_pipeline_module, generate_pipeline_partition
+
+_SPACES = {"torch": torch, "F": F, "operator": operator}
+
+
+def describe(partitioned: Program | Schedule, code: bool = False) -> str:
+    """The stages as text to print: modules, parameters, what is received, read from the batch and sent, and ties.
+
+    Shapes and bytes are those of one transfer, for inputs like the ones the program was made for.
+
+    Args:
+        partitioned: A program, or any handle of a schedule, which is partitioned first.
+        code: Also show each stage's code; see ``stage_code``.
+
+    Raises:
+        BuildError: neither of the two.
+        BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
+    """
+    program = generate_pipeline_partition(partitioned) if isinstance(partitioned, Schedule) else partitioned
+    found = analyze_pipeline_module(program)
+    whole = f"{type(program.module).__name__}: {_counted(len(program.stages), 'stage')}, {_parameters([program.module])}"
+    nothing = "no whole module" if len(program.stages) > 1 else "the whole model"
+    blocks = [whole]
+    for stage in program.stages:
+        last = stage is program.stages[-1]
+        sent = ", ".join(found.results[stage.index]) if last else _values(program.stages[stage.index + 1].inputs)
+        rows = {
+            "runs": ", ".join(_runs(stage.paths)) or nothing,
+            "holds": _parameters([stage.module]),
+            "receives": _values(stage.inputs),
+            "from the batch": ", ".join(stage.batch_inputs),
+            "returns" if last else "sends": sent,
+            "shares": ", ".join(" = ".join(tie.names) for tie in program.ties if stage.index in tie.stages),
+        }
+        lines = [f"  {name:<16}{text}" for name, text in rows.items() if text]
+        blocks.append("\n".join([f"stage {stage.index}", *lines]))
+        if code:
+            blocks.append(_indented(stage_code(program, stage.index)))
+    return "\n\n".join(blocks)
+
+
+def stage_code(program: Program, stage: int) -> str:
+    """What one stage runs, as text that reads like Python: a line per operation, with the shape and dtype of its result.
+
+    Args:
+        program: The stages.
+        stage: Index of the stage.
+
+    Raises:
+        BuildError: no such stage.
+    """
+    if not 0 <= stage < len(program.stages):
+        raise BuildError(f"no stage {stage}; the program has stages 0 to {len(program.stages) - 1}")
+    module = program.stages[stage].module
+    if not isinstance(module, fx.GraphModule):
+        return f"def stage_{stage}(...):\n    return {type(module).__name__}.forward(...)  # not taken apart"
+    inputs = ", ".join(str(node.target) for node in module.graph.find_nodes(op="placeholder"))
+    lines = [f"def stage_{stage}({inputs}):"]
+    for node in module.graph.nodes:
+        if node.op == "output":
+            lines.append(f"    return {_text(node.args[0])}")
+        elif node.op not in ("placeholder", "get_attr"):
+            value = node.meta.get("val")
+            shape = f"  # {_kind(value.shape, value.dtype)}" if isinstance(value, torch.Tensor) else ""
+            lines.append(f"    {node.name} = {_call(node)}{shape}")
+    return "\n".join(lines)
+
+
+def _runs(paths: Iterable[str]) -> list[str]:
+    """Paths, where neighbours of a list stand together: ``h.0``, ``h.1``, ``h.2`` as ``h.0-2``."""
+    runs: list[tuple[str, list[str]]] = []
+    for path in paths:
+        prefix, _, name = path.rpartition(".")
+        follows = runs and runs[-1][0] == prefix and name.isdecimal() and runs[-1][1][-1].isdecimal()
+        if follows and int(name) == int(runs[-1][1][-1]) + 1:
+            runs[-1][1].append(name)
+        else:
+            runs.append((prefix, [name]))
+    return [f"{prefix}{'.' if prefix else ''}{names[0]}{f'-{names[-1]}' if names[1:] else ''}" for prefix, names in runs]
+
+
+def _parameters(modules: Sequence[nn.Module]) -> str:
+    found = {id(tensor): tensor for module in modules for tensor in module.parameters()}.values()
+    frozen = sum(tensor.numel() for tensor in found if not tensor.requires_grad)
+    count = sum(tensor.numel() for tensor in found)
+    size = f"{_counted(count, 'parameter')}, {_bytes(sum(tensor.nbytes for tensor in found))}"
+    return f"{size}, {frozen:,} frozen" if frozen else size
+
+
+def _values(values: Iterable[Boundary]) -> str:
+    return ", ".join(map(_value, values))
+
+
+def _value(value: Boundary) -> str:
+    text = f"{value.name} {_kind(value.shape, value.dtype)} {_bytes(_nbytes(value))}"
+    return text if value.requires_grad else f"{text}, no gradient"
+
+
+def _nbytes(value: Boundary) -> int:
+    return int(torch.Size(value.shape).numel()) * value.dtype.itemsize
+
+
+def _kind(shape: Iterable[int], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _bytes(count: float) -> str:
+    if count < 1024:
+        return f"{count} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _call(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        key = node.args[1]
+        return f"{_text(node.args[0])}[{', '.join(map(_text, key)) if isinstance(key, tuple) and key else _text(key)}]"
+    if node.target is getattr:
+        return f"{_text(node.args[0])}.{node.args[1]}"
+    args = [*map(_text, node.args), *(f"{key}={_text(value)}" for key, value in node.kwargs.items())]
+    if node.op == "call_module":
+        return f"{_attribute(str(node.target))}({', '.join(args)})"
+    if node.op == "call_method":
+        return f"{args[0]}.{node.target}({', '.join(args[1:])})"
+    home = next((f"{short}." for short, space in _SPACES.items() if vars(space).get(function_name(node)) is node.target), "")
+    return f"{home}{function_name(node)}({', '.join(args)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return _attribute(str(value.target)) if value.op == "get_attr" else value.name
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(map(_text, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_text(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, slice):
+        parts = (value.start, value.stop) if value.step is None else (value.start, value.stop, value.step)
+        return ":".join("" if part is None else _text(part) for part in parts)
+    return "..." if value is Ellipsis else repr(value)
+
+
+def _attribute(path: str) -> str:
+    """``h.0.attn`` as Python has it: ``self.h[0].attn``."""
+    return "self" + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in path.split("."))
