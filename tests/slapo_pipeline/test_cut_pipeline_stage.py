@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from slapo_core.build import build_program
 from slapo_core.errors import BuildError, ScheduleError, TraceError
+from slapo_core.schedule import Schedule
 from slapo_core.wrapping import wrap_forward
 
 from .staged import cut
@@ -43,6 +45,139 @@ def test_no_cut_is_one_stage() -> None:
 def test_the_same_place_twice() -> None:
     with pytest.raises(ScheduleError, match=r"cut_pipeline_stage\('a'\): a stage ends after this module already"):
         cut(Skips(), X, "a", "a")
+
+
+def cut_before(model: nn.Module, inputs: Any, *paths: str) -> Schedule:
+    """A schedule with stages that begin with ``paths``."""
+    schedule = cut(model, inputs)
+    for path in paths:
+        schedule[path].cut_pipeline_stage(where="before")
+    return schedule
+
+
+def test_a_stage_begins_with_a_module() -> None:
+    program = build_program(cut_before(Skips(), X, "d", "b"))
+    assert [stage.paths for stage in program.stages] == [("a",), ("b", "c"), ("d", "head")]
+
+
+class Residual(nn.Module):
+    """Adds between its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Pair(), Pair()
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.a(x)
+        return self.head(self.b(x)).pow(2).mean()
+
+
+class Pair(nn.Module):
+    """Does something before its first module and after its last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x * 2)).tanh()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stages"),
+    [
+        (["b"], [], [("a",), ("b", "head")]),
+        (["b.second"], [], [("a", "b.first"), ("b.second", "head")]),
+        (["b"], ["b.first"], [("a",), ("b.first",), ("b.second", "head")]),
+        (["b"], ["b"], [("a",), ("b",), ("head",)]),
+        (["a.second", "head"], ["a"], [("a.first",), ("a.second",), ("b",), ("head",)]),
+    ],
+)
+def test_stages_that_begin_with_modules_are_the_model(before: list[str], after: list[str], stages: list[Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    schedule = cut(model, {"x": x}, *after)
+    for path in before:
+        schedule[path].cut_pipeline_stage("before")
+    program = build_program(schedule)
+    assert [stage.paths for stage in program.stages] == stages
+    found, expected = program(x=x), plain(x)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+def test_what_a_module_does_first_is_in_the_stage_that_begins_with_it() -> None:
+    schedule = cut(Residual(), {"x": torch.randn(4, 8)}, "b.first")
+    schedule["b"].cut_pipeline_stage(where="before")
+    first, second, _ = build_program(schedule).stages
+    names = [[node.name for node in stage.module.graph.nodes] for stage in (first, second)]  # type: ignore[union-attr]
+    assert names[0] == ["x", "a", "add", "output"]
+    assert names[1] == ["add", "mul", "b_first", "output"]
+
+
+def test_a_module_that_runs_twice_begins_its_stage_the_first_time() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Linear(2, 2), shared, nn.Linear(2, 2), shared)
+    program = build_program(cut_before(model, {"input": torch.randn(1, 2)}, "3"))
+    assert [stage.paths for stage in program.stages] == [("0",), ("1", "2")]
+
+
+def test_a_cut_before_is_journaled_undone_and_taken_again(tmp_path: Path) -> None:
+    from slapo_core.replay import load_schedule
+
+    schedule = cut_before(Skips(), X, "b")
+    schedule["b"].cut_pipeline_stage()
+    lines = ["sch['b'].cut_pipeline_stage(where='before')", "sch['b'].cut_pipeline_stage()"]
+    assert str(schedule.journal).splitlines() == lines
+    for name in ("schedule.json", "schedule.py"):
+        schedule.save(tmp_path / name)
+        again = load_schedule(Skips(), tmp_path / name, example_inputs=X, plugins=schedule.registry)
+        assert [stage.paths for stage in build_program(again).stages] == [("a",), ("b",), ("c", "d", "head")]
+    schedule.undo()
+    assert len(build_program(schedule).stages) == 2
+    schedule.undo()
+    assert len(build_program(schedule).stages) == 1
+    schedule["b"].cut_pipeline_stage("before")
+    assert [stage.paths for stage in build_program(schedule).stages] == [("a",), ("b", "c", "d", "head")]
+
+
+def test_the_same_place_twice_before() -> None:
+    with pytest.raises(ScheduleError, match=r"cut_pipeline_stage\('b'\): a stage begins with this module already"):
+        cut_before(Skips(), X, "b", "b")
+
+
+def test_before_the_first_module() -> None:
+    with pytest.raises(ScheduleError, match=r"cut_pipeline_stage\('a'\): nothing runs before it; remove this cut"):
+        build_program(cut_before(Skips(), X, "a", "c"))
+
+
+def test_the_end_of_one_module_and_the_begin_of_the_next() -> None:
+    schedule = cut_before(Skips(), X, "c")
+    schedule["b"].cut_pipeline_stage()
+    with pytest.raises(ScheduleError, match="nothing runs between it and"):
+        build_program(schedule)
+
+
+def test_before_a_module_that_does_not_run() -> None:
+    model = Skips()
+    model.spare = nn.Linear(2, 2)
+    with pytest.raises(ScheduleError, match=r"cut_pipeline_stage\('spare'\): the model does not run this module"):
+        build_program(cut_before(model, X, "spare"))
+
+
+def test_before_the_whole_model() -> None:
+    with pytest.raises(ScheduleError, match="a stage begins with the whole model; cut before a module inside it"):
+        cut(Skips(), X).cut_pipeline_stage(where="before")
+
+
+def test_neither_before_nor_after() -> None:
+    with pytest.raises(ScheduleError, match=r"cut_pipeline_stage\('a'\): where is 'behind'; it is 'after' or 'before'"):
+        cut(Skips(), X)["a"].cut_pipeline_stage(where="behind")
 
 
 def test_the_whole_model() -> None:

@@ -1,8 +1,9 @@
-"""``cut_pipeline_stage``: a pipeline stage ends after this module."""
+"""``cut_pipeline_stage``: a pipeline stage ends after this module, or begins with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from slapo_core.errors import ScheduleError
 from slapo_core.journal import Step
@@ -11,50 +12,94 @@ from slapo_core.schedule import Schedule
 from slapo_core.wrapping import is_opaque
 
 NAME = "cut_pipeline_stage"
+Where = Literal["after", "before"]
+_SAID = {"after": "a stage ends after this module", "before": "a stage begins with this module"}
 
 
 class CutPipelineStagePrimitive(Primitive):
-    """End a pipeline stage after this module, at any depth; what runs later belongs to the next stage.
+    """End a pipeline stage after this module, or begin one with it, at any depth; what runs later belongs to the next stage.
 
     The model itself is not changed; ``build`` takes it apart there. Cuts may lie in different submodules or inside of each
-    other, and n cuts make n + 1 stages. A module that runs several times ends its stage after the last time.
+    other, and n cuts make n + 1 stages. A module that runs several times ends its stage after the last time, and begins one
+    with the first. What runs between two modules, an addition say, goes with the one that a cut does not separate it from.
 
     Rewrite:
         h.4, h.5, h.6  -->  [h.4, h.5] [h.6]        sch["h.5"].cut_pipeline_stage()
+        h.4, h.5, h.6  -->  [h.4] [h.5, h.6]        sch["h.5"].cut_pipeline_stage(where="before")
+
+    Args:
+        where: ``"after"``, a stage ends after this module, or ``"before"``, a stage begins with it.
 
     Raises:
-        ScheduleError: the whole model, a module cut already, or one inside a module that is wrapped or has hooks.
+        ScheduleError: the whole model, another ``where``, a module cut there already, or one inside a module that is wrapped
+            or has hooks.
     """
 
     name = NAME
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule) -> None:
+    def check(schedule: Schedule, where: Where = "after") -> None:
         """Refuse a place where no stage can end."""
+        if where not in _SAID:
+            raise ScheduleError(f"where is {where!r}; it is 'after' or 'before'", path=schedule.path, primitive=NAME)
         if not schedule.path:
-            raise ScheduleError("nothing comes after the whole model; cut after a module inside it", primitive=NAME)
-        if schedule.path in cuts(schedule.journal) or NAME in schedule.metadata.primitives:
-            raise ScheduleError("a stage ends after this module already", path=schedule.path, primitive=NAME)
-        outer = schedule.parent
-        while outer is not None:
-            if is_opaque(outer.mod):
-                raise ScheduleError(
-                    f"it lies inside {outer.path or 'the whole model'!r}, which is wrapped or has hooks and runs as one piece; "
-                    "cut after that module, or cut before wrapping it",
-                    path=schedule.path,
-                    primitive=NAME,
-                )
-            outer = outer.parent
+            beyond = "nothing comes after" if where == "after" else "a stage begins with"
+            raise ScheduleError(f"{beyond} the whole model; cut {where} a module inside it", primitive=NAME)
+        known = (where_of(cut) for cut in cuts(schedule.journal) if cut == schedule.path)
+        if where in (*known, *schedule.metadata.primitives.get(NAME, ())):
+            raise ScheduleError(f"{_SAID[where]} already", path=schedule.path, primitive=NAME)
+        refuse_inside_opaque(schedule, NAME)
 
     @staticmethod
-    def apply(schedule: Schedule) -> None:
+    def apply(schedule: Schedule, where: Where = "after") -> None:
         """Nothing to change: the journal holds the cut."""
+        schedule.metadata.primitives[NAME].add(where)
+
+    @staticmethod
+    def init_metadata() -> set[str]:
+        """Where this module is cut."""
+        return set()
+
+
+class Cut(str):
+    """The path of a module where a stage ends or begins.
+
+    Args:
+        path: Of the module.
+        where: ``"after"`` it, or ``"before"`` it.
+    """
+
+    where: Where
+
+    def __new__(cls, path: str, where: Where = "after") -> Cut:
+        cut = super().__new__(cls, path)
+        cut.where = where
+        return cut
+
+
+def where_of(path: str) -> Where:
+    """Whether a stage ends after the module at a path, as without a ``Cut``, or begins with it."""
+    return path.where if isinstance(path, Cut) else "after"
 
 
 def cuts(steps: Iterable[Step]) -> list[str]:
-    """Paths of the modules that end a stage, in the order in which they were cut."""
+    """Paths of the modules where stages end or begin, each a ``Cut``, in the order in which they were cut."""
     found: list[str] = []
     for step in steps:
-        found += [step.path] if step.name == NAME else cuts(step.children)
+        found += [Cut(step.path, *step.args, **step.kwargs)] if step.name == NAME else cuts(step.children)
     return found
+
+
+def refuse_inside_opaque(schedule: Schedule, primitive: str) -> None:
+    """Raise ``ScheduleError`` for a module inside one that cannot be taken apart."""
+    outer = schedule.parent
+    while outer is not None:
+        if is_opaque(outer.mod):
+            raise ScheduleError(
+                f"it lies inside {outer.path or 'the whole model'!r}, which is wrapped or has hooks and runs as one piece; "
+                "cut after that module, or cut before wrapping it",
+                path=schedule.path,
+                primitive=primitive,
+            )
+        outer = outer.parent
