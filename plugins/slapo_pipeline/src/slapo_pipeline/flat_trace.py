@@ -13,7 +13,7 @@ from torch import fx, nn
 from slapo_core.errors import ScheduleError, TraceError
 from slapo_core.tracing import TracedModule, trace_module
 
-from .cut_pipeline_stage import NAME
+from .cut_pipeline_stage import NAME, where_of
 
 
 def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) -> TracedModule:
@@ -74,21 +74,42 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list[tuple[int, str]]:
     """Where in the order of the graph's nodes each stage ends, ascending, with the cut's path.
 
+    Args:
+        root: The model.
+        graph: Its flat graph.
+        cuts: Paths of modules: a stage ends after the last time each runs, or, of a ``Cut`` before it, ahead of the first.
+
     Raises:
-        ScheduleError: a cut module does not run, or nothing runs between two cuts or after the last.
+        ScheduleError: a cut module does not run, or nothing runs before the first cut, between two or after the last.
     """
     names = {id(module): name for name, module in root.named_modules()}
-    calls = [(index, str(node.target)) for index, node in enumerate(graph.nodes) if node.op == "call_module"]
+    nodes = list(graph.nodes)
+    calls = [(index, str(node.target)) for index, node in enumerate(nodes) if node.op == "call_module"]
     found: list[tuple[int, str]] = []
     for path in cuts:
         name = names[id(root.get_submodule(path))]
-        runs = [index for index, target in calls if target == name or target.startswith(f"{name}.")]
+        runs = [index for index, target in calls if _is_inside(target, name)]
         if not runs:
             raise ScheduleError("the model does not run this module on the example inputs", path=path, primitive=NAME)
-        found.append((runs[-1], path))
+        found.append((runs[-1] if where_of(path) == "after" else _begin(nodes, name) - 1, path))
     found.sort()
     _check_work_between(calls, found)
     return found
+
+
+def _begin(nodes: Sequence[fx.Node], name: str) -> int:
+    """Place of the first node that a module, or one inside it, runs."""
+    runs = (node.op not in ("placeholder", "get_attr", "output") and _is_inside(_place(node), name) for node in nodes)
+    return list(runs).index(True)
+
+
+def _place(node: fx.Node) -> str:
+    """Path of the module that the node calls, or whose forward has it."""
+    return str(node.target if node.op == "call_module" else node.meta.get("module", ""))
+
+
+def _is_inside(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")
 
 
 def _leaf(cuts: Sequence[str], opened: set[str] | None) -> Callable[[str, nn.Module], bool]:
@@ -116,6 +137,6 @@ def _check_work_between(calls: Sequence[tuple[int, str]], cuts: Sequence[tuple[i
     ends = [*(position for position, _ in cuts), float("inf")]
     for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         if not any(begin < index <= end for index, _ in calls):
-            where = cuts[number - 1][1]
-            what = "nothing runs after it" if number == len(cuts) else f"nothing runs between it and {cuts[number][1]!r}"
-            raise ScheduleError(f"{what}; remove this cut", path=where, primitive=NAME)
+            where = cuts[max(number - 1, 0)][1]
+            what = f"nothing runs between it and {cuts[number][1]!r}" if 0 < number < len(cuts) else "nothing runs after it"
+            raise ScheduleError(f"{what if number else 'nothing runs before it'}; remove this cut", path=where, primitive=NAME)
