@@ -27,14 +27,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
-    """A tied GPT-2 with four layers, equal on every rank."""
+def gpt2(dropout: float = 0.0, layers: int = 4) -> nn.Module:
+    """A tied GPT-2, equal on every rank."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, use_cache=False, loss_type="ForCausalLMLoss"))
+    return GPT2LMHeadModel(GPT2Config(**sizes, n_layer=layers, **rates, use_cache=False, loss_type="ForCausalLMLoss"))
 
 
 def tokens(dp: int, steps: int = 3) -> list[torch.Tensor]:
@@ -48,15 +48,15 @@ def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1) -> DeviceMesh:
     return init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
-def scheduled(model: nn.Module, mesh: DeviceMesh, example: dict[str, Any]) -> Schedule:
-    """GPT-2 sharded and cut evenly as the mesh wants."""
+def scheduled(model: nn.Module, mesh: DeviceMesh, example: dict[str, Any], per_rank: int = 1) -> Schedule:
+    """GPT-2 sharded and cut evenly as the mesh wants, into so many stages for each rank."""
     plugins = Registry([slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin])
     schedule = create_schedule(model, mesh=mesh, example_inputs=example, plugins=plugins)
     if mesh["tp"].size() > 1:
         schedule.tensor_parallel()
-    stages = mesh["pp"].size()
+    stages, layers = mesh["pp"].size() * per_rank, len(schedule["transformer.h"].mod._modules)
     for stage in range(1, stages):
-        schedule[f"transformer.h.{stage * 4 // stages - 1}"].cut_pipeline_stage()
+        schedule[f"transformer.h.{stage * layers // stages - 1}"].cut_pipeline_stage()
     return schedule
 
 
@@ -66,13 +66,13 @@ def my_part(batch: torch.Tensor, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     return {"input_ids": part, "labels": part}
 
 
-def train_beside_reference(rank: int, layout: dict[str, int], config: dict[str, Any]) -> dict[str, float]:
+def train_beside_reference(rank: int, layout: dict[str, int], config: dict[str, Any], per_rank: int = 1) -> dict[str, float]:
     """Largest differences over three steps: losses, gradients and norms; after them: weights and the evaluation loss."""
     mesh = mesh_of(**layout)
-    model = gpt2()
+    model = gpt2(layers=max(4, layout.get("pp", 1) * per_rank))
     reference = copy.deepcopy(model)
     data = tokens(layout.get("dp", 1))
-    schedule = scheduled(model, mesh, my_part(data[0], mesh))
+    schedule = scheduled(model, mesh, my_part(data[0], mesh), per_rank)
     engine = build(schedule, "torch", optimizer=adamw, **config)
     assert isinstance(engine, TorchEngine)
     optimizer = adamw(reference.parameters())

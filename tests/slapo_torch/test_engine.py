@@ -126,7 +126,10 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
         ({"microbatches": 0}, "microbatches is 0; give a whole number from 1 on"),
         ({"clip": -1.0}, "clip is -1.0"),
         ({"ignore_index": "pad"}, "ignore_index is 'pad'; give the label value"),
-        ({"pipeline_schedule": "zigzag"}, "no pipeline_schedule 'zigzag'; available: 1f1b, gpipe"),
+        (
+            {"pipeline_schedule": "zigzag"},
+            "no pipeline_schedule 'zigzag'; available: 1f1b, a path that ends in .csv, dualpipev, gpipe",
+        ),
         ({"precision": "fp16"}, "cannot do precision:fp16"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "optimizer is a SGD object; give a factory"),
         ({"loss_fn": lambda outputs: outputs}, r"loss_fn does not take \(outputs, labels\)"),

@@ -69,7 +69,8 @@ def build(
     try:
         dialect, program = _prepare(sch, target, common, config)
         device = program.mesh.device_type if program.mesh is not None else "cpu"
-        materialize(program.module, _held(program), param_init_fn=param_init_fn, seed=seed, device=device)
+        held = [stage.module for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
+        materialize(program.module, held, param_init_fn=param_init_fn, seed=seed, device=device)
     except Exception as err:
         error = err
     agree(error, *ranks)
@@ -116,7 +117,7 @@ def _prepare(
         raise BuildError(f"target=None has no use for {', '.join(config)}")
     program = build_program(sch)
     if dialect is not None:
-        dialect.check(program, **common, **config)
+        program = dialect.check(program, **common, **config) or program
     return dialect, program
 
 
@@ -160,11 +161,3 @@ def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False, plugin
     if allow_none and cls_type not in dialect.classes:
         return None
     return dialect.get(cls_type)
-
-
-def _held(program: Program) -> list[torch.nn.Module] | None:
-    """The modules whose weights this rank holds; None for all."""
-    if program.axis_size("pp") == 1:
-        return None
-    rank, size = program.axis_rank("pp"), program.axis_size("pp")
-    return [stage.module for stage in program.stages if stage.index % size == rank]

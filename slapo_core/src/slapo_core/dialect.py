@@ -26,8 +26,12 @@ class Dialect(ABC):
     classes: ClassVar[dict[str, type]] = {}
 
     @classmethod
-    def check(cls, program: Program, **config: Any) -> None:
-        """Raise ``BuildError`` for what the framework cannot do; called before anything is built, changes nothing."""
+    def check(cls, program: Program, **config: Any) -> Program | None:
+        """Raise ``BuildError`` for what the framework cannot do; called before anything is built, changes nothing.
+
+        Returns:
+            The program with its ``placement``, where the framework does not deal out the stages in turn.
+        """
         needs = {
             "pipeline": len(program.stages) > 1,
             "data_parallel": program.axis_size("dp") > 1,
@@ -39,6 +43,7 @@ class Dialect(ABC):
             raise BuildError(
                 f"target {cls.name!r} cannot do {', '.join(missing)}; it can do {', '.join(sorted(cls.capabilities))}"
             )
+        return None
 
     @classmethod
     def get(cls, kind: str) -> type:

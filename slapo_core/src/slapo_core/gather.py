@@ -61,19 +61,19 @@ def _refuse_parts(module: nn.Module, program: Program | None) -> None:
 
 
 def _owners(program: Program | None) -> dict[str, int]:
-    """Current name of a parameter or buffer to the first stage that has it; empty where every rank has all."""
+    """Current name of a parameter or buffer to the rank of the first stage that has it; empty where every rank has all."""
     if program is None or program.axis_size("pp") == 1:
         return {}
     stages = reversed(program.stages)
     walks = [(stage.index, walk) for stage in stages for walk in (stage.module.named_parameters, stage.module.named_buffers)]
-    return {name: index for index, walk in walks for name, _ in walk(remove_duplicate=False)}
+    return {name: program.rank_of(index) for index, walk in walks for name, _ in walk(remove_duplicate=False)}
 
 
-def _from_stage(parameter: torch.Tensor, read: Read, program: Program, stage: int) -> torch.Tensor | None:
+def _from_stage(parameter: torch.Tensor, read: Read, program: Program, rank: int) -> torch.Tensor | None:
     assert program.mesh is not None
     pipeline = program.mesh["pp"]
-    full = over_group(parameter, read) if pipeline.get_local_rank() == stage else None
-    source = dist.get_global_rank(pipeline.get_group(), stage)
+    full = over_group(parameter, read) if pipeline.get_local_rank() == rank else None
+    source = dist.get_global_rank(pipeline.get_group(), rank)
     device = torch.device(program.mesh.device_type)
     present = torch.tensor(full is not None, dtype=torch.uint8, device=device)
     dist.broadcast(present, source, group=pipeline.get_group())

@@ -79,6 +79,7 @@ class Program:
         ties: Parameters that several stages use.
         replan: ``replan(training, example_inputs)`` gives the same program for other input shapes or the other mode,
             on the same parameters, and remembers it; None where the modules themselves handle both.
+        placement: The pipeline rank of each stage, where they are not dealt out in turn; see ``rank_of``.
     """
 
     module: nn.Module
@@ -88,6 +89,11 @@ class Program:
     original_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ties: tuple[TieGroup, ...] = ()
     replan: Callable[[bool, Mapping[str, Any]], Program] | None = None
+    placement: tuple[int, ...] = ()
+
+    def rank_of(self, stage: int) -> int:
+        """The rank along the axis ``pp`` that runs a stage; several stages may be on one."""
+        return self.placement[stage] if self.placement else stage % self.axis_size("pp")
 
     def axis_size(self, axis: str) -> int:
         """Number of ranks along a mesh axis; 1 where the mesh has no such axis."""
@@ -104,10 +110,9 @@ class Program:
     def __call__(self, **batch: Any) -> Any:
         """Run all stages in turn in this process, for one micro-batch: the reference for every engine."""
         program = self.replan(self.module.training, batch) if self.replan is not None else self
-        values: tuple[Any, ...] = ()
-        result: Any = None
+        result: Any = ()
         for stage in program.stages:
             taken = batch if len(program.stages) == 1 else {name: batch[name] for name in stage.batch_inputs if name in batch}
-            result = stage.module(*values, **taken)
-            values = result if isinstance(result, tuple) else (result,)
+            received = result if isinstance(result, tuple) else (result,)
+            result = stage.module(*received, **taken)
         return result

@@ -47,9 +47,9 @@ def partition(schedule: Schedule) -> Program | None:
         return None
     mesh, root = schedule.mesh, schedule.root_module
     ranks = mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else 1
-    if mesh is not None and ranks != len(places) + 1:
+    if mesh is not None and (len(places) + 1) % ranks:
         cut = "1 cut makes" if len(places) == 1 else f"{len(places)} cuts make"
-        raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; they must be equal")
+        raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; give each rank as many stages")
     _check_open(root, places)
     if schedule.example_inputs is None:
         raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 from slapo_core.dialect import Dialect
@@ -11,11 +12,12 @@ from slapo_core.program import Program
 
 from .engine import TorchEngine
 from .options import Options
+from .schedules import placement
 from .stage_call import StageCall
 
 
 class TorchDialect(Dialect):
-    """Plain torch: gradient accumulation, data parallelism, GPipe and 1F1B over ``torch.distributed.pipelining``."""
+    """Plain torch: gradient accumulation, data parallelism, and the schedules of ``torch.distributed.pipelining``."""
 
     name = "torch"
     capabilities = frozenset({"pipeline", "data_parallel", "tensor_parallel", "precision:fp32", "precision:bf16"})
@@ -26,22 +28,20 @@ class TorchDialect(Dialect):
     }
 
     @classmethod
-    def check(cls, program: Program, **config: Any) -> None:
-        """Raise ``BuildError`` for options that are unknown or do not fit the program."""
+    def check(cls, program: Program, **config: Any) -> Program:
+        """Raise ``BuildError`` for options that are unknown or do not fit the program; give it with its stages placed."""
         options = Options.of(config)
         super().check(program, **config)
         options.check_mean(options.microbatches * program.axis_size("dp"))
-        stages, ranks = len(program.stages), program.axis_size("pp")
-        if stages != ranks:
-            raise BuildError(f"{stages} stages on a mesh with pp={ranks}; cut the model into as many stages as pp has ranks")
-        if stages > 1 and options.pipeline_schedule == "1f1b" and options.microbatches < stages:
-            raise BuildError(
-                f"schedule '1f1b' needs at least as many micro-batches as stages, got {options.microbatches} for {stages}; "
-                f"use microbatches={stages} or pipeline_schedule='gpipe'"
-            )
+        stages = len(program.stages)
+        if stages > 1 and program.mesh is None:
+            raise BuildError(f"{stages} stages, but the schedule has no mesh; give create_schedule mesh= with an axis pp")
+        if stages == program.axis_size("pp") == 1:
+            return program
+        places = placement(options.pipeline_schedule, stages, program.axis_size("pp"), options.microbatches)
+        return dataclasses.replace(program, placement=places)
 
     @classmethod
     def build(cls, program: Program, **config: Any) -> Engine:
         """Make the engine of this rank; collective. See ``Options`` for the configuration."""
-        cls.check(program, **config)
-        return TorchEngine(program, Options.of(config))
+        return TorchEngine(cls.check(program, **config), Options.of(config))

@@ -19,10 +19,12 @@ from .batches import Batch, check_labels, content, counted_labels, fingerprint, 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .failures import Peers
 from .holdings import Holdings
+from .merged import merged
 from .modes import Modes
 from .options import Options
-from .replicas import Replicas
-from .stage_call import StageCall
+from .replicas import Replicas, check_dense
+from .schedules import kind_of
+from .stage_call import StageCall, precision
 from .step import StepResult, run_whole
 
 _KEPT_PLANS = 16  # shapes of micro-batches, each with its receive buffers
@@ -31,7 +33,7 @@ Runner = Callable[[list[Batch], list[Any]], StepResult]
 
 
 class TorchEngine(Engine):
-    """Trains or evaluates one stage, or the whole model, on this rank.
+    """Trains or evaluates this rank's stages, or the whole model.
 
     Parameters may be frozen and unfrozen between steps, alike on all ranks that hold them; the optimizer is told of unfrozen
     ones by ``add_param_group``. On a rank that had none to train it is made of them in the next step.
@@ -42,10 +44,11 @@ class TorchEngine(Engine):
     collective, when the process of one has ended.
 
     Attributes:
-        module: This rank's stage, or the model.
+        module: This rank's stage, all its stages in one tree, or the model.
         optimizer: Of this rank's trainable parameters; None when there are none, or no factory was given.
-        timeline: With ``record_timeline``: the forwards (``"F"``) and backwards (``"B"``) of this rank in its last step, as
-            dicts of ``rank``, ``stage``, ``kind``, ``microbatch``, ``start`` and ``end`` (seconds since the epoch).
+        timeline: With ``record_timeline``: the forwards (``"F"``) and backwards (``"B"``, or in two parts ``"I"`` and ``"W"``)
+            of this rank in its last step, as dicts of ``rank``, ``stage``, ``kind``, ``microbatch``, ``start`` and ``end``
+            (seconds since the epoch).
         grad_norm: Norm of all gradients of the last step before clipping; None without ``clip``.
     """
 
@@ -61,10 +64,10 @@ class TorchEngine(Engine):
         self._device = _device(program)
         self.timeline: list[dict[str, Any]] = []
         self.grad_norm: float | None = None
-        self._stage = program.stages[program.axis_rank("pp")]
-        self.module: nn.Module = self._stage.module
+        self._mine = tuple(stage.index for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp"))
+        self.module: nn.Module = merged([program.stages[index].module for index in self._mine])
         self.optimizer: torch.optim.Optimizer | None = None
-        self._holdings = Holdings(program)
+        self._holdings = Holdings(program, self.module)
         self._replicas: Replicas | None = None
         self._unused = False
         self._outdated = False
@@ -163,17 +166,17 @@ class TorchEngine(Engine):
 
     def _runner(self, part: Batch, training: bool) -> Runner:
         if len(self._program.stages) == 1:
-            call = StageCall(self._stage, None, self._options, self._device.type)
+            call = StageCall(self._program.stages[0], None, self._options, self._device.type)
             return lambda parts, labels: run_whole(call, parts, labels, training, self._replicas)
         from .pipeline import StagePlan  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
         key = (training, signature(part))
         assert self._program.replan is not None
-        with torch.set_grad_enabled(training), StageCall(self._stage, None, self._options, self._device.type).precision():
+        with torch.set_grad_enabled(training), precision(self._options, self._device.type):
             program = self._program.replan(training, part)  # the same one, unless the model has changed
         plan: StagePlan | None = self._plans.get(key)
         if plan is None or plan.program is not program:
-            plan = self._plans[key] = StagePlan(program, self._options, training, self._replicas)
+            plan = self._plans[key] = StagePlan(program, self._options, self._mine, training, self._replicas)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
         self._facts.append(fingerprint([stage.inputs for stage in plan.program.stages]))
@@ -207,6 +210,12 @@ class TorchEngine(Engine):
         return value
 
     @property
+    def _averages_late(self) -> bool:
+        """Whether gradients are averaged over replicas after the last backward: a backward in two parts runs no hooks."""
+        kind = kind_of(self._options.pipeline_schedule)
+        return self._program.axis_size("dp") > 1 and len(self._program.stages) > 1 and kind.stages_per_rank != 1
+
+    @property
     def _shares_batches(self) -> bool:
         """Whether several ranks have to be given the same batch."""
         return self._program.axis_size("pp") * self._program.axis_size("tp") > 1
@@ -223,7 +232,7 @@ class TorchEngine(Engine):
 
     def _take_in_unfrozen(self) -> None:
         """Train with what is trainable now. Collective."""
-        holdings = Holdings(self._program)
+        holdings = Holdings(self._program, self.module)
         holdings.check_same_start()
         self._holdings, self._outdated = holdings, False
         self._together(self._make_optimizer)
@@ -269,6 +278,8 @@ class TorchEngine(Engine):
         """What is left to do about gradients once the backwards have averaged them over replicas."""
         if self._replicas is not None and self._unused:
             self._replicas.drop_unused()
+        if self._averages_late:
+            self._holdings.average_over_replicas()
         self._holdings.reduce_ties()
 
     def _clip(self) -> float | None:
@@ -282,7 +293,10 @@ class TorchEngine(Engine):
     def _make_replicas(self) -> None:
         self._release()
         # DistributedDataParallel refuses a stage without trainable parameters, which has nothing to reduce
-        if self._program.axis_size("dp") > 1 and self._holdings.trainable and self._options.optimizer is not None:
+        if self._program.axis_size("dp") == 1 or not self._holdings.trainable or self._options.optimizer is None:
+            return
+        check_dense(self.module)
+        if not self._averages_late:
             assert self._mesh is not None
             self._replicas = Replicas(self.module, self._mesh["dp"].get_group())
 

@@ -1,4 +1,4 @@
-"""Gradients of tied parameters: the sum over the stages that share one."""
+"""Gradients of tied parameters, summed over the pipeline ranks that share one, and of replicas, averaged."""
 
 from __future__ import annotations
 
@@ -16,31 +16,48 @@ Bucket = list[torch.nn.Parameter]
 
 
 def sum_gradients(ties: Mapping[tuple[int, ...], Bucket], pipeline: dist.ProcessGroup) -> None:
-    """Sum gradients over the stages that share them. Collective over these stages; the others have nothing to do.
+    """Sum gradients over the ranks that share them. Collective over these ranks; the others have nothing to do.
 
-    Each sends its own to the others and adds them up in the order of the stages, so that all get the same bits. Groups of just
+    Each sends its own to the others and adds them up in the order of the ranks, so that all get the same bits. Groups of just
     these ranks would have to be made on all ranks of the world, which may be more than train this model.
 
     Args:
-        ties: This rank's tied parameters, as ``by_stages`` gives them, with dense gradients. One without a gradient counts as
-            zero, and keeps None where no stage has one.
+        ties: This rank's tied parameters, as ``by_ranks`` gives them, with dense gradients. One without a gradient counts as
+            zero, and keeps None where no rank has one.
         pipeline: The ranks of all stages.
     """
     own, sums, messages = dist.get_rank(pipeline), [], []
-    for stages, parameters in ties.items():
+    for ranks, parameters in ties.items():
         for bucket in _buckets(parameters):
             mine = _flat(bucket)
-            flats = {stage: mine if stage == own else torch.empty_like(mine) for stage in stages}
+            flats = {rank: mine if rank == own else torch.empty_like(mine) for rank in ranks}
             sums.append((bucket, list(flats.values())))
-            for stage in stages:
-                if stage != own:
-                    peer = dist.get_global_rank(pipeline, stage)
+            for rank in ranks:
+                if rank != own:
+                    peer = dist.get_global_rank(pipeline, rank)
                     messages.append(dist.P2POp(dist.isend, mine, peer, pipeline))
-                    messages.append(dist.P2POp(dist.irecv, flats[stage], peer, pipeline))
+                    messages.append(dist.P2POp(dist.irecv, flats[rank], peer, pipeline))
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
     for bucket, found in sums:
         _finish(bucket, reduce(torch.add, found))
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup) -> None:
+    """Let gradients be the means over the replicas. Collective over these.
+
+    Args:
+        parameters: The trainable ones, in the same order on all replicas, with dense gradients. One without a gradient counts
+            as zero, and keeps None where no replica has one.
+        replicas: The ranks with copies of them.
+    """
+    reduced = []
+    for bucket in _buckets(parameters):
+        flat = _flat(bucket)
+        reduced.append((bucket, flat, dist.all_reduce(flat, group=replicas, async_op=True)))
+    for bucket, flat, work in reduced:
+        work.wait()
+        _finish(bucket, flat, 1 / replicas.size())
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[Bucket]:
@@ -64,21 +81,22 @@ def _flat(bucket: Bucket) -> torch.Tensor:
     return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
-def _finish(bucket: Bucket, flat: torch.Tensor) -> None:
+def _finish(bucket: Bucket, flat: torch.Tensor, scale: float = 1.0) -> None:
     sizes = [parameter.numel() for parameter in bucket]
     flat = torch.view_as_complex(flat) if bucket[0].is_complex() else flat
     *pieces, present = torch.split(flat, [*sizes, len(bucket)])
-    for parameter, piece, stages in zip(bucket, pieces, present.tolist(), strict=True):
-        if stages:
+    for parameter, piece, holders in zip(bucket, pieces, present.tolist(), strict=True):
+        if holders:
+            gradient = piece.view_as(parameter) if scale == 1.0 else piece.view_as(parameter) * scale
             if parameter.grad is None:
-                parameter.grad = piece.view_as(parameter).clone()
+                parameter.grad = gradient.clone()
             else:
-                parameter.grad.copy_(piece.view_as(parameter))
+                parameter.grad.copy_(gradient)
 
 
-def by_stages(ties: Sequence[tuple[tuple[int, ...], torch.nn.Parameter]]) -> dict[tuple[int, ...], Bucket]:
-    """Tied parameters by the stages that share them, both in an order that is the same on every rank."""
+def by_ranks(ties: Sequence[tuple[tuple[int, ...], torch.nn.Parameter]]) -> dict[tuple[int, ...], Bucket]:
+    """Tied parameters by the ranks that share them, both in an order that is the same on every rank."""
     groups: dict[tuple[int, ...], Bucket] = defaultdict(list)
-    for stages, parameter in ties:
-        groups[stages].append(parameter)
+    for ranks, parameter in ties:
+        groups[ranks].append(parameter)
     return dict(sorted(groups.items()))

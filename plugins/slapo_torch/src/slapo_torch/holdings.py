@@ -16,26 +16,32 @@ from slapo_core.program import Program
 from slapo_core.whole_gradients import compare_gradients
 
 from .batches import fingerprint
-from .gradients import by_stages, sum_gradients
+from .gradients import average_gradients, by_ranks, sum_gradients
 
 
 class Holdings:
-    """This rank's parameters, the stages that share some of them, and the norm over all of it.
+    """This rank's parameters, the ranks that share some of them, and the norm over all of it.
+
+    Args:
+        program: The program, with its stages placed.
+        module: This rank's stages.
 
     Attributes:
         trainable: This rank's parameters that get a gradient, each once.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, module: nn.Module) -> None:
         self._program = program
-        self._stage = program.stages[program.axis_rank("pp")].module
+        self._stage = module
         self.trainable = [parameter for parameter in self._stage.parameters() if parameter.requires_grad]
         self._known = {id(parameter) for parameter in self.trainable}
         named = dict(program.module.named_parameters(remove_duplicate=False))
         rank = program.axis_rank("pp")
         staged = len(program.stages) > 1
-        self._mine = [(tie, named[tie.names[0]]) for tie in program.ties if staged and rank in tie.stages]
-        self._shared = by_stages([(tie.stages, parameter) for tie, parameter in self._mine if parameter.requires_grad])
+        placed = [(tuple(sorted({program.rank_of(stage) for stage in tie.stages})), tie) for tie in program.ties if staged]
+        self._mine = [(ranks, tie, named[tie.names[0]]) for ranks, tie in placed if rank in ranks]
+        shared = [(ranks, parameter) for ranks, _, parameter in self._mine if parameter.requires_grad and len(ranks) > 1]
+        self._shared = by_ranks(shared)
         self._unchecked = {name: p for name, p in self._stage.named_parameters() if p.requires_grad and not is_part(p)}
         if len(self._unchecked) == len(self.trainable):  # nothing is sharded
             self._unchecked.clear()
@@ -46,7 +52,7 @@ class Holdings:
 
     def sparse_tie(self) -> BuildError | None:
         """What would break off ``reduce_ties`` on this rank while the other stages wait in it."""
-        for tie, parameter in self._mine:
+        for _, tie, parameter in self._mine:
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 return BuildError(
                     f"the sparse gradient of the tied {tie.names[0]!r} cannot be summed over stages; build it with sparse=False"
@@ -58,6 +64,11 @@ class Holdings:
         if self._shared:
             assert self._program.mesh is not None
             sum_gradients(self._shared, self._program.mesh["pp"].get_group())
+
+    def average_over_replicas(self) -> None:
+        """Let gradients be the means over the replicas. Collective."""
+        assert self._program.mesh is not None
+        average_gradients(self.trainable, self._program.mesh["dp"].get_group())
 
     def check_same_start(self) -> None:
         """Refuse to train when ranks that hold the same parameters start from different numbers. Collective.
@@ -110,7 +121,7 @@ class Holdings:
         mesh, ties = self._program.mesh, self._program.ties
         if mesh is None or len(self._program.stages) == 1 or not ties:
             return None
-        held = {tie.names: parameter for tie, parameter in self._mine}
+        held = {tie.names: parameter for _, tie, parameter in self._mine}
         wrong = _different([held.get(tie.names) for tie in ties], mesh["pp"].get_group(), mesh.device_type)
         if not wrong:
             return None
@@ -149,7 +160,7 @@ class Holdings:
     def clip(self, largest: float) -> torch.Tensor:
         """Scale all gradients so that their norm over the model is at most ``largest``; returns the one before. Collective."""
         rank = self._program.axis_rank("pp")
-        elsewhere = {id(parameter) for tie, parameter in self._mine if tie.stages[0] != rank}
+        elsewhere = {id(parameter) for ranks, _, parameter in self._mine if ranks[0] != rank}
         mesh = self._program.mesh
         stages = [mesh["pp"].get_group()] if mesh is not None and self._program.axis_size("pp") > 1 else []
         return clip_grad_norm_(

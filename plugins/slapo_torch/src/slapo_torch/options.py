@@ -12,11 +12,10 @@ import torch
 
 from slapo_core.errors import BuildError, UnknownNameError
 
+from .schedules import kind_of
+
 IGNORE_INDEX = -100
 """Label value that losses leave out unless told otherwise."""
-
-SCHEDULES = ("1f1b", "gpipe")
-"""Pipeline schedules."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class Options:
         clip: Largest gradient norm over all ranks; 0 is off.
         ignore_index: Label value that the loss leaves out, so that means over unequal numbers of labels are refused; None
             takes it from ``loss_fn`` where that is a module or a ``partial`` that has one, else -100. Say it for a function.
-        pipeline_schedule: One of ``SCHEDULES``.
+        pipeline_schedule: One of ``schedules.KINDS``, or the path of a CSV file of ``torch.distributed.pipelining``, whose name
+            ends in ``.csv``.
         record_timeline: Keep when each forward and backward of the last step ran, in ``engine.timeline``.
     """
 
@@ -97,8 +97,7 @@ class Options:
             raise BuildError(
                 f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"
             )
-        if self.pipeline_schedule not in SCHEDULES:
-            raise BuildError(str(UnknownNameError.of("pipeline_schedule", str(self.pipeline_schedule), SCHEDULES)))
+        kind_of(str(self.pipeline_schedule))
         if self.optimizer is not None and not callable(self.optimizer):
             kind = type(self.optimizer).__name__
             raise BuildError(

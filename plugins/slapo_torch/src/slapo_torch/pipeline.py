@@ -1,7 +1,8 @@
-"""Running one stage of a pipeline on ``torch.distributed.pipelining``.
+"""Running this rank's stages of a pipeline on ``torch.distributed.pipelining``.
 
-The one place that touches that package; what it relies on beyond its documentation is that the schedules call their stage's
-``forward_one_chunk`` and ``backward_one_chunk`` and read its ``fwd_cache`` and ``bwd_cache``.
+What it relies on beyond that package's documentation, the names in ``_torch_pipelining`` apart, is that schedules call their
+stages' ``forward_one_chunk``, ``backward_one_chunk`` and ``backward_weight_one_chunk``, and the stages' ``fwd_cache``,
+``bwd_cache``, ``backward_state`` and ``dw_runner``.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.autograd.graph import Node
+from torch.distributed.pipelining import PipelineStage
 
+from slapo_core.errors import BuildError
 from slapo_core.program import Boundary, Program
 
+from ._torch_pipelining import scheduled
 from .batches import Batch
 from .options import Options
 from .replicas import Replicas
+from .schedules import kind_of
 from .stage_call import StageCall
 from .step import StepResult
-
-_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 class RunningStage(PipelineStage):
@@ -32,15 +35,15 @@ class RunningStage(PipelineStage):
     """
 
     def __init__(
-        self, call: StageCall, program: Program, rank: int, result: StepResult, replicas: Replicas | None = None
+        self, call: StageCall, program: Program, index: int, result: StepResult, replicas: Replicas | None = None
     ) -> None:
         assert program.mesh is not None
         device = torch.device(program.mesh.device_type)
-        last = rank == len(program.stages) - 1
+        last = index == len(program.stages) - 1
         outputs = (torch.empty((), device="meta", requires_grad=True),) if last else _metas(call.outputs or ())
         super().__init__(
             call if replicas is None else replicas.wrapped,
-            rank,
+            index,
             len(program.stages),
             torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device,
             input_args=_metas(call.inputs),
@@ -52,6 +55,7 @@ class RunningStage(PipelineStage):
         self._num_inputs = len(call.inputs)
         self._outputs = outputs
         self._replicas = replicas
+        self._is_checked = False
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
@@ -70,16 +74,53 @@ class RunningStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run the backward of one micro-batch."""
+        """Run the backward of one micro-batch, or its first part, which gives the gradients of the stage's inputs."""
         if not self.has_backward:
             return
         run = super().backward_one_chunk
-        self._attempt("B", bwd_chunk_id, lambda: run(bwd_chunk_id, loss, full_backward, last_backward))
+
+        def attempt() -> None:
+            used = None if full_backward or self._is_checked else _parameters_behind(self._results(bwd_chunk_id, loss))
+            run(bwd_chunk_id, loss, full_backward, last_backward)
+            if used is not None:
+                self._check_split(bwd_chunk_id, used)
+
+        self._attempt("B" if full_backward else "I", bwd_chunk_id, attempt)
         if self.result.failure is not None:
             self.fwd_cache.pop(bwd_chunk_id, None)
             self.bwd_cache[bwd_chunk_id] = (None,) * self._num_inputs
         if last_backward and self._replicas is not None:
             self.result.unused = self._replicas.finish()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the second part of a backward, which gives the gradients of the stage's parameters."""
+        run = super().backward_weight_one_chunk
+        if self.has_backward:
+            self._attempt("W", bwd_chunk_id, lambda: run(bwd_chunk_id, last_backward))
+
+    def clear_runtime_states(self) -> None:
+        """Forget what an earlier step left, one that broke off as well."""
+        super().clear_runtime_states()
+        self.backward_state.clear()
+        self.dw_runner.clear()
+
+    def _results(self, microbatch: int, loss: Any) -> tuple[torch.Tensor, ...]:
+        return (loss,) if self.is_last else tuple(self.fwd_cache[microbatch][0])
+
+    def _check_split(self, microbatch: int, used: dict[Node, torch.Tensor]) -> None:
+        """A backward in two parts finds only those parameters whose effect meets that of a received value."""
+        self._is_checked = True
+        groups = self.backward_state[microbatch][1]
+        if self.is_first or groups is None:  # in one part, later
+            return
+        missed = used.keys() - {node for group in groups for node in group["params"]}
+        names = {id(parameter): name for name, parameter in self.submod.named_parameters()}
+        for node in missed:
+            name = names.get(id(used[node]), "a parameter").removeprefix("module.")
+            raise BuildError(
+                f"stage {self.stage_index} would lose the gradient of {name!r} where backwards are split, as it acts on "
+                "nothing the stage receives; use pipeline_schedule='interleaved', or cut elsewhere"
+            )
 
     def _attempt(self, kind: str, microbatch: int, run: Callable[[], Any]) -> Any:
         if self.result.failure is not None:
@@ -96,37 +137,56 @@ class RunningStage(PipelineStage):
 
 
 class StagePlan:
-    """One stage made ready for one shape of micro-batch, in one mode."""
+    """This rank's stages made ready for one shape of micro-batch, in one mode.
 
-    def __init__(self, program: Program, options: Options, training: bool, replicas: Replicas | None = None) -> None:
-        assert program.mesh is not None
+    Args:
+        program: For that shape and mode.
+        options: Of the engine.
+        mine: Indices of this rank's stages.
+        training: Whether backwards run.
+        replicas: With one stage per rank, what averages its gradients.
+    """
+
+    def __init__(
+        self, program: Program, options: Options, mine: tuple[int, ...], training: bool, replicas: Replicas | None = None
+    ) -> None:
         self.program = program
-        rank = program.axis_rank("pp")
-        outputs = program.stages[rank + 1].inputs if rank + 1 < len(program.stages) else None
-        self._names = program.stages[rank].batch_inputs
         self._training = training
-        self._result = StepResult()
-        call = StageCall(program.stages[rank], outputs, options, program.mesh.device_type)
         replicas = replicas if training else None
-        self._stage = RunningStage(call, program, rank, self._result, replicas)
-        self._call = {"call": call} if replicas is not None else {}
-        schedule = _SCHEDULES[options.pipeline_schedule] if training else ScheduleGPipe
-        # the loss comes scaled out of the last stage; without a loss function the schedule runs forwards only
-        self._schedule = schedule(self._stage, options.microbatches, loss_fn=_identity if training else None, scale_grads=False)
+        self._call = replicas is not None
+        result = StepResult()
+        calls = [_call(program, index, options) for index in mine]
+        self._calls = dict(zip(mine, calls, strict=True))
+        self._stages = [RunningStage(call, program, index, result, replicas) for index, call in self._calls.items()]
+        kind = kind_of(options.pipeline_schedule)
+        # the loss comes scaled out of the last stage
+        loss_fn = _identity if training else None
+        self._schedule = scheduled(options.pipeline_schedule, kind.runtime, self._stages, options.microbatches, loss_fn)
         self._targets = torch.arange(options.microbatches)
 
     def run(self, parts: list[Batch], labels: list[Any]) -> StepResult:
         """Run all micro-batches, forward and, in training, backward; errors are in the result."""
-        result = self._stage.result = StepResult()
-        self._stage.feed = [
-            {"batch": {name: part[name] for name in self._names if name in part}, "labels": label, **self._call}
-            for part, label in zip(parts, labels, strict=True)
-        ]
+        result = StepResult()
+        for stage in self._stages:
+            names = self.program.stages[stage.stage_index].batch_inputs
+            call = {"call": self._calls[stage.stage_index]} if self._call else {}
+            stage.result = result
+            stage.feed = [
+                {"batch": {name: part[name] for name in names if name in part}, "labels": label, **call}
+                for part, label in zip(parts, labels, strict=True)
+            ]
         with torch.set_grad_enabled(self._training):
             self._schedule.step(target=self._targets if self._training else None, return_outputs=False)
-        self._stage.feed = []
-        self._stage.clear_runtime_states()
+        for stage in self._stages:
+            stage.feed = []
+            stage.clear_runtime_states()
         return result
+
+
+def _call(program: Program, index: int, options: Options) -> StageCall:
+    assert program.mesh is not None
+    outputs = program.stages[index + 1].inputs if index + 1 < len(program.stages) else None
+    return StageCall(program.stages[index], outputs, options, program.mesh.device_type)
 
 
 def _metas(boundaries: tuple[Boundary, ...]) -> tuple[torch.Tensor, ...]:
@@ -135,3 +195,19 @@ def _metas(boundaries: tuple[Boundary, ...]) -> tuple[torch.Tensor, ...]:
 
 def _identity(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output
+
+
+def _parameters_behind(outputs: tuple[torch.Tensor, ...]) -> dict[Node, torch.Tensor]:
+    """The parameters that some outputs were computed from, by their nodes in autograd's graph."""
+    waiting = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None]
+    seen = set(waiting)
+    found: dict[Node, torch.Tensor] = {}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(variable := getattr(node, "variable", None), torch.nn.Parameter):
+            found[node] = variable
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                waiting.append(other)
+    return found

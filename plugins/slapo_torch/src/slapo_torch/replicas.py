@@ -31,17 +31,11 @@ class Replicas:
         module: What holds the parameters; it has at least one that is trainable.
         group: The replicas.
 
-    Raises:
-        BuildError: an embedding gives sparse gradients.
-
     Attributes:
         wrapped: Runs ``call(*args, **kwargs)`` when called with ``(*args, call=call, **kwargs)``.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        for path, part in module.named_modules():
-            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-                raise BuildError(f"the sparse gradient of {path!r} cannot be reduced over replicas; build it with sparse=False")
         self._group = group
         # the engine has compared the replicas: nothing is sent before the first step
         self.wrapped = DistributedDataParallel(
@@ -96,6 +90,13 @@ class Replicas:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def check_dense(module: nn.Module) -> None:
+    """Raise ``BuildError`` where an embedding gives sparse gradients."""
+    for path, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise BuildError(f"the sparse gradient of {path!r} cannot be reduced over replicas; build it with sparse=False")
 
 
 class _Shared(nn.Module):

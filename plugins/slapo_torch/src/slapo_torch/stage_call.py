@@ -41,15 +41,11 @@ class StageCall(nn.Module):
             batch: The model's arguments this stage reads.
             labels: For ``loss_fn``, in the last stage.
         """
-        with self.precision():
+        with precision(self._options, self._device_type):
             result = self.module(*received, **batch)
             if self.outputs is None:
                 return loss_of(result, self._options.loss_fn, labels) / self._options.microbatches
         return self._sendable(result)
-
-    def precision(self) -> torch.autocast:
-        """The autocast context of this engine's precision."""
-        return torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._options.precision == "bf16")
 
     def _sendable(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         assert self.outputs is not None
@@ -61,6 +57,11 @@ class StageCall(nn.Module):
                 raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
         held = {_storage(tensor) for tensor in [*self.module.parameters(), *self.module.buffers()]}
         return tuple(_copy(tensor, _storage(tensor) in held) for tensor in result)
+
+
+def precision(options: Options, device_type: str) -> torch.autocast:
+    """The autocast context of an engine's precision."""
+    return torch.autocast(device_type, dtype=torch.bfloat16, enabled=options.precision == "bf16")
 
 
 def _storage(tensor: torch.Tensor) -> int:

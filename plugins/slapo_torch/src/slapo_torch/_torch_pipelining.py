@@ -1,0 +1,110 @@
+"""The private names of ``torch.distributed.pipelining`` that this package uses; a test fails when torch moves one.
+
+Its schedules are lists of actions per rank: ``2F0`` is the forward of stage 2 for micro-batch 0, ``2B0`` its backward, ``2I0``
+and ``2W0`` a backward in two parts, ``2SEND_F0`` and the like what is sent.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
+
+from slapo_core.errors import BuildError
+
+FORWARDS = (schedules.FORWARD, schedules.SEND_F, schedules.RECV_F)
+
+
+def scheduled(
+    schedule: str,
+    runtime: str,
+    stages: Sequence[pipelining.PipelineStage],
+    microbatches: int,
+    loss_fn: Callable[..., Any] | None,
+) -> Any:
+    """The runtime of a schedule for this rank's stages; without a loss function it runs forwards only.
+
+    Args:
+        schedule: Name of the schedule, or path of a file.
+        runtime: Name of its class; empty for a file.
+        stages: This rank's.
+        microbatches: Number of micro-batches.
+        loss_fn: ``loss_fn(output, target)``; its losses are not scaled.
+
+    Raises:
+        BuildError: messages between two ranks would be received in another order than they are sent.
+    """
+    if runtime in ("Schedule1F1B", "ScheduleGPipe"):
+        single = getattr(pipelining, runtime if loss_fn is not None else "ScheduleGPipe")
+        return single(stages[0], microbatches, loss_fn=loss_fn, scale_grads=False)
+    if runtime:
+        made = getattr(pipelining, runtime)([*stages], microbatches, loss_fn=loss_fn, scale_grads=False)
+    else:
+        runtime_class: Any = schedules._PipelineScheduleRuntime
+        made = runtime_class([*stages], microbatches, loss_fn=loss_fn, scale_grads=False)
+        made._load_csv(schedule)
+    check_order(made.pipeline_order_with_comms, made.stage_index_to_group_rank)
+    if loss_fn is None:
+        actions = {rank: _single(row) for rank, row in made.pipeline_order_with_comms.items()}
+        made.pipeline_order_with_comms = {
+            rank: [action for action in row if action.computation_type in FORWARDS] for rank, row in actions.items()
+        }
+    return made
+
+
+def placement_in(path: str, stages: int, ranks: int, microbatches: int) -> tuple[int, ...]:
+    """The rank of each stage in a file.
+
+    Raises:
+        BuildError: the file is no complete schedule for so many stages, ranks and micro-batches.
+    """
+    try:
+        with open(path, newline="") as file:
+            rows = {rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(file))}
+        ranks_of = schedules._validate_schedule(rows, ranks, stages, microbatches)
+    except (AssertionError, RuntimeError, ValueError, KeyError) as err:
+        why = str(err).splitlines()[0].replace("_ComputationType.", "") if str(err) else type(err).__name__
+        raise BuildError(
+            f"{path!r} is no schedule for {stages} stages on pp={ranks} with {microbatches} micro-batches: {why}"
+        ) from err
+    return tuple(ranks_of[stage] for stage in range(stages))
+
+
+def check_order(actions: Mapping[int, Sequence[Any]], ranks: Mapping[int, int]) -> None:
+    """Between two ranks messages arrive in the order in which they are sent; they have to be awaited in the same.
+
+    Args:
+        actions: Per rank what it does, with what is sent and received.
+        ranks: Stage to its rank.
+
+    Raises:
+        BuildError: they are not; a value would be taken for another one.
+    """
+    sent: dict[tuple[int, int], list[tuple[Any, ...]]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[Any, ...]]] = defaultdict(list)
+    for rank, row in actions.items():
+        for action in _single(row):
+            stage, microbatch = action.stage_index, action.microbatch_index
+            step = {schedules.SEND_F: 1, schedules.RECV_F: -1, schedules.SEND_B: -1, schedules.RECV_B: 1}
+            if (away := step.get(action.computation_type)) is None:
+                continue
+            other, forward = stage + away, action.computation_type in FORWARDS
+            if action.computation_type in (schedules.SEND_F, schedules.SEND_B):
+                sent[rank, ranks[other]].append((stage, other, forward, microbatch))
+            else:
+                received[ranks[other], rank].append((other, stage, forward, microbatch))
+    for pair in sent.keys() | received.keys():
+        if sent[pair] != received[pair]:
+            raise BuildError(
+                f"the schedule has rank {pair[1]} receive from rank {pair[0]} in another order than that one sends; "
+                "values would be taken for others"
+            )
+
+
+def _single(row: Sequence[Any]) -> Iterator[Any]:
+    """The actions one by one; some schedules overlap a forward and a backward in one."""
+    return (single for action in row if action is not None for single in (action.sub_actions or (action,)))
