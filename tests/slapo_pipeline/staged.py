@@ -24,7 +24,7 @@ def cut(model: nn.Module, inputs: Any, *paths: str) -> Schedule:
     return schedule
 
 
-def assert_same_as_model(model: nn.Module, inputs: dict[str, Any], *paths: str) -> Program:
+def assert_same_as_model(model: nn.Module, inputs: dict[str, Any], *paths: str, tolerance: float = 1e-6) -> Program:
     """Outputs, every gradient and every buffer of the program equal the unmodified model's."""
     before = copy.deepcopy(model)
     program = build_program(cut(model, inputs, *paths))
@@ -34,12 +34,13 @@ def assert_same_as_model(model: nn.Module, inputs: dict[str, Any], *paths: str) 
     torch.manual_seed(1)
     found = program(**inputs)
     assert type(found) is type(expected)
-    assert_same(found, expected, "outputs")
+    assert_same(found, expected, "outputs", tolerance)
     if any(p.requires_grad for p in model.parameters()):
         loss_of(expected).backward()
         loss_of(found).backward()
-        assert_same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in before.named_parameters()}, "grad")
-    assert_same(dict(model.named_buffers()), dict(before.named_buffers()), "buffers")
+        grads = ({name: parameter.grad for name, parameter in each.named_parameters()} for each in (model, before))
+        assert_same(*grads, "grad", tolerance)
+    assert_same(dict(model.named_buffers()), dict(before.named_buffers()), "buffers", tolerance)
     return program
 
 
@@ -50,18 +51,18 @@ def loss_of(outputs: Any) -> torch.Tensor:
     return outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
 
 
-def assert_same(found: Any, expected: Any, where: str) -> None:
-    """Equal in structure, and to 1e-6 in numbers."""
+def assert_same(found: Any, expected: Any, where: str, tolerance: float = 1e-6) -> None:
+    """Equal in structure, and to ``tolerance`` in numbers."""
     if isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6, msg=lambda text: f"{where}: {text}")
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance, msg=lambda text: f"{where}: {text}")
     elif isinstance(expected, Mapping):
         assert list(found) == list(expected), where
         for key, value in expected.items():
-            assert_same(found[key], value, f"{where}[{key!r}]")
+            assert_same(found[key], value, f"{where}[{key!r}]", tolerance)
     elif isinstance(expected, (tuple, list)):
         assert type(found) is type(expected), where
         for index, value in enumerate(expected):
-            assert_same(found[index], value, f"{where}[{index}]")
+            assert_same(found[index], value, f"{where}[{index}]", tolerance)
     else:
         assert found == expected, where
 
