@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @hookimpl
 def slapo_primitives() -> dict[str, str]:
-    return {"cut_pipeline_stage": "slapo_pipeline.cut_pipeline_stage:CutPipelineStagePrimitive"}
+    return {
+        "cut_pipeline_stage": "slapo_pipeline.cut_pipeline_stage:CutPipelineStagePrimitive",
+        "pipeline": "slapo_pipeline.pipeline:PipelinePrimitive",
+    }
 
 
 @hookimpl

@@ -1,0 +1,162 @@
+"""What the units of a model cost, found without running it on real weights."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from slapo_core.errors import ScheduleError, SlapoError
+from slapo_core.tracing.sandbox import Sandbox
+
+from .balance import Amounts
+from .places import Units
+
+BALANCES = ("parameters", "flops", "memory")
+STATES = 4
+"""Tensors of a trained parameter's size and dtype: itself, its gradient and two states of the optimizer."""
+
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+)
+"""Operators that torch's own table leaves out."""
+
+Use = tuple[int, Hashable, int]
+
+
+class Costs:
+    """What each unit costs; ``costs(stage, begin, end)`` is what is balanced.
+
+    Args:
+        units: Of the model.
+        balance: One of ``BALANCES``.
+        stages: How many there are.
+        microbatches: How many a batch has.
+    """
+
+    def __init__(self, units: Units, balance: str, stages: int, microbatches: int) -> None:
+        size = len(units)
+        self.balance = balance
+        self.in_flight = [min(stages - stage, microbatches) for stage in range(stages)]
+        """Micro-batches of which a stage keeps the forward's values at a time, under 1F1B."""
+        uses = _parameter_uses(units)
+        self.parameters = Amounts(size, [(unit, key, p.numel()) for unit, key, p in uses])
+        self.bytes = Amounts(size, [(unit, key, p.nbytes) for unit, key, p in uses])
+        self.flops = self.saved = self._states = Amounts(size, ())
+        self._owned = Amounts(size, [(unit, key, p.nbytes) for unit, key, p in _first(uses)])
+        if balance == "memory":
+            self._states = Amounts(size, [(unit, key, p.nbytes * (STATES if p.requires_grad else 1)) for unit, key, p in uses])
+        if balance != "parameters":
+            flops, saved = _Meter(units).measure(memory=balance == "memory")
+            self.flops, self.saved = Amounts(size, flops), Amounts(size, saved)
+
+    def __call__(self, stage: int, begin: int, end: int) -> int:
+        """Bytes of the parameters that are used first in these units, FLOPs, or bytes of memory."""
+        if self.balance == "parameters":
+            return self._owned.of(begin, end)
+        if self.balance == "flops":
+            return self.flops.of(begin, end)
+        return self._states.of(begin, end) + self.in_flight[stage] * self.saved.of(begin, end)
+
+
+def _parameter_uses(units: Units) -> list[tuple[int, int, nn.Parameter]]:
+    """Unit, key and parameter of every use, in order."""
+    places = {node: index for index, node in enumerate(units.nodes)}
+    tables = {path: module._parameters for path, module in units.root.named_modules(remove_duplicate=False)}
+    found: list[tuple[int, int, nn.Parameter]] = []
+    for index, node in enumerate(units.nodes):
+        if node.op == "call_module":
+            used = units.root.get_submodule(str(node.target)).parameters()
+            found += [(units.unit_of(index), id(parameter), parameter) for parameter in used]
+        elif node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            parameter = tables.get(path, {}).get(name)
+            for user in node.users if parameter is not None else ():
+                found.append((units.unit_of(places[user]), id(parameter), parameter))
+    return sorted(found, key=lambda use: use[0])
+
+
+def _first(uses: list[tuple[int, int, nn.Parameter]]) -> list[tuple[int, int, nn.Parameter]]:
+    return list({key: (unit, key, parameter) for unit, key, parameter in reversed(uses)}.values())[::-1]
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **kwargs: Any) -> int:
+    """Of shapes ``[batch, heads, sequence, width]``."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (width + value[-1])
+
+
+class _Meter(fx.Interpreter):
+    """Runs the graph on fake tensors and notes FLOPs and what is kept for the backward."""
+
+    def __init__(self, units: Units) -> None:
+        super().__init__(units.root, graph=units.flat.graph)
+        self.units = units
+        self.places = {node: index for index, node in enumerate(units.nodes)}
+        self.unit = 0
+        self.flops: list[Use] = []
+        self.saved: list[Use] = []
+        self.kept: list[Any] = []
+        """Storages seen: their ids stay theirs."""
+        self.weights: set[int] = set()
+        self.counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_ATTENTION, _attention_flops))
+
+    def measure(self, *, memory: bool) -> tuple[list[Use], list[Use]]:
+        """Unit, key and amount of FLOPs, and of the storages that are saved, where that is asked for.
+
+        Raises:
+            ScheduleError: a module asks for the values of a tensor, or an operator has no fake kernel.
+        """
+        units = self.units
+        assert units.flat.guard is not None
+        values = units.flat.guard.values((), units.inputs)
+        inputs = [values[str(node.target)] for node in units.nodes if node.op == "placeholder"]
+        sandbox = Sandbox(units.root, inputs, fake=True)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(sandbox.open(grad=True))
+                inputs = tree_map_only(torch.Tensor, sandbox.enter_input, inputs)
+                if memory:
+                    for tensor in [*units.root.parameters(), *units.root.buffers()]:
+                        self.weights.add(self._key(tensor))
+                    stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
+                stack.enter_context(self.counter)
+                self.run(*inputs)
+        except SlapoError:
+            raise
+        except Exception as err:  # of the model's code and of fake tensors, which may be any
+            what = f"the model does not run on fake tensors, so its FLOPs and memory are not known: {str(err).splitlines()[0]}"
+            raise ScheduleError(f"{what}; use balance='parameters'", primitive="pipeline") from err
+        return self.flops, self.saved
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node and note what it took."""
+        self.unit = self.units.unit_of(self.places[n])
+        before = self.counter.get_total_flops()
+        result = super().run_node(n)
+        if took := self.counter.get_total_flops() - before:
+            self.flops.append((self.unit, n, took))
+        return result
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A weight, or a constant of the graph."""
+        return self.fetch_attr(target) if "." in target or hasattr(self.module, target) else getattr(self.units.flat, target)
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = self._key(tensor)
+        if key not in self.weights:
+            size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
+            self.saved.append((self.unit, key, size))
+        return tensor
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        thing = tensor.untyped_storage() if tensor.layout is torch.strided else tensor
+        self.kept.append(thing)
+        return id(thing)

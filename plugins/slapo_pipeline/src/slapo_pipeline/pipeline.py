@@ -1,0 +1,189 @@
+"""``pipeline``: all cuts in one step."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.errors import ScheduleError
+from slapo_core.logger import get_logger
+from slapo_core.paths import select
+from slapo_core.primitive import Primitive
+from slapo_core.schedule import Schedule
+from slapo_core.wrapping import is_opaque
+
+from .costs import BALANCES
+from .cut_pipeline_stage import CutPipelineStagePrimitive, cuts
+from .places import by_name
+from .placing import placed, placed_at
+from .stage_table import StageTable
+
+NAME = "pipeline"
+
+Boundaries = Sequence[str] | Callable[[str, nn.Module], bool]
+
+
+class PipelinePrimitive(Primitive):
+    """Cut the whole model into pipeline stages: after given modules, or so that the largest stage costs least.
+
+    The stages may be uneven, and end at any depth, in an encoder and in a decoder alike. Places are looked for between the
+    model's blocks as they run, which are the members of its lists and what stands before and after these; where they are too
+    few the blocks are taken apart, as long as no more has to be sent than between blocks. Of all placements with the least
+    largest cost the one that sends least is taken, of these the most even. What the partitioner refuses is not taken.
+    Nothing is run on real weights to find the costs, which are those of the example inputs as one micro-batch.
+
+    The stages stand in ``sch.metadata.primitives["pipeline"]``, a ``StageTable``, and are logged.
+
+    Rewrite:
+        h.0 .. h.11  -->  [h.0 .. h.3] [h.4 .. h.7] [h.8 .. h.11]        sch.pipeline(3)
+
+    Args:
+        stages: How many; default: one per rank of the mesh's ``pp`` axis. Each rank must get as many.
+        boundaries: Instead: after which modules a stage ends, paths below the model or globs; or a function of a module's
+            path and the module that says so for each. Where it says so of the module that runs last, the last stage ends.
+        balance: What a stage costs. ``"parameters"``: bytes of parameters, a tied one counted where it is used first.
+            ``"flops"``: FLOPs of its forward. ``"memory"``: four times the bytes of each parameter it uses, for the weight, the
+            gradient and two states of the optimizer in the weight's dtype, once for a frozen one; and what its forward saves
+            for the backward, as often as it has micro-batches in flight under 1F1B: ``min(stages - stage, microbatches)``.
+        microbatches: Parts of a batch, for ``"memory"``; default: as many as there are stages.
+
+    Raises:
+        ScheduleError: not the whole model, cut already, no example inputs, an argument that is wrong, or too many stages.
+        TraceError: the model cannot be traced, or the partitioner refuses; see ``cut_pipeline_stage``.
+    """
+
+    name = NAME
+    scope = "module"
+
+    @staticmethod
+    def check(
+        schedule: Schedule,
+        stages: int | None = None,
+        boundaries: Boundaries | None = None,
+        *,
+        balance: str = "parameters",
+        microbatches: int | None = None,
+    ) -> StageTable:
+        """Find the cuts."""
+        _check_model(schedule)
+        _check_options(balance, microbatches)
+        inputs = by_name(schedule.mod, schedule.example_inputs)
+        if boundaries is None:
+            return placed(schedule.mod, inputs, _number(schedule, stages), balance, microbatches)
+        if stages is not None:
+            raise _error("both stages and boundaries are given, but boundaries say how many stages there are; give one of them")
+        policy = callable(boundaries)
+        ends = _accepted(schedule, boundaries) if callable(boundaries) else _named(schedule, boundaries)
+        for path in ends:
+            CutPipelineStagePrimitive.check(schedule[path])
+        table = placed_at(schedule.mod, inputs, ends, balance, microbatches, all_end=not policy)
+        _check_shares(schedule, len(table.stages))
+        return table
+
+    @staticmethod
+    def apply(
+        schedule: Schedule,
+        stages: int | None = None,
+        boundaries: Boundaries | None = None,
+        *,
+        balance: str = "parameters",
+        microbatches: int | None = None,
+    ) -> None:
+        """Cut there."""
+        table: StageTable = schedule.checked
+        for path in table.cuts:
+            schedule[path].cut_pipeline_stage()
+        schedule.metadata.primitives[NAME] = table
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            get_logger().info("pipeline: %d stages by %s\n%s", len(table.stages), table.balance, table)
+
+
+def _error(message: str) -> ScheduleError:
+    return ScheduleError(message, primitive=NAME)
+
+
+def _check_model(schedule: Schedule) -> None:
+    if schedule.path:
+        message = "stages are parts of the whole model; call it on the top schedule, sch.get_top_schedule()"
+        raise ScheduleError(message, path=schedule.path, primitive=NAME)
+    if done := cuts(schedule.journal):
+        raise _error(f"a stage ends after {done[0]!r} already; undo that cut, or make all of them with cut_pipeline_stage")
+    if schedule.example_inputs is None:
+        raise _error("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
+    if is_opaque(schedule.mod):
+        raise _error("the whole model is wrapped or has hooks and runs as one piece; call pipeline before what wraps it")
+
+
+def _check_options(balance: str, microbatches: int | None) -> None:
+    if balance not in BALANCES:
+        raise _error(f"balance is {balance!r}; {_guess(str(balance), BALANCES)}known are {', '.join(map(repr, BALANCES))}")
+    if microbatches is not None and not _is_count(microbatches):
+        raise _error(f"microbatches is {microbatches!r}; give how many a batch is cut into, at least 1")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _ranks(schedule: Schedule) -> int | None:
+    """Size of the mesh's axis ``pp``; None without one."""
+    mesh = schedule.mesh
+    return mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None
+
+
+def _number(schedule: Schedule, stages: int | None) -> int:
+    number = _ranks(schedule) if stages is None else stages
+    if number is None:
+        raise _error(
+            "give stages= or boundaries=, or create_schedule a mesh with an axis 'pp', one stage per rank of which is made"
+        )
+    if not _is_count(number):
+        raise _error(f"stages is {number!r}; give how many there are to be, at least 1")
+    _check_shares(schedule, number)
+    return number
+
+
+def _check_shares(schedule: Schedule, number: int) -> None:
+    ranks = _ranks(schedule) or 1
+    if number % ranks:
+        raise _error(
+            f"{number} stages cannot be shared equally by the {ranks} ranks of the mesh's axis 'pp'; take a multiple of it"
+        )
+
+
+def _named(schedule: Schedule, boundaries: Sequence[str]) -> list[str]:
+    """Paths of the modules that the entries name."""
+    given = "paths or globs of modules after which a stage ends, e.g. ['h.3', 'h.7']"
+    if isinstance(boundaries, str) or not isinstance(boundaries, Sequence):
+        raise _error(f"boundaries is {boundaries!r}; give a list of {given}")
+    found: dict[str, str] = {}
+    for entry in boundaries:
+        if not isinstance(entry, str):
+            raise _error(f"boundaries has {entry!r}, which is another module in each model; give {given}")
+        matched = [path for path, _ in select(schedule.mod, entry)] if entry else [""]
+        if not matched:
+            names = [path for path, _ in schedule.mod.named_modules() if path]
+            raise _error(f"boundaries has {entry!r}, which matches no module; {_guess(entry, names)}give {given}")
+        for path in matched:
+            if path in found:
+                by = f"by {found[path]!r} and {entry!r}" if entry != found[path] else f"as {entry!r}"
+                raise _error(f"boundaries names {path!r} twice, {by}; name it once")
+            found[path] = entry
+    return list(found)
+
+
+def _accepted(schedule: Schedule, accepts: Callable[[str, nn.Module], bool]) -> list[str]:
+    """Paths of the modules that a policy accepts."""
+    found = [path for path, module in schedule.mod.named_modules() if path and accepts(path, module)]
+    if not found:
+        raise _error("boundaries accepts no module; let the function return True for those after which a stage ends")
+    return found
+
+
+def _guess(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""

@@ -1,0 +1,174 @@
+"""Where stages of a model can end: its blocks, as they run."""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_map_only
+
+from slapo_core.errors import TraceError
+from slapo_core.paths import join, split
+from slapo_core.schedule import is_module_list
+from slapo_core.wrapping import is_opaque
+
+from .assignment import Assigner
+from .flat_trace import cut_positions, trace_flat
+from .state import State
+
+
+class Units:
+    """A model as a row of units: what runs from the end of one module to that of the next.
+
+    Args:
+        root: The model.
+        inputs: Its arguments by name; see ``by_name``.
+        whole: Paths of modules that stay whole, and what is around each is taken apart.
+        ends: Those that end a unit, at any depth; default: all of ``whole`` that run.
+        all_end: Whether one of ``ends`` after which nothing runs is an error; else it is left out.
+
+    Raises:
+        ScheduleError: one of ``ends`` does not run, or nothing runs between two of them, or after the last.
+        TraceError: the model cannot be traced.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        inputs: Mapping[str, Any],
+        whole: Sequence[str],
+        ends: Sequence[str] | None = None,
+        *,
+        all_end: bool = True,
+    ) -> None:
+        self.root, self.inputs, self.whole = root, inputs, whole
+        self.flat = trace_flat(root, inputs, whole)
+        self.nodes = list(self.flat.graph.nodes)
+        if ends is None:
+            found = self._last_runs()
+        else:
+            final = [] if all_end else self._finals()
+            found = cut_positions(root, self.flat.graph, [path for path in ends if path not in final])
+        self.paths = [path for _, path in found]
+        """After which module each unit but the last ends."""
+        self.positions = [position for position, _ in found]
+
+    def __len__(self) -> int:
+        return len(self.positions) + 1
+
+    def unit_of(self, position: int) -> int:
+        """The unit of the node at a place in the graph."""
+        return bisect_left(self.positions, position)
+
+    def crossing(self) -> list[int | None]:
+        """Bytes that cross each place where a unit ends; None where no stage can end."""
+        try:
+            return [_nbytes(received) for received in self._received(self.positions)]
+        except TraceError:
+            return [None if self.refusal([cut]) is not None else self.crossing_at([cut])[0] for cut in range(1, len(self))]
+
+    def crossing_at(self, cuts: Sequence[int]) -> list[int]:
+        """Bytes that cross each of these cuts, numbers of the units after them.
+
+        Raises:
+            TraceError: the stages between them cannot run.
+        """
+        return [_nbytes(received) for received in self._received([self.positions[cut - 1] for cut in cuts])]
+
+    def refusal(self, cuts: Sequence[int]) -> TraceError | None:
+        """Why the stages between these cuts cannot run; None where they can."""
+        try:
+            self.crossing_at(cuts)
+        except TraceError as err:
+            return err
+        return None
+
+    def _received(self, positions: Sequence[int]) -> list[list[fx.Node]]:
+        parts = Assigner(self.flat.graph, self.root, positions).run()
+        State(self.root).check(parts)
+        return parts.received[1:]
+
+    def _last_runs(self) -> list[tuple[int, str]]:
+        names = {id(module): name for name, module in self.root.named_modules()}
+        known = {names[id(self.root.get_submodule(path))] for path in self.whole}
+        calls = self._calls()
+        end = max(calls.values(), default=0)
+        return sorted((index, path) for path, index in calls.items() if path in known and index < end)
+
+    def _finals(self) -> list[str]:
+        """Paths of what runs last, and of what that is in."""
+        calls = self._calls()
+        last = max(calls, key=calls.__getitem__, default="")
+        return [path for path, _ in self.root.named_modules() if f"{last}.".startswith(f"{path}.")]
+
+    def _calls(self) -> dict[str, int]:
+        """Where in the graph each module runs the last time."""
+        return {str(node.target): index for index, node in enumerate(self.nodes) if node.op == "call_module"}
+
+
+def by_name(root: nn.Module, inputs: Any) -> dict[str, Any]:
+    """The arguments of a batch by name, with a tensor of its own for each: one given twice could not be told apart."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    if not isinstance(inputs, Mapping):
+        given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        inputs = inspect.signature(root.forward).bind(*given).arguments
+    return {name: tree_map_only(torch.Tensor, own, value) for name, value in inputs.items()}
+
+
+def blocks(root: nn.Module) -> list[str]:
+    """Paths of the modules that stay whole at first: members of lists, and what stands beside the lists."""
+    return list(_inside(root, ""))
+
+
+def is_member(root: nn.Module, path: str) -> bool:
+    """Whether the module is one of a list's."""
+    return _is_list(root.get_submodule(split(path)[0]))
+
+
+def taken_apart(root: nn.Module, path: str) -> list[str]:
+    """What a block is made of: only itself, where nothing is known to be inside."""
+    module = root.get_submodule(path)
+    is_whole = is_opaque(module) or (type(module).__module__.startswith("torch.nn.") and not _is_list(module))
+    return [path] if is_whole else list(_inside(module, path)) or [path]
+
+
+def _inside(module: nn.Module, path: str) -> Iterator[str]:
+    for name, child in module._modules.items():
+        here = join(path, name)
+        if child is None or _is_table(child):
+            continue
+        if _is_list(module) or not _is_opened(child):
+            yield here
+        else:
+            yield from _inside(child, here)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return is_module_list(module) or isinstance(module, nn.Sequential)
+
+
+def _is_opened(module: nn.Module) -> bool:
+    """Whether the module is a container, or its own forward runs the members of a list inside."""
+    if is_opaque(module):
+        return False
+    if _is_list(module) or isinstance(module, nn.ModuleDict):
+        return True
+    return any(
+        is_module_list(child) or _is_opened(child) for child in module.children() if not isinstance(child, nn.Sequential)
+    )
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether the partition takes it apart: a model's own module without parameters."""
+    return not type(module).__module__.startswith("torch.nn.") and next(module.parameters(), None) is None
+
+
+def _nbytes(nodes: Iterable[fx.Node]) -> int:
+    return sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in nodes)

@@ -1,0 +1,67 @@
+"""What stages a model has come to, as a table to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+
+@dataclass(frozen=True)
+class PlacedStage:
+    """One stage, for the example inputs as one micro-batch.
+
+    Args:
+        first: Path of the first module it runs.
+        last: Path of the last.
+        parameters: How many numbers its parameters hold; one of several stages counts in each.
+        parameter_bytes: Their size.
+        cost: What was balanced: bytes of the parameters that are used here first, FLOPs of a forward, or bytes of memory.
+        received: Bytes it receives from the stage before.
+    """
+
+    first: str
+    last: str
+    parameters: int
+    parameter_bytes: int
+    cost: int
+    received: int
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """The stages in order; printed as a table.
+
+    Args:
+        balance: What ``cost`` is of each stage: ``"parameters"``, ``"flops"`` or ``"memory"``.
+        stages: In order.
+        cuts: Paths of the modules that end them, but for the last.
+    """
+
+    balance: str
+    stages: tuple[PlacedStage, ...]
+    cuts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        cost = {"flops": "forward FLOPs", "memory": "memory"}.get(self.balance)
+        rows = [["stage", "from", "to", "parameters", "their size", *([cost] if cost else []), "receives"]]
+        for index, stage in enumerate(self.stages):
+            words = [str(index), stage.first, stage.last, _short(stage.parameters), f"{_short(stage.parameter_bytes)}B"]
+            words += [_short(stage.cost) + ("B" if self.balance == "memory" else "")] if cost else []
+            rows.append([*words, f"{_short(stage.received)}B"])
+        return "\n".join(_lines(rows))
+
+
+def _short(amount: int) -> str:
+    """Three digits and a decimal prefix: ``1.23 M``."""
+    value, prefix = float(amount), 0
+    while value >= 999.5 and prefix + 1 < len(_PREFIXES):
+        value, prefix = value / 1000, prefix + 1
+    return f"{value:.3g} {_PREFIXES[prefix]}"
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ">", "<", "<", *(">" for _ in widths[3:])
+    return ["  ".join(f"{word:{side}{width}}" for word, side, width in zip(row, sides, widths, strict=True)) for row in rows]
