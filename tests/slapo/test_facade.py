@@ -101,6 +101,7 @@ MODULES = {
         "build_program",
         "describe",
         "generate_pipeline_partition",
+        "pipe_split",
         "propagate_partition",
         "stage_code",
     },

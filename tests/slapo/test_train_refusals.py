@@ -30,7 +30,7 @@ def refusal(*flags: str) -> str:
     ("flags", "message"),
     [
         ("--tp 3", "--tp 3: 4 heads cannot be divided among 3 ranks; use 1, 2 or 4"),
-        ("--pp 5", "--pp 5: the model has 4 layers, fewer than 5 stages; use --pp 4 or fewer, or --layers 5 or more"),
+        ("--pp 5", "--pp 5: the model has 4 layers, fewer than 5 stages; use --layers 5 or more, or a smaller --pp"),
         ("--pp 4 --microbatches 2", "needs at least as many micro-batches as stages, got 2 for 4"),
         ("--data /no/such/file", "--data /no/such/file: cannot be read, no such file or directory; give a readable file"),
         ("--target trch", "no dialect 'trch'; did you mean 'torch'\\?; available: torch"),

@@ -31,7 +31,11 @@ FAMILIES = [
     ("flags", "message"),
     [
         ({"tp": 3}, r"--tp 3: 4 heads cannot be divided among 3 ranks; use 1, 2 or 4"),
-        ({"pp": 6}, r"--pp 6: the model has 4 layers, fewer than 6 stages; use --pp 4 or fewer, or --layers 6 or more"),
+        ({"pp": 6}, r"--pp 6: the model has 4 layers, fewer than 6 stages; use --layers 6 or more, or a smaller --pp"),
+        (
+            {"pp": 4, "schedule_kind": "zbv"},
+            r"--pp 4: the model has 4 layers, fewer than 8 stages; use --layers 8 or more, or a smaller --pp",
+        ),
         ({"batch": 10}, r"--batch 10: not divisible by 1 data-parallel rank x 4 micro-batches; use a multiple of 4"),
         ({"heads": 5}, r"--heads 5: --hidden 64 is not divisible by it; use 1, 2, 4, 8, 16, 32 or 64"),
         ({"sequence_parallel": True}, r"--sequence-parallel: there is nothing to split among 1 tensor-parallel rank"),

@@ -10,6 +10,7 @@ from slapo_pipeline.analysis import (
     propagate_partition,
 )
 from slapo_pipeline.describe import describe, stage_code
+from slapo_pipeline.pipe_split import pipe_split
 
 __all__ = [
     "LiveValue",
@@ -20,6 +21,7 @@ __all__ = [
     "build_program",
     "describe",
     "generate_pipeline_partition",
+    "pipe_split",
     "propagate_partition",
     "stage_code",
 ]

@@ -58,7 +58,8 @@ def train(
         bool, typer.Option("--sequence-parallel", help="Split the sequence too, between the layers that --tp splits.")
     ] = False,
     schedule_kind: Annotated[
-        Literal["gpipe", "1f1b"], typer.Option(help="Order of the micro-batches in the pipeline.")
+        Literal["1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"],
+        typer.Option(help="Order of the micro-batches in the pipeline; all but the first two have two stages on each rank."),
     ] = "1f1b",
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Precision of the computation.")] = "fp32",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 30,

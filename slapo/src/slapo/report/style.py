@@ -43,6 +43,7 @@ figcaption { display: flex; flex-wrap: wrap; gap: 4px 16px; justify-content: spa
 .key.own::before { background: var(--own); } .key.other::before { background: var(--other); height: 6px; vertical-align: 2px; }
 .key.gap::before { background: var(--gap); }
 .key.bar-F::before { background: var(--forward); } .key.bar-B::before { background: var(--backward); }
+.key.bar-I::before { background: var(--backward); } .key.bar-W::before { background: var(--backward); opacity: .55; }
 .key.bar-idle::before { background: var(--tint); outline: 1px solid var(--rule); }
 .key[class*=bar-]::before { height: 11px; vertical-align: -1px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 24px; }
@@ -73,6 +74,7 @@ figcaption { display: flex; flex-wrap: wrap; gap: 4px 16px; justify-content: spa
   font: 600 11px/30px system-ui, sans-serif; text-align: center; color: var(--bar-ink);
   box-shadow: inset 0 0 0 1px var(--card); }
 .bar-F.bar { background: var(--forward); } .bar-B.bar { background: var(--backward); }
+.bar-I.bar { background: var(--backward); } .bar-W.bar { background: var(--backward); opacity: .55; }
 .bar-other.bar { background: var(--soft); }
 .busy { font-size: 12px; color: var(--soft); text-align: right; white-space: nowrap; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }

@@ -8,7 +8,7 @@ from typing import Any
 
 from .axis import linear_axis
 
-KINDS = {"F": "forward", "B": "backward"}
+KINDS = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
 
 BUSY = (
     "busy: the share of the time from the first forward to the last backward of all ranks that this rank was inside of one; "
@@ -31,7 +31,8 @@ def timeline(events: Sequence[Mapping[str, Any]], device: str = "cpu") -> str:
     span = max(end - origin, 1e-9)
     ranks = sorted({event["rank"] for event in events})
     rows = "".join(_row(rank, [event for event in events if event["rank"] == rank], origin, span) for rank in ranks)
-    legend = "".join(f'<span class="key bar-{kind}">{name}</span>' for kind, name in KINDS.items())
+    shown = {str(event["kind"]) for event in events} | {"F", "B"}
+    legend = "".join(f'<span class="key bar-{kind}">{name}</span>' for kind, name in KINDS.items() if kind in shown)
     return f"""
 <figure class="timeline">
 <figcaption><h3>Last step</h3><span class="legend">{legend}<span class="key bar-idle">idle</span></span></figcaption>

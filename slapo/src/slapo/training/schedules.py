@@ -36,8 +36,8 @@ def apply_default(sch: Schedule, settings: Settings) -> None:
     if settings.checkpoint_layers:
         for path in layers:
             sch[path].checkpoint()
-    for stage in range(1, settings.pp):
-        sch[layers[stage * len(layers) // settings.pp - 1]].cut_pipeline_stage()
+    for stage in range(1, settings.stages):
+        sch[layers[stage * len(layers) // settings.stages - 1]].cut_pipeline_stage()
 
 
 def find_layers(model: nn.Module, settings: Settings) -> list[str]:

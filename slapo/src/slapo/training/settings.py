@@ -14,6 +14,10 @@ TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2}
 """Precision to the largest loss difference to the reference that counts as the same computation."""
 
 
+ONE_STAGE_PER_RANK = ("1f1b", "gpipe")
+"""Values of ``--schedule-kind`` that have one stage on each rank; the others get two."""
+
+
 class SettingsError(SlapoError):
     """A flag of ``slapo train`` whose value cannot work; nothing was started."""
 
@@ -27,6 +31,7 @@ class Settings:
         batch: Sequences in one optimizer step, over all data-parallel ranks.
         microbatches: Equal parts each data-parallel rank cuts its share of the batch into.
         data: Files to read; empty means the Python standard library's source.
+        schedule_kind: Order of the micro-batches in the pipeline, as ``pipeline_schedule`` of target ``"torch"``.
         schedule: A Python file with ``def schedule(sch)`` or a saved ``.json``; empty means the default schedule.
         device: ``"cpu"`` or ``"cuda"``.
         report: Folder for ``report.html`` and ``schedule.json``; empty writes none.
@@ -61,6 +66,11 @@ class Settings:
     def world_size(self) -> int:
         """Number of ranks, row-major over (``pp``, ``dp``, ``tp``)."""
         return self.pp * self.dp * self.tp
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages of the schedule that is made without a file."""
+        return self.pp if self.pp == 1 or self.schedule_kind in ONE_STAGE_PER_RANK else 2 * self.pp
 
     @property
     def tolerance(self) -> float:
@@ -99,10 +109,10 @@ class Settings:
                 f"--tp {self.tp}: {counted(self.heads, 'head')} cannot be divided among {self.tp} ranks; "
                 f"use {_divisors(self.heads)}"
             )
-        if self.layers < self.pp:
+        if self.layers < self.stages:
             raise SettingsError(
-                f"--pp {self.pp}: the model has {counted(self.layers, 'layer')}, fewer than {self.pp} stages; "
-                f"use --pp {self.layers} or fewer, or --layers {self.pp} or more"
+                f"--pp {self.pp}: the model has {counted(self.layers, 'layer')}, fewer than {self.stages} stages; "
+                f"use --layers {self.stages} or more, or a smaller --pp"
             )
         if self.sequence_parallel and (self.tp == 1 or self.seq % self.tp):
             parts = f"{self.seq} bytes cannot be divided among" if self.tp > 1 else "there is nothing to split among"

@@ -104,13 +104,13 @@ def _record(
 ) -> RunRecord | None:
     """Gather what each rank holds; collective. The record on rank 0, else None."""
     assert sch.program is not None, "build leaves its program here"
-    stages = sch.program.stages
+    program, stages = sch.program, sch.program.stages
     own = RankRecord(
         rank=dist.get_rank(),
         pp=_rank(mesh, "pp"),
         dp=_rank(mesh, "dp"),
         tp=_rank(mesh, "tp"),
-        stages=tuple(stage.index for stage in stages if stage.index % settings.pp == _rank(mesh, "pp")),
+        stages=tuple(stage.index for stage in stages if program.rank_of(stage.index) == _rank(mesh, "pp")),
         params=sum(p.numel() for p in engine.module.parameters()),
     )
     gathered: list[Any] = [None] * dist.get_world_size()
