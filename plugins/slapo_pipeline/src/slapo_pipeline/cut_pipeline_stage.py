@@ -12,6 +12,7 @@ from slapo_core.schedule import Schedule
 from slapo_core.wrapping import is_opaque
 
 NAME = "cut_pipeline_stage"
+MARKS = "cut_at_marks"
 Where = Literal["after", "before"]
 _SAID = {"after": "a stage ends after this module", "before": "a stage begins with this module"}
 
@@ -67,27 +68,36 @@ class Cut(str):
 
     Args:
         path: Of the module.
-        where: ``"after"`` it, or ``"before"`` it.
+        where: ``"after"`` it, ``"before"`` it, or the number of a mark in its own forward.
     """
 
-    where: Where
+    where: Where | int
 
-    def __new__(cls, path: str, where: Where = "after") -> Cut:
+    def __new__(cls, path: str, where: Where | int = "after") -> Cut:
         cut = super().__new__(cls, path)
         cut.where = where
         return cut
 
 
-def where_of(path: str) -> Where:
-    """Whether a stage ends after the module at a path, as without a ``Cut``, or begins with it."""
+def where_of(path: str) -> Where | int:
+    """Where a stage ends or begins at the module at a path: without a ``Cut``, after it."""
     return path.where if isinstance(path, Cut) else "after"
+
+
+def is_at_mark(path: str) -> bool:
+    """Whether the cut lies inside of the module's own forward."""
+    return isinstance(where_of(path), int)
 
 
 def cuts(steps: Iterable[Step]) -> list[str]:
     """Paths of the modules where stages end or begin, each a ``Cut``, in the order in which they were cut."""
     found: list[str] = []
     for step in steps:
-        found += [Cut(step.path, *step.args, **step.kwargs)] if step.name == NAME else cuts(step.children)
+        if step.name == NAME:
+            found.append(Cut(step.path, *step.args, **step.kwargs))
+        elif step.name == MARKS:
+            found += [Cut(step.path, number) for number in step.args]
+        found += cuts(step.children)
     return found
 
 

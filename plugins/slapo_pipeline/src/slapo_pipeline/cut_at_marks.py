@@ -1,0 +1,83 @@
+"""``cut_at_marks``: stages end where the model's own forward says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from slapo_core.errors import ScheduleError
+from slapo_core.primitive import Primitive
+from slapo_core.schedule import Schedule
+from slapo_core.wrapping import is_opaque
+
+from .cut_pipeline_stage import MARKS, refuse_inside_opaque
+from .flat_trace import trace_flat
+from .pipe_split import Marks
+from .places import by_name
+
+
+class CutAtMarksPrimitive(Primitive):
+    """End a pipeline stage at each ``pipe_split()`` that the forward of this module, or of one inside it, runs into.
+
+    Marks are calls of ``slapo.pipeline.pipe_split()``, or of ``torch.distributed.pipelining.pipe_split()``, in the model's own
+    code. To find them the model runs once on the example inputs, without computing. Besides marks, the schedule may have cuts
+    at modules.
+
+    Rewrite:
+        encode(x); pipe_split(); decode(x)  -->  [encode(x)] [decode(x)]        sch.cut_at_marks()
+
+    Args:
+        numbers: Only these marks, and only in this module's own forward: numbers from 0 in the order in which it runs into
+            them, over all its calls in one run of the model. Default: all marks, of the modules inside too.
+
+    Raises:
+        ScheduleError: no mark, or one that is cut at already or lies inside a module that is wrapped or has hooks; no example
+            inputs; a number that is none.
+        TraceError: the model cannot be traced.
+    """
+
+    name = MARKS
+    scope = "module"
+
+    @staticmethod
+    def check(schedule: Schedule, *numbers: int) -> list[tuple[str, int]]:
+        """The marks: paths of modules, and of each how many marks its forward runs into."""
+        if not numbers:
+            return _found(schedule)
+        for number in numbers:
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise _error(schedule, f"{number!r} is no mark; the first one that this module's forward runs into is 0")
+            if number in schedule.metadata.primitives.get(MARKS, ()) or numbers.count(number) > 1:
+                raise _error(schedule, f"a stage ends at mark {number} of this module's forward already")
+        if is_opaque(schedule.mod):
+            raise _error(schedule, "its forward is wrapped or has hooks and runs as one piece; cut before wrapping it")
+        refuse_inside_opaque(schedule, MARKS)
+        return []
+
+    @staticmethod
+    def apply(schedule: Schedule, *numbers: int) -> None:
+        """Nothing to change: the journal holds the cuts."""
+        schedule.metadata.primitives[MARKS].update(numbers)
+        top = schedule.get_top_schedule()
+        for path, count in schedule.checked:
+            (top[path] if path else top).cut_at_marks(*range(count))
+
+    @staticmethod
+    def init_metadata() -> set[int]:
+        """Numbers of the marks of this module's own forward that are cut at."""
+        return set()
+
+
+def _found(schedule: Schedule) -> list[tuple[str, int]]:
+    root, path = schedule.root_module, schedule.path
+    if schedule.example_inputs is None:
+        raise _error(schedule, "marks are found by running the model; give create_schedule example_inputs=, one batch")
+    with Marks(root) as marks:
+        trace_flat(root, by_name(root, schedule.example_inputs), [])
+    inside = [found for found in marks.found if not path or f"{found}.".startswith(f"{path}.")]
+    if not inside:
+        raise _error(schedule, "the forward runs into no mark; call slapo.pipeline.pipe_split() in it where a stage is to end")
+    return list(Counter(inside).items())
+
+
+def _error(schedule: Schedule, message: str) -> ScheduleError:
+    return ScheduleError(message, path=schedule.path, primitive=MARKS)
