@@ -12,8 +12,10 @@ from torch import fx, nn
 
 from slapo_core.errors import ScheduleError, TraceError
 from slapo_core.tracing import TracedModule, trace_module
+from slapo_core.tracing.regions import is_region_node
 
-from .cut_pipeline_stage import NAME, where_of
+from .cut_pipeline_stage import MARKS, NAME, is_at_mark, where_of
+from .pipe_split import is_mark, marked
 
 
 def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) -> TracedModule:
@@ -34,12 +36,13 @@ def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) 
 
 def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) -> TracedModule:
     opened: set[str] = set()
-    try:
-        return trace_module(root, inputs, leaf=_leaf(cuts, opened))
-    except TraceError:
-        if not opened:
-            raise
-        return trace_module(root, inputs, leaf=_leaf(cuts, None))
+    with marked():
+        try:
+            return trace_module(root, inputs, leaf=_leaf(cuts, opened))
+        except TraceError:
+            if not opened:
+                raise
+            return trace_module(root, inputs, leaf=_leaf(cuts, None))
 
 
 @contextmanager
@@ -77,24 +80,35 @@ def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list
     Args:
         root: The model.
         graph: Its flat graph.
-        cuts: Paths of modules: a stage ends after the last time each runs, or, of a ``Cut`` before it, ahead of the first.
+        cuts: Paths of modules: a stage ends after the last time each runs, or, of a ``Cut`` before it, ahead of the first, or
+            at a mark of its forward.
 
     Raises:
-        ScheduleError: a cut module does not run, or nothing runs before the first cut, between two or after the last.
+        ScheduleError: a cut module or mark does not run, or nothing runs before the first cut, between two or after the last.
     """
     names = {id(module): name for name, module in root.named_modules()}
     nodes = list(graph.nodes)
-    calls = [(index, str(node.target)) for index, node in enumerate(nodes) if node.op == "call_module"]
-    found: list[tuple[int, str]] = []
-    for path in cuts:
-        name = names[id(root.get_submodule(path))]
-        runs = [index for index, target in calls if _is_inside(target, name)]
-        if not runs:
-            raise ScheduleError("the model does not run this module on the example inputs", path=path, primitive=NAME)
-        found.append((runs[-1] if where_of(path) == "after" else _begin(nodes, name) - 1, path))
-    found.sort()
-    _check_work_between(calls, found)
+    found = sorted((_end(nodes, names[id(root.get_submodule(path))], path), path) for path in cuts)
+    at_mark = any(map(is_at_mark, cuts))
+    work = [index for index, node in enumerate(nodes) if node.op == "call_module" or (at_mark and _computes(node))]
+    _check_work_between(work, found)
     return found
+
+
+def _end(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
+    """Place of the last node before a cut at the module ``name``."""
+    where = where_of(cut)
+    if isinstance(where, int):
+        marks = [index for index, node in enumerate(nodes) if is_mark(node) and _place(node) == name]
+        if where < len(marks):
+            return marks[where]
+        many = f"{len(marks)} marks of this module's forward" if marks else "no mark of this module's forward"
+        message = f"the model runs into {many} on the example inputs, so there is no mark {where}"
+        raise ScheduleError(message, path=cut, primitive=MARKS)
+    runs = [index for index, node in enumerate(nodes) if node.op == "call_module" and _is_inside(str(node.target), name)]
+    if not runs:
+        raise ScheduleError("the model does not run this module on the example inputs", path=cut, primitive=NAME)
+    return runs[-1] if where == "after" else _begin(nodes, name) - 1
 
 
 def _begin(nodes: Sequence[fx.Node], name: str) -> int:
@@ -115,6 +129,7 @@ def _is_inside(path: str, name: str) -> bool:
 def _leaf(cuts: Sequence[str], opened: set[str] | None) -> Callable[[str, nn.Module], bool]:
     """Which modules stay whole; paths of the tables that do not go to ``opened``, and without it they do."""
     parents = {".".join(path.split(".")[:depth]) for path in cuts for depth in range(1, path.count(".") + 1)}
+    parents |= {path for path in cuts if is_at_mark(path)}
     ends = set(cuts) - parents
 
     def leaf(path: str, module: nn.Module) -> bool:
@@ -132,11 +147,16 @@ def _is_table(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.") and next(module.parameters(), None) is None
 
 
-def _check_work_between(calls: Sequence[tuple[int, str]], cuts: Sequence[tuple[int, str]]) -> None:
+def _computes(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and not is_mark(node) and not is_region_node(node)
+
+
+def _check_work_between(work: Sequence[int], cuts: Sequence[tuple[int, str]]) -> None:
     begins = [-1, *(position for position, _ in cuts)]
     ends = [*(position for position, _ in cuts), float("inf")]
     for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-        if not any(begin < index <= end for index, _ in calls):
+        if not any(begin < index <= end for index in work):
             where = cuts[max(number - 1, 0)][1]
             what = f"nothing runs between it and {cuts[number][1]!r}" if 0 < number < len(cuts) else "nothing runs after it"
-            raise ScheduleError(f"{what if number else 'nothing runs before it'}; remove this cut", path=where, primitive=NAME)
+            name = MARKS if is_at_mark(where) else NAME
+            raise ScheduleError(f"{what if number else 'nothing runs before it'}; remove this cut", path=where, primitive=name)
