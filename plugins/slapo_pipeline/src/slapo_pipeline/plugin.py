@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 @hookimpl
 def slapo_primitives() -> dict[str, str]:
     return {
+        "cut_at_marks": "slapo_pipeline.cut_at_marks:CutAtMarksPrimitive",
         "cut_pipeline_stage": "slapo_pipeline.cut_pipeline_stage:CutPipelineStagePrimitive",
         "pipeline": "slapo_pipeline.pipeline:PipelinePrimitive",
     }
