@@ -84,7 +84,7 @@ def test_a_schedule_without_the_syncs_its_shards_need(tmp_path: Path, flags: str
         (
             "stages.py",
             "def schedule(sch):\n    sch['transformer.h.1'].cut_pipeline_stage()\n",
-            r"1 cuts? makes? 2 stages, but the mesh has pp=1",
+            r"2 stages on a mesh with pp=1; give the mesh's axis pp more ranks, or leave out the cuts",
         ),
     ],
 )

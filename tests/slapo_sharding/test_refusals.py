@@ -92,6 +92,19 @@ def test_an_illegal_shard_says_why_and_changes_nothing():
     assert {key: message for key, message in messages.items() if SHARDS[key][2] not in message} == {}
 
 
+def test_a_module_without_bias_does_not_offer_one() -> None:
+    sch = create_schedule(nn.Linear(4, 8, bias=False), plugins=Registry([plugin]))
+    with pytest.raises(ScheduleError, match=r"no parameter 'bias'; available: weight$"):
+        sch.shard(["weight", "bias"], axis=0)
+
+
+def test_processes_that_were_not_joined_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sch = create_schedule(nn.Linear(4, 8), plugins=Registry([plugin]))
+    with pytest.raises(ScheduleError, match=r"one of 2 processes, WORLD_SIZE says.*init_process_group\(\) before create_sch"):
+        sch.shard("weight", axis=0)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -111,13 +111,9 @@ def _other_lengths(rank: int) -> list[str]:
 
 
 def test_a_length_that_the_ranks_do_not_divide_names_the_module_and_the_remedy() -> None:
-    odd = (
-        "sync('blocks.0'): fwd_pre scatter: the sequence of 7 in [3, 7, 16] cannot be split over 2 ranks; pad it to a multiple"
-    )
-    token = (
-        "sync('model.layers.0'): fwd_pre scatter: the sequence of 1 in [3, 1, 16] cannot be split over 2 ranks; "
-        "to generate token by token, leave out sequence_parallel"
-    )
+    remedy = "cannot be split over 2 ranks; pad it to a multiple, or, to generate, leave out sequence_parallel"
+    odd = f"sync('blocks.0'): fwd_pre scatter: the sequence of 7 in [3, 7, 16] {remedy}"
+    token = f"sync('model.layers.0'): fwd_pre scatter: the sequence of 1 in [3, 1, 16] {remedy}"
     assert run_distributed(_other_lengths, 2) == [[odd, odd, token]] * 2
 
 

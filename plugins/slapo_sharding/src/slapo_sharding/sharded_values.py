@@ -43,7 +43,10 @@ from .sums import REDUCE, part_of_sum
 from .syncing import REDUCING, Sync, first_input, map_input, map_output, syncs_of
 from .trial import Mixed
 
-_GATHER = "gather it there, sync('fwd_post', 'all_gather', axis=-1), with what follows whole, or leave it whole too"
+_GATHER = (
+    "gather it there, sync('fwd_post', 'all_gather', axis=-1), with what follows whole, leave it whole too, "
+    "or split this as well"
+)
 _FORK = "call fork_rng() of this module or of one around it"
 _SEED = "seed the ranks alike, set_random_seed(seed, tp_rank=...) does, or call fork_rng() where each has a part"
 _SUMMING = (*REDUCING, "function")

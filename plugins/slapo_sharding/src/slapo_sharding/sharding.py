@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import ScheduleError
@@ -51,6 +53,11 @@ class Sharder:
         """The step, or a ``ScheduleError`` that says why not."""
         if self.rank < 0:
             raise self._error("this process is not in the schedule's group; create the schedule with a group it is in")
+        if self.group is None and (processes := _not_joined()) > 1:
+            raise self._error(
+                f"this is one of {processes} processes, WORLD_SIZE says, that do not know of each other; "
+                "call torch.distributed.init_process_group() before create_schedule()"
+            )
         first, dim = self._first()
         cut = self._cut(self.module, first, dim)
         if extra := [name for name in self.names if name not in cut.dims]:
@@ -80,7 +87,11 @@ class Sharder:
             if not isinstance(name, str):
                 raise self._error(f"{name!r} is not the name of a parameter; give one, e.g. 'weight'")
             if tensor_of(self.module, name) is None:
-                known = [*self.module._parameters, *self.module._buffers]
+                known = [
+                    name
+                    for name in (*self.module._parameters, *self.module._buffers)
+                    if tensor_of(self.module, name) is not None
+                ]
                 raise self._error(f"no parameter {name!r}; available: {', '.join(known) or 'none'}")
         first = max(self.names, key=lambda name: self._held(name).dim())
         rank = self._held(first).dim()
@@ -255,3 +266,9 @@ class Sharder:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _not_joined() -> int:
+    """How many processes a launcher started, this one among them, where they have not been joined yet."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    return int(started) if started.isdecimal() and not dist.is_initialized() else 1

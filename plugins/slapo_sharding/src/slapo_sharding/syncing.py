@@ -91,7 +91,7 @@ class Sync:
         elif self.op != "all_gather" and not uneven and x.shape[axes[-1]] % ranks:
             size, dim = x.shape[axes[-1]], axes[-1] % x.dim()
             what = f"the sequence of {size}" if (x.dim(), dim) == (3, 1) else f"the {size} along dimension {dim}"
-            remedy = "pad it to a multiple" if size > 1 else "to generate token by token, leave out sequence_parallel"
+            remedy = "pad it to a multiple, or, to generate, leave out sequence_parallel"
             message = f": {what} in {list(x.shape)} cannot be split over {ranks} ranks; {remedy}"
         if message is not None:
             raise ScheduleError(f"{self.mode} {self.op}{message}", path=self.path, primitive="sync")

@@ -70,6 +70,8 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
     """
     kind = kind_of(schedule)
     per_rank, rest = divmod(stages, ranks)
+    if ranks == 1:
+        raise BuildError(f"{stages} stages on a mesh with pp=1; give the mesh's axis pp more ranks, or leave out the cuts")
     if rest:
         raise BuildError(f"{stages} stages on a mesh with pp={ranks}; cut the model into a multiple of {ranks} stages")
     if kind.stages_per_rank not in (None, per_rank):
