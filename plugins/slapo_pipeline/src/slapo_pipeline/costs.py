@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,9 +53,10 @@ class Costs:
         self._owned = Amounts(size, [(unit, key, p.nbytes) for unit, key, p in _first(uses)])
         if balance == "memory":
             self._states = Amounts(size, [(unit, key, p.nbytes * (STATES if p.requires_grad else 1)) for unit, key, p in uses])
-        if balance != "parameters":
-            flops, saved = _Meter(units).measure(memory=balance == "memory")
-            self.flops, self.saved = Amounts(size, flops), Amounts(size, saved)
+        if balance == "flops":
+            self.flops = Amounts(size, _Flops(units).measure())
+        elif balance == "memory":
+            self.saved = Amounts(size, _Saved(units).measure())
 
     def __call__(self, stage: int, begin: int, end: int) -> int:
         """Bytes of the parameters that are used first in these units, FLOPs, or bytes of memory."""
@@ -94,22 +95,22 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *arg
 
 
 class _Meter(fx.Interpreter):
-    """Runs the graph on fake tensors and notes FLOPs and what is kept for the backward."""
+    """Runs the graph on fake tensors and notes what each node took."""
 
     def __init__(self, units: Units) -> None:
         super().__init__(units.root, graph=units.flat.graph)
+        self.extra_traceback = False  # errors stay what they are
         self.units = units
         self.places = {node: index for index, node in enumerate(units.nodes)}
         self.unit = 0
-        self.flops: list[Use] = []
-        self.saved: list[Use] = []
-        self.kept: list[Any] = []
-        """Storages seen: their ids stay theirs."""
-        self.weights: set[int] = set()
-        self.counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_ATTENTION, _attention_flops))
+        self.found: list[Use] = []
 
-    def measure(self, *, memory: bool) -> tuple[list[Use], list[Use]]:
-        """Unit, key and amount of FLOPs, and of the storages that are saved, where that is asked for.
+    def watch(self) -> AbstractContextManager[Any]:
+        """What notes it, while the context is open."""
+        raise NotImplementedError
+
+    def measure(self) -> list[Use]:
+        """Unit, thing and amount of all that was noted.
 
         Raises:
             ScheduleError: a module asks for the values of a tensor, or an operator has no fake kernel.
@@ -120,40 +121,55 @@ class _Meter(fx.Interpreter):
         inputs = [values[str(node.target)] for node in units.nodes if node.op == "placeholder"]
         sandbox = Sandbox(units.root, inputs, fake=True)
         try:
-            with ExitStack() as stack:
-                stack.enter_context(sandbox.open(grad=True))
-                inputs = tree_map_only(torch.Tensor, sandbox.enter_input, inputs)
-                if memory:
-                    for tensor in [*units.root.parameters(), *units.root.buffers()]:
-                        self.weights.add(self._key(tensor))
-                    stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
-                stack.enter_context(self.counter)
-                self.run(*inputs)
+            with sandbox.open(grad=True), self.watch():
+                self.run(*tree_map_only(torch.Tensor, sandbox.enter_input, inputs))
         except SlapoError:
             raise
         except Exception as err:  # of the model's code and of fake tensors, which may be any
-            what = f"the model does not run on fake tensors, so its FLOPs and memory are not known: {str(err).splitlines()[0]}"
+            what = f"the model does not run on fake tensors, so its FLOPs and memory are not known: {err}"
             raise ScheduleError(f"{what}; use balance='parameters'", primitive="pipeline") from err
-        return self.flops, self.saved
+        return self.found
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and note what it took."""
+        """Run a node, as part of its unit."""
         self.unit = self.units.unit_of(self.places[n])
-        before = self.counter.get_total_flops()
-        result = super().run_node(n)
-        if took := self.counter.get_total_flops() - before:
-            self.flops.append((self.unit, n, took))
-        return result
+        return super().run_node(n)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """A weight, or a constant of the graph."""
         return self.fetch_attr(target) if "." in target or hasattr(self.module, target) else getattr(self.units.flat, target)
 
+
+class _Flops(_Meter):
+    """FLOPs."""
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """Count."""
+        self.counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_ATTENTION, _attention_flops))
+        return self.counter
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; its FLOPs are what the count has risen by."""
+        before = self.counter.get_total_flops()
+        result = super().run_node(n)
+        self.found.append((self.unit, n, self.counter.get_total_flops() - before))
+        return result
+
+
+class _Saved(_Meter):
+    """Bytes saved for the backward, without parameters and buffers."""
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """See what autograd saves."""
+        self.kept: list[Any] = []  # while they live their ids stay theirs
+        self.state = {self._key(tensor) for tensor in [*self.units.root.parameters(), *self.units.root.buffers()]}
+        return saved_tensors_hooks(self._save, lambda tensor: tensor)
+
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         key = self._key(tensor)
-        if key not in self.weights:
+        if key not in self.state:
             size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
-            self.saved.append((self.unit, key, size))
+            self.found.append((self.unit, key, size))
         return tensor
 
     def _key(self, tensor: torch.Tensor) -> int:
