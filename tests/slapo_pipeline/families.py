@@ -6,10 +6,11 @@ paths = places(model, batch, stages=4)
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -74,9 +75,36 @@ SIZES: dict[str, Any] = {
 }
 """What a config is made with, where it has a field of this name."""
 
+SPEECH = "Data2VecAudio Hubert SEW SEWD UniSpeech UniSpeechSat Wav2Vec2 Wav2Vec2Conformer WavLM".split()
+
 LISTS = (nn.ModuleList, nn.Sequential)
 
-MORE: dict[str, dict[str, Any]] = {}
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
+TWO_WIDTHS = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]}
+FOUR = {"num_key_value_heads": 4}
+
+MORE: dict[str, dict[str, Any]] = {
+    **{f"{name}ForCausalLM": {"decoder_layers": 4} for name in "Bart BigBirdPegasus Blenderbot BlenderbotSmall".split()},
+    **{f"{name}ForCausalLM": {"decoder_layers": 4} for name in "Marian MBart Mvp Pegasus PLBart TrOCR Whisper".split()},
+    **{f"{name}ForSequenceClassification": {"apply_spec_augment": False} for name in SPEECH},
+    **dict.fromkeys(
+        ("BigBirdForCausalLM", "BigBirdForMaskedLM", "BigBirdPegasusForConditionalGeneration"),
+        {"attention_type": "original_full"},
+    ),
+    "ConvNextV2ForImageClassification": {**TWO_WIDTHS, "num_stages": 2},
+    "DonutSwinForImageClassification": SWIN,
+    "Dots3NoteForCausalLM": FOUR,
+    "EsmcForMaskedLM": FOUR,
+    "Mamba2ForCausalLM": {"num_heads": 8},
+    "MllamaForCausalLM": {"num_hidden_layers": 5},
+    "ProphetNetForCausalLM": {"num_decoder_layers": 4},
+    "RegNetForImageClassification": {**TWO_WIDTHS, "groups_width": 4},
+    "RoCBertForCausalLM": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
+    "RoCBertForMaskedLM": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
+    "Swinv2ForImageClassification": SWIN,
+    "Wav2Vec2ConformerForSequenceClassification": {"apply_spec_augment": False, "max_source_positions": 64},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
+}
 """What some classes need besides, by the name of the class."""
 
 ZOO: dict[str, dict[str, Any]] = {
@@ -98,10 +126,58 @@ VARIATIONS = frozenset(
 )
 """Families of the zoo that others are like."""
 
-FAST = tuple(name for name in zoo.FAMILIES if name not in VARIATIONS)
+FAST = ("XLMWithLMHeadModel", *(name for name in zoo.FAMILIES if name not in VARIATIONS))
 
-CLASSES = (*zoo.FAMILIES,)
+NAMED = {
+    "ForCausalLM": """
+        AXK1 Afmoe Apertus Arcee AriaText BailingHybrid Bamba Bart Beam BigBird BigBirdPegasus BitNet Blenderbot
+        BlenderbotSmall Camembert Cohere2 Cohere2Moe CpmAnt Cwm Data2VecText DeepseekV2 DeepseekV4 DiffLlama Doge
+        Dots1 Electra Emu3 Ernie Ernie4_5 Ernie4_5_Moe ExaoneMoe FalconH1 FalconMamba FlexOlmo Flint GPTNeoXJapanese
+        Gemma4 Gemma4Unified Glm4 Glm4Moe Glm4MoeLite GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared GraniteSWA HYV3
+        HYV4 HrmText HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Inkling Inkling2 Jais2 Jamba JetMoe Kolibri1 Laguna Lfm2
+        Lfm3 Llama4 MBart Mamba2 Marian MegatronBert Mellum MiMoV2Flash MiniCPM3 MiniMax MiniMaxM2 MiniMaxM3VL
+        Ministral Ministral3 Mllama ModernBertDecoder Mvp NanoChat NemotronH Olmo3 OlmoHybrid PLBart Pegasus
+        Phi4Multimodal Phimoe ProphetNet Qwen3Next Qwen3_5 Qwen3_5Moe RecurrentGemma RemBert RoCBert RoFormer Roberta
+        RobertaPreLayerNorm Rwkv SeedOss SolarOpen TrOCR VaultGemma Whisper XLMRoberta XLMRobertaXL Youtu Zaya xLSTM
+    """,
+    "ForMaskedLM": """
+        BigBird Camembert Data2VecText Ernie Esmc EuroBert Funnel Gte JinaEmbeddingsV3 Mra NomicBert Nystromformer
+        RoCBert RobertaPreLayerNorm Tapas Ultrabert XLMRoberta XLMRobertaXL Yoso
+    """,
+    "ForConditionalGeneration": "BigBirdPegasus BlenderbotSmall Mvp NllbMoe PegasusX T5Gemma UMT5",
+    "ForImageClassification": """
+        CLIP ConvNextV2 Data2VecVision DeiT Dinov2WithRegisters DonutSwin IJepa MetaClip2 MobileNetV1 MobileNetV2
+        MobileViT PvtV2 RegNet Siglip SwiftFormer Swinv2 ViTMSN
+    """,
+    "ForSequenceClassification": " ".join(SPEECH),
+    "": "BertLMHeadModel BertGenerationDecoder SeamlessM4TForTextToText SeamlessM4Tv2ForTextToText",
+}
+"""Classes beyond the zoo by the end of their names, without it."""
+
+CLASSES = (*zoo.FAMILIES, *(f"{name}{end}" for end, names in NAMED.items() for name in names.split()))
 """What comes apart: families of the zoo, and classes by their names."""
+
+
+class Refused(NamedTuple):
+    """Why a class is refused, and a part of the message."""
+
+    why: str
+    told: str
+
+
+_LABELS = Refused("it checks the values of the labels", r"asks for the values of a tensor \(bool\)")
+
+REFUSED = {
+    "FlaubertWithLMHeadModel": Refused("it asserts about the lengths of the sequences", r"values of a tensor \(item\)"),
+    "IBertForMaskedLM": Refused("whether it makes a mask depends on the values of the mask", r"values of a tensor \(bool\)"),
+    "LongformerForMaskedLM": Refused(
+        "what it computes depends on whether a token attends to all", r"values of a tensor \(item\)"
+    ),
+    "ProphetNetForConditionalGeneration": Refused("it asserts about the values of the labels", r"values of a tensor \(item\)"),
+    "XLMWithLMHeadModel": Refused("it asserts about the lengths of the sequences", r"values of a tensor \(item\)"),
+    **{f"{name}ForCTC": _LABELS for name in SPEECH},
+}
+"""Classes that cannot be cut, and the message that says why."""
 
 
 def small(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -122,6 +198,7 @@ def places(model: nn.Module, batch: dict[str, Any], stages: int) -> list[str]:
 
     Layers are the members of the outermost module lists; where these are fewer than the stages, those of the lists inside.
     """
+    model = copy.deepcopy(model)  # some change themselves when they run first
     for depth in range(4):
         ran = _in_order(model, batch, set(_members(model, depth)))
         if len(ran) >= stages:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from .families import CLASSES, FAST, places, small
-from .staged import assert_same_as_model
+from slapo_core.build import build_program
+from slapo_core.errors import TraceError
+
+from .families import CLASSES, FAST, REFUSED, places, small
+from .staged import assert_same_as_model, cut
 
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in sorted(CLASSES)]
 
@@ -19,6 +22,15 @@ def test_same_loss_and_gradients(name: str, stages: int) -> None:
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
 
 
-def test_there_are_sixty_classes() -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in sorted(REFUSED)])
+def test_refused_classes_say_why(name: str) -> None:
+    model, batch = small(name)
+    with pytest.raises(TraceError, match=rf"{REFUSED[name].told}.*\.py:\d+\)"):
+        build_program(cut(model, batch, *places(model, batch, 2)))
+
+
+def test_there_are_sixty_classes_and_far_more_when_there_is_time() -> None:
     assert len(FAST) >= 60
-    assert set(FAST) <= set(CLASSES)
+    assert len(CLASSES) >= 200
+    assert len(set(CLASSES)) == len(CLASSES)
+    assert set(FAST) <= {*CLASSES, *REFUSED}
