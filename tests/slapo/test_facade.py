@@ -102,6 +102,7 @@ MODULES = {
         "describe",
         "generate_pipeline_partition",
         "pipe_split",
+        "program_of_pipe",
         "propagate_partition",
         "stage_code",
     },

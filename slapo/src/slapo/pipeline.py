@@ -11,6 +11,7 @@ from slapo_pipeline.analysis import (
 )
 from slapo_pipeline.describe import describe, stage_code
 from slapo_pipeline.pipe_split import pipe_split
+from slapo_pipeline.ready_pipe import program_of_pipe
 
 __all__ = [
     "LiveValue",
@@ -22,6 +23,7 @@ __all__ = [
     "describe",
     "generate_pipeline_partition",
     "pipe_split",
+    "program_of_pipe",
     "propagate_partition",
     "stage_code",
 ]
