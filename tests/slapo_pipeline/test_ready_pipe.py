@@ -12,13 +12,14 @@ from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
 from torch.nn import functional as F
 
 import slapo_pipeline.plugin
+from slapo_core.build import build, build_program
 from slapo_core.errors import BuildError, TraceError
 from slapo_core.program import Program
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_pipeline.analysis import analyze_pipeline_module
 from slapo_pipeline.describe import describe
-from slapo_pipeline.ready_pipe import program_of_pipe
+from slapo_pipeline.ready_pipe import PipeStage, program_of_pipe
 
 from .staged import assert_same, loss_of
 
@@ -192,3 +193,20 @@ def test_what_is_refused() -> None:
         program_of_pipe(pipe, schedule)
     with pytest.raises(BuildError, match="the stages of a Pipe run once; give create_schedule example_inputs="):
         program_of_pipe(pipe, create_schedule(model))
+
+
+def test_build_takes_a_ready_pipe_once() -> None:
+    model, inputs = Plain(), {"x": torch.randn(4, WIDTH)}
+    schedule = create_schedule(model, example_inputs=inputs, plugins=Registry([slapo_pipeline.plugin]))
+    pipe = pipeline(copy.deepcopy(model), (), inputs, split_spec={"layers.1": SplitPoint.BEGINNING})
+    build(schedule, pipe=pipe)
+    assert schedule.program is not None
+    assert [type(stage.module) for stage in schedule.program.stages] == [PipeStage, PipeStage]
+    assert len(build_program(schedule).stages) == 1
+
+
+def test_build_refuses_what_is_no_pipe() -> None:
+    schedule = create_schedule(Plain(), plugins=Registry([slapo_pipeline.plugin]))
+    with pytest.raises(BuildError, match="pipe is a str; give what torch.distributed.pipelining.pipeline returned"):
+        build(schedule, pipe="ready")
+    assert len(build_program(schedule).stages) == 1

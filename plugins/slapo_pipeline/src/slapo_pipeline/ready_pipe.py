@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -25,6 +26,21 @@ from .places import by_name
 from .tree import divide, prune
 
 _TABLES = ("_parameters", "_buffers")
+_given: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""Model to the ``Pipe`` that the build under way was given."""
+
+
+def take(schedule: Schedule, config: dict[str, Any]) -> None:
+    """Take the option ``pipe`` of a build out of its options, for ``taken``."""
+    _given.pop(schedule.root_module, None)
+    if (pipe := config.pop("pipe", None)) is not None:
+        _given[schedule.root_module] = pipe
+
+
+def taken(schedule: Schedule) -> Program | None:
+    """The program of the ``Pipe`` that the build under way was given, once; None where it was given none."""
+    pipe = _given.pop(schedule.root_module, None)
+    return None if pipe is None else program_of_pipe(pipe, schedule)
 
 
 def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
