@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slapo_core.hookspecs import hookimpl
 
@@ -23,5 +23,13 @@ def slapo_primitives() -> dict[str, str]:
 @hookimpl
 def slapo_partition(schedule: Schedule) -> Program | None:
     from .partition import partition  # noqa: PLC0415  finding plugins must stay cheap
+    from .ready_pipe import taken  # noqa: PLC0415
 
-    return partition(schedule)
+    return taken(schedule) or partition(schedule)
+
+
+@hookimpl(trylast=True)
+def slapo_before_build(schedule: Schedule, config: dict[str, Any]) -> None:
+    from .ready_pipe import take  # noqa: PLC0415
+
+    take(schedule, config)
