@@ -5,19 +5,25 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slapo_core.build import build_program
+from slapo_core.build import build, build_program
 from slapo_core.errors import ScheduleError, TraceError
 from slapo_core.logger import get_logger
 from slapo_core.program import Program
 from slapo_core.replay import load_schedule
-from slapo_core.schedule import Schedule
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import run_distributed
 from slapo_core.wrapping import wrap_forward
 from slapo_pipeline.cut_pipeline_stage import cuts
 from slapo_pipeline.stage_table import StageTable
@@ -59,7 +65,7 @@ def pipelined(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> tuple
 
 
 @pytest.mark.parametrize("balance", ["parameters", "flops", "memory"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("stages", [1, 3, 5])
 def test_llama(balance: str, stages: int) -> None:
     model = _model("LlamaForCausalLM", **{**SIZES, "num_hidden_layers": 4}, num_key_value_heads=1, use_cache=False)
     schedule, program = pipelined(model, TEXT, stages, balance=balance)
@@ -130,6 +136,48 @@ def test_a_convolutional_model(balance: str) -> None:
     assert all(path == "pool" or path.startswith("layer") for path in table(schedule).cuts)
 
 
+class Residue(nn.Linear):
+    """A layer that its input goes around."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(super().forward(x))
+
+
+class Stage(nn.Module):
+    """Holds a list of blocks, as one of four of a vision model."""
+
+    def __init__(self, channels: int, out: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residue(channels, channels) for _ in range(depth))
+        self.merge = nn.Linear(channels, out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.merge(x)
+
+
+class Hierarchical(nn.Module):
+    """A list of stages of unlike size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([Stage(8, 16, 2), Stage(16, 32, 2), Stage(32, 32, 6), Stage(32, 16, 2)])
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x)
+
+
+def test_a_block_that_is_too_large_is_taken_apart() -> None:
+    schedule, _ = pipelined(Hierarchical(), {"x": torch.randn(4, 8)}, 4)
+    assert any(path.startswith("stages.2.blocks.") for path in table(schedule).cuts)
+    costs = [stage.cost for stage in table(schedule).stages]
+    assert max(costs) < 1.4 * sum(costs) / 4
+
+
 class UNet(nn.Module):
     """Each step down is used again on the way up."""
 
@@ -171,120 +219,6 @@ def test_the_best_of_all_placements(widths: tuple[int, ...], stages: int) -> Non
     found = table(schedule).stages
     costs = [stage.cost for stage in found]
     assert (max(costs), sum(stage.received for stage in found), sum(cost * cost for cost in costs)) == min(rows)
-
-
-# ---- costs
-
-
-def _saved(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """Bytes that a real forward saves for its backward, each storage once, without the model's own tensors."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    kept: dict[int, torch.Tensor] = {}
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        model(**inputs)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-
-def _families() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
-    llama = {**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 1, "use_cache": False}
-    return {
-        "llama": (_model("LlamaForCausalLM", **llama), TEXT),
-        "eager": (_model("LlamaForCausalLM", **llama, attn_implementation="eager"), TEXT),
-        "t5": (_model("T5ForConditionalGeneration", **{**T5, "num_layers": 3}, use_cache=False), TEXT),
-        "resnet": (ResNet(), {"x": torch.randn(2, 3, 32, 32)}),
-    }
-
-
-@pytest.mark.parametrize("family", ["llama", "eager", "t5", "resnet"])
-def test_memory_is_that_of_a_real_forward(family: str) -> None:
-    model, inputs = _families()[family]
-    next(model.parameters()).requires_grad_(False)
-    (whole,) = table(cut(model, inputs).pipeline(1, balance="memory")).stages
-    states = sum(parameter.nbytes * (4 if parameter.requires_grad else 1) for parameter in model.parameters())
-    assert whole.cost == states + _saved(model, inputs)
-
-
-@pytest.mark.parametrize("microbatches", [None, 1, 2, 8])
-def test_memory_of_the_micro_batches_in_flight(microbatches: int | None) -> None:
-    inputs = {"input": torch.randn(64, 8)}
-    stages = table(cut(mlp(8, 8, 8, 8), inputs).pipeline(4, balance="memory", microbatches=microbatches)).stages
-    states, saved = 4 * (8 * 8 + 8) * 4, 64 * 8 * 4
-    flying = [min(4 - stage, microbatches or 4) for stage in range(4)]
-    assert [stage.cost for stage in stages] == [states + number * saved for number in flying]
-
-
-def test_flops_are_those_of_a_real_forward() -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model, inputs = _families()["eager"]
-    with FlopCounterMode(display=False) as counter:
-        model(**inputs)
-    stages = table(cut(model, inputs).pipeline(3, balance="flops")).stages
-    assert sum(stage.cost for stage in stages) == counter.get_total_flops()
-    fused, _ = _families()["llama"]
-    assert table(cut(fused, inputs).pipeline(3, balance="flops")).stages == stages
-
-
-def test_weights_on_meta_cost_the_same() -> None:
-    for model, inputs in _families().values():
-        for balance in ("parameters", "flops", "memory"):
-            real = table(cut(model.to("cpu"), inputs).pipeline(2, balance=balance))
-            meta = copy.deepcopy(model).to("meta")
-            if hasattr(meta, "tie_weights"):
-                meta.tie_weights()
-            assert table(cut(meta, inputs).pipeline(2, balance=balance)) == real
-            assert all(parameter.is_meta for parameter in meta.parameters())
-
-
-class Dear(nn.Module):
-    """Has side effects that would show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(8, 8), 0
-        self.register_buffer("seen", torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += x.detach().sum(0)
-        self.calls += 1
-        return torch.dropout(self.linear(x), 0.5, self.training)
-
-
-@pytest.mark.parametrize("balance", ["parameters", "flops", "memory"])
-def test_nothing_is_left_in_the_model(balance: str) -> None:
-    model, before = nn.Sequential(Dear(), Dear(), Dear()), torch.get_rng_state()
-    tensors = [*model.parameters(), *model.buffers()]
-    cut(model, X).pipeline(3, balance=balance)
-    assert all(a is b for a, b in zip([*model.parameters(), *model.buffers()], tensors, strict=True))
-    assert [int(module.calls) for module in model] == [0, 0, 0]
-    assert all(not module.seen.any() for module in model)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(not module._forward_hooks for module in model.modules())
-
-
-class Asks(nn.Module):
-    """Looks at values."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if bool((x > 0).any()) else x
-
-
-def test_a_model_that_does_not_run_on_fake_tensors() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), Asks()), nn.Linear(8, 8))
-    assert len(table(cut(model, X).pipeline(2)).stages) == 2
-    _refused(
-        model,
-        X,
-        "does not run on fake tensors, so its FLOPs and memory are not known: .*use balance='parameters'",
-        2,
-        balance="flops",
-    )
 
 
 # ---- boundaries
@@ -373,10 +307,64 @@ def test_the_stages_are_a_table_to_read() -> None:
     ]
 
 
+# ---- on a mesh
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two pipeline ranks, of which this process is the first; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    dist.destroy_process_group()
+
+
+def test_a_stage_per_rank_unless_more_are_asked_for(mesh: DeviceMesh) -> None:
+    schedule = create_schedule(mlp(8, 8, 8, 8), example_inputs=X, mesh=mesh).pipeline()
+    assert table(schedule).cuts == ("1",)
+    schedule.undo()
+    schedule.pipeline(4)
+    assert len(build_program(schedule).stages) == 4
+
+
+@pytest.mark.parametrize("arguments", [{"stages": 3}, {"boundaries": ["0", "1"]}, {"boundaries": lambda path, _: path in "01"}])
+def test_stages_that_ranks_cannot_share(mesh: DeviceMesh, arguments: dict[str, Any]) -> None:
+    schedule = create_schedule(mlp(8, 8, 8, 8), example_inputs=X, mesh=mesh)
+    with pytest.raises(ScheduleError, match="3 stages cannot be shared equally by the 2 ranks of the mesh's axis 'pp'"):
+        schedule.pipeline(**arguments)
+    assert not len(schedule.journal)
+
+
+def _trained(rank: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    model, plain = (_model("LlamaForCausalLM", **SIZES, num_key_value_heads=1, use_cache=False) for _ in range(2))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    schedule = create_schedule(model, mesh=mesh, example_inputs={name: value[:1] for name, value in TEXT.items()}).pipeline()
+    engine: Any = build(schedule, "torch", optimizer=partial(torch.optim.SGD, lr=0.5), microbatches=2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    found, expected = [], []
+    for _ in range(3):
+        found.append(float(engine.train_batch(**TEXT)))
+        parts = [{name: value[row : row + 1] for name, value in TEXT.items()} for row in range(2)]
+        loss = torch.stack([plain(**part).loss for part in parts]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss))
+    engine.close()
+    return found, expected
+
+
+@pytest.mark.multiproc
+def test_two_processes_train_it() -> None:
+    for found, expected in run_distributed(_trained, 2):
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert expected[0] > expected[-1]
+
+
 # ---- what is refused
 
 
-def _refused(model: nn.Module, inputs: Any, message: str, *args: Any, **kwargs: Any) -> None:
+def refused(model: nn.Module, inputs: Any, message: str, *args: Any, **kwargs: Any) -> None:
     schedule = cut(model, inputs)
     with pytest.raises(ScheduleError, match=message):
         schedule.pipeline(*args, **kwargs)
@@ -401,11 +389,11 @@ def _refused(model: nn.Module, inputs: Any, message: str, *args: Any, **kwargs: 
     ],
 )
 def test_arguments_that_are_wrong(arguments: dict[str, Any], message: str) -> None:
-    _refused(mlp(8, 8, 8, 8), X, message, **arguments)
+    refused(mlp(8, 8, 8, 8), X, message, **arguments)
 
 
 def test_no_example_inputs() -> None:
-    _refused(mlp(8, 8), None, "a model is cut by tracing it; give create_schedule example_inputs=", 2)
+    refused(mlp(8, 8), None, "a model is cut by tracing it; give create_schedule example_inputs=", 2)
 
 
 def test_not_the_whole_model() -> None:
@@ -419,18 +407,20 @@ def test_not_the_whole_model() -> None:
 
 def test_cut_already() -> None:
     schedule = cut(mlp(8, 8, 8), X, "0")
-    with pytest.raises(ScheduleError, match="a stage ends after '0' already; undo that cut"):
+    with pytest.raises(
+        ScheduleError, match="the model is cut already, at '0'; undo that, or make all cuts with cut_pipeline_stage"
+    ):
         schedule.pipeline(2)
     schedule.undo()
     schedule.pipeline(2)
-    with pytest.raises(ScheduleError, match="a stage ends after '[01]' already"):
+    with pytest.raises(ScheduleError, match="the model is cut already, at '[01]'"):
         schedule.pipeline(2)
 
 
 def test_a_wrapped_model() -> None:
     model = mlp(8, 8)
     wrap_forward(model, lambda call, *args: call(*args))
-    _refused(model, X, "the whole model is wrapped or has hooks and runs as one piece; call pipeline before", 2)
+    refused(model, X, "the whole model is wrapped or has hooks and runs as one piece; call pipeline before", 2)
 
 
 def test_nothing_inside_a_wrapped_module_is_a_place() -> None:
@@ -438,8 +428,8 @@ def test_nothing_inside_a_wrapped_module_is_a_place() -> None:
     wrap_forward(model[0], lambda call, *args: call(*args))
     schedule = cut(model, X).pipeline(2)
     assert table(schedule).cuts == ("0",)
-    _refused(model, X, "4 stages need 3 cuts, but the model's blocks end at 2 places", 4)
-    _refused(model, X, "it lies inside '0', which is wrapped", boundaries=["0.1"])
+    refused(model, X, "4 stages need 3 cuts, but the model's blocks end at 2 places", 4)
+    refused(model, X, "it lies inside '0', which is wrapped", boundaries=["0.1"])
 
 
 def test_what_the_partitioner_says() -> None:

@@ -111,7 +111,8 @@ def _check_model(schedule: Schedule) -> None:
         message = "stages are parts of the whole model; call it on the top schedule, sch.get_top_schedule()"
         raise ScheduleError(message, path=schedule.path, primitive=NAME)
     if done := cuts(schedule.journal):
-        raise _error(f"a stage ends after {done[0]!r} already; undo that cut, or make all of them with cut_pipeline_stage")
+        where = f"at {str(done[0])!r}" if done[0] else "by a mark of its own"
+        raise _error(f"the model is cut already, {where}; undo that, or make all cuts with cut_pipeline_stage")
     if schedule.example_inputs is None:
         raise _error("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
     if is_opaque(schedule.mod):

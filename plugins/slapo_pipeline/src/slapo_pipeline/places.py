@@ -64,6 +64,11 @@ class Units:
         """The unit of the node at a place in the graph."""
         return bisect_left(self.positions, position)
 
+    def calls(self) -> list[tuple[int, str]]:
+        """Unit and path of each call of a module, in order."""
+        nodes = enumerate(self.nodes)
+        return [(self.unit_of(position), str(node.target)) for position, node in nodes if node.op == "call_module"]
+
     def crossing(self) -> list[int | None]:
         """Bytes that cross each place where a unit ends; None where no stage can end."""
         try:
@@ -95,17 +100,17 @@ class Units:
     def _last_runs(self) -> list[tuple[int, str]]:
         names = {id(module): name for name, module in self.root.named_modules()}
         known = {names[id(self.root.get_submodule(path))] for path in self.whole}
-        calls = self._calls()
+        calls = self._last_calls()
         end = max(calls.values(), default=0)
         return sorted((index, path) for path, index in calls.items() if path in known and index < end)
 
     def _finals(self) -> list[str]:
         """Paths of what runs last, and of what that is in."""
-        calls = self._calls()
+        calls = self._last_calls()
         last = max(calls, key=calls.__getitem__, default="")
         return [path for path, _ in self.root.named_modules() if f"{last}.".startswith(f"{path}.")]
 
-    def _calls(self) -> dict[str, int]:
+    def _last_calls(self) -> dict[str, int]:
         """Where in the graph each module runs the last time."""
         return {str(node.target): index for index, node in enumerate(self.nodes) if node.op == "call_module"}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import islice
+from functools import cached_property
+from itertools import islice, pairwise
 from typing import Any
 
 from torch import nn
@@ -65,52 +66,119 @@ def placed(root: nn.Module, inputs: Mapping[str, Any], stages: int, balance: str
         ScheduleError: the model has too few places where a stage can end.
         TraceError: the model cannot be traced, or the partitioner refuses all placements.
     """
-    whole, widest = blocks(root), None
-    while True:
-        units = Units(root, inputs, whole)
-        crossing = units.crossing()
-        widest = _widest(units, crossing) if widest is None else widest
-        refused = [cut for cut, size in enumerate(crossing, 1) if size is None]
-        wide = [cut for cut, size in enumerate(crossing, 1) if size is not None and widest is not None and size > widest]
-        places = len(crossing) - len(refused) - len(wide)
-        if places >= stages - 1:
+    search = _Search(root, inputs, stages, balance, microbatches or stages)
+    level, placement = search.coarse()
+    while (whole := _finer(level, placement)) != level.units.whole:
+        try:
+            finer = search.level(whole)
+            better = finer.best()
+        except (ScheduleError, TraceError):
+            break  # what is inside the blocks is of no use; they stay whole
+        if better.largest >= placement.largest:
             break
-        if places + len(refused) >= stages - 1 and (refusal := units.refusal(refused[:1])) is not None:
-            raise refusal
-        inner = [part for path in whole for part in taken_apart(root, path)]
-        if inner == whole:
-            raise _too_few(stages, places)
-        whole = inner
-    costs = Costs(units, balance, stages, microbatches or stages)
-    found = placements(costs, [size or 0 for size in crossing], stages, [*refused, *wide])
-    first: ScheduleError | TraceError | None = None
-    for placement in islice(found, _TRIES):
-        err = units.refusal(placement.cuts) or _refusal(units, placement.cuts)
-        if err is None:
-            _warn_of_refused(units, costs, crossing, placement, wide)
-            return _table(units, costs, placement.cuts)
-        first = first or err
-    assert first is not None
-    raise first
+        level, placement = finer, better
+    level.warn_of_refused(placement)
+    return _table(level.units, level.costs, placement.cuts)
 
 
-def _widest(units: Units, crossing: Sequence[int | None]) -> int | None:
+class _Search:
+    """The search for one placement, in blocks that are taken apart further and further."""
+
+    def __init__(self, root: nn.Module, inputs: Mapping[str, Any], stages: int, balance: str, microbatches: int) -> None:
+        self.root, self.inputs, self.stages, self.balance, self.microbatches = root, inputs, stages, balance, microbatches
+        self.widest: int | None = None
+        """Bytes that cross between the members of lists; a place where more crosses is none."""
+
+    def level(self, whole: Sequence[str]) -> _Level:
+        """The model with these blocks whole."""
+        return _Level(self, Units(self.root, self.inputs, whole))
+
+    def coarse(self) -> tuple[_Level, Placement]:
+        """The best placement between blocks that are taken apart only as far as there are too few."""
+        whole = blocks(self.root)
+        while True:
+            level = self.level(whole)
+            self.widest = _widest(level) if self.widest is None else self.widest
+            missing = self.stages - 1 - level.num_places
+            if missing <= 0:
+                return level, level.best()
+            if missing <= len(level.refused) and (refusal := level.units.refusal(level.refused[:1])) is not None:
+                raise refusal
+            inner = [part for path in whole for part in taken_apart(self.root, path)]
+            if inner == whole:
+                raise _too_few(self.stages, level.num_places)
+            whole = inner
+
+
+class _Level:
+    """The model as a row of units, and what the stages made of them cost."""
+
+    def __init__(self, search: _Search, units: Units) -> None:
+        self.search, self.units = search, units
+        self.crossing = units.crossing()
+        self.sent = [size or 0 for size in self.crossing]
+        self.refused = [cut for cut, size in enumerate(self.crossing, 1) if size is None]
+
+    @property
+    def wide(self) -> list[int]:
+        """Cuts that more crosses than the places between members of lists."""
+        widest = self.search.widest
+        return [cut for cut, size in enumerate(self.sent, 1) if widest is not None and size > widest]
+
+    @property
+    def num_places(self) -> int:
+        """How many cuts there are to choose from."""
+        return len(self.crossing) - len(self.refused) - len(self.wide)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Of the units."""
+        return Costs(self.units, self.search.balance, self.search.stages, self.search.microbatches)
+
+    def best(self) -> Placement:
+        """The best placement that is not refused; or what the partitioner says of the best."""
+        first: ScheduleError | TraceError | None = None
+        for placement in islice(placements(self.costs, self.sent, self.search.stages, [*self.refused, *self.wide]), _TRIES):
+            err = self.units.refusal(placement.cuts) or _refusal(self.units, placement.cuts)
+            if err is None:
+                return placement
+            first = first or err
+        raise first or _too_few(self.search.stages, self.num_places)
+
+    def warn_of_refused(self, taken: Placement) -> None:
+        """Say what would be better, were it not refused."""
+        better = best_placement(self.costs, self.sent, self.search.stages, self.wide)
+        if better is None or better.largest >= taken.largest:
+            return
+        cut = next((cut for cut in better.cuts if cut in self.refused), None)
+        refusal = self.units.refusal(better.cuts if cut is None else [cut])
+        more = taken.largest / better.largest - 1 if better.largest else float("inf")
+        where = f" after {self.units.paths[cut - 1]!r}" if cut is not None else " there"
+        message = "pipeline: the largest stage costs %.0f%% more than it could, as no stage can end%s: %s"
+        get_logger().warning(message, more * 100, where, refusal)
+
+
+def _finer(level: _Level, placement: Placement) -> list[str]:
+    """The blocks, those of the dearest stage taken apart that cost more than stages do on average."""
+    units, ends = level.units, [0, *placement.cuts, len(level.units)]
+    costs = [level.costs(stage, begin, end) for stage, (begin, end) in enumerate(pairwise(ends))]
+    dearest = costs.index(placement.largest)
+    dear = {
+        unit
+        for unit in range(ends[dearest], ends[dearest + 1])
+        if level.costs(dearest, unit, unit + 1) * len(costs) > sum(costs)
+    }
+    opened = {path for unit, path in units.calls() if unit in dear}
+    return [part for path in units.whole for part in (taken_apart(units.root, path) if path in opened else [path])]
+
+
+def _widest(level: _Level) -> int | None:
     """Bytes that cross between the members of lists; None where no stage can end at any."""
-    sizes = [size for path, size in zip(units.paths, crossing, strict=True) if size is not None and is_member(units.root, path)]
+    units = level.units
+    sizes = [
+        size for path, size in zip(units.paths, level.crossing, strict=True) if size is not None and is_member(units.root, path)
+    ]
     return max(sizes, default=None)
-
-
-def _warn_of_refused(units: Units, costs: Costs, crossing: Sequence[int | None], taken: Placement, wide: Sequence[int]) -> None:
-    """Say what would be better, were it not refused."""
-    better = best_placement(costs, [size or 0 for size in crossing], len(taken.cuts) + 1, wide)
-    if better is None or better.largest >= taken.largest:
-        return
-    cut = next((cut for cut in better.cuts if crossing[cut - 1] is None), None)
-    refusal = units.refusal(better.cuts if cut is None else [cut])
-    more = f"{taken.largest / better.largest - 1:.0%}" if better.largest else "inf"
-    where = f" after {units.paths[cut - 1]!r}" if cut is not None else ""
-    message = "pipeline: the largest stage costs %s more than it could, as no stage can end%s: %s"
-    get_logger().warning(message, more, where, refusal)
 
 
 def _too_few(stages: int, places: int) -> ScheduleError:
@@ -140,9 +208,9 @@ def _parents(paths: Iterable[str]) -> Collection[str]:
 def _table(units: Units, costs: Costs, cuts: Sequence[int]) -> StageTable:
     crossing = units.crossing_at(cuts)
     ends = [0, *cuts, len(units)]
-    calls = [(units.unit_of(index), str(node.target)) for index, node in enumerate(units.nodes) if node.op == "call_module"]
+    calls = units.calls()
     stages = []
-    for stage, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for stage, (begin, end) in enumerate(pairwise(ends)):
         run = [path for unit, path in calls if begin <= unit < end]
         row = PlacedStage(
             first=run[0],
