@@ -67,6 +67,11 @@ def _named(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
+def rows_of(batch: Mapping[str, Any]) -> int | None:
+    """Size along dimension 0 of the first tensor of a batch; None where there is none."""
+    return next((leaf.shape[0] for leaf in tree_flatten(dict(batch))[0] if _has_rows(leaf)), None)
+
+
 def _length(value: Any) -> int | None:
     if isinstance(value, (list, tuple)):
         return len(value)
@@ -101,7 +106,7 @@ def content(batch: Mapping[str, Any]) -> int:
 _SAMPLE = 1000
 
 
-def counted_labels(parts: list[Batch], ignored: int) -> tuple[int, int]:
+def counted_labels(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """How many labels of a micro-batch enter its mean: all of them, and without each row's first (next-token losses).
 
     Labels are the argument ``labels``, and every other integer one that holds the ignored value, where that is negative:
@@ -111,17 +116,12 @@ def counted_labels(parts: list[Batch], ignored: int) -> tuple[int, int]:
         parts: The micro-batches.
         ignored: Label value that the loss leaves out.
 
-    Raises:
-        BuildError: the micro-batches differ, so that the mean of their means is not the mean of the batch.
+    Returns:
+        The smallest and the largest of both numbers over the micro-batches.
     """
     names = {"labels"} | {name for part in parts for name, value in part.items() if ignored < 0 and _holds(value, ignored)}
-    counts = [_total([_count(part.get(name), ignored) for name in names]) for part in parts]
-    if len(set(counts)) > 1:
-        raise BuildError(
-            f"the micro-batches have different numbers of labels that are not {ignored}: "
-            f"{', '.join(str(whole) for whole, _ in counts)}; pad so that they are equal, or use microbatches=1"
-        )
-    return counts[0]
+    wholes, rests = zip(*(_total([_count(part.get(name), ignored) for name in names]) for part in parts), strict=True)
+    return (min(wholes), min(rests)), (max(wholes), max(rests))
 
 
 def check_labels(batch: Mapping[str, Any], module: nn.Module, loss_fn: Callable[..., Any] | None) -> None:

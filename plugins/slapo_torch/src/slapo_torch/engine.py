@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,23 +13,37 @@ from torch import nn
 from slapo_core.agreement import agree, all_reduce
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
+from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
-from .batches import Batch, check_labels, content, counted_labels, fingerprint, signature, split
+from .batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
 from .checkpoint import load_checkpoint, save_checkpoint
 from .failures import Peers
 from .holdings import Holdings
+from .means import EQUAL_PARTS, Share
 from .merged import merged
 from .modes import Modes
 from .options import Options
 from .replicas import Replicas, check_dense
-from .schedules import kind_of
+from .schedules import for_rows, kind_of
 from .stage_call import StageCall, precision
 from .step import StepResult, run_whole
 
 _KEPT_PLANS = 16  # shapes of micro-batches, each with its receive buffers
 
-Runner = Callable[[list[Batch], list[Any]], StepResult]
+Runner = Callable[[list[Batch], list[Any], Share], StepResult]
+
+
+class _Facts(NamedTuple):
+    """Numbers that are compared between ranks: of the shape of a batch, two of its labels, and of the stages' inputs.
+
+    Args:
+        low: The smallest over this rank's micro-batches.
+        high: The largest.
+    """
+
+    low: list[int]
+    high: list[int]
 
 
 class TorchEngine(Engine):
@@ -69,10 +83,16 @@ class TorchEngine(Engine):
         self.optimizer: torch.optim.Optimizer | None = None
         self._holdings = Holdings(program, self.module)
         self._replicas: Replicas | None = None
+        self._facts = _Facts([], [])
+        self._unit = 0.0
+        self._differs = False
+        self._ignored = options.ignored_label
+        self._whole: StageCall | None = None
         self._unused = False
         self._outdated = False
         self._is_closed = False
         self._unchecked: torch.Tensor | int = 0
+        self._scale = 1.0
         try:
             self._holdings.check_same_start()
             self._together(self._make_optimizer)
@@ -140,8 +160,9 @@ class TorchEngine(Engine):
             self._take_in_unfrozen()
             prepared = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
         runner, parts, labels = prepared
-        result = runner(parts, labels)
-        loss = self._settle(result, training)
+        share = Share(len(parts), self._unit, self._differs)
+        result = runner(parts, labels, share)
+        loss = self._settle(result, training, share)
         if self._options.record_timeline:
             rank = dist.get_rank() if dist.is_initialized() else 0
             self.timeline = [{"rank": rank, **action} for action in result.actions]
@@ -153,39 +174,51 @@ class TorchEngine(Engine):
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
         self._outdated = training and self._holdings.is_outdated()
         self._content = content(batch) if self._shares_batches else 0
-        parts = split(batch, self._options.microbatches)
-        self._facts = [
-            fingerprint([signature(part) for part in parts[:1]]),
-            *counted_labels(parts, self._options.ignored_label),
-        ]
+        schedule = self._schedule_for(batch)
+        parts = split(batch, schedule[1])
+        low, high = counted_labels(parts, self._ignored)
+        shape = fingerprint([schedule, *(signature(part) for part in parts[:1])])
+        self._facts = _Facts([shape, *low], [shape, *high])
         check_labels(batch, self._program.module, self._options.loss_fn)
         labels: list[Any] = [None] * len(parts)
         if self._options.loss_fn is not None:
             labels = [part.pop("labels") for part in parts]
-        return self._runner(parts[0], training), parts, labels
+        return self._runner(parts[0], training, schedule), parts, labels
 
-    def _runner(self, part: Batch, training: bool) -> Runner:
+    def _schedule_for(self, batch: Batch) -> tuple[str, int]:
+        """The pipeline schedule and the number of micro-batches of this batch."""
+        name, number, rows = self._options.pipeline_schedule, self._options.microbatches, rows_of(batch)
+        if not rows or rows % number == 0:
+            return name, number
+        found = for_rows(name, len(self._program.stages), self._program.axis_size("pp"), number, rows)
+        how = f"{found[1]} micro-batches, not {number}" + (f", by schedule {found[0]!r}" if found[0] != name else "")
+        get_logger().warning("a batch of %d rows runs in %s", rows, how)
+        return found
+
+    def _runner(self, part: Batch, training: bool, schedule: tuple[str, int]) -> Runner:
         if len(self._program.stages) == 1:
-            call = StageCall(self._program.stages[0], None, self._options, self._device.type)
-            return lambda parts, labels: run_whole(call, parts, labels, training, self._replicas)
+            if (call := self._whole) is None:
+                call = self._whole = StageCall(self._program.stages[0], None, self._options, self._device.type)
+            return lambda parts, labels, share: run_whole(call, parts, labels, share, training, self._replicas)
         from .pipeline import StagePlan  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
-        key = (training, signature(part))
+        key = (training, schedule, signature(part))
         assert self._program.replan is not None
         with torch.set_grad_enabled(training), precision(self._options, self._device.type):
             program = self._program.replan(training, part)  # the same one, unless the model has changed
         plan: StagePlan | None = self._plans.get(key)
         if plan is None or plan.program is not program:
-            plan = self._plans[key] = StagePlan(program, self._options, self._mine, training, self._replicas)
+            plan = self._plans[key] = StagePlan(program, self._options, schedule, self._mine, training, self._replicas)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
-        self._facts.append(fingerprint([stage.inputs for stage in plan.program.stages]))
+        inputs = fingerprint([stage.inputs for stage in plan.program.stages])
+        self._facts = _Facts([*self._facts.low, inputs], [*self._facts.high, inputs])
         return plan.run
 
-    def _facts_of(self) -> list[int]:
+    def _facts_of(self) -> _Facts:
         return self._facts
 
-    def _together(self, work: Callable[[], Any], facts: Callable[[], list[int]] | None = None) -> Any:
+    def _together(self, work: Callable[[], Any], facts: Callable[[], _Facts] | None = None) -> Any:
         """Do what one rank can do alone; go on only if all could, and if what they got is of one kind.
 
         One small reduction where all is well; messages travel only when not.
@@ -195,18 +228,25 @@ class TorchEngine(Engine):
             value = work()
         except Exception as err:
             error = err
-        mine = facts() if facts is not None and error is None else []
-        mine = [*mine, *[0] * (4 - len(mine))]
+        mine = facts() if facts is not None and error is None else _Facts([], [])
+        low, high = ([*numbers, *[0] * (4 - len(numbers))] for numbers in mine)
         slots = self._slots(error is None) if facts is not None else []
-        row = [error is not None, self._outdated, *mine, *(-fact for fact in mine), *slots]
+        row = [error is not None, self._outdated, *high, *(-number for number in low), *slots]
         largest = torch.tensor(row, dtype=torch.int64, device=self._device)
         failed, self._outdated, *bounds = all_reduce(largest, self._mesh, dist.ReduceOp.MAX).tolist()
         if failed:
             agree(error, self._mesh)
         high, low = bounds[:4], [-bound for bound in bounds[4:8]]
-        if high != low:
-            raise BuildError(_difference(high, low, self._options.ignored_label))
+        if high[0] != low[0]:
+            raise BuildError(
+                "the ranks were given batches of different names, shapes or types; give each rank a batch of the same shape"
+            )
+        if high[3] != low[3]:
+            raise BuildError("the ranks planned different stage boundaries; the model's code must not depend on the rank")
         _check_contents(bounds[8:])
+        if facts is not None:
+            self._differs = high[1:3] != low[1:3]
+            self._unit = self._unit or float(max(high[1], 1))
         return value
 
     @property
@@ -238,27 +278,42 @@ class TorchEngine(Engine):
         self._together(self._make_optimizer)
         self._together(self._make_replicas)
 
-    def _settle(self, result: StepResult, training: bool) -> torch.Tensor:
+    def _settle(self, result: StepResult, training: bool, share: Share) -> torch.Tensor:
         """The mean loss over micro-batches and replicas, on every rank; or the error of any rank, on every rank."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
-        if self._program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
-            own = torch.zeros((), dtype=torch.float64)
+        known = [counted for counted in result.counted if counted is not None]
+        self._ignored = known[0].ignore_index if known else self._ignored
         unchecked = self._holdings.num_unchecked() if training else 0
         if training and result.failure is None:
             result.failure = self._holdings.sparse_tie()
         if result.failure is not None and self._peers is not None:
             self._peers.meet(result.failure)
         is_double = any(loss.dtype is torch.float64 for loss in result.losses)
-        counts = torch.tensor([result.failure is not None, result.unused, unchecked, is_double], dtype=torch.float64)
-        total, failures, unused, self._unchecked, doubles = all_reduce(
-            torch.cat([own.cpu().reshape(1), counts]).to(self._device), self._mesh
-        )
-        self._unused = bool(unused.item())
-        if failures.item():
+        of_loss = [own.item(), sum(counted.labels for counted in known), len(known), len(result.counted)]
+        if self._program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
+            of_loss = [0.0] * len(of_loss)
+        numbers = [*of_loss, result.failure is not None, result.unused, unchecked, is_double]
+        total, labels, told, losses, failures, unused, self._unchecked, doubles = all_reduce(
+            torch.tensor(numbers, dtype=torch.float64).to(self._device), self._mesh
+        ).tolist()
+        self._unused = bool(unused)
+        if failures:
             self._start_over()
             agree(result.failure, self._mesh)
-        mean: torch.Tensor = total / self._program.axis_size("dp")
-        return mean if doubles.item() else mean.float()
+        if told not in (0, losses):
+            self._start_over()
+            raise BuildError("what the loss is a mean over can be told for some micro-batches only; " + EQUAL_PARTS)
+        dtype = torch.float64 if doubles else torch.float32
+        return torch.tensor(self._mean(total, labels if told else None, share), dtype=dtype, device=self._device)
+
+    def _mean(self, total: float, labels: float | None, share: Share) -> float:
+        """The loss of the batch, from the sum of the shares; and what the gradients are still to be multiplied by."""
+        dp = self._program.axis_size("dp")
+        self._scale = share.parts * share.unit * dp / labels if labels else 1.0
+        self._unit = labels / (share.parts * dp) if labels else share.unit
+        if labels is None:
+            return total / dp
+        return total * share.parts * share.unit / labels if labels else float("nan")
 
     def _check_gradients(self) -> None:
         """Refuse a step in which ranks have parts of a gradient and take each for the whole."""
@@ -280,6 +335,8 @@ class TorchEngine(Engine):
             self._replicas.drop_unused()
         if self._averages_late:
             self._holdings.average_over_replicas()
+        if self._scale != 1.0:
+            self._holdings.scale(self._scale)
         self._holdings.reduce_ties()
 
     def _clip(self) -> float | None:
@@ -329,14 +386,3 @@ def _check_contents(slots: list[int]) -> None:
                 f"the ranks of replica {replica} were given different batches; give all pipeline stages and tensor-parallel "
                 "ranks of one replica the same rows in the same order, e.g. by one seed for their data loaders"
             )
-
-
-def _difference(high: list[int], low: list[int], ignored: int) -> str:
-    if high[1:3] != low[1:3]:
-        return (
-            f"the ranks have different numbers of labels that are not {ignored} in a micro-batch, from {low[1]} to {high[1]}; "
-            "pad so that they are equal"
-        )
-    if high[0] != low[0]:
-        return "the ranks were given batches of different names, shapes or types; give each rank a batch of the same shape"
-    return "the ranks planned different stage boundaries; the model's code must not depend on the rank"

@@ -70,6 +70,12 @@ class Holdings:
         assert self._program.mesh is not None
         average_gradients(self.trainable, self._program.mesh["dp"].get_group())
 
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients, which are dense."""
+        for parameter in self.trainable:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def check_same_start(self) -> None:
         """Refuse to train when ranks that hold the same parameters start from different numbers. Collective.
 

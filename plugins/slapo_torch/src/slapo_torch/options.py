@@ -28,8 +28,9 @@ class Options:
         microbatches: Equal parts a batch is cut into along dimension 0.
         precision: ``"fp32"``, or ``"bf16"`` for autocast.
         clip: Largest gradient norm over all ranks; 0 is off.
-        ignore_index: Label value that the loss leaves out, so that means over unequal numbers of labels are refused; None
-            takes it from ``loss_fn`` where that is a module or a ``partial`` that has one, else -100. Say it for a function.
+        ignore_index: Label value that the loss leaves out; None takes it from ``loss_fn`` where that is a module or a
+            ``partial`` that has one, else -100. It is needed where a loss that is no ``cross_entropy`` or ``nll_loss``, and so
+            cannot be watched, leaves out another one: parts with different numbers of labels are refused then.
         pipeline_schedule: One of ``schedules.KINDS``, or the path of a CSV file of ``torch.distributed.pipelining``, whose name
             ends in ``.csv``.
         record_timeline: Keep when each forward and backward of the last step ran, in ``engine.timeline``.

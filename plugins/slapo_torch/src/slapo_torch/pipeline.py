@@ -20,6 +20,7 @@ from slapo_core.program import Boundary, Program
 
 from ._torch_pipelining import scheduled
 from .batches import Batch
+from .means import Share
 from .options import Options
 from .replicas import Replicas
 from .schedules import kind_of
@@ -142,13 +143,20 @@ class StagePlan:
     Args:
         program: For that shape and mode.
         options: Of the engine.
+        schedule: The pipeline schedule, and its number of micro-batches.
         mine: Indices of this rank's stages.
         training: Whether backwards run.
         replicas: With one stage per rank, what averages its gradients.
     """
 
     def __init__(
-        self, program: Program, options: Options, mine: tuple[int, ...], training: bool, replicas: Replicas | None = None
+        self,
+        program: Program,
+        options: Options,
+        schedule: tuple[str, int],
+        mine: tuple[int, ...],
+        training: bool,
+        replicas: Replicas | None = None,
     ) -> None:
         self.program = program
         self._training = training
@@ -158,15 +166,16 @@ class StagePlan:
         calls = [_call(program, index, options) for index in mine]
         self._calls = dict(zip(mine, calls, strict=True))
         self._stages = [RunningStage(call, program, index, result, replicas) for index, call in self._calls.items()]
-        kind = kind_of(options.pipeline_schedule)
+        name, microbatches = schedule
         # the loss comes scaled out of the last stage
         loss_fn = _identity if training else None
-        self._schedule = scheduled(options.pipeline_schedule, kind.runtime, self._stages, options.microbatches, loss_fn)
-        self._targets = torch.arange(options.microbatches)
+        self._schedule = scheduled(name, kind_of(name).runtime, self._stages, microbatches, loss_fn)
+        self._targets = torch.arange(microbatches)
 
-    def run(self, parts: list[Batch], labels: list[Any]) -> StepResult:
+    def run(self, parts: list[Batch], labels: list[Any], share: Share) -> StepResult:
         """Run all micro-batches, forward and, in training, backward; errors are in the result."""
-        result = StepResult()
+        counted = [self._calls[stage.stage_index].begin(share) for stage in self._stages if stage.is_last]
+        result = StepResult(counted=counted[0] if counted else [])
         for stage in self._stages:
             names = self.program.stages[stage.stage_index].batch_inputs
             call = {"call": self._calls[stage.stage_index]} if self._call else {}

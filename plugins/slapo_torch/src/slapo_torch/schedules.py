@@ -79,7 +79,8 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
             f"{stages} stages on a mesh with pp={ranks}, but schedule {schedule!r} has {kind.stages_per_rank} per rank; cut "
             f"the model into {kind.stages_per_rank * ranks} stages, or use {_with_any_number(per_rank)}"
         )
-    _check_microbatches(schedule, stages, ranks, microbatches)
+    if why := _misfit(schedule, stages, ranks, microbatches):
+        raise BuildError(why)
     if is_file(schedule):
         from ._torch_pipelining import placement_in  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
@@ -88,19 +89,48 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
     return tuple(2 * ranks - 1 - turn if kind.folded and turn >= ranks else turn % ranks for turn in turns)
 
 
+def for_rows(schedule: str, stages: int, ranks: int, microbatches: int, rows: int) -> tuple[str, int]:
+    """The schedule and the number of micro-batches for a batch of so many rows.
+
+    One that the number does not divide, the last of an epoch say, is cut into more parts, so that none is larger than usual, or
+    with fewer rows than that into single rows; and runs by a schedule with the same stages on each rank that takes as many.
+
+    Raises:
+        BuildError: there is none.
+    """
+    if rows % microbatches == 0:
+        return schedule, microbatches
+    numbers = [number for number in range(microbatches, rows + 1) if rows % number == 0] or [rows]
+    if stages == 1:
+        return schedule, numbers[0]
+    for name in () if is_file(schedule) else (schedule, _ANY_NUMBER.get(schedule, schedule)):
+        for number in numbers:
+            if _misfit(name, stages, ranks, number) is None:
+                return name, number
+    raise BuildError(
+        f"{rows} rows cannot be cut into {microbatches} equal micro-batches; give a batch of a multiple of {microbatches} rows"
+    )
+
+
+_ANY_NUMBER = {"1f1b": "gpipe", "interleaved": "looped_bfs", "zero_bubble": "looped_bfs", "dualpipev": "zbv"}
+"""For schedules that do not take any number of micro-batches one that does, with each stage on the same rank."""
+
+
 def _with_any_number(per_rank: int) -> str:
     return " or ".join(repr(name) for name, kind in KINDS.items() if kind.stages_per_rank in (None, per_rank))
 
 
-def _check_microbatches(schedule: str, stages: int, ranks: int, microbatches: int) -> None:
+def _misfit(schedule: str, stages: int, ranks: int, microbatches: int) -> str | None:
+    """Why a schedule cannot run so many micro-batches, or None."""
     rounds = max(1, microbatches // ranks)
     if schedule in ("1f1b", "dualpipev") and microbatches < stages:
-        raise BuildError(
+        return (
             f"schedule {schedule!r} needs at least as many micro-batches as stages, got {microbatches} for {stages}; "
-            f"use microbatches={stages}, or {'gpipe' if schedule == '1f1b' else 'zbv'!r}"
+            f"use microbatches={stages}, or pipeline_schedule={_ANY_NUMBER[schedule]!r}"
         )
     if schedule in ("interleaved", "zero_bubble") and microbatches % rounds:
-        raise BuildError(
+        return (
             f"schedule {schedule!r} runs micro-batches in rounds of pp={ranks} or so and cannot deal out {microbatches}; use a "
-            f"multiple of {ranks}"
+            f"multiple of {ranks}, or pipeline_schedule={_ANY_NUMBER[schedule]!r}"
         )
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from slapo_core.errors import BuildError
 from slapo_core.program import Boundary, Stage
 
+from .means import EQUAL_PARTS, Counted, CountedMeans, Share
 from .options import Options
 
 
@@ -29,9 +31,18 @@ class StageCall(nn.Module):
         self.module = stage.module
         self.inputs = stage.inputs
         self.outputs = outputs
+        self.share = Share(options.microbatches)
+        self.counted: list[Counted | None] = []
         self._index = stage.index
         self._options = options
         self._device_type = device_type
+        self._begun = 0
+
+    def begin(self, share: Share) -> list[Counted | None]:
+        """Begin a step: what each micro-batch's loss adds to it; what these are means over goes to the list returned."""
+        self.share, self.counted = share, []
+        self._begun += 1
+        return self.counted
 
     def forward(self, *received: torch.Tensor, batch: Mapping[str, Any], labels: Any = None) -> Any:
         """Run one micro-batch.
@@ -42,10 +53,26 @@ class StageCall(nn.Module):
             labels: For ``loss_fn``, in the last stage.
         """
         with precision(self._options, self._device_type):
-            result = self.module(*received, **batch)
             if self.outputs is None:
-                return loss_of(result, self._options.loss_fn, labels) / self._options.microbatches
-        return self._sendable(result)
+                return self._loss(batch, labels, *received)
+            return self._sendable(self.module(*received, **batch))
+
+    def _loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
+        """This micro-batch's share of the loss. A model that makes its own is watched while it is new or has to be."""
+        means = CountedMeans()
+        inside = self._options.loss_fn is None and (self.share.differs or self._begun == 1)
+        with means if inside else nullcontext():
+            result = self.module(*received, **batch)
+        with means:
+            loss = loss_of(result, self._options.loss_fn, labels)
+        counted = means.behind(loss)
+        self.counted.append(counted)
+        if self.share.differs and counted is None:
+            raise BuildError(
+                "micro-batches or ranks have different numbers of labels, and what the loss is a mean over cannot be told, as "
+                f"it is no plain cross_entropy; {EQUAL_PARTS}"
+            )
+        return self.share.of(loss, counted)
 
     def _sendable(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         assert self.outputs is not None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .batches import Batch
+from .means import Counted, Share
 from .replicas import Replicas
 from .stage_call import StageCall
 
@@ -22,10 +23,12 @@ class StepResult:
         losses: Each micro-batch's share of the mean loss; empty on ranks without the last stage.
         failure: The first error, if any.
         unused: How many trainable parameters of this rank no micro-batch used; counted where there are replicas.
+        counted: What each of these losses is a mean over, None where that is not known.
         actions: When each forward (``"F"``) and backward (``"B"``) ran, in seconds since the epoch.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
+    counted: list[Counted | None] = field(default_factory=list)
     failure: Exception | None = None
     unused: int = 0
     actions: list[dict[str, Any]] = field(default_factory=list)
@@ -36,10 +39,10 @@ class StepResult:
 
 
 def run_whole(
-    call: StageCall, parts: list[Batch], labels: list[Any], training: bool, replicas: Replicas | None = None
+    call: StageCall, parts: list[Batch], labels: list[Any], share: Share, training: bool, replicas: Replicas | None = None
 ) -> StepResult:
     """Run all micro-batches through a model in one piece; gradients add up, and are averaged over replicas."""
-    result = StepResult()
+    result = StepResult(counted=call.begin(share))
     replicas = replicas if training else None
     try:
         for index, (part, label) in enumerate(zip(parts, labels, strict=True)):

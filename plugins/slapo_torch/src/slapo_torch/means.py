@@ -1,0 +1,93 @@
+"""Losses that are means over labels: how many each micro-batch has, and what it then weighs in the loss of the batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_LOSSES: tuple[Callable[..., Any], ...] = (F.cross_entropy, F.nll_loss)
+EQUAL_PARTS = "pad so that all have as many labels, or train with one micro-batch on one replica"
+"""What to do about a loss that is no plain mean over labels."""
+
+_SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
+
+
+class Counted(NamedTuple):
+    """What one loss was a mean over.
+
+    Args:
+        labels: How many labels entered it.
+        ignore_index: The label that it leaves out.
+    """
+
+    labels: int
+    ignore_index: int
+
+
+class CountedMeans(TorchFunctionMode):
+    """Inside of it the losses that are means over labels, ``cross_entropy`` and ``nll_loss``, are noted with their labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._means: list[tuple[torch.Tensor, Counted]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the function."""
+        result = func(*args, **(kwargs or {}))
+        if func in _LOSSES and (counted := _counted(func, args, kwargs or {})) is not None:
+            self._means.append((result, counted))
+        return result
+
+    def behind(self, loss: torch.Tensor) -> Counted | None:
+        """What this loss is a mean over; None where it is none of those noted, or more than one of them."""
+        return next((counted for mean, counted in self._means if _same(mean, loss)), None)
+
+
+def _counted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counted | None:
+    given = _SIGNATURES[func].bind(*args, **kwargs)
+    given.apply_defaults()
+    target, is_mean = given.arguments["target"], given.arguments["reduction"] == "mean"
+    legacy = given.arguments["size_average"] is not None or given.arguments["reduce"] is not None
+    if given.arguments["weight"] is not None or legacy or not is_mean or target.is_floating_point():
+        return None
+    ignored = given.arguments["ignore_index"]
+    return Counted(int((target != ignored).sum()), ignored)
+
+
+def _same(mean: torch.Tensor, loss: torch.Tensor) -> bool:
+    """Whether a loss is this number; of no labels it is none."""
+    if mean is loss:
+        return True
+    one, other = mean.detach().double().reshape(()), loss.detach().double().reshape(())
+    return bool(one == other) or bool(one.isnan() and other.isnan())
+
+
+class Share(NamedTuple):
+    """What the loss of each micro-batch adds to the loss of the batch.
+
+    A loss over n labels is taken ``n / (parts * unit)`` times, and in the end all by ``parts * unit / N`` for N labels in all.
+    A loss of which it is not known what it is a mean over is taken ``1 / parts`` times, as are all others then.
+
+    Args:
+        parts: Micro-batches of each replica.
+        unit: About as many labels as a micro-batch has, equal on all ranks.
+        differs: Whether micro-batches or ranks have different numbers of labels, so that theirs have to be known.
+    """
+
+    parts: int
+    unit: float = 1.0
+    differs: bool = False
+
+    def of(self, loss: torch.Tensor, counted: Counted | None) -> torch.Tensor:
+        """This share of a loss, which is a mean over ``counted`` labels."""
+        if counted is None:
+            return loss / self.parts
+        known = loss if counted.labels else loss.nan_to_num()  # of no labels a mean is not a number
+        return known * (counted.labels / (self.parts * self.unit))
