@@ -20,7 +20,8 @@ PRIMITIVES = {
     "slapo-pipeline": CORE | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
     "slapo-sharding": CORE | {"fork_rng", "shard", "sync", "tensor_parallel"},
     "slapo-torch": CORE,
-    "slapo": CORE | {"checkpoint", "cut_at_marks", "cut_pipeline_stage", "fork_rng", "pipeline", "shard", "sync", "tensor_parallel"},
+    "slapo": CORE
+    | {"checkpoint", "cut_at_marks", "cut_pipeline_stage", "fork_rng", "pipeline", "shard", "sync", "tensor_parallel"},
 }
 """What ``list_primitives()`` shows when a distribution is installed alone."""
 
