@@ -99,6 +99,7 @@ MODULES = {
         "analyze_tie_weights",
         "build_pipeline_model",
         "build_program",
+        "build_stage",
         "describe",
         "generate_pipeline_partition",
         "pipe_split",

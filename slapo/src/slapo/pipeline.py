@@ -12,6 +12,7 @@ from slapo_pipeline.analysis import (
 from slapo_pipeline.describe import describe, stage_code
 from slapo_pipeline.pipe_split import pipe_split
 from slapo_pipeline.ready_pipe import program_of_pipe
+from slapo_pipeline.stage_runtime import build_stage
 
 __all__ = [
     "LiveValue",
@@ -20,6 +21,7 @@ __all__ = [
     "analyze_tie_weights",
     "build_pipeline_model",
     "build_program",
+    "build_stage",
     "describe",
     "generate_pipeline_partition",
     "pipe_split",

@@ -1,0 +1,122 @@
+"""One stage of a program as a stage of ``torch.distributed.pipelining``, for those who run its schedules themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from slapo_core.errors import BuildError
+from slapo_core.program import Boundary, Program
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+
+def build_stage(
+    program: Program,
+    stage: int,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+    output: Callable[[Any], Any] | None = None,
+) -> PipelineStage:
+    """The runtime of one stage, for ``ScheduleGPipe`` and the other schedules of ``torch.distributed.pipelining``.
+
+    Each rank calls the schedule's ``step`` with those arguments of the model, by name, that its stages read from the batch, see
+    ``stage.batch_inputs``. Gradients of ``program.ties`` are not summed over their stages; an engine does that.
+
+    Args:
+        program: Made for inputs of the shapes of one micro-batch.
+        stage: Index of the stage.
+        device: Where it runs; its parameters are there already.
+        group: The pipeline's ranks, default all; the schedule says which of them runs which stage.
+        output: What the schedule gets of the model's result, e.g. ``lambda result: result.loss``; a tensor or a tuple of
+            tensors. Default: the result.
+
+    Raises:
+        BuildError: no such stage, one that was not traced here, or a result that is neither a tensor nor a tuple of tensors.
+    """
+    from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415  costs a second, and few need it
+
+    if not 0 <= stage < len(program.stages):
+        raise BuildError(f"no stage {stage}; the program has stages 0 to {len(program.stages) - 1}")
+    this, last = program.stages[stage], stage + 1 == len(program.stages)
+    module = RunStage(this.module, last, output)
+    sent = (
+        tuple(map(_meta, program.stages[stage + 1].inputs))
+        if not last
+        else tuple(map(_like, module.results(_result(this.module))))
+    )
+    received = tuple(map(_meta, this.inputs))
+    return PipelineStage(module, stage, len(program.stages), torch.device(device), received, sent, group=group)
+
+
+class RunStage(nn.Module):
+    """A stage as a runtime calls it, which sends contiguous tensors.
+
+    Args:
+        module: The stage's.
+        last: Whether its result is the model's.
+        output: What is taken of that.
+    """
+
+    def __init__(self, module: nn.Module, last: bool, output: Callable[[Any], Any] | None) -> None:
+        super().__init__()
+        self.module = module
+        self._last, self._output = last, output
+
+    def forward(self, *received: torch.Tensor, **batch: Any) -> Any:
+        """Run one micro-batch."""
+        result = self.module(*received, **batch)
+        if not self._last:
+            return tuple(tensor.contiguous() for tensor in result)
+        found = self.results(result)
+        return found[0] if len(found) == 1 else found
+
+    def results(self, result: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors that a schedule gets of the model's result."""
+        found = result if self._output is None else self._output(result)
+        tensors = found if isinstance(found, tuple) else (found,)
+        if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            raise BuildError(
+                f"the last stage gives a {type(found).__name__}, but a schedule takes a tensor or a tuple of tensors; "
+                "give output=, a function of the result, e.g. lambda result: result.loss"
+            )
+        return tensors
+
+
+def _result(module: nn.Module) -> Any:
+    """The model's result, of tensors without numbers."""
+    if not isinstance(module, fx.GraphModule):
+        raise BuildError(
+            f"the last stage is a {type(module).__name__} that was not traced here; let what made it build its stages"
+        )
+    return _of_nodes(module.graph.output_node().args[0])
+
+
+def _of_nodes(value: Any) -> Any:
+    """A result with the values of its nodes; a node that makes an object makes it."""
+    if isinstance(value, fx.Node):
+        if "val" in value.meta:
+            return value.meta["val"]
+        if value.op != "call_function":
+            raise BuildError(
+                f"the model's result comes from {value.target!r}, which gives no tensor; cut inside of that module"
+            )
+        return value.target(*map(_of_nodes, value.args))  # type: ignore[operator]
+    if isinstance(value, dict):
+        return {key: _of_nodes(part) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return (list if isinstance(value, list) else tuple)(map(_of_nodes, value))
+    return value
+
+
+def _meta(value: Boundary) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
