@@ -307,6 +307,58 @@ def test_the_stages_are_a_table_to_read() -> None:
     ]
 
 
+class Asks(nn.Module):
+    """Looks at values between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.b(x * 2 if bool((x > 0).any()) else x)
+
+
+def test_what_cannot_be_taken_apart_stays_whole() -> None:
+    schedule, _ = pipelined(nn.Sequential(nn.Linear(8, 8), Asks(), nn.Linear(8, 8)), X, 2)
+    assert table(schedule).cuts == ("1",)
+    refused(nn.Sequential(nn.Linear(8, 8), Asks(), nn.Linear(8, 8)), X, "4 stages need 3 cuts, but .* end at 2 places", 4)
+
+
+def test_positional_example_inputs() -> None:
+    x = torch.randn(4, 8)
+    program = build_program(cut(mlp(8, 8, 8), (x,)).pipeline(3))
+    assert len(program.stages) == 3
+
+
+@pytest.fixture
+def grid() -> Iterator[DeviceMesh]:
+    """Two pipeline ranks times two tensor-parallel ones, of which this process is the first; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("first", ["pipeline", "parts"])
+def test_on_a_model_that_is_split_and_checkpointed(first: str, grid: DeviceMesh) -> None:
+    sizes = {**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 2, "use_cache": False}
+    costs = []
+    for checkpointed in (False, True):
+        schedule = create_schedule(_model("LlamaForCausalLM", **sizes), mesh=grid, example_inputs=TEXT)
+        if first == "pipeline":
+            schedule.pipeline(balance="memory")
+        schedule.tensor_parallel()
+        for layer in schedule.select("model.layers.*") if checkpointed else ():
+            layer.checkpoint()
+        if first == "parts":
+            schedule.pipeline(balance="memory")
+        held = [sum(p.numel() for p in stage.module.parameters()) for stage in build_program(schedule).stages]
+        times = 2 if first == "pipeline" else 1
+        assert [stage.parameters for stage in table(schedule).stages] == pytest.approx([times * n for n in held], rel=0.03)
+        costs.append(max(stage.cost for stage in table(schedule).stages))
+    assert (costs[1] < 0.7 * costs[0]) == (first == "parts")
+
+
 # ---- on a mesh
 
 

@@ -71,10 +71,17 @@ class Units:
 
     def crossing(self) -> list[int | None]:
         """Bytes that cross each place where a unit ends; None where no stage can end."""
+        cuts = range(1, len(self))
         try:
-            return [_nbytes(received) for received in self._received(self.positions)]
+            return list(self.crossing_at(cuts))
         except TraceError:
-            return [None if self.refusal([cut]) is not None else self.crossing_at([cut])[0] for cut in range(1, len(self))]
+            return [self._crossing_alone(cut) for cut in cuts]
+
+    def _crossing_alone(self, cut: int) -> int | None:
+        try:
+            return self.crossing_at([cut])[0]
+        except TraceError:
+            return None
 
     def crossing_at(self, cuts: Sequence[int]) -> list[int]:
         """Bytes that cross each of these cuts, numbers of the units after them.

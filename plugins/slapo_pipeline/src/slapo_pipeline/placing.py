@@ -95,19 +95,22 @@ class _Search:
 
     def coarse(self) -> tuple[_Level, Placement]:
         """The best placement between blocks that are taken apart only as far as there are too few."""
-        whole = blocks(self.root)
+        level = self.level(blocks(self.root))
+        self.widest = _widest(level)
         while True:
-            level = self.level(whole)
-            self.widest = _widest(level) if self.widest is None else self.widest
             missing = self.stages - 1 - level.num_places
             if missing <= 0:
                 return level, level.best()
             if missing <= len(level.refused) and (refusal := level.units.refusal(level.refused[:1])) is not None:
                 raise refusal
+            whole = level.units.whole
             inner = [part for path in whole for part in taken_apart(self.root, path)]
             if inner == whole:
                 raise _too_few(self.stages, level.num_places)
-            whole = inner
+            try:
+                level = self.level(inner)
+            except TraceError as err:
+                raise _too_few(self.stages, level.num_places) from err
 
 
 class _Level:
