@@ -25,12 +25,14 @@ stage 0
   holds           88 parameters, 352 B
   from the batch  x
   sends           a [4, 8] float32 128 B
+  per micro-batch 128 B forward, 128 B backward
 
 stage 1
   runs            b, c
   holds           176 parameters, 704 B
   receives        a [4, 8] float32 128 B
   sends           a [4, 8] float32 128 B, c [4, 8] float32 128 B
+  per micro-batch 256 B forward, 256 B backward
 
 stage 2
   runs            d, head

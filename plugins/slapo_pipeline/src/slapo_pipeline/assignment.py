@@ -2,13 +2,14 @@
 
 A node belongs to the stage its place in the order of execution gives it. Exceptions: parts of a module's result belong to
 the stage of that module, and what can be had from the batch alone without parameters (masks, positions, rotary tables) runs
-in every stage that needs it, so that it need not be sent.
+in every stage that needs it, so that it need not be sent. Of the rest, what is cheap runs again behind a boundary where that
+makes fewer bytes cross: see ``least_traffic``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -18,6 +19,7 @@ from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.graph_ops import expect
 from slapo_core.tracing.regions import is_region_node
 
+from .least_traffic import cheap, least_traffic
 from .memory import Memory, changes, is_part
 
 _SEND = ("conv", "fft", "stft", "attention")
@@ -69,9 +71,11 @@ class Assigner:
         """
         while not self._divide():
             pass
-        stages = self._stages()
+        again = cheap(self.home, self.shared, self.memory, self.root)
+        crossing = least_traffic(self.order, self.home, self.shared, again, self.num_stages)
+        stages = self._stages(again, crossing.runs)
         self._check_objects(stages)
-        received = self._received(stages)
+        received = [[node for node in self.home if node in values] for values in crossing.received]
         self._check_changes(received)
         nodes = [[node for node in self.order if stage in stages[node]] for stage in range(self.num_stages)]
         return Assignment(nodes, received, self.memory)
@@ -112,7 +116,7 @@ class Assigner:
         ):
             return False
         if node.op == "call_module":
-            return isinstance(self.root.get_submodule(str(node.target)), nn.Identity)
+            return isinstance(self.root.get_submodule(str(node.target)), (nn.Identity, nn.Dropout))  # of one that is off
         value = node.meta.get("val")
         differentiable = value is not None and value.requires_grad
         return not differentiable and not any(part in function_name(node).lower() for part in _SEND)
@@ -136,9 +140,11 @@ class Assigner:
     def _by_place(self, node: fx.Node) -> int:
         return sum(position < self.place[node] for position in self.positions)
 
-    def _stages(self) -> dict[fx.Node, set[int]]:
-        """Stages in which each node runs: its home, or every stage that uses it."""
-        stages: dict[fx.Node, set[int]] = {node: {self.home[node]} if node in self.home else set() for node in self.order}
+    def _stages(self, again: Set[fx.Node], runs: Sequence[Set[fx.Node]]) -> dict[fx.Node, set[int]]:
+        """Stages in which each node runs: its home, those that run it ``again``, or every stage that uses it."""
+        stages = {node: {stage for stage, nodes in enumerate(runs) if node in nodes} for node in self.order}
+        for node, home in self.home.items():
+            stages[node] |= set() if node in again else {home}
         for node in reversed(self.order):
             for other in node.all_input_nodes:
                 if other not in self.home:
@@ -163,21 +169,13 @@ class Assigner:
 
     # ---- what crosses
 
-    def _received(self, stages: Mapping[fx.Node, set[int]]) -> list[list[fx.Node]]:
-        received: list[list[fx.Node]] = [[] for _ in range(self.num_stages)]
-        for node, home in self.home.items():
-            last = max((stage for user in node.users if user in stages for stage in stages[user]), default=home)
-            for stage in range(home + 1, last + 1):
-                received[stage].append(node)
-        return received
-
     def _check_objects(self, stages: Mapping[fx.Node, set[int]]) -> None:
         """Values that are no tensors stay in one stage, unless every stage can make them anew."""
         for node in self.order:
             if "val" in node.meta or node.op in ("get_attr", "output") or (node.op == "placeholder" and node not in self.home):
                 continue
             used = {stage for user in node.users if user in stages and not is_part(user) for stage in stages[user]}
-            crosses = bool(used - {self.home[node]}) if node in self.home else len(used) > 1 and _is_mutable(node)
+            crosses = bool(used - stages[node]) if node in self.home else len(used) > 1 and _is_mutable(node)
             if crosses:
                 kind = _kind(node)
                 remedy = "call the model with use_cache=False" if "Cache" in kind else "cut where it is not in use"

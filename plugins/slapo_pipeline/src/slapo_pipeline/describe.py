@@ -16,12 +16,13 @@ from slapo_core.schedule import Schedule
 from slapo_core.tracing.calls import function_name
 
 from .analysis import analyze_pipeline_module, generate_pipeline_partition
+from .traffic import Crossed, boundary_bytes
 
 _SPACES = {"torch": torch, "F": F, "operator": operator}
 
 
 def describe(partitioned: Program | Schedule, code: bool = False) -> str:
-    """The stages as text to print: modules, parameters, what is received, read from the batch and sent, and ties.
+    """The stages as text to print: modules, parameters, what is received, read from the batch and sent, bytes, and ties.
 
     Shapes and bytes are those of one transfer, for inputs like the ones the program was made for.
 
@@ -34,7 +35,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
     program = generate_pipeline_partition(partitioned) if isinstance(partitioned, Schedule) else partitioned
-    found = analyze_pipeline_module(program)
+    found, traffic = analyze_pipeline_module(program), boundary_bytes(program)
     whole = f"{type(program.module).__name__}: {_counted(len(program.stages), 'stage')}, {_parameters([program.module])}"
     nothing = "no whole module" if len(program.stages) > 1 else "the whole model"
     blocks = [whole]
@@ -47,6 +48,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
             "receives": _values(stage.inputs),
             "from the batch": ", ".join(stage.batch_inputs),
             "returns" if last else "sends": sent,
+            "per micro-batch": "" if last else _both_ways(traffic.boundaries[stage.index]),
             "shares": ", ".join(" = ".join(tie.names) for tie in program.ties if stage.index in tie.stages),
         }
         lines = [f"  {name:<16}{text}" for name, text in rows.items() if text]
@@ -102,6 +104,10 @@ def _parameters(modules: Sequence[nn.Module]) -> str:
     count = sum(tensor.numel() for tensor in found)
     size = f"{_counted(count, 'parameter')}, {_bytes(sum(tensor.nbytes for tensor in found))}"
     return f"{size}, {frozen:,} frozen" if frozen else size
+
+
+def _both_ways(crossed: Crossed) -> str:
+    return f"{_bytes(crossed.forward)} forward, {_bytes(crossed.backward)} backward"
 
 
 def _values(values: Iterable[Boundary]) -> str:

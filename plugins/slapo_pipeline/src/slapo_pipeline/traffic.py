@@ -1,0 +1,69 @@
+"""How many bytes cross each boundary of a program, with every micro-batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from slapo_core.program import Boundary, Program
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """What crosses one boundary with every micro-batch.
+
+    Args:
+        values: Sent by one stage to the next, in order.
+    """
+
+    values: tuple[Boundary, ...]
+
+    @property
+    def forward(self) -> int:
+        """Bytes of the values."""
+        return sum(map(_nbytes, self.values))
+
+    @property
+    def backward(self) -> int:
+        """Bytes of their gradients."""
+        return sum(_nbytes(value) for value in self.values if value.requires_grad)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What crosses the boundaries of a program; as text it is a table.
+
+    Args:
+        boundaries: In order; the first lies between stages 0 and 1.
+    """
+
+    boundaries: tuple[Crossed, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes over all boundaries, forward and backward."""
+        return sum(crossed.forward + crossed.backward for crossed in self.boundaries)
+
+    def __str__(self) -> str:
+        rows = [("stages", "forward", "backward", "values")]
+        for index, crossed in enumerate(self.boundaries):
+            values = ", ".join(f"{value.name}{list(value.shape)}" for value in crossed.values)
+            rows.append((f"{index} -> {index + 1}", f"{crossed.forward:,} B", f"{crossed.backward:,} B", values))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            f"{name:<{widths[0]}}  {forward:>{widths[1]}}  {backward:>{widths[2]}}  {values}"
+            for name, forward, backward, values in rows
+        )
+
+
+def boundary_bytes(program: Program) -> Traffic:
+    """The bytes that one micro-batch of the shape the program was made for sends over each boundary, and back.
+
+    Args:
+        program: In stages.
+    """
+    return Traffic(tuple(Crossed(stage.inputs) for stage in program.stages[1:]))
+
+
+def _nbytes(value: Boundary) -> int:
+    return math.prod(value.shape) * value.dtype.itemsize
