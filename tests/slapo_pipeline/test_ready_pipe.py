@@ -171,6 +171,27 @@ def test_a_pipe_of_another_mode() -> None:
         program_of_pipe(pipe, schedule)
 
 
+class Flat(nn.Module):
+    """Has its number of rows in the graph that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).reshape(x.shape[0] * WIDTH, 1))
+
+
+def test_a_pipe_of_other_shapes() -> None:
+    model = Flat()
+    pipe = pipeline(model, (), {"x": torch.randn(4, WIDTH)}, split_spec={"b": SplitPoint.BEGINNING})
+    schedule = create_schedule(Flat(), example_inputs={"x": torch.randn(2, WIDTH)})
+    with pytest.raises(
+        BuildError, match="stage 0 of the Pipe does not run on the example inputs, .*; make the Pipe from inputs like"
+    ):
+        program_of_pipe(pipe, schedule)
+
+
 def test_a_pipe_of_another_model() -> None:
     inputs = {"x": torch.randn(4, WIDTH)}
     pipe, _ = made(Plain(), inputs)

@@ -215,7 +215,11 @@ def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any
         sent: Any = ()
         for module in modules:
             boundaries.append(tuple(map(_boundary, module.received, sent)))
-            sent = module(*sent, **{name: inputs[name] for name in module.batch_inputs})
+            try:
+                sent = module(*sent, **{name: inputs[name] for name in module.batch_inputs})
+            except Exception as err:
+                what = f"stage {module.index} of the Pipe does not run on the example inputs, {str(err).partition(chr(10))[0]}"
+                raise BuildError(f"{what}; make the Pipe from inputs like these, or cut with the schedule alone") from err
     given = list(sent)
     if len(given) != len(leaves) or not all(map(_alike, given, leaves)):
         raise BuildError(
