@@ -168,12 +168,19 @@ class Refused(NamedTuple):
 _LABELS = Refused("it checks the values of the labels", r"asks for the values of a tensor \(bool\)")
 
 REFUSED = {
+    "BigBirdForMaskedLM:block_sparse": Refused(
+        "it replaces its attention at the first short sequence; set attention_type='original_full'",
+        "comes from code that tracing does not see",
+    ),
     "FlaubertWithLMHeadModel": Refused("it asserts about the lengths of the sequences", r"values of a tensor \(item\)"),
     "IBertForMaskedLM": Refused("whether it makes a mask depends on the values of the mask", r"values of a tensor \(bool\)"),
     "LongformerForMaskedLM": Refused(
         "what it computes depends on whether a token attends to all", r"values of a tensor \(item\)"
     ),
     "ProphetNetForConditionalGeneration": Refused("it asserts about the values of the labels", r"values of a tensor \(item\)"),
+    "Wav2Vec2ForSequenceClassification:SpecAugment": Refused(
+        "it draws what it masks; set apply_spec_augment=False", "draws random numbers from Python or NumPy"
+    ),
     "XLMWithLMHeadModel": Refused("it asserts about the lengths of the sequences", r"values of a tensor \(item\)"),
     **{f"{name}ForCTC": _LABELS for name in SPEECH},
 }
@@ -184,7 +191,7 @@ def small(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """A model in train mode without dropout and without a cache, and a batch with labels.
 
     Args:
-        name: Of a class, or of a family of the zoo.
+        name: Of a class, or of a family of the zoo; a suffix after ``:`` tells two entries of one class apart.
     """
     model, batch = _of_zoo(name) if name in zoo.FAMILIES else _of_class(name)
     for module in model.modules():
@@ -245,12 +252,12 @@ def _of_zoo(name: str) -> tuple[nn.Module, dict[str, Any]]:
 def _of_class(name: str) -> tuple[nn.Module, dict[str, Any]]:
     import transformers
 
-    cls = getattr(transformers, name)
+    cls = getattr(transformers, name.split(":")[0])
     config = small_config(cls.config_class, MORE.get(name, {}))
     zoo._set_dropout(config, 0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return cls(config).train(), batch_for(name)
+        return cls(config).train(), batch_for(cls.__name__)
 
 
 def small_config(cls: Any, more: dict[str, Any]) -> Any:

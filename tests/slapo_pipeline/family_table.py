@@ -49,7 +49,7 @@ def _message(name: str) -> str:
     try:
         build_program(cut(model, batch, *places(model, batch, 2)))
     except TraceError as error:
-        return re.sub(r"\(\S*/", "(", str(error)).removeprefix(f"{name}: ")
+        return re.sub(r"\(\S*/", "(", str(error)).removeprefix(f"{name.split(':')[0]}: ")
     raise AssertionError(f"{name} comes apart")
 
 

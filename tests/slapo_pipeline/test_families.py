@@ -25,7 +25,7 @@ def test_same_loss_and_gradients(name: str, stages: int) -> None:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in sorted(REFUSED)])
 def test_refused_classes_say_why(name: str) -> None:
     model, batch = small(name)
-    with pytest.raises(TraceError, match=rf"{REFUSED[name].told}.*\.py:\d+\)"):
+    with pytest.raises(TraceError, match=REFUSED[name].told):
         build_program(cut(model, batch, *places(model, batch, 2)))
 
 
