@@ -170,8 +170,9 @@ def test_flops_are_those_of_a_real_forward() -> None:
 
 
 def test_weights_on_meta_cost_the_same() -> None:
-    for model, inputs in _families().values():
-        for balance in ("parameters", "flops", "memory"):
+    families = _families()
+    for model, inputs in (families["eager"], families["resnet"]):
+        for balance in ("flops", "memory"):
             real = table(cut(model.to("cpu"), inputs).pipeline(2, balance=balance))
             meta = copy.deepcopy(model).to("meta")
             if hasattr(meta, "tie_weights"):

@@ -197,6 +197,27 @@ def test_skips_over_stages(stages: int) -> None:
     pipelined(UNet(), {"x": torch.randn(2, 3, 16, 16)}, stages)
 
 
+class Containers(nn.Module):
+    """Lists in a list and modules in a dict, none of which runs itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+        self.rest = nn.ModuleList([nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first["b"](self.first["a"](x))
+        for pair in self.rest:
+            for layer in pair:
+                x = layer(x)
+        return x
+
+
+def test_containers_that_run_nothing() -> None:
+    schedule, _ = pipelined(Containers(), {"x": torch.randn(4, 8)}, 3)
+    assert table(schedule).cuts == ("first.b", "rest.0.1")
+
+
 WIDTHS = [(16, 64, 8, 8, 40, 4), (64, 8, 8, 8, 8, 8, 64), (8, 8, 8, 8), (4, 4, 128, 4, 4, 4)]
 
 

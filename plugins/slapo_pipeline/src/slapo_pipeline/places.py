@@ -156,7 +156,7 @@ def _inside(module: nn.Module, path: str) -> Iterator[str]:
         here = join(path, name)
         if child is None or _is_table(child):
             continue
-        if _is_list(module) or not _is_opened(child):
+        if not _runs_nothing(child) and (_is_list(module) or not _is_opened(child)):
             yield here
         else:
             yield from _inside(child, here)
@@ -166,15 +166,18 @@ def _is_list(module: nn.Module) -> bool:
     return is_module_list(module) or isinstance(module, nn.Sequential)
 
 
+def _runs_nothing(module: nn.Module) -> bool:
+    """Whether the module only holds others, which the module around it runs."""
+    return isinstance(module, nn.ModuleDict) or (is_module_list(module) and not isinstance(module, nn.Sequential))
+
+
 def _is_opened(module: nn.Module) -> bool:
     """Whether the module is a container, or its own forward runs the members of a list inside."""
     if is_opaque(module):
         return False
-    if _is_list(module) or isinstance(module, nn.ModuleDict):
+    if _is_list(module) or _runs_nothing(module):
         return True
-    return any(
-        is_module_list(child) or _is_opened(child) for child in module.children() if not isinstance(child, nn.Sequential)
-    )
+    return any(_is_opened(child) for child in module.children() if not isinstance(child, nn.Sequential))
 
 
 def _is_table(module: nn.Module) -> bool:
