@@ -70,7 +70,7 @@ def test_report_and_schedule_of_a_run(tmp_path: Path):
     assert {step["name"] for step in record["steps"] if step["depth"] == 0} == {"tensor_parallel", "cut_pipeline_stage"}
     assert [rank["stages"] for rank in record["ranks"]] == [[0], [0], [1], [1]]
     assert {event["rank"] for event in record["timeline"]} == {0, 1, 2, 3}
-    assert {event["kind"] for event in record["timeline"]} == {"F", "B"}
+    assert {event["kind"] for event in record["timeline"]} == {"F", "B", "SEND_F", "SEND_B", "RECV_F", "RECV_B"}
     assert len(record["stage_paths"]) == 2
     again = train(tmp_path / "again", f"{flags} --schedule {tmp_path / 'schedule.json'}")
     assert again["losses"] == record["losses"], "the same steps and, with a seed, the same dropout"

@@ -130,8 +130,15 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
             {"pipeline_schedule": "zigzag"},
             "no pipeline_schedule 'zigzag'; available: 1f1b, a path that ends in .csv, dualpipev, gpipe",
         ),
-        ({"precision": "fp16"}, "cannot do precision:fp16"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)}, "optimizer is a SGD object; give a factory"),
+        ({"precision": "fp8"}, "cannot do precision:fp8"),
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)},
+            r"a parameter of shape \(1,\) that is none of the scheduled",
+        ),
+        ({"optimizer": "adamw"}, "optimizer is 'adamw'; give a torch.optim.Optimizer, or a factory"),
+        ({"lr_scheduler": 0.1}, "lr_scheduler is 0.1; give optimizer=, and lr_scheduler= as one of"),
+        ({"lr_scheduler": lambda optimizer: 0.1}, "lr_scheduler= gave a float; it must return one of torch.optim.lr_scheduler"),
+        ({"loss_scale": 0.0}, "loss_scale is 0.0; give a number from 1 on"),
         ({"loss_fn": lambda outputs: outputs}, r"loss_fn does not take \(outputs, labels\)"),
     ],
 )

@@ -22,13 +22,18 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 from . import extra_state, model_state, optimizer_state, random_state
+from .updates import Progress
 
 _AXES = ("pp", "dp", "tp")
-_FORMAT = 2
+_FORMAT = 3
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str], program: Program, module: nn.Module, optimizer: torch.optim.Optimizer | None
+    path: str | os.PathLike[str],
+    program: Program,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    progress: Progress,
 ) -> None:
     """Write this rank's part. Collective; a directory without ``layout.json`` is not complete.
 
@@ -45,6 +50,7 @@ def save_checkpoint(
         if program.axis_rank("dp") == 0:
             parameters = model_state.packed(model_state.parameters(module))
             shared = {"parameters": parameters, "optimizer": optimizer_state.packed(module, optimizer)}
+            shared["progress"] = progress.packed()
             parts[folder / _file("shared", program, "pp", "tp")] = shared
         parts[folder / _file("own", program, *_AXES)] = {
             "buffers": model_state.packed(model_state.buffers(module)),
@@ -70,7 +76,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], program: Program, module: nn.Module, optimizer: torch.optim.Optimizer | None
+    path: str | os.PathLike[str],
+    program: Program,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    progress: Progress,
 ) -> None:
     """Read this rank's part; nothing is changed before all ranks have found theirs to fit. Collective.
 
@@ -89,12 +99,14 @@ def load_checkpoint(
         for kind, held in tensors.items():
             model_state.check_same(held, found[kind])
         optimizer_state.check_same(module, optimizer, found["optimizer"])
+        progress.check_same(found["progress"])
         extra_state.check_same(program.module, found["extra"])
         random_state.check(found["random"])
 
     def put_foreign() -> None:  # others' code, which may raise, while the tensors are as they were
         extra_state.put(program.module, found["extra"])
         optimizer_state.put(module, optimizer, found["optimizer"])
+        progress.put(found["progress"])
 
     def put() -> None:
         for kind, held in tensors.items():

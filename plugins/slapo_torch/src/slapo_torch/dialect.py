@@ -20,7 +20,9 @@ class TorchDialect(Dialect):
     """Plain torch: gradient accumulation, data parallelism, and the schedules of ``torch.distributed.pipelining``."""
 
     name = "torch"
-    capabilities = frozenset({"pipeline", "data_parallel", "tensor_parallel", "precision:fp32", "precision:bf16"})
+    capabilities = frozenset(
+        {"pipeline", "data_parallel", "tensor_parallel", "precision:fp32", "precision:bf16", "precision:fp16"}
+    )
     classes: ClassVar[dict[str, type]] = {
         "runtime_engine": TorchEngine,
         "pipeline_engine": TorchEngine,

@@ -20,7 +20,7 @@ from .batches import Batch, check_labels, content, counted_labels, fingerprint, 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .failures import Peers
 from .holdings import Holdings
-from .means import EQUAL_PARTS, Share
+from .means import EQUAL_PARTS, LabelCount, Share
 from .merged import merged
 from .modes import Modes
 from .options import Options
@@ -28,6 +28,7 @@ from .replicas import Replicas, check_dense
 from .schedules import for_rows, kind_of
 from .stage_call import StageCall, precision
 from .step import StepResult, run_whole
+from .updates import LossScale, Progress, adopted, scheduled_rate, step_rate
 
 _KEPT_PLANS = 16  # shapes of micro-batches, each with its receive buffers
 
@@ -59,11 +60,12 @@ class TorchEngine(Engine):
 
     Attributes:
         module: This rank's stage, all its stages in one tree, or the model.
-        optimizer: Of this rank's trainable parameters; None when there are none, or no factory was given.
+        optimizer: Of this rank's trainable parameters; None when there are none, or none was asked for.
+        lr_scheduler: The schedule of its learning rate, or None.
         timeline: With ``record_timeline``: the forwards (``"F"``) and backwards (``"B"``, or in two parts ``"I"`` and ``"W"``)
-            of this rank in its last step, as dicts of ``rank``, ``stage``, ``kind``, ``microbatch``, ``start`` and ``end``
-            (seconds since the epoch).
-        grad_norm: Norm of all gradients of the last step before clipping; None without ``clip``.
+            of this rank in its last step, and its messages (``"SEND_F"`` and so on, see ``timeline.MESSAGES``), as dicts of
+            ``rank``, ``dp``, ``tp``, ``stage``, ``kind``, ``microbatch``, ``start`` and ``end`` (seconds since the epoch).
+        grad_norm: Norm of all gradients of the last step before clipping; None without ``clip``, and where fp16 overflowed.
     """
 
     def __init__(self, program: Program, options: Options) -> None:
@@ -81,10 +83,12 @@ class TorchEngine(Engine):
         self._mine = tuple(stage.index for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp"))
         self.module: nn.Module = merged([program.stages[index].module for index in self._mine])
         self.optimizer: torch.optim.Optimizer | None = None
+        self.lr_scheduler: Any = None
+        self._loss_scale = LossScale(options.loss_scale, program.mesh) if options.precision == "fp16" else None
         self._holdings = Holdings(program, self.module)
         self._replicas: Replicas | None = None
         self._facts = _Facts([], [])
-        self._unit = 0.0
+        self._labels = LabelCount()
         self._differs = False
         self._ignored = options.ignored_label
         self._whole: StageCall | None = None
@@ -115,11 +119,15 @@ class TorchEngine(Engine):
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
         self.module.zero_grad(set_to_none=True)
         loss = self._step(batch, training=True)
+        if self._loss_scale is not None and self._loss_scale.overflows(self._holdings.trainable, self._device):
+            self.module.zero_grad(set_to_none=True)
+            self.grad_norm = None
+            return loss
         self._check_gradients()
         self._reduce()
         if self._options.clip:
             self._together(self._holdings.check_clippable)
-        self._together(self._update)
+        self._together(lambda: self._update(loss.item()))
         return loss
 
     def eval_batch(self, **batch: Any) -> torch.Tensor:
@@ -128,7 +136,7 @@ class TorchEngine(Engine):
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the model under original names, the optimizer and the random states to the directory ``path``."""
-        save_checkpoint(path, self._program, self.module, self.optimizer)
+        save_checkpoint(path, self._program, self.module, self.optimizer, self._progress())
 
     def load(self, path: str | PathLike[str]) -> None:
         """Go on exactly from what ``save`` wrote.
@@ -136,7 +144,10 @@ class TorchEngine(Engine):
         Raises:
             BuildError: no complete checkpoint, or one of another layout.
         """
-        load_checkpoint(path, self._program, self.module, self.optimizer)
+        load_checkpoint(path, self._program, self.module, self.optimizer, self._progress())
+
+    def _progress(self) -> Progress:
+        return Progress(self.lr_scheduler, self._loss_scale, self._labels)
 
     def close(self) -> None:
         """Take the engine's hooks off the parameters and forget its plans; it only evaluates and saves from now on."""
@@ -160,12 +171,14 @@ class TorchEngine(Engine):
             self._take_in_unfrozen()
             prepared = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
         runner, parts, labels = prepared
-        share = Share(len(parts), self._unit, self._differs)
+        scale = self._loss_scale.value if training and self._loss_scale is not None else 1.0
+        share = Share(len(parts), self._labels.value, self._differs, scale)
         result = runner(parts, labels, share)
         loss = self._settle(result, training, share)
         if self._options.record_timeline:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            self.timeline = [{"rank": rank, **action} for action in result.actions]
+            place = {"rank": rank, "dp": self._program.axis_rank("dp"), "tp": self._program.axis_rank("tp")}
+            self.timeline = [{**place, **action} for action in result.actions]
         return loss
 
     def _prepare(self, batch: Batch, training: bool) -> tuple[Runner, list[Batch], list[Any]]:
@@ -246,7 +259,7 @@ class TorchEngine(Engine):
         _check_contents(bounds[8:])
         if facts is not None:
             self._differs = high[1:3] != low[1:3]
-            self._unit = self._unit or float(max(high[1], 1))
+            self._labels.value = self._labels.value or float(max(high[1], 1))
         return value
 
     @property
@@ -309,17 +322,17 @@ class TorchEngine(Engine):
     def _mean(self, total: float, labels: float | None, share: Share) -> float:
         """The loss of the batch, from the sum of the shares; and what the gradients are still to be multiplied by."""
         dp = self._program.axis_size("dp")
-        self._scale = share.parts * share.unit * dp / labels if labels else 1.0
-        self._unit = labels / (share.parts * dp) if labels else share.unit
+        self._scale = (share.parts * share.unit * dp / labels if labels else 1.0) / share.scale
+        self._labels.value = labels / (share.parts * dp) if labels else share.unit
         if labels is None:
-            return total / dp
-        return total * share.parts * share.unit / labels if labels else float("nan")
+            return total / dp / share.scale
+        return total * share.parts * share.unit / labels / share.scale if labels else float("nan")
 
     def _check_gradients(self) -> None:
         """Refuse a step in which ranks have parts of a gradient and take each for the whole."""
         if self._unchecked:
             try:
-                self._holdings.check_gradients(low_precision=self._options.precision == "bf16")
+                self._holdings.check_gradients(low_precision=self._options.precision != "fp32")
             except Exception:
                 self._start_over()
                 raise
@@ -342,10 +355,11 @@ class TorchEngine(Engine):
     def _clip(self) -> float | None:
         return float(self._holdings.clip(self._options.clip)) if self._options.clip else None
 
-    def _update(self) -> None:
+    def _update(self, loss: float) -> None:
         self.grad_norm = self._clip()
         if self.optimizer is not None:
             self.optimizer.step()
+            step_rate(self.lr_scheduler, loss)
 
     def _make_replicas(self) -> None:
         self._release()
@@ -358,12 +372,16 @@ class TorchEngine(Engine):
             self._replicas = Replicas(self.module, self._mesh["dp"].get_group())
 
     def _make_optimizer(self) -> None:
-        trainable = self._holdings.trainable
-        if self._options.optimizer is not None and trainable and self.optimizer is None:
-            made = self._options.optimizer(trainable)
-            if not isinstance(made, torch.optim.Optimizer):
-                raise BuildError(f"optimizer= gave a {type(made).__name__}; it must return a torch.optim.Optimizer")
-            self.optimizer = made
+        given, trainable = self._options.optimizer, self._holdings.trainable
+        if given is None or not trainable or self.optimizer is not None:
+            return
+        if isinstance(given, torch.optim.Optimizer):
+            made = adopted(given, self._program.module, self.module)
+        elif not isinstance(made := given(trainable), torch.optim.Optimizer):
+            raise BuildError(f"optimizer= gave a {type(made).__name__}; it must return a torch.optim.Optimizer")
+        if self._options.lr_scheduler is not None:
+            self.lr_scheduler = scheduled_rate(self._options.lr_scheduler, made)
+        self.optimizer = made
 
 
 def _device(program: Program) -> torch.device:

@@ -69,6 +69,24 @@ def _same(mean: torch.Tensor, loss: torch.Tensor) -> bool:
     return bool(one == other) or bool(one.isnan() and other.isnan())
 
 
+class LabelCount:
+    """About how many labels a micro-batch has: as many as in the step before, so that shares need no correction.
+
+    Attributes:
+        value: Equal on all ranks; 0 before the first step.
+    """
+
+    value: float = 0.0
+
+    def state(self) -> float:
+        """What a checkpoint keeps, so that steps after it round as they would have."""
+        return self.value
+
+    def put(self, state: float) -> None:
+        """Go on from ``state``."""
+        self.value = state
+
+
 class Share(NamedTuple):
     """What the loss of each micro-batch adds to the loss of the batch.
 
@@ -79,15 +97,17 @@ class Share(NamedTuple):
         parts: Micro-batches of each replica.
         unit: About as many labels as a micro-batch has, equal on all ranks.
         differs: Whether micro-batches or ranks have different numbers of labels, so that theirs have to be known.
+        scale: What all is multiplied by beside, with fp16.
     """
 
     parts: int
     unit: float = 1.0
     differs: bool = False
+    scale: float = 1.0
 
     def of(self, loss: torch.Tensor, counted: Counted | None) -> torch.Tensor:
         """This share of a loss, which is a mean over ``counted`` labels."""
-        if counted is None:
-            return loss / self.parts
+        if counted is None or counted.labels == self.unit:
+            return loss * self.scale / self.parts if self.scale != 1.0 else loss / self.parts
         known = loss if counted.labels else loss.nan_to_num()  # of no labels a mean is not a number
-        return known * (counted.labels / (self.parts * self.unit))
+        return known * (self.scale * counted.labels / (self.parts * self.unit))

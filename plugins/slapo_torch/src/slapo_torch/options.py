@@ -13,6 +13,7 @@ import torch
 from slapo_core.errors import BuildError, UnknownNameError
 
 from .schedules import kind_of
+from .updates import is_rate_or_factory
 
 IGNORE_INDEX = -100
 """Label value that losses leave out unless told otherwise."""
@@ -23,10 +24,15 @@ class Options:
     """The arguments of ``build`` for target ``"torch"``.
 
     Args:
-        optimizer: A factory ``parameters -> torch.optim.Optimizer``; None builds an engine that only evaluates.
+        optimizer: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters that
+            has not stepped yet; None builds an engine that only evaluates.
+        lr_scheduler: A factory ``optimizer -> torch.optim.lr_scheduler...``, or such an object of ``optimizer``; it steps after
+            each step of the optimizer.
         loss_fn: ``loss_fn(outputs, labels)``, a mean over one micro-batch; None takes the loss from the model's output.
         microbatches: Equal parts a batch is cut into along dimension 0.
-        precision: ``"fp32"``, or ``"bf16"`` for autocast.
+        precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast.
+        loss_scale: With ``"fp16"`` what the loss is multiplied by at first; it is halved after a gradient overflows, and that
+            step is left out, and doubled after 2000 steps without.
         clip: Largest gradient norm over all ranks; 0 is off.
         ignore_index: Label value that the loss leaves out; None takes it from ``loss_fn`` where that is a module or a
             ``partial`` that has one, else -100. It is needed where a loss that is no ``cross_entropy`` or ``nll_loss``, and so
@@ -36,10 +42,12 @@ class Options:
         record_timeline: Keep when each forward and backward of the last step ran, in ``engine.timeline``.
     """
 
-    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | torch.optim.Optimizer | None = None
+    lr_scheduler: Any = None
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
     microbatches: int = 1
     precision: str = "fp32"
+    loss_scale: float = 65536.0
     clip: float = 0.0
     ignore_index: int | None = None
     pipeline_schedule: str = "1f1b"
@@ -99,11 +107,16 @@ class Options:
                 f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"
             )
         kind_of(str(self.pipeline_schedule))
-        if self.optimizer is not None and not callable(self.optimizer):
-            kind = type(self.optimizer).__name__
+        if not (self.optimizer is None or callable(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer)):
             raise BuildError(
-                f"optimizer is a {kind} object; give a factory, e.g. lambda parameters: {kind}(parameters, lr=1e-3)"
+                f"optimizer is {self.optimizer!r}; give a torch.optim.Optimizer, or a factory, e.g. lambda parameters: "
+                "torch.optim.AdamW(parameters, lr=1e-3)"
             )
+        if self.lr_scheduler is not None and not (self.optimizer is not None and is_rate_or_factory(self.lr_scheduler)):
+            what = "there is no optimizer" if self.optimizer is None else f"lr_scheduler is {self.lr_scheduler!r}"
+            raise BuildError(f"{what}; give optimizer=, and lr_scheduler= as one of torch.optim.lr_scheduler or a factory")
+        if not isinstance(self.loss_scale, (int, float)) or not 1 <= self.loss_scale < float("inf"):
+            raise BuildError(f"loss_scale is {self.loss_scale!r}; give a number from 1 on, e.g. 65536.0")
         if self.loss_fn is not None and not _takes_two(self.loss_fn):
             raise BuildError("loss_fn does not take (outputs, labels)")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import Node
 from torch.distributed.pipelining import PipelineStage
 
@@ -56,12 +57,14 @@ class RunningStage(PipelineStage):
         self._num_inputs = len(call.inputs)
         self._outputs = outputs
         self._replicas = replicas
+        self._receiving: dict[tuple[str, int], float] = {}
         self._is_checked = False
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
     ) -> Any:
         """Run the forward of one micro-batch; what the schedule passes as arguments is empty."""
+        self._arrived("RECV_F", fwd_chunk_id)
         feed, run = self.feed[fwd_chunk_id], super().forward_one_chunk
         output = self._attempt("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
         if self.result.failure is not None:
@@ -78,6 +81,7 @@ class RunningStage(PipelineStage):
         """Run the backward of one micro-batch, or its first part, which gives the gradients of the stage's inputs."""
         if not self.has_backward:
             return
+        self._arrived("RECV_B", bwd_chunk_id)
         run = super().backward_one_chunk
 
         def attempt() -> None:
@@ -99,9 +103,37 @@ class RunningStage(PipelineStage):
         if self.has_backward:
             self._attempt("W", bwd_chunk_id, lambda: run(bwd_chunk_id, last_backward))
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What receives the activations of a micro-batch."""
+        return self._begun("RECV_F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """What receives the gradients of a micro-batch."""
+        return self._begun("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What sends the activations of a micro-batch."""
+        return self._begun("SEND_F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """What sends the gradients of a micro-batch."""
+        return self._begun("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _begun(self, kind: str, microbatch: int, messages: list[dist.P2POp]) -> list[dist.P2POp]:
+        if messages and kind.startswith("RECV"):
+            self._receiving[kind, microbatch] = time.time()
+        elif messages:
+            self.result.record(self.stage_index, kind, microbatch, time.time())
+        return messages
+
+    def _arrived(self, kind: str, microbatch: int) -> None:
+        if (start := self._receiving.pop((kind, microbatch), None)) is not None:
+            self.result.record(self.stage_index, kind, microbatch, start)
+
     def clear_runtime_states(self) -> None:
         """Forget what an earlier step left, one that broke off as well."""
         super().clear_runtime_states()
+        self._receiving.clear()
         self.backward_state.clear()
         self.dw_runner.clear()
 

@@ -88,7 +88,8 @@ class StageCall(nn.Module):
 
 def precision(options: Options, device_type: str) -> torch.autocast:
     """The autocast context of an engine's precision."""
-    return torch.autocast(device_type, dtype=torch.bfloat16, enabled=options.precision == "bf16")
+    dtype = torch.float16 if options.precision == "fp16" else torch.bfloat16
+    return torch.autocast(device_type, dtype=dtype, enabled=options.precision != "fp32")
 
 
 def _storage(tensor: torch.Tensor) -> int:

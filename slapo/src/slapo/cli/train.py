@@ -61,7 +61,7 @@ def train(
         Literal["1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"],
         typer.Option(help="Order of the micro-batches in the pipeline; all but the first two have two stages on each rank."),
     ] = "1f1b",
-    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Precision of the computation.")] = "fp32",
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Precision of the computation.")] = "fp32",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 30,
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
@@ -70,7 +70,12 @@ def train(
     ] = "auto",
     reference: Annotated[bool, typer.Option("--reference", help=REFERENCE)] = False,
     report: Annotated[
-        str, typer.Option(help="Write report.html and schedule.json into this folder.", metavar="DIR", show_default=False)
+        str,
+        typer.Option(
+            help="Write report.html, schedule.json and trace.json, a timeline for Perfetto, into this folder.",
+            metavar="DIR",
+            show_default=False,
+        ),
     ] = "",
 ) -> None:
     """Train a language model on bytes, with random initial weights, on the processes of this machine.

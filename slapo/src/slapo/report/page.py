@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo.training.record import RunRecord
+from slapo_torch.timeline import chrome_trace
 
 from .axis import linear_axis, log_axis, step_axis
 from .charts import Limit, Line, line_chart
@@ -25,10 +26,11 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def write_report(record: RunRecord, folder: Path) -> Path:
-    """Write ``report.html`` into ``folder``, which is made if need be; its path."""
+    """Write ``report.html`` and ``trace.json``, the last step's timeline, into ``folder``, made if need be; the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
     path.write_text(page(record), encoding="utf-8")
+    (folder / "trace.json").write_text(json.dumps(chrome_trace(record.timeline)), encoding="utf-8")
     return path
 
 

@@ -6,9 +6,14 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from slapo_torch.timeline import COMPUTES, MESSAGES, Bubble, bubble
+
 from .axis import linear_axis
 
-KINDS = {"F": "forward", "B": "backward", "I": "backward of the inputs", "W": "backward of the weights"}
+WAITS = (
+    "bubble: the share of the ranks' time in which they do not compute, and, in brackets, what it would be for this order of "
+    "actions if each took its mean time and messages took none"
+)
 
 BUSY = (
     "busy: the share of the time from the first forward to the last backward of all ranks that this rank was inside of one; "
@@ -25,6 +30,7 @@ def timeline(events: Sequence[Mapping[str, Any]], device: str = "cpu") -> str:
         events: Actions as in ``RunRecord.timeline``, their times taken on the host.
         device: ``"cpu"`` or ``"cuda"``, where they ran.
     """
+    events = [event for event in events if event["kind"] not in MESSAGES]
     if not events:
         return '<p class="empty">The engine recorded no timeline for this run.</p>'
     origin, end = min(event["start"] for event in events), max(event["end"] for event in events)
@@ -32,15 +38,24 @@ def timeline(events: Sequence[Mapping[str, Any]], device: str = "cpu") -> str:
     ranks = sorted({event["rank"] for event in events})
     rows = "".join(_row(rank, [event for event in events if event["rank"] == rank], origin, span) for rank in ranks)
     shown = {str(event["kind"]) for event in events} | {"F", "B"}
-    legend = "".join(f'<span class="key bar-{kind}">{name}</span>' for kind, name in KINDS.items() if kind in shown)
+    found = ", ".join(f"{100 * each.measured:.0f}% ({100 * each.ideal:.0f}%)" for each in _bubbles(events))
+    bubbles = f"Bubble {found}; {WAITS}; " if found else ""
+    legend = "".join(f'<span class="key bar-{kind}">{name}</span>' for kind, name in COMPUTES.items() if kind in shown)
     return f"""
 <figure class="timeline">
 <figcaption><h3>Last step</h3><span class="legend">{legend}<span class="key bar-idle">idle</span></span></figcaption>
 {rows}
 <div class="row axis" aria-hidden="true"><span></span><div class="track">{_ticks(span)}</div><span></span></div>
 <div class="x-label">milliseconds; the number in a bar is its micro-batch</div>
-<p class="note">{BUSY}{ON_GPUS if device == "cuda" else ""}.</p>
+<p class="note">{bubbles}{BUSY}{ON_GPUS if device == "cuda" else ""}.</p>
 </figure>"""
+
+
+def _bubbles(events: Sequence[Mapping[str, Any]]) -> list[Bubble]:
+    """One for each pipeline: for each replica, that of its first tensor-parallel rank. None for actions of other engines."""
+    own = [event for event in events if event["kind"] in COMPUTES and event.get("tp") == 0]
+    replicas = sorted({event["dp"] for event in own})
+    return [bubble([event for event in own if event["dp"] == replica]) for replica in replicas]
 
 
 def _row(rank: int, events: Sequence[Mapping[str, Any]], origin: float, span: float) -> str:
@@ -56,10 +71,10 @@ def _row(rank: int, events: Sequence[Mapping[str, Any]], origin: float, span: fl
 def _bar(event: Mapping[str, Any], origin: float, span: float) -> str:
     left, width = 100 * (event["start"] - origin) / span, 100 * (event["end"] - event["start"]) / span
     kind, microbatch = str(event["kind"]), escape(str(event["microbatch"]))
-    name = KINDS.get(kind, kind)
+    name = COMPUTES.get(kind, kind)
     start, length = 1e3 * (event["start"] - origin), 1e3 * (event["end"] - event["start"])
     title = f"{name} of micro-batch {microbatch}, stage {event['stage']}: {length:.2f} ms from {start:.2f} ms"
-    style = kind if kind in KINDS else "other"
+    style = kind if kind in COMPUTES else "other"
     return f'<i class="bar bar-{style}" style="left:{left:.3f}%;width:{width:.3f}%" title="{escape(title)}">{microbatch}</i>'
 
 

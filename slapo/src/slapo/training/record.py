@@ -65,7 +65,7 @@ class RunRecord:
         losses: Of the scheduled model, one per step.
         seconds: Wall time of the steps.
         reference: Losses of the unmodified model; empty when it was not trained.
-        timeline: Records ``{"rank", "stage", "kind", "microbatch", "start", "end"}`` of the last step; seconds.
+        timeline: Of the last step, on all ranks; see ``slapo_torch``'s ``TorchEngine.timeline``.
     """
 
     settings: Settings

@@ -10,7 +10,7 @@ from slapo_core.errors import SlapoError
 VOCABULARY = 256
 """Number of tokens: the data is read as bytes."""
 
-TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2}
+TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 """Precision to the largest loss difference to the reference that counts as the same computation."""
 
 
@@ -34,7 +34,7 @@ class Settings:
         schedule_kind: Order of the micro-batches in the pipeline, as ``pipeline_schedule`` of target ``"torch"``.
         schedule: A Python file with ``def schedule(sch)`` or a saved ``.json``; empty means the default schedule.
         device: ``"cpu"`` or ``"cuda"``.
-        report: Folder for ``report.html`` and ``schedule.json``; empty writes none.
+        report: Folder for ``report.html``, ``schedule.json`` and ``trace.json``; empty writes none.
     """
 
     model: str = "gpt2"

@@ -1,0 +1,164 @@
+"""What changes the weights: the optimizer, the learning rate's schedule, and with fp16 the scale of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from slapo_core.agreement import all_reduce
+from slapo_core.errors import BuildError
+from slapo_core.parameters import facts
+
+from .means import LabelCount
+from .plain import check_plain
+
+
+def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that was made of the unmodified model's parameters, now of those that took their places on this rank.
+
+    Args:
+        optimizer: It stays the same object, so that what refers to it still does.
+        model: The whole model.
+        mine: This rank's stages.
+
+    Raises:
+        BuildError: it has stepped already, or has parameters that are not the model's; it is unchanged then.
+    """
+    if optimizer.state:
+        raise BuildError("the optimizer has stepped already, and its state is for parameters as they were; give a new one")
+    known = {facts(parameter).names for parameter in model.parameters()} - {()}
+    held = {facts(parameter).names: parameter for parameter in mine.parameters() if facts(parameter).names}
+    own = {id(parameter): parameter for parameter in mine.parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in own and facts(parameter).names not in known:
+                raise BuildError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the scheduled model's; "
+                    "make it of that model's parameters(), or give a factory, lambda parameters: ..."
+                )
+        found = [own.get(id(parameter), held.get(facts(parameter).names)) for parameter in group["params"]]
+        groups.append([parameter for parameter in found if parameter is not None])
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+    return optimizer
+
+
+def scheduled_rate(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """The learning rate's schedule, from an object or a factory ``optimizer -> schedule``.
+
+    Raises:
+        BuildError: it is none, or that of another optimizer.
+    """
+    made = given if _is_rate(given) else given(optimizer)
+    if not _is_rate(made):
+        raise BuildError(f"lr_scheduler= gave a {type(made).__name__}; it must return one of torch.optim.lr_scheduler")
+    if made.optimizer is not optimizer:
+        raise BuildError("lr_scheduler is that of another optimizer; give a factory, lambda optimizer: ...")
+    return made
+
+
+def step_rate(schedule: Any, loss: float) -> None:
+    """One step of the learning rate's schedule."""
+    if isinstance(schedule, ReduceLROnPlateau):
+        schedule.step(loss)
+    elif schedule is not None:
+        schedule.step()
+
+
+def is_rate_or_factory(given: Any) -> bool:
+    """Whether this can be given as ``lr_scheduler``."""
+    return _is_rate(given) or callable(given)
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (LRScheduler, ReduceLROnPlateau))
+
+
+class LossScale:
+    """The factor that keeps small gradients from vanishing in fp16: halved after an overflow, doubled after many steps without.
+
+    Args:
+        value: What it is at first.
+        mesh: The ranks that have to agree on it.
+
+    Attributes:
+        value: The factor, equal on all ranks.
+    """
+
+    def __init__(self, value: float, mesh: DeviceMesh | None) -> None:
+        self.value, self._mesh, self._good = value, mesh, 0
+
+    def overflows(self, parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
+        """Whether some rank has a gradient that is not finite; the scale goes with the answer. Collective."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        values = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
+        bad = not all(torch.stack([value.isfinite().all() for value in values]).tolist()) if values else False
+        found = all_reduce(torch.tensor([int(bad)], device=device), self._mesh, dist.ReduceOp.MAX)
+        self._good = 0 if found.item() else self._good + 1
+        if found.item():
+            self.value = max(self.value / 2, 1.0)
+        elif self._good == _GROWS_AFTER:
+            self.value, self._good = self.value * 2, 0
+        return bool(found.item())
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"value": self.value, "good": self._good}
+
+    def put(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        self.value, self._good = state["value"], state["good"]
+
+
+_GROWS_AFTER = 2000
+"""Steps, as in ``torch.amp.GradScaler``."""
+
+
+class Progress:
+    """What a checkpoint keeps of the learning rate's schedule, the loss scale, and the number of labels.
+
+    Args:
+        rate: A schedule of torch, or None.
+        scale: The loss scale, or None.
+        labels: Of a micro-batch.
+    """
+
+    def __init__(self, rate: Any, scale: LossScale | None, labels: LabelCount) -> None:
+        self._parts: dict[str, tuple[Any, Callable[[], Any], Callable[[Any], Any]]] = {}
+        self._parts["number of labels"] = (labels, labels.state, labels.put)
+        if rate is not None:
+            self._parts["learning-rate schedule"] = (rate, rate.state_dict, rate.load_state_dict)
+        if scale is not None:
+            self._parts["loss scale"] = (scale, scale.state, scale.put)
+
+    def packed(self) -> dict[str, Any]:
+        """What is written.
+
+        Raises:
+            BuildError: a state is more than plain data.
+        """
+        states = {what: {"class": type(part).__name__, "state": state()} for what, (part, state, _) in self._parts.items()}
+        for what, state in states.items():
+            check_plain(state, f"the state of the {what}")
+        return states
+
+    def check_same(self, saved: Mapping[str, Any]) -> None:
+        """Raise ``BuildError`` where the checkpoint has no state for what there is, or that of another class."""
+        for what, (part, _, _) in self._parts.items():
+            name = saved.get(what, {}).get("class", "none")
+            if name != type(part).__name__:
+                raise BuildError(
+                    f"the checkpoint's {what} is {name}, the engine's is {type(part).__name__}; build with the same"
+                )
+
+    def put(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what was saved."""
+        for what, (_, _, put) in self._parts.items():
+            put(saved[what]["state"])
