@@ -71,7 +71,7 @@ class Assigner:
         """
         while not self._divide():
             pass
-        again = cheap(self.home, self.shared, self.memory, self.root)
+        again = cheap(self.order, self.home, self.shared, self.memory, self.root)
         crossing = least_traffic(self.order, self.home, self.shared, again, self.num_stages)
         stages = self._stages(again, crossing.runs)
         self._check_objects(stages)

@@ -55,13 +55,15 @@ class Crossing(NamedTuple):
     runs: list[set[Value]]
 
 
-def cheap(order: Iterable[Value], free: Set[Value], memory: Memory, root: nn.Module) -> set[Value]:
+def cheap(order: Sequence[Value], home: Mapping[Value, int], free: Set[Value], memory: Memory, root: nn.Module) -> set[Value]:
     """The nodes that may run again behind a boundary, with the same result and the same gradients.
 
-    They read no parameter or buffer, draw no random numbers, change nothing, and nothing changes what they read or give.
+    They read no parameter or buffer, draw no random numbers, change nothing, and nothing changes what they read or give. Where
+    gradients are rounded to half precision they are rounded once, as in the model: such nodes are for one stage only.
 
     Args:
         order: All nodes.
+        home: The stage that each node runs in by its place.
         free: Those that every stage can run for itself from the batch.
         memory: Of the graph.
         root: The module that holds what the graph reads.
@@ -77,7 +79,17 @@ def cheap(order: Iterable[Value], free: Set[Value], memory: Memory, root: nn.Mod
             and not any(function_name(user) in _MARKS for other in (node, *inputs) for user in other.users)
         ):
             found.add(node)
-    return found
+    used: dict[Value, set[int]] = {}
+    for node in reversed(order):
+        users = [user for user in node.users if user in used]
+        used[node] = set().union(*({home[user]} if user in home and user not in found else used[user] for user in users))
+    return {node for node in found if len(used[node]) < 2 or not _rounds_gradients(node)}
+
+
+def _rounds_gradients(node: Value) -> bool:
+    values = [other.meta["val"] for other in (node, *node.all_input_nodes) if "val" in other.meta]
+    narrow = any(value.is_floating_point() and value.dtype.itemsize < 4 for value in values)
+    return narrow and any(value.requires_grad for value in values)
 
 
 def _is_cheap(node: Value) -> bool:
