@@ -196,7 +196,7 @@ def test_a_module_wrapped_around_a_cut() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
     schedule = cut(model, {"input": torch.randn(1, 2)}, "0.0")
     wrap_forward(model[0], lambda call, *args: call(*args))
-    with pytest.raises(BuildError, match=r"a stage ends after '0.0', inside '0', which was wrapped"):
+    with pytest.raises(BuildError, match=r"the model is cut at '0.0', inside '0', which was wrapped"):
         build_program(schedule)
 
 

@@ -13,12 +13,15 @@ from slapo_pipeline.describe import describe, stage_code
 from slapo_pipeline.pipe_split import pipe_split
 from slapo_pipeline.ready_pipe import program_of_pipe
 from slapo_pipeline.stage_runtime import build_stage
+from slapo_pipeline.traffic import Traffic, boundary_bytes
 
 __all__ = [
     "LiveValue",
     "PipelineAnalysis",
+    "Traffic",
     "analyze_pipeline_module",
     "analyze_tie_weights",
+    "boundary_bytes",
     "build_pipeline_model",
     "build_program",
     "build_stage",

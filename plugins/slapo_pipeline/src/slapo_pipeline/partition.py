@@ -163,12 +163,12 @@ def _check_open(root: nn.Module, places: list[str]) -> None:
     """Modules around a cut are taken apart; one that was wrapped after the cut would lose what wraps it."""
     for path in places:
         if find(root, path) is None:
-            raise BuildError(f"a stage ends after {path!r}, but that module is gone; undo the cut, or what removed the module")
+            raise BuildError(f"the model is cut at {path!r}, but that module is gone; undo the cut, or what removed the module")
         names = path.split(".")
         for depth in range(len(names)):
             outer = ".".join(names[:depth])
             if is_opaque(root.get_submodule(outer)):
                 raise BuildError(
-                    f"a stage ends after {path!r}, inside {outer or 'the whole model'!r}, which was wrapped or got hooks since "
-                    "and runs as one piece; undo the cut or the wrapping"
+                    f"the model is cut at {path!r}, inside {outer or 'the whole model'!r}, which was wrapped or got hooks "
+                    "since and runs as one piece; undo the cut or the wrapping"
                 )
