@@ -202,7 +202,11 @@ def _labels(rank: int, layout: dict[str, int], kind: str, per_rank: int) -> list
 
 @pytest.mark.parametrize(
     ("layout", "kind", "per_rank"),
-    [({"pp": 2, "dp": 2}, "1f1b", 1), ({"pp": 2, "dp": 2}, "interleaved", 2), ({"dp": 2, "tp": 2}, "1f1b", 1)],
+    [
+        ({"pp": 2, "dp": 2}, "1f1b", 1),
+        pytest.param({"pp": 2, "dp": 2}, "interleaved", 2, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "tp": 2}, "1f1b", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_losses_are_means_over_the_labels_of_all_parts(layout: dict[str, int], kind: str, per_rank: int) -> None:
     for worst in run_distributed(_labels, 4, layout, kind, per_rank):
@@ -229,7 +233,9 @@ def _smaller(rank: int, kind: str, per_rank: int) -> list[float]:
     return differences
 
 
-@pytest.mark.parametrize(("kind", "per_rank"), [("1f1b", 1), ("interleaved", 2), ("dualpipev", 2)])
+@pytest.mark.parametrize(
+    ("kind", "per_rank"), [("1f1b", 1), ("interleaved", 2), pytest.param("dualpipev", 2, marks=pytest.mark.slow)]
+)
 def test_the_last_batch_may_be_smaller(kind: str, per_rank: int) -> None:
     for differences in run_distributed(_smaller, 2, kind, per_rank):
         assert max(differences) < 1e-5

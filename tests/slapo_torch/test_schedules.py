@@ -23,25 +23,30 @@ from slapo_torch.schedules import placement
 
 from .layouts import adamw, mesh_of, message_of, train_beside_reference
 
+LONG = [
+    ("looped_bfs", {"pp": 2}, 2, 4),
+    ("zero_bubble", {"pp": 2}, 2, 4),
+    ("interleaved", {"pp": 4}, 2, 8),
+    ("zero_bubble", {"pp": 4}, 1, 8),
+    ("zbv", {"pp": 4}, 2, 8),
+    ("dualpipev", {"pp": 4}, 2, 8),
+    ("interleaved", {"pp": 2, "dp": 2}, 2, 4),
+    ("zbv", {"pp": 2, "tp": 2}, 2, 4),
+]
+
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("schedule", "layout", "per_rank", "microbatches"),
     [
         ("interleaved", {"pp": 2}, 2, 4),
-        ("looped_bfs", {"pp": 2}, 2, 4),
-        ("zero_bubble", {"pp": 2}, 2, 4),
         ("zbv", {"pp": 2}, 2, 4),
         ("dualpipev", {"pp": 2}, 2, 4),
-        ("interleaved", {"pp": 4}, 2, 8),
-        ("zero_bubble", {"pp": 4}, 1, 8),
-        ("zbv", {"pp": 4}, 2, 8),
-        ("dualpipev", {"pp": 4}, 2, 8),
-        ("interleaved", {"pp": 2, "dp": 2}, 2, 4),
         ("zbv", {"pp": 2, "dp": 2}, 2, 4),
         ("zero_bubble", {"pp": 2, "tp": 2}, 2, 4),
-        ("zbv", {"pp": 2, "tp": 2}, 2, 4),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG),
     ],
+    ids=str,
 )
 def test_a_schedule_trains_as_one_process_does(schedule: str, layout: dict[str, int], per_rank: int, microbatches: int) -> None:
     size = layout.get("pp", 1) * layout.get("dp", 1) * layout.get("tp", 1)

@@ -93,7 +93,12 @@ def _object_in_a_layout(rank: int, layout: dict[str, int], kind: str, per_rank: 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("layout", "kind", "per_rank"), [({"pp": 2, "tp": 2}, "1f1b", 1), ({"pp": 2}, "zbv", 2), ({"dp": 2}, "1f1b", 1)]
+    ("layout", "kind", "per_rank"),
+    [
+        ({"pp": 2, "tp": 2}, "1f1b", 1),
+        pytest.param({"pp": 2}, "zbv", 2, marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, "1f1b", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_an_optimizer_of_the_unmodified_model_trains_what_took_its_place(
     layout: dict[str, int], kind: str, per_rank: int
@@ -176,7 +181,10 @@ def _half(rank: int, layout: dict[str, int], kind: str, per_rank: int) -> tuple[
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("layout", "kind", "per_rank"), [({"pp": 2, "dp": 2}, "1f1b", 1), ({"pp": 2}, "zero_bubble", 2)])
+@pytest.mark.parametrize(
+    ("layout", "kind", "per_rank"),
+    [pytest.param({"pp": 2, "dp": 2}, "1f1b", 1, marks=pytest.mark.slow), ({"pp": 2}, "zero_bubble", 2)],
+)
 def test_fp16_leaves_out_steps_that_overflow_and_stays_near_fp32(layout: dict[str, int], kind: str, per_rank: int) -> None:
     found = run_distributed(_half, layout["pp"] * layout.get("dp", 1), layout, kind, per_rank)
     assert len({tuple(scales) for _, scales, _ in found}) == 1
