@@ -234,7 +234,8 @@ def _smaller(rank: int, kind: str, per_rank: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "per_rank"), [("1f1b", 1), ("interleaved", 2), pytest.param("dualpipev", 2, marks=pytest.mark.slow)]
+    ("kind", "per_rank"),
+    [("1f1b", 1), *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in ("interleaved", "dualpipev"))],
 )
 def test_the_last_batch_may_be_smaller(kind: str, per_rank: int) -> None:
     for differences in run_distributed(_smaller, 2, kind, per_rank):

@@ -23,7 +23,10 @@ from slapo_torch.schedules import placement
 
 from .layouts import adamw, mesh_of, message_of, train_beside_reference
 
-LONG = [
+LONG: list[tuple[str, dict[str, int], int, int]] = [
+    ("zbv", {"pp": 2}, 2, 4),
+    ("dualpipev", {"pp": 2}, 2, 4),
+    ("zero_bubble", {"pp": 2, "tp": 2}, 2, 4),
     ("looped_bfs", {"pp": 2}, 2, 4),
     ("zero_bubble", {"pp": 2}, 2, 4),
     ("interleaved", {"pp": 4}, 2, 8),
@@ -40,10 +43,7 @@ LONG = [
     ("schedule", "layout", "per_rank", "microbatches"),
     [
         ("interleaved", {"pp": 2}, 2, 4),
-        ("zbv", {"pp": 2}, 2, 4),
-        ("dualpipev", {"pp": 2}, 2, 4),
         ("zbv", {"pp": 2, "dp": 2}, 2, 4),
-        ("zero_bubble", {"pp": 2, "tp": 2}, 2, 4),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG),
     ],
     ids=str,

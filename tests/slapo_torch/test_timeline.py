@@ -27,7 +27,11 @@ def _step(rank: int, kind: str, per_rank: int) -> list[dict[str, Any]]:
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("kind", "per_rank", "computes"),
-    [("1f1b", 1, {"F": 8, "B": 8}), ("interleaved", 2, {"F": 16, "B": 16}), ("zbv", 2, {"F": 16, "I": 16, "W": 16})],
+    [
+        ("1f1b", 1, {"F": 8, "B": 8}),
+        pytest.param("interleaved", 2, {"F": 16, "B": 16}, marks=pytest.mark.slow),
+        ("zbv", 2, {"F": 16, "I": 16, "W": 16}),
+    ],
 )
 def test_every_action_and_message_of_a_step_is_there(kind: str, per_rank: int, computes: dict[str, int]) -> None:
     actions = [action for own in run_distributed(_step, 2, kind, per_rank) for action in own]
