@@ -13,7 +13,7 @@ from .staged import assert_same_as_model, cut
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in sorted(CLASSES)]
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", EACH)
 def test_same_loss_and_gradients(name: str, stages: int) -> None:
     model, batch = small(name)
