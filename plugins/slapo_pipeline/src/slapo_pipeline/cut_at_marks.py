@@ -9,10 +9,10 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import is_opaque
 
+from .arguments import apart, by_name
 from .cut_pipeline_stage import MARKS, refuse_inside_opaque
 from .flat_trace import trace_flat
 from .pipe_split import Marks
-from .places import by_name
 
 
 class CutAtMarksPrimitive(Primitive):
@@ -72,7 +72,7 @@ def _found(schedule: Schedule) -> list[tuple[str, int]]:
     if schedule.example_inputs is None:
         raise _error(schedule, "marks are found by running the model; give create_schedule example_inputs=, one batch")
     with Marks(root) as marks:
-        trace_flat(root, by_name(root, schedule.example_inputs), [])
+        trace_flat(root, apart(by_name(root, schedule.example_inputs)), [])
     inside = [found for found in marks.found if not path or f"{found}.".startswith(f"{path}.")]
     if not inside:
         raise _error(schedule, "the forward runs into no mark; call slapo.pipeline.pipe_split() in it where a stage is to end")

@@ -135,7 +135,7 @@ def _leaf(cuts: Sequence[str], opened: set[str] | None) -> Callable[[str, nn.Mod
     def leaf(path: str, module: nn.Module) -> bool:
         if path in parents:
             return False
-        if path in ends or opened is None or not _is_table(module):
+        if path in ends or opened is None or not is_table(module):
             return True
         opened.add(path)
         return False
@@ -143,7 +143,8 @@ def _leaf(cuts: Sequence[str], opened: set[str] | None) -> Callable[[str, nn.Mod
     return leaf
 
 
-def _is_table(module: nn.Module) -> bool:
+def is_table(module: nn.Module) -> bool:
+    """Whether a module is traced into without a cut in it: a model's own, without parameters."""
     return not type(module).__module__.startswith("torch.nn.") and next(module.parameters(), None) is None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from slapo_core.errors import BuildError
 from slapo_core.parameters import facts, shard_spec
@@ -24,6 +22,7 @@ from slapo_core.tracing.regions import autocast_state
 from slapo_core.tracing.structures import fingerprint
 from slapo_core.wrapping import is_opaque
 
+from .arguments import apart, by_name
 from .assignment import Assigner, Assignment
 from .cut_pipeline_stage import cuts
 from .flat_trace import cut_positions, trace_flat
@@ -53,7 +52,7 @@ def partition(schedule: Schedule) -> Program | None:
     _check_open(root, places)
     if schedule.example_inputs is None:
         raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
-    return Partitioner(root, places, mesh).program(root.training, _by_name(root, schedule.example_inputs))
+    return Partitioner(root, places, mesh).program(root.training, by_name(root, schedule.example_inputs))
 
 
 class Partitioner:
@@ -79,7 +78,7 @@ class Partitioner:
         with _mode(self.root, training):
             known = self._programs.get(key)
             if known is None or known[1].changed(self.root):
-                self._programs[key] = self._cut(_apart(inputs))
+                self._programs[key] = self._cut(apart(inputs))
         if len(self._programs) > _KEPT_PLANS:
             self._programs.popitem(last=False)
         self._programs.move_to_end(key)
@@ -141,22 +140,6 @@ def _boundary(node: fx.Node) -> Boundary:
 
 def _used(nodes: list[fx.Node]) -> set[str]:
     return {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
-
-
-def _apart(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with a tensor of its own for each argument: one given twice could not be told apart in the graph."""
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().requires_grad_(tensor.requires_grad)
-
-    return {name: tree_map_only(torch.Tensor, own, value) for name, value in inputs.items()}
-
-
-def _by_name(root: nn.Module, inputs: Any) -> dict[str, Any]:
-    if isinstance(inputs, Mapping):
-        return dict(inputs)
-    given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    return dict(inspect.signature(root.forward).bind(*given).arguments)
 
 
 def _check_open(root: nn.Module, places: list[str]) -> None:

@@ -16,9 +16,9 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import is_opaque
 
+from .arguments import apart, by_name
 from .costs import BALANCES
 from .cut_pipeline_stage import CutPipelineStagePrimitive, cuts
-from .places import by_name
 from .placing import placed, placed_at
 from .stage_table import StageTable
 
@@ -71,7 +71,7 @@ class PipelinePrimitive(Primitive):
         """Find the cuts."""
         _check_model(schedule)
         _check_options(balance, microbatches)
-        inputs = by_name(schedule.mod, schedule.example_inputs)
+        inputs = apart(by_name(schedule.mod, schedule.example_inputs))
         if boundaries is None:
             return placed(schedule.mod, inputs, _number(schedule, stages), balance, microbatches)
         if stages is not None:

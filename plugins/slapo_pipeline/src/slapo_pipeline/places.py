@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_map_only
 
 from slapo_core.errors import TraceError
 from slapo_core.paths import join, split
@@ -17,7 +14,7 @@ from slapo_core.schedule import is_module_list
 from slapo_core.wrapping import is_opaque
 
 from .assignment import Assigner
-from .flat_trace import cut_positions, trace_flat
+from .flat_trace import cut_positions, is_table, trace_flat
 from .state import State
 
 
@@ -26,7 +23,7 @@ class Units:
 
     Args:
         root: The model.
-        inputs: Its arguments by name; see ``by_name``.
+        inputs: Its arguments by name, each with a tensor of its own.
         whole: Paths of modules that stay whole, and what is around each is taken apart.
         ends: Those that end a unit, at any depth; default: all of ``whole`` that run.
         all_end: Whether one of ``ends`` after which nothing runs is an error; else it is left out.
@@ -122,18 +119,6 @@ class Units:
         return {str(node.target): index for index, node in enumerate(self.nodes) if node.op == "call_module"}
 
 
-def by_name(root: nn.Module, inputs: Any) -> dict[str, Any]:
-    """The arguments of a batch by name, with a tensor of its own for each: one given twice could not be told apart."""
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().requires_grad_(tensor.requires_grad)
-
-    if not isinstance(inputs, Mapping):
-        given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-        inputs = inspect.signature(root.forward).bind(*given).arguments
-    return {name: tree_map_only(torch.Tensor, own, value) for name, value in inputs.items()}
-
-
 def blocks(root: nn.Module) -> list[str]:
     """Paths of the modules that stay whole at first: members of lists, and what stands beside the lists."""
     return list(_inside(root, ""))
@@ -154,7 +139,7 @@ def taken_apart(root: nn.Module, path: str) -> list[str]:
 def _inside(module: nn.Module, path: str) -> Iterator[str]:
     for name, child in module._modules.items():
         here = join(path, name)
-        if child is None or _is_table(child):
+        if child is None or is_table(child):
             continue
         if not _runs_nothing(child) and (_is_list(module) or not _is_opened(child)):
             yield here
@@ -178,11 +163,6 @@ def _is_opened(module: nn.Module) -> bool:
     if _is_list(module) or _runs_nothing(module):
         return True
     return any(_is_opened(child) for child in module.children() if not isinstance(child, nn.Sequential))
-
-
-def _is_table(module: nn.Module) -> bool:
-    """Whether the partition takes it apart: a model's own module without parameters."""
-    return not type(module).__module__.startswith("torch.nn.") and next(module.parameters(), None) is None
 
 
 def _nbytes(nodes: Iterable[fx.Node]) -> int:

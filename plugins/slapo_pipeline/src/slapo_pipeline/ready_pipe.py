@@ -21,8 +21,8 @@ from slapo_core.ties import tie_groups
 from slapo_core.tracing.structures import difference, fingerprint
 
 from ._torch_pipe import Name, StageCalls, flatten, stage_calls, unflatten
+from .arguments import apart, by_name
 from .cut_pipeline_stage import cuts
-from .places import by_name
 from .tree import divide, prune
 
 _TABLES = ("_parameters", "_buffers")
@@ -62,7 +62,7 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
     calls = _checked_calls(pipe, schedule)
     root, mesh = schedule.root_module, schedule.mesh
     graphs = [pipe.get_stage_module(index) for index in range(len(calls.arguments))]
-    inputs = by_name(root, schedule.example_inputs)
+    inputs = apart(by_name(root, schedule.example_inputs))
     if unknown := [name for name in calls.inputs if name not in inspect.signature(root.forward).parameters]:
         raise BuildError(
             f"the Pipe takes {unknown[0]!r}, no argument of the model; tensors inside of structures cannot be named"
