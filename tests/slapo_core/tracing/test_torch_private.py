@@ -205,3 +205,18 @@ def test_a_fake_product_in_groups_is_like_the_real_one(dtype: torch.dtype) -> No
         fake = nn.functional.grouped_mm(fakes[0], fakes[1].transpose(1, 2), offs=fakes[2])
     assert isinstance(fake, private.FakeTensor)
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), dtype)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_fake_linear_layer_is_like_the_real_one_and_remembered(grad: bool) -> None:
+    """torch never remembers the view at its end, which is of a tensor nobody else has."""
+    x, weight = torch.ones(2, 3, 8), torch.ones(4, 8, requires_grad=grad)
+    real = nn.functional.linear(x, weight)
+    mode = private.FakeMode()
+    with mode:
+        fakes = [private.fake_like(mode, tensor) for tensor in (x, weight)]
+        fake = [nn.functional.linear(*fakes) for _ in range(2)][1]
+        fake.add_(1)  # not a view to autograd
+    facts = [(y.shape, y.stride(), y.dtype, y.requires_grad, y._is_view()) for y in (fake, real)]
+    assert facts[0] == facts[1]
+    assert not any(reason == "unsafe view" for reason in mode.cache_info().bypasses)

@@ -26,10 +26,13 @@ from .arguments import apart, by_name
 from .assignment import Assigner, Assignment
 from .cut_pipeline_stage import cuts
 from .flat_trace import cut_positions, trace_flat
+from .kept_trace import KeptTrace
 from .stage_module import read_from_batch, stage_module
 from .state import State
 from .tree import divide
 
+KEPT_TRACE = "slapo_pipeline.kept_trace"
+"""Key of a schedule's metadata under which ``pipeline`` leaves its trace."""
 _KEPT_PLANS = 16
 
 
@@ -52,7 +55,8 @@ def partition(schedule: Schedule) -> Program | None:
     _check_open(root, places)
     if schedule.example_inputs is None:
         raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
-    return Partitioner(root, places, mesh).program(root.training, by_name(root, schedule.example_inputs))
+    kept = schedule.metadata.primitives.pop(KEPT_TRACE, None)
+    return Partitioner(root, places, mesh, kept).program(root.training, by_name(root, schedule.example_inputs))
 
 
 class Partitioner:
@@ -62,10 +66,11 @@ class Partitioner:
         root: The model.
         places: Paths of the modules that end a stage.
         mesh: Device mesh, or None in one process.
+        kept: A trace of it, from placing the cuts.
     """
 
-    def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None) -> None:
-        self.root, self.places, self.mesh = root, places, mesh
+    def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None, kept: KeptTrace | None = None) -> None:
+        self.root, self.places, self.mesh, self._kept = root, places, mesh, kept
         self._programs: OrderedDict[Any, tuple[Program, Attributes]] = OrderedDict()
         self._state = State(root)
 
@@ -86,7 +91,8 @@ class Partitioner:
 
     def _cut(self, inputs: Mapping[str, Any]) -> tuple[Program, Attributes]:
         root = self.root
-        flat = trace_flat(root, inputs, self.places)
+        flat = (self._kept and self._kept.take(root, inputs, self.places)) or trace_flat(root, inputs, self.places)
+        self._kept = None
         positions = [position for position, _ in cut_positions(root, flat.graph, self.places)]
         parts = Assigner(flat.graph, root, positions).run()
         used = [_used(nodes) for nodes in parts.nodes]

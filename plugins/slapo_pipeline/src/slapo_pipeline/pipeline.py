@@ -19,6 +19,8 @@ from slapo_core.wrapping import is_opaque
 from .arguments import apart, by_name
 from .costs import BALANCES
 from .cut_pipeline_stage import CutPipelineStagePrimitive, cuts
+from .kept_trace import KeptTrace
+from .partition import KEPT_TRACE
 from .placing import placed, placed_at
 from .stage_table import StageTable
 
@@ -67,7 +69,7 @@ class PipelinePrimitive(Primitive):
         *,
         balance: str = "parameters",
         microbatches: int | None = None,
-    ) -> StageTable:
+    ) -> tuple[StageTable, KeptTrace]:
         """Find the cuts."""
         _check_model(schedule)
         _check_options(balance, microbatches)
@@ -80,9 +82,9 @@ class PipelinePrimitive(Primitive):
         ends = _accepted(schedule, boundaries) if callable(boundaries) else _named(schedule, boundaries)
         for path in ends:
             CutPipelineStagePrimitive.check(schedule[path])
-        table = placed_at(schedule.mod, inputs, ends, balance, microbatches, all_end=not policy)
+        table, kept = placed_at(schedule.mod, inputs, ends, balance, microbatches, all_end=not policy)
         _check_shares(schedule, len(table.stages))
-        return table
+        return table, kept
 
     @staticmethod
     def apply(
@@ -94,10 +96,11 @@ class PipelinePrimitive(Primitive):
         microbatches: int | None = None,
     ) -> None:
         """Cut there."""
-        table: StageTable = schedule.checked
+        table: StageTable
+        table, kept = schedule.checked
         for path in table.cuts:
             schedule[path].cut_pipeline_stage()
-        schedule.metadata.primitives[NAME] = table
+        schedule.metadata.primitives.update({NAME: table, KEPT_TRACE: kept})
         if not dist.is_initialized() or dist.get_rank() == 0:
             get_logger().info("pipeline: %d stages by %s\n%s", len(table.stages), table.balance, table)
 

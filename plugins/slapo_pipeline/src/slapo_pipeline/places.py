@@ -15,6 +15,7 @@ from slapo_core.wrapping import is_opaque
 
 from .assignment import Assigner
 from .flat_trace import cut_positions, is_table, trace_flat
+from .kept_trace import KeptTrace
 from .state import State
 
 
@@ -56,6 +57,10 @@ class Units:
 
     def __len__(self) -> int:
         return len(self.positions) + 1
+
+    def kept(self) -> KeptTrace:
+        """The trace, for the build."""
+        return KeptTrace(self.root, self.inputs, self.whole, self.flat)
 
     def unit_of(self, position: int) -> int:
         """The unit of the node at a place in the graph."""

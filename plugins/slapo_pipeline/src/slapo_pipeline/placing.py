@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from slapo_core.logger import get_logger
 
 from .balance import Placement, best_placement, placements
 from .costs import Costs
+from .kept_trace import KeptTrace, parents
 from .partition import Partitioner
 from .places import Units, blocks, is_member, taken_apart
 from .stage_table import PlacedStage, StageTable
@@ -30,8 +31,8 @@ def placed_at(
     microbatches: int | None,
     *,
     all_end: bool = True,
-) -> StageTable:
-    """The stages that end after given modules.
+) -> tuple[StageTable, KeptTrace]:
+    """The stages that end after given modules, and the trace that shows them.
 
     Args:
         root: The model.
@@ -49,11 +50,13 @@ def placed_at(
     cuts = tuple(range(1, len(units)))
     if (refusal := units.refusal(cuts)) is not None:
         raise refusal
-    return _table(units, Costs(units, balance, len(units), microbatches or len(units)), cuts)
+    return _table(units, Costs(units, balance, len(units), microbatches or len(units)), cuts), units.kept()
 
 
-def placed(root: nn.Module, inputs: Mapping[str, Any], stages: int, balance: str, microbatches: int | None) -> StageTable:
-    """The stages whose largest cost is least.
+def placed(
+    root: nn.Module, inputs: Mapping[str, Any], stages: int, balance: str, microbatches: int | None
+) -> tuple[StageTable, KeptTrace]:
+    """The stages whose largest cost is least, and the trace that shows them.
 
     Args:
         root: The model.
@@ -78,7 +81,7 @@ def placed(root: nn.Module, inputs: Mapping[str, Any], stages: int, balance: str
             break
         level, placement = finer, better
     level.warn_of_refused(placement)
-    return _table(level.units, level.costs, placement.cuts)
+    return _table(level.units, level.costs, placement.cuts), level.units.kept()
 
 
 class _Search:
@@ -195,17 +198,13 @@ def _too_few(stages: int, places: int) -> ScheduleError:
 def _refusal(units: Units, cuts: Sequence[int]) -> ScheduleError | TraceError | None:
     """Why the partitioner refuses, where it takes less of the model apart than it was for finding places."""
     paths = [units.paths[cut - 1] for cut in cuts]
-    if _parents(paths) == _parents(units.whole):
+    if parents(paths) == parents(units.whole):
         return None
     try:
         Partitioner(units.root, paths, None).program(units.root.training, units.inputs)
     except (ScheduleError, TraceError) as err:
         return err
     return None
-
-
-def _parents(paths: Iterable[str]) -> Collection[str]:
-    return {path[:end] for path in paths for end, letter in enumerate(path) if letter == "."}
 
 
 def _table(units: Units, costs: Costs, cuts: Sequence[int]) -> StageTable:

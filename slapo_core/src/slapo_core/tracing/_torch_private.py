@@ -27,6 +27,7 @@ recorded: Callable[[], Any] = _EnableTorchFunction
 
 _Handler = Callable[..., Any]
 _GROUPED = torch.ops.aten._grouped_mm.default
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -64,6 +65,8 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on fake tensors."""
         self.count(func)
+        if func is _UNSAFE_VIEW:
+            func = torch.ops.aten.view.default  # makes the same fake, and is remembered
         if func is _GROUPED and args[0].dtype is not torch.bfloat16 and args[0].dim() < args[1].dim():
             return args[0] @ args[1][0]  # of the same shape; torch's own fake takes bfloat16 alone, real tensors of any kind go
         return super().dispatch(func, types, args, kwargs)
