@@ -200,6 +200,14 @@ def small(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return model, batch
 
 
+def class_name(name: str) -> str:
+    """Name of the class of a family or class."""
+    if name not in zoo.FAMILIES:
+        return name.split(":")[0]
+    with torch.device("meta"):
+        return type(zoo.FAMILIES[name].model()).__name__
+
+
 def places(model: nn.Module, batch: dict[str, Any], stages: int) -> list[str]:
     """Cuts into about equal numbers of the layers that run, in the order of execution.
 

@@ -1,22 +1,13 @@
-"""The classes that come apart, as a table: each is compared with the unmodified model, which takes some minutes.
+"""The table of classes in the plugin's README: those that ``test_families.py`` compares with the unmodified model.
 
 python -m tests.slapo_pipeline.family_table
 """
 
 from __future__ import annotations
 
-import copy
-import re
-import sys
-import warnings
-from collections.abc import Sequence
+from .families import CLASSES, REFUSED, class_name
 
-from slapo_core.build import build_program
-from slapo_core.errors import TraceError
-
-from .families import CLASSES, REFUSED, places, small
-from .staged import assert_same_as_model, cut
-
+BACKSLASH = "\\"  # of regular expressions
 ENDS = {
     "ForCausalLM": "causal",
     "ForMaskedLM": "masked",
@@ -26,35 +17,22 @@ ENDS = {
 }
 
 
-def main(classes: Sequence[str]) -> None:
-    """Print a table of these, and one of those that are refused."""
-    warnings.simplefilter("ignore")
-    found: dict[str, list[str]] = {}
-    for name in sorted(classes, key=str.lower):
-        model, batch = small(name)
-        end = next((end for end in ENDS if type(model).__name__.endswith(end)), "")
-        for stages in (2, 4):
-            assert_same_as_model(copy.deepcopy(model), batch, *places(model, batch, stages), tolerance=1e-5)
-        names = found.setdefault(end, [])
-        if (short := type(model).__name__.removesuffix(end)) not in names:
-            names.append(short)
-    print("| | classes | in 2 and in 4 stages, train mode: outputs, loss and all gradients to 1e-5 |\n|---|---|---|")
-    for end, what in {**ENDS, "": "others"}.items():
-        names = found.get(end, [])
-        print(f"| {what}{f' (`…{end}`)' if end else ''} | {len(names)} | {', '.join(names)} |")
-    print("\n| refused | why | message |\n|---|---|---|")
-    for name in sorted(REFUSED):
-        print(f"| {name} | {REFUSED[name].why} | {_message(name)} |")
-
-
-def _message(name: str) -> str:
-    model, batch = small(name)
-    try:
-        build_program(cut(model, batch, *places(model, batch, 2)))
-    except TraceError as error:
-        return re.sub(r"\(\S*/", "(", str(error)).removeprefix(f"{name.split(':')[0]}: ")
-    raise AssertionError(f"{name} comes apart")
+def table() -> str:
+    """Classes by kind, and those that are refused."""
+    found: dict[str, set[str]] = {end: set() for end in [*ENDS, ""]}
+    for name in map(class_name, CLASSES):
+        end = next((end for end in ENDS if name.endswith(end)), "")
+        found[end].add(name.removesuffix(end))
+    lines = ["| kind | classes | which |", "|---|---|---|"]
+    for end, names in found.items():
+        kind = f"{ENDS[end]}, `…{end}`" if end else "others"
+        lines.append(f"| {kind} | {len(names)} | {', '.join(sorted(names, key=str.lower))} |")
+    lines += ["", "| refused | why | what the message says |", "|---|---|---|"]
+    for refused in dict.fromkeys(REFUSED.values()):
+        names = [name for name in sorted(REFUSED) if REFUSED[name] == refused]
+        lines.append(f"| {', '.join(names)} | {refused.why} | {refused.told.replace(BACKSLASH, '')} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or CLASSES)
+    print(table())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from slapo_core.build import build_program
 from slapo_core.errors import TraceError
 
 from .families import CLASSES, FAST, REFUSED, places, small
+from .family_table import table
 from .staged import assert_same_as_model, cut
 
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in sorted(CLASSES)]
@@ -34,3 +37,9 @@ def test_there_are_sixty_classes_and_far_more_when_there_is_time() -> None:
     assert len(CLASSES) >= 200
     assert len(set(CLASSES)) == len(CLASSES)
     assert set(FAST) <= {*CLASSES, *REFUSED}
+
+
+@pytest.mark.slow  # the names of the classes take making all models
+def test_the_readme_lists_them() -> None:
+    readme = Path(__file__).parents[2] / "plugins" / "slapo_pipeline" / "README.md"
+    assert table() in readme.read_text(), "put the output of python -m tests.slapo_pipeline.family_table there"
