@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import Node
 from torch.distributed.pipelining import PipelineStage
 
-from slapo_core.errors import BuildError
 from slapo_core.program import Boundary, Program
 
 from ._torch_pipelining import scheduled
@@ -25,6 +23,7 @@ from .means import Share
 from .options import Options
 from .replicas import Replicas
 from .schedules import kind_of
+from .split_backward import can_split
 from .stage_call import StageCall
 from .step import StepResult
 
@@ -58,7 +57,7 @@ class RunningStage(PipelineStage):
         self._outputs = outputs
         self._replicas = replicas
         self._receiving: dict[tuple[str, int], float] = {}
-        self._is_checked = False
+        self._whole: set[int] = set()
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
@@ -85,10 +84,10 @@ class RunningStage(PipelineStage):
         run = super().backward_one_chunk
 
         def attempt() -> None:
-            used = None if full_backward or self._is_checked else _parameters_behind(self._results(bwd_chunk_id, loss))
-            run(bwd_chunk_id, loss, full_backward, last_backward)
-            if used is not None:
-                self._check_split(bwd_chunk_id, used)
+            full = full_backward or not self._splits(bwd_chunk_id, loss)
+            if full and not full_backward:
+                self._whole.add(bwd_chunk_id)
+            run(bwd_chunk_id, loss, full, last_backward)
 
         self._attempt("B" if full_backward else "I", bwd_chunk_id, attempt)
         if self.result.failure is not None:
@@ -98,10 +97,11 @@ class RunningStage(PipelineStage):
             self.result.unused = self._replicas.finish()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run the second part of a backward, which gives the gradients of the stage's parameters."""
+        """Run the second part of a backward, which gives the gradients of the stage's parameters; none where all is done."""
         run = super().backward_weight_one_chunk
         if self.has_backward:
-            self._attempt("W", bwd_chunk_id, lambda: run(bwd_chunk_id, last_backward))
+            is_done = bwd_chunk_id in self._whole
+            self._attempt("W", bwd_chunk_id, lambda: None if is_done else run(bwd_chunk_id, last_backward))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What receives the activations of a micro-batch."""
@@ -134,26 +134,19 @@ class RunningStage(PipelineStage):
         """Forget what an earlier step left, one that broke off as well."""
         super().clear_runtime_states()
         self._receiving.clear()
+        self._whole.clear()
         self.backward_state.clear()
         self.dw_runner.clear()
 
-    def _results(self, microbatch: int, loss: Any) -> tuple[torch.Tensor, ...]:
-        return (loss,) if self.is_last else tuple(self.fwd_cache[microbatch][0])
-
-    def _check_split(self, microbatch: int, used: dict[Node, torch.Tensor]) -> None:
-        """A backward in two parts finds only those parameters whose effect meets that of a received value."""
-        self._is_checked = True
-        groups = self.backward_state[microbatch][1]
-        if self.is_first or groups is None:  # in one part, later
-            return
-        missed = used.keys() - {node for group in groups for node in group["params"]}
-        names = {id(parameter): name for name, parameter in self.submod.named_parameters()}
-        for node in missed:
-            name = names.get(id(used[node]), "a parameter").removeprefix("module.")
-            raise BuildError(
-                f"stage {self.stage_index} would lose the gradient of {name!r} where backwards are split, as it acts on "
-                "nothing the stage receives; use pipeline_schedule='interleaved', or cut elsewhere"
-            )
+    def _splits(self, microbatch: int, loss: Any) -> bool:
+        """Whether the backward of a micro-batch can be run in two parts; the first stage's is all in the second."""
+        if self.is_first:
+            return True
+        given, received = self.fwd_cache[microbatch]
+        if not self.is_last:  # the runtime detaches them in place, which views refuse
+            given = tuple(output.clone() if output._is_view() else output for output in given)
+            self.fwd_cache[microbatch] = (given, received)
+        return can_split((loss,) if self.is_last else given, received[: self._num_inputs])
 
     def _attempt(self, kind: str, microbatch: int, run: Callable[[], Any]) -> Any:
         if self.result.failure is not None:
@@ -236,19 +229,3 @@ def _metas(boundaries: tuple[Boundary, ...]) -> tuple[torch.Tensor, ...]:
 
 def _identity(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output
-
-
-def _parameters_behind(outputs: tuple[torch.Tensor, ...]) -> dict[Node, torch.Tensor]:
-    """The parameters that some outputs were computed from, by their nodes in autograd's graph."""
-    waiting = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None]
-    seen = set(waiting)
-    found: dict[Node, torch.Tensor] = {}
-    while waiting:
-        node = waiting.pop()
-        if isinstance(variable := getattr(node, "variable", None), torch.nn.Parameter):
-            found[node] = variable
-        for other, _ in node.next_functions:
-            if other is not None and other not in seen:
-                seen.add(other)
-                waiting.append(other)
-    return found

@@ -1,0 +1,64 @@
+"""Backwards in two parts: whether the second finds every parameter's gradient, once.
+
+``torch.distributed.pipelining`` goes, for the gradients of a stage's inputs, through the nodes between what the stage gives and
+what it received, and keeps the gradients that arrive at those which parameters feed. From these it computes the parameters'
+gradients later. One that feeds no such node, or gives something else besides, would get none or not all; one that feeds
+several may get it twice, or not at all because an earlier part has freed what is needed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+
+def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> bool:
+    """Whether each parameter behind the outputs feeds what was received at one node alone, and nothing else.
+
+    Args:
+        outputs: What the stage gives, or its loss.
+        received: What it was given; leaves of autograd's graph.
+    """
+    roots = {_node(tensor) for tensor in outputs if tensor.requires_grad}
+    order = _children_first(roots)
+    between = {_node(tensor) for tensor in received if tensor.requires_grad}
+    users: dict[Node, list[Node]] = defaultdict(list)
+    for node in order:
+        below = _below(node)
+        for child in below:
+            users[child].append(node)
+        if not between.isdisjoint(below):
+            between.add(node)
+    meets: dict[Node, Node | None] = {}
+    """The one node between outputs and received values that one feeds; None where there is none, or are several."""
+    for node in reversed(order):
+        fed = {meets[user] for user in users[node]}
+        meets[node] = node if node in between else fed.pop() if len(fed) == 1 and node not in roots else None
+    return all(meets[node] is not None for node in order if isinstance(getattr(node, "variable", None), torch.nn.Parameter))
+
+
+def _node(tensor: torch.Tensor) -> Node:
+    return get_gradient_edge(tensor).node
+
+
+def _below(node: Node) -> list[Node]:
+    return [child for child, _ in node.next_functions if child is not None]
+
+
+def _children_first(roots: Iterable[Node]) -> list[Node]:
+    """All nodes of a graph, each after those it passes gradients to."""
+    found: dict[Node, None] = {}
+    seen: set[Node] = set()
+    waiting = [(root, False) for root in roots]
+    while waiting:
+        node, is_left = waiting.pop()
+        if is_left:
+            found[node] = None
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting += [(child, False) for child in _below(node)]
+    return [*found]
