@@ -88,6 +88,9 @@ class RunningStage(PipelineStage):
             if full and not full_backward:
                 self._whole.add(bwd_chunk_id)
             run(bwd_chunk_id, loss, full, last_backward)
+            # without having been accumulated in a leaf they lie in memory as the backward left them
+            gradients = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(value if value is None else value.contiguous() for value in gradients)
 
         self._attempt("B" if full_backward else "I", bwd_chunk_id, attempt)
         if self.result.failure is not None:
