@@ -27,7 +27,13 @@ from .layouts import adamw, mesh_of, message_of
 pytestmark = pytest.mark.multiproc
 
 WIDTH = 520  # a layer is larger than the first bucket, so that a step has several
-LAYOUTS = [{"dp": 2}, {"pp": 2, "dp": 2}]
+LAYOUTS = [
+    ({"dp": 2}, "ddp"),
+    ({"pp": 2, "dp": 2}, "ddp"),
+    ({"dp": 2}, "fsdp"),
+    pytest.param({"pp": 2, "dp": 2}, "fsdp", marks=pytest.mark.slow),
+]
+KINDS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"data_parallel": "fsdp", "fsdp_units": ["a", "b"]}}
 MICROBATCHES = 2
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -170,7 +176,7 @@ def _beside_reference(
     return differences
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "kind"), LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     ("frozen", "config"),
     [
@@ -183,25 +189,26 @@ def _beside_reference(
     ids=str,
 )
 def test_replicas_train_as_one_process_on_the_whole_batch(
-    layout: dict[str, int], frozen: tuple[str, ...], config: dict[str, Any]
+    layout: dict[str, int], kind: str, frozen: tuple[str, ...], config: dict[str, Any]
 ) -> None:
-    size = layout.get("pp", 1) * layout["dp"]
+    size, config = layout.get("pp", 1) * layout["dp"], {**config, **KINDS[kind]}
     for differences in run_distributed(_beside_reference, size, layout, Model, frozen, 1, config):
         assert max(differences) < 1e-5
 
 
-def test_replicas_and_micro_batches_may_use_different_parameters() -> None:
-    for differences in run_distributed(_beside_reference, 2, {"dp": 2}, Routed, (), 2 * MICROBATCHES, {}):
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_replicas_and_micro_batches_may_use_different_parameters(kind: str) -> None:
+    for differences in run_distributed(_beside_reference, 2, {"dp": 2}, Routed, (), 2 * MICROBATCHES, KINDS[kind]):
         assert max(differences) < 1e-5
 
 
-def _thawed(rank: int, layout: dict[str, int]) -> list[float]:
+def _thawed(rank: int, layout: dict[str, int], kind: str) -> list[float]:
     """Steps with ``b`` frozen from the start, with ``b`` unfrozen and ``head`` frozen, and with all trained."""
     mesh = mesh_of(**layout)
     torch.manual_seed(0)
     model = _frozen(Model(), ("b",))
     reference = copy.deepcopy(model)
-    schedule, engine = _engine(model, mesh, clip=0.5)
+    schedule, engine = _engine(model, mesh, clip=0.5, **KINDS[kind])
     optimizer = adamw([parameter for parameter in reference.parameters() if parameter.requires_grad])
     differences = []
     for step, batch in enumerate(_batches(4)):
@@ -218,17 +225,17 @@ def _thawed(rank: int, layout: dict[str, int]) -> list[float]:
     return differences
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_parameters_may_be_unfrozen_and_frozen_after_the_build(layout: dict[str, int]) -> None:
-    for differences in run_distributed(_thawed, layout.get("pp", 1) * layout["dp"], layout):
+@pytest.mark.parametrize(("layout", "kind"), LAYOUTS, ids=str)
+def test_parameters_may_be_unfrozen_and_frozen_after_the_build(layout: dict[str, int], kind: str) -> None:
+    for differences in run_distributed(_thawed, layout.get("pp", 1) * layout["dp"], layout, kind):
         assert max(differences) < 1e-5
 
 
-def _thawed_alone(rank: int) -> list[str]:
+def _thawed_alone(rank: int, kind: str) -> list[str]:
     mesh = mesh_of(dp=2)
     torch.manual_seed(0)
     model = _frozen(Model(), ("embed", "a", "b", "head"))
-    _, engine = _engine(model, mesh)
+    _, engine = _engine(model, mesh, **KINDS[kind])
     batch, messages = _mine(_batches(1)[0], mesh), []
     for alike in (False, True):
         if alike or rank == 1:
@@ -237,19 +244,20 @@ def _thawed_alone(rank: int) -> list[str]:
     return [*messages, str(engine.optimizer is not None)]
 
 
-def test_replicas_unfreeze_alike_and_what_had_no_optimizer_gets_one() -> None:
-    for refused, sound, has_optimizer in run_distributed(_thawed_alone, 2):
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_replicas_unfreeze_alike_and_what_had_no_optimizer_gets_one(kind: str) -> None:
+    for refused, sound, has_optimizer in run_distributed(_thawed_alone, 2, kind):
         assert "the replicas have parameters of different names, shapes or requires_grad" in refused
         assert (sound, has_optimizer) == ("no error", "True")
 
 
-def _with_errors(rank: int, layout: dict[str, int]) -> tuple[list[str], float]:
+def _with_errors(rank: int, layout: dict[str, int], kind: str) -> tuple[list[str], float]:
     """Steps 1 and 3 are sound; between them one replica breaks in every place where it can."""
     mesh = mesh_of(**layout)
     torch.manual_seed(0)
     model = Model()
     reference = copy.deepcopy(model)
-    schedule, engine = _engine(model, mesh)
+    schedule, engine = _engine(model, mesh, **KINDS[kind])
     optimizer = adamw(reference.parameters())
     messages = []
 
@@ -277,9 +285,9 @@ def _with_errors(rank: int, layout: dict[str, int]) -> tuple[list[str], float]:
     return messages, _compare(schedule, reference)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_an_error_on_one_replica_fails_all_and_training_goes_on(layout: dict[str, int]) -> None:
-    for messages, difference in run_distributed(_with_errors, layout.get("pp", 1) * 2, layout):
+@pytest.mark.parametrize(("layout", "kind"), LAYOUTS, ids=str)
+def test_an_error_on_one_replica_fails_all_and_training_goes_on(layout: dict[str, int], kind: str) -> None:
+    for messages, difference in run_distributed(_with_errors, layout.get("pp", 1) * 2, layout, kind):
         assert difference < 1e-5
         assert len(messages) == 13
         assert all("index out of range" in text for text in messages[:1] + messages[1::2])

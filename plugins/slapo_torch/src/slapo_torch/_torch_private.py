@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
+
+no_functions = torch._C.DisableTorchFunction
+"""A context in which no code but torch's own sees torch functions."""
 
 
 def default_store() -> Store:

@@ -45,13 +45,17 @@ def save_checkpoint(
     first = not dist.is_initialized() or all(program.axis_rank(axis) == 0 for axis in _AXES)
 
     parts: dict[Path, Any] = {}
+    states: dict[str, Any] = {}
 
-    def collect() -> None:
+    def check() -> None:
+        optimizer_state.check(module, optimizer)
+        states.update(parameters=model_state.parameters(module), progress=progress.packed())
+
+    def collect() -> None:  # all replicas, which may have to send each other what they share out
+        parameters = model_state.packed(states["parameters"])
+        shared = {"parameters": parameters, "optimizer": optimizer_state.packed(module, optimizer)}
         if program.axis_rank("dp") == 0:
-            parameters = model_state.packed(model_state.parameters(module))
-            shared = {"parameters": parameters, "optimizer": optimizer_state.packed(module, optimizer)}
-            shared["progress"] = progress.packed()
-            parts[folder / _file("shared", program, "pp", "tp")] = shared
+            parts[folder / _file("shared", program, "pp", "tp")] = {**shared, "progress": states["progress"]}
         parts[folder / _file("own", program, *_AXES)] = {
             "buffers": model_state.packed(model_state.buffers(module)),
             "extra": extra_state.packed(program.module),
@@ -71,7 +75,7 @@ def save_checkpoint(
         if first:
             layout.write_text(json.dumps(_layout(program)))
 
-    for action in (collect, begin, write, finish):
+    for action in (check, collect, begin, write, finish):
         _on_all(action, program)
 
 

@@ -11,6 +11,7 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 from .engine import TorchEngine
+from .fsdp_units import check_shardable
 from .options import Options
 from .schedules import placement
 from .stage_call import StageCall
@@ -34,6 +35,8 @@ class TorchDialect(Dialect):
         """Raise ``BuildError`` for options that are unknown or do not fit the program; give it with its stages placed."""
         options = Options.of(config)
         super().check(program, **config)
+        if options.data_parallel == "fsdp":
+            check_shardable(program, options.fsdp_units)
         options.check_mean(options.microbatches * program.axis_size("dp"))
         stages = len(program.stages)
         if stages > 1 and program.mesh is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import agree, all_reduce
+from slapo_core.agreement import agree, all_reduce, compare
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
@@ -28,7 +28,10 @@ from .replicas import Replicas, check_dense
 from .schedules import for_rows, kind_of
 from .stage_call import StageCall, precision
 from .step import StepResult, run_whole
-from .updates import LossScale, Progress, adopted, scheduled_rate, step_rate
+from .updates import LossScale, Progress, adopted, check_elementwise, scheduled_rate, step_rate
+
+if TYPE_CHECKING:
+    from .fsdp import ShardedReplicas
 
 _KEPT_PLANS = 16  # shapes of micro-batches, each with its receive buffers
 
@@ -87,6 +90,7 @@ class TorchEngine(Engine):
         self._loss_scale = LossScale(options.loss_scale, program.mesh) if options.precision == "fp16" else None
         self._holdings = Holdings(program, self.module)
         self._replicas: Replicas | None = None
+        self._shards: ShardedReplicas | None = None
         self._facts = _Facts([], [])
         self._labels = LabelCount()
         self._differs = False
@@ -98,7 +102,11 @@ class TorchEngine(Engine):
         self._unchecked: torch.Tensor | int = 0
         self._scale = 1.0
         try:
+            compare([f"data_parallel={options.data_parallel!r} with fsdp_units={options.fsdp_units}"], program.mesh)
             self._holdings.check_same_start()
+            if options.data_parallel == "fsdp" and program.axis_size("dp") > 1:
+                self._holdings.release_others()
+                self._together(self._shard)
             self._together(self._make_optimizer)
             self._holdings.release_others()
             self._together(self._make_replicas)
@@ -166,6 +174,19 @@ class TorchEngine(Engine):
         if self._peers is not None:
             self._peers.begin()
         self._modes.set(training)
+        self._outdated = training and self._holdings.is_outdated()
+        if self._shards is None:
+            return self._run(batch, training)
+        self._shards.gather()
+        try:
+            loss = self._run(batch, training)
+        except Exception:
+            self._shards.release()
+            raise
+        self._shards.reduce(self._unused) if training else self._shards.release()
+        return loss
+
+    def _run(self, batch: Mapping[str, Any], training: bool) -> torch.Tensor:
         prepared = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
         if self._outdated:
             self._take_in_unfrozen()
@@ -174,6 +195,7 @@ class TorchEngine(Engine):
         scale = self._loss_scale.value if training and self._loss_scale is not None else 1.0
         share = Share(len(parts), self._labels.value, self._differs, scale)
         result = runner(parts, labels, share)
+        result.unused += self._shards.num_unused() if training and self._shards is not None else 0
         loss = self._settle(result, training, share)
         if self._options.record_timeline:
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -185,7 +207,6 @@ class TorchEngine(Engine):
         """Cut the batch and find what runs it; touches no other rank."""
         if training and self._is_closed:
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
-        self._outdated = training and self._holdings.is_outdated()
         self._content = content(batch) if self._shares_batches else 0
         schedule = self._schedule_for(batch)
         parts = split(batch, schedule[1])
@@ -212,7 +233,8 @@ class TorchEngine(Engine):
         if len(self._program.stages) == 1:
             if (call := self._whole) is None:
                 call = self._whole = StageCall(self._program.stages[0], None, self._options, self._device.type)
-            return lambda parts, labels, share: run_whole(call, parts, labels, share, training, self._replicas)
+            walk = self._shards.walk if self._shards is not None else None
+            return lambda parts, labels, share: run_whole(call, parts, labels, share, training, self._replicas, walk)
         from .pipeline import StagePlan  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
         key = (training, schedule, signature(part))
@@ -222,8 +244,10 @@ class TorchEngine(Engine):
         plan: StagePlan | None = self._plans.get(key)
         if plan is None or plan.program is not program:
             plan = self._plans[key] = StagePlan(program, self._options, schedule, self._mine, training, self._replicas)
-            if len(self._plans) > _KEPT_PLANS:
-                self._plans.pop(next(iter(self._plans)))
+            dropped = self._plans.pop(next(iter(self._plans))) if len(self._plans) > _KEPT_PLANS else None
+            if self._shards is not None:
+                self._shards.follow(stage.module for stage in program.stages)
+                self._shards.forget(stage.module for stage in dropped.program.stages) if dropped is not None else None
         inputs = fingerprint([stage.inputs for stage in plan.program.stages])
         self._facts = _Facts([*self._facts.low, inputs], [*self._facts.high, inputs])
         return plan.run
@@ -266,7 +290,8 @@ class TorchEngine(Engine):
     def _averages_late(self) -> bool:
         """Whether gradients are averaged over replicas after the last backward: a backward in two parts runs no hooks."""
         kind = kind_of(self._options.pipeline_schedule)
-        return self._program.axis_size("dp") > 1 and len(self._program.stages) > 1 and kind.stages_per_rank != 1
+        several = len(self._program.stages) > 1 and kind.stages_per_rank != 1
+        return self._program.axis_size("dp") > 1 and self._shards is None and several
 
     @property
     def _shares_batches(self) -> bool:
@@ -285,11 +310,15 @@ class TorchEngine(Engine):
 
     def _take_in_unfrozen(self) -> None:
         """Train with what is trainable now. Collective."""
+        if self._shards is not None:
+            self._shards.release()
         holdings = Holdings(self._program, self.module)
         holdings.check_same_start()
         self._holdings, self._outdated = holdings, False
         self._together(self._make_optimizer)
         self._together(self._make_replicas)
+        if self._shards is not None:
+            self._shards.gather()
 
     def _settle(self, result: StepResult, training: bool, share: Share) -> torch.Tensor:
         """The mean loss over micro-batches and replicas, on every rank; or the error of any rank, on every rank."""
@@ -367,9 +396,15 @@ class TorchEngine(Engine):
         if self._program.axis_size("dp") == 1 or not self._holdings.trainable or self._options.optimizer is None:
             return
         check_dense(self.module)
-        if not self._averages_late:
+        if not self._averages_late and self._shards is None:
             assert self._mesh is not None
             self._replicas = Replicas(self.module, self._mesh["dp"].get_group())
+
+    def _shard(self) -> None:
+        from .fsdp import ShardedReplicas  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
+
+        self._shards = ShardedReplicas(self._program, self.module, self._options.fsdp_units)
+        self._holdings = Holdings(self._program, self.module)
 
     def _make_optimizer(self) -> None:
         given, trainable = self._options.optimizer, self._holdings.trainable
@@ -379,6 +414,8 @@ class TorchEngine(Engine):
             made = adopted(given, self._program.module, self.module)
         elif not isinstance(made := given(trainable), torch.optim.Optimizer):
             raise BuildError(f"optimizer= gave a {type(made).__name__}; it must return a torch.optim.Optimizer")
+        if self._shards is not None:
+            check_elementwise(made)
         if self._options.lr_scheduler is not None:
             self.lr_scheduler = scheduled_rate(self._options.lr_scheduler, made)
         self.optimizer = made

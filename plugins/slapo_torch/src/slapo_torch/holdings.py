@@ -17,6 +17,7 @@ from slapo_core.whole_gradients import compare_gradients
 
 from .batches import fingerprint
 from .gradients import average_gradients, by_ranks, sum_gradients
+from .replica_spec import as_replicas_see, in_replica, replica_spec
 
 
 class Holdings:
@@ -42,9 +43,12 @@ class Holdings:
         self._mine = [(ranks, tie, named[tie.names[0]]) for ranks, tie in placed if rank in ranks]
         shared = [(ranks, parameter) for ranks, _, parameter in self._mine if parameter.requires_grad and len(ranks) > 1]
         self._shared = by_ranks(shared)
-        self._unchecked = {name: p for name, p in self._stage.named_parameters() if p.requires_grad and not is_part(p)}
+        named = dict(self._stage.named_parameters())
+        whole = {name: parameter for name, parameter in named.items() if not is_part(in_replica(parameter))}
+        self._unchecked = {name: parameter for name, parameter in whole.items() if parameter.requires_grad}
         if len(self._unchecked) == len(self.trainable):  # nothing is sharded
             self._unchecked.clear()
+        self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if parameter.numel()}
 
     def is_outdated(self) -> bool:
         """Whether parameters were unfrozen since this was made."""
@@ -86,7 +90,7 @@ class Holdings:
         """
         mesh = self._program.mesh
         named = dict(self._stage.named_parameters())
-        whole = {name: parameter for name, parameter in named.items() if not is_part(parameter)}
+        whole = {name: parameter for name, parameter in named.items() if not is_part(in_replica(parameter))}
         error = self._check_equal("dp", "replicas", named)
         error = self._check_equal("tp", "tensor-parallel ranks", whole) or error
         error = self._check_ties() or error
@@ -102,7 +106,8 @@ class Holdings:
         Raises:
             BuildError: on every rank; names a parameter of which each has a part only.
         """
-        wrong, seen = compare_gradients(dict(self._stage.named_parameters()), self._unchecked, low_precision)
+        named = {name: as_replicas_see(parameter) for name, parameter in self._stage.named_parameters()}
+        wrong, seen = compare_gradients(named, {name: named[name] for name in self._unchecked}, low_precision)
         agree(BuildError(wrong) if wrong else None, self._program.mesh)
         self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if name not in seen}
 
@@ -111,13 +116,15 @@ class Holdings:
         if mesh is None or self._program.axis_size(axis) == 1:
             return None
         group = mesh[axis].get_group()
-        mark = fingerprint([(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named.items()])
+        mark = fingerprint([(name, tuple(in_replica(p).shape), p.requires_grad) for name, p in named.items()])
         marks = torch.tensor([mark, -mark], device=mesh.device_type)
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
         if marks.sum().item():
             return BuildError(
                 f"the {ranks} have parameters of different names, shapes or requires_grad; build and freeze alike on all ranks"
             )
+        if axis == "dp":  # of what is sharded over replicas each has other rows
+            named = {name: parameter for name, parameter in named.items() if replica_spec(parameter) is None}
         wrong = _different(list(named.values()), group, mesh.device_type) if named else []
         if not wrong:
             return None

@@ -12,6 +12,8 @@ from slapo_core.errors import BuildError
 from slapo_core.gather import original_keys
 from slapo_core.parameters import is_part, shard_spec
 
+from .replica_spec import in_replica, joined, replica_spec
+
 Tensors = dict[str, torch.Tensor]
 
 _CUT = ("dim", "full_shape", "rank", "num_shards", "blocks", "axis", "dealt")
@@ -38,10 +40,10 @@ def _by_first_name(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
 
 
 def packed(tensors: Tensors) -> dict[str, Any]:
-    """What is written of these tensors."""
+    """What is written of these tensors. Collective over the replicas, where they share tensors out."""
     return {
-        "tensors": {name: tensor.detach() for name, tensor in tensors.items()},
-        "cuts": {name: _cut(tensor) for name, tensor in tensors.items()},
+        "tensors": {name: joined(tensor, tensor.detach()) for name, tensor in tensors.items()},
+        "cuts": {name: _cut(in_replica(tensor)) for name, tensor in tensors.items()},
     }
 
 
@@ -54,7 +56,7 @@ def check_same(tensors: Tensors, saved: Mapping[str, Any]) -> None:
     if odd := sorted(set(tensors) ^ set(saved["tensors"])):
         where = "checkpoint" if odd[0] in tensors else "engine"
         raise BuildError(f"{odd[0]!r} is not in the {where}; load it into the model and stages it was saved from")
-    for name, tensor in tensors.items():
+    for name, tensor in ((name, in_replica(tensor)) for name, tensor in tensors.items()):
         if (own := _cut(tensor)) != (cut := saved["cuts"][name]):
             raise BuildError(
                 f"{name!r} is {_described(cut)} in the checkpoint, but {_described(own)} in the engine; "
@@ -71,7 +73,8 @@ def check_same(tensors: Tensors, saved: Mapping[str, Any]) -> None:
 def put(tensors: Tensors, saved: Mapping[str, Any]) -> None:
     """Write what was saved into the tensors."""
     for name, tensor in tensors.items():
-        tensor.copy_(saved["tensors"][name])
+        spec, whole = replica_spec(tensor), saved["tensors"][name]
+        tensor.copy_(spec.cut(whole) if spec is not None else whole)
 
 
 def _cut(tensor: torch.Tensor) -> dict[str, Any] | None:

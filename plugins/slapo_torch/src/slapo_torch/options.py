@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -17,6 +17,9 @@ from .updates import is_rate_or_factory
 
 IGNORE_INDEX = -100
 """Label value that losses leave out unless told otherwise."""
+
+DATA_PARALLEL = ("ddp", "fsdp")
+"""How replicas keep their parameters."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Options:
             cannot be watched, leaves out another one: parts with different numbers of labels are refused then.
         pipeline_schedule: One of ``schedules.KINDS``, or the path of a CSV file of ``torch.distributed.pipelining``, whose name
             ends in ``.csv``.
+        data_parallel: ``"ddp"``: each replica keeps all of its parameters; ``"fsdp"``: of each parameter, its gradient and the
+            optimizer's state some rows, and the parameters are gathered for a step.
+        fsdp_units: Globs of the modules whose parameters are gathered and reduced together; None for the elements of lists of
+            layers of one class. All other parameters are one unit more.
         record_timeline: Keep when each forward and backward of the last step ran, in ``engine.timeline``.
     """
 
@@ -51,6 +58,8 @@ class Options:
     clip: float = 0.0
     ignore_index: int | None = None
     pipeline_schedule: str = "1f1b"
+    data_parallel: str = "ddp"
+    fsdp_units: Sequence[str] | None = None
     record_timeline: bool = False
 
     @property
@@ -107,6 +116,12 @@ class Options:
                 f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"
             )
         kind_of(str(self.pipeline_schedule))
+        if self.data_parallel not in DATA_PARALLEL:
+            raise BuildError(str(UnknownNameError.of("data_parallel", str(self.data_parallel), DATA_PARALLEL)))
+        if self.fsdp_units is not None and self.data_parallel != "fsdp":
+            raise BuildError("fsdp_units are for data_parallel='fsdp'; give both, or none")
+        if isinstance(self.fsdp_units, str):
+            raise BuildError(f"fsdp_units is {self.fsdp_units!r}; give a list of globs, e.g. [{self.fsdp_units!r}]")
         if not (self.optimizer is None or callable(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer)):
             raise BuildError(
                 f"optimizer is {self.optimizer!r}; give a torch.optim.Optimizer, or a factory, e.g. lambda parameters: "

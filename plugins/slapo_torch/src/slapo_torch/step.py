@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,9 @@ from .batches import Batch
 from .means import Counted, Share
 from .replicas import Replicas
 from .stage_call import StageCall
+
+if TYPE_CHECKING:
+    from .fsdp_walk import Walk
 
 
 @dataclass
@@ -39,18 +42,31 @@ class StepResult:
 
 
 def run_whole(
-    call: StageCall, parts: list[Batch], labels: list[Any], share: Share, training: bool, replicas: Replicas | None = None
+    call: StageCall,
+    parts: list[Batch],
+    labels: list[Any],
+    share: Share,
+    training: bool,
+    replicas: Replicas | None = None,
+    walk: Walk | None = None,
 ) -> StepResult:
-    """Run all micro-batches through a model in one piece; gradients add up, and are averaged over replicas."""
+    """Run all micro-batches through a model in one piece; gradients add up, and are averaged over replicas.
+
+    Those behind an error do not run, but replicas that share out their parameters go through the ``walk`` for them.
+    """
     result = StepResult(counted=call.begin(share))
     replicas = replicas if training else None
-    try:
-        for index, (part, label) in enumerate(zip(parts, labels, strict=True)):
-            waits = replicas is not None and index + 1 < len(parts)
-            with replicas.accumulating() if replicas is not None and waits else nullcontext():
-                _run_one(call, index, {"batch": part, "labels": label}, training, replicas, result)
-    except Exception as err:
-        result.failure = err
+    for index, (part, label) in enumerate(zip(parts, labels, strict=True)):
+        waits = replicas is not None and index + 1 < len(parts)
+        try:
+            with (
+                replicas.accumulating() if replicas is not None and waits else nullcontext(),
+                walk.microbatch(training) if walk is not None else nullcontext(),
+            ):
+                if result.failure is None:
+                    _run_one(call, index, {"batch": part, "labels": label}, training, replicas, result)
+        except Exception as err:
+            result.failure = result.failure or err
     if replicas is not None:
         result.unused = replicas.finish()
     return result

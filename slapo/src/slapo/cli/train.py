@@ -61,6 +61,10 @@ def train(
         Literal["1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"],
         typer.Option(help="Order of the micro-batches in the pipeline; all but the first two have two stages on each rank."),
     ] = "1f1b",
+    data_parallel: Annotated[
+        Literal["ddp", "fsdp"],
+        typer.Option(help="What a data-parallel rank keeps: all parameters, or, with FSDP2, its rows of each."),
+    ] = "ddp",
     precision: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Precision of the computation.")] = "fp32",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 30,
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0,

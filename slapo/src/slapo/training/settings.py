@@ -32,6 +32,7 @@ class Settings:
         microbatches: Equal parts each data-parallel rank cuts its share of the batch into.
         data: Files to read; empty means the Python standard library's source.
         schedule_kind: Order of the micro-batches in the pipeline, as ``pipeline_schedule`` of target ``"torch"``.
+        data_parallel: How data-parallel ranks keep their parameters, as ``data_parallel`` of target ``"torch"``.
         schedule: A Python file with ``def schedule(sch)`` or a saved ``.json``; empty means the default schedule.
         device: ``"cpu"`` or ``"cuda"``.
         report: Folder for ``report.html``, ``schedule.json`` and ``trace.json``; empty writes none.
@@ -54,6 +55,7 @@ class Settings:
     checkpoint_layers: bool = False
     sequence_parallel: bool = False
     schedule_kind: str = "1f1b"
+    data_parallel: str = "ddp"
     precision: str = "fp32"
     steps: int = 30
     seed: int = 0
@@ -100,6 +102,8 @@ class Settings:
                 f"{counted(self.microbatches, 'micro-batch', 'micro-batches')}; "
                 f"use a multiple of {parts}"
             )
+        if self.data_parallel != "ddp" and self.target != "torch":
+            raise SettingsError(f"--data-parallel {self.data_parallel}: target {self.target!r} has no such option; use torch")
         if not self.schedule:
             self._check_default_schedule()
 
@@ -126,7 +130,8 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     """What ``build`` is told beside the optimizer: the options every target has, and those of target ``torch``."""
     options: dict[str, Any] = {"microbatches": settings.microbatches, "precision": settings.precision}
     if settings.target == "torch":
-        options |= {"pipeline_schedule": settings.schedule_kind, "record_timeline": bool(settings.report)}
+        options |= {"pipeline_schedule": settings.schedule_kind, "data_parallel": settings.data_parallel}
+        options["record_timeline"] = bool(settings.report)
     return options
 
 

@@ -1,0 +1,163 @@
+"""Parameters, gradients and optimizer states sharded over the data-parallel axis, by torch's ``fully_shard`` (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.errors import BuildError
+from slapo_core.program import Program
+
+from .fsdp_unit import Sharded, Unit
+from .fsdp_units import can_shard, deal, unit_paths
+from .fsdp_walk import Walk
+from .gradients import average_gradients
+
+_everyone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+class ShardedReplicas:
+    """This rank's parameters, of which each replica keeps some rows.
+
+    In a step the parameters of a pipeline's stages are gathered, unit after unit, before the batch is looked at, and their
+    gradients reduced behind the last backward. A model in one piece gathers and reduces each unit as it runs. Whatever a
+    replica does with a batch, and whether it fails, all send the same messages.
+
+    Between steps the model has plain tensors, with specs that say which rows of which parts they are.
+
+    Args:
+        program: The program; its mesh has an axis ``dp``.
+        module: This rank's stages.
+        patterns: ``Options.fsdp_units``.
+
+    Attributes:
+        walk: Gathers the units of a model in one piece; None where all are gathered for the whole step.
+    """
+
+    def __init__(self, program: Program, module: nn.Module, patterns: Sequence[str] | None) -> None:
+        mesh = program.mesh
+        assert mesh is not None
+        self._group, self._device = mesh["dp"].get_group(), torch.device(mesh.device_type)
+        everyone = _ranks_of_parts(program)
+        dealt = deal(program.module, unit_paths(program.module, patterns), {id(each) for each in module.parameters()})
+        self._others = [p for parameters in dealt.values() for p in parameters if not can_shard(p)]
+        self._units: list[Unit] = []
+        self._trees: list[nn.Module] = []
+        olds: dict[int, Sharded] = {}
+        for path, parameters in dealt.items():
+            if some := [parameter for parameter in parameters if can_shard(parameter)]:
+                self._units.append(unit := Unit(path, some, mesh, everyone))
+                olds |= {id(old): each for old, each in zip(some, unit.members, strict=True)}
+        self._find_places([program.module, module, *(stage.module for stage in program.stages)], olds)
+        self._put("local")
+        walked = [unit for unit in self._units if unit.path] if len(program.stages) == 1 else []
+        self.walk = Walk(program.module, walked, is_watched=program.axis_size("tp") > 1) if walked else None
+        self._lasting = [unit for unit in self._units if unit not in walked]
+
+    @property
+    def members(self) -> list[Sharded]:
+        """All parameters that are sharded."""
+        return [each for unit in self._units for each in unit.members]
+
+    # ---- the model's tables
+
+    def follow(self, trees: Iterable[nn.Module]) -> None:
+        """Have these modules as well get the parameters, which were the gathered ones when they were made."""
+        if new := [tree for tree in trees if not any(tree is known for known in self._trees)]:
+            self._find_places([*self._trees, *new], {})
+            self._put("whole")
+
+    def forget(self, trees: Iterable[nn.Module]) -> None:
+        """Leave modules that are no longer kept."""
+        gone = list(trees)
+        self._find_places([tree for tree in self._trees if not any(tree is other for other in gone)], {})
+
+    def _find_places(self, trees: list[nn.Module], olds: dict[int, Sharded]) -> None:
+        forms = {id(form): each for each in self.members for form in (each.local, each.sharded, each.whole) if form is not None}
+        forms |= olds
+        units = {id(each): unit for unit in self._units for each in unit.members}
+        for unit in self._units:
+            unit.places = []
+        self._trees = trees
+        for module in {id(module): module for tree in trees for module in tree.modules()}.values():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (each := forms.get(id(parameter))) is not None:
+                    units[id(each)].places.append((module, name, each))
+
+    def _put(self, form: str) -> None:
+        for unit in self._units:
+            unit.put(form)
+
+    # ---- a step
+
+    def gather(self) -> None:
+        """Begin a step: give the model what it has throughout. Collective over the replicas."""
+        for each in self.members:
+            each.begin()
+        for unit in self._units:
+            unit.put("sharded")
+        for index, unit in enumerate(self._lasting):
+            for upcoming in self._lasting[index : index + 2]:
+                upcoming.begin_gather()
+            unit.gather()
+
+    def release(self) -> None:
+        """End a step without its gradients: give the model its rows back."""
+        for each in self.members:
+            each.drop_gradients()
+        for unit in self._units:
+            unit.free("local")
+
+    def num_unused(self) -> int:
+        """How many trainable parameters got no gradient on this rank."""
+        trained = [each for each in self.members if each.local.requires_grad]
+        for each in trained:
+            each.note_use()
+        return sum(not each.is_used for each in trained)
+
+    def reduce(self, some_unused: bool) -> None:
+        """End a step: average gradients over replicas, each to its own rows, and release. Collective over the replicas.
+
+        Args:
+            some_unused: Whether a replica has parameters without a gradient; what none used keeps none.
+        """
+        for unit in self._lasting:
+            unit.reduce("local")
+        trained = [each for each in self.members if each.local.requires_grad]
+        used = [each.is_used for each in trained]
+        if some_unused:
+            anywhere = torch.tensor(used, dtype=torch.int32, device=self._device)
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._group)
+            used = [bool(number) for number in anywhere.tolist()]
+        for each, is_used in zip(trained, used, strict=True):
+            each.take_gradient(is_used)
+        average_gradients([parameter for parameter in self._others if parameter.requires_grad], self._group)
+        self._put("local")
+
+
+def _ranks_of_parts(program: Program) -> dist.ProcessGroup | None:
+    """The ranks of all replicas of this rank's stages, row-major over ``dp`` and ``tp``; None without tensor parallelism.
+
+    Raises:
+        BuildError: something is sharded over other ranks than those of the mesh's axis ``tp``.
+    """
+    mesh = program.mesh
+    assert mesh is not None
+    if program.axis_size("tp") == 1:
+        return None
+    tensor_parallel = dist.get_process_group_ranks(mesh["tp"].get_group())
+    for name, spec in program.shard_specs.items():
+        if spec.num_shards > 1 and (spec.group is None or dist.get_process_group_ranks(spec.group) != tensor_parallel):
+            raise BuildError(
+                f"{name!r} is sharded over other ranks than the mesh's axis tp; use data_parallel='ddp', or that axis"
+            )
+    replicas = mesh["dp"].get_group()
+    if (group := _everyone.get(replicas)) is None:
+        ranks = mesh["dp", "tp"].mesh.flatten().tolist()
+        group = _everyone[replicas] = dist.new_group(ranks, use_local_synchronization=True)
+    assert group is not None
+    return group

@@ -1,0 +1,95 @@
+"""Which parameters FSDP2 gathers and reduces together: those of each repeated layer, and all others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from slapo_core.errors import BuildError, UnknownNameError
+from slapo_core.paths import join, select
+from slapo_core.program import Program
+
+
+def unit_paths(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """Paths of the units in the order of the model.
+
+    Args:
+        root: The whole model.
+        patterns: Globs, as ``Schedule.select`` takes them; None for the elements of lists of layers of one class.
+
+    Raises:
+        BuildError: a pattern matches nothing, or a unit is inside of another one.
+    """
+    if patterns is None:
+        return list(_layers(root, ""))
+    found: set[str] = set()
+    for pattern in patterns:
+        matching = [path for path, _ in select(root, pattern)]
+        if not matching:
+            names = [path for path, _ in root.named_modules() if path]
+            raise BuildError(str(UnknownNameError.of("module for fsdp_units", pattern, names)))
+        found |= set(matching)
+    for path in sorted(found):
+        inside = next((other for other in sorted(found) if path.startswith(f"{other}.")), None)
+        if inside is not None:
+            raise BuildError(f"fsdp_units: {path!r} is inside of the unit {inside!r}; give one of them")
+    return [path for path, _ in root.named_modules() if path in found]
+
+
+def _layers(module: nn.Module, path: str) -> Iterator[str]:
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    kinds = [type(child) for child in children.values() if next(child.parameters(), None) is not None]
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    if is_list and any(kinds.count(kind) > 1 for kind in kinds):
+        yield from (join(path, name) for name in children)
+    else:
+        for name, child in children.items():
+            yield from _layers(child, join(path, name))
+
+
+def deal(root: nn.Module, paths: Sequence[str], held: Collection[int]) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each unit, those of the same type together, and under ``""`` those of none or of several units.
+
+    Args:
+        root: The whole model.
+        paths: Of the units.
+        held: Ids of the parameters to deal out.
+    """
+    users: dict[int, set[str]] = defaultdict(set)
+    units = {join(path, name): path for path in paths for name, _ in root.get_submodule(path).named_parameters("", True, False)}
+    named = dict(root.named_parameters(remove_duplicate=False))
+    for name, parameter in named.items():
+        users[id(parameter)].add(units.get(name, ""))
+    dealt: dict[str, list[nn.Parameter]] = {path: [] for path in [*paths, ""]}
+    for parameter in {id(parameter): parameter for parameter in named.values()}.values():
+        if id(parameter) in held:
+            using = users[id(parameter)]
+            dealt[next(iter(using)) if len(using) == 1 else ""].append(parameter)
+    return {path: parameters for path, parameters in dealt.items() if parameters}
+
+
+def can_shard(parameter: torch.Tensor) -> bool:
+    """Whether FSDP2 takes such a tensor: numbers have no rows, and it reduces real floating-point gradients only."""
+    return parameter.dim() > 0 and parameter.numel() > 0 and parameter.is_floating_point()
+
+
+def check_shardable(program: Program, patterns: Sequence[str] | None) -> None:
+    """Refuse what cannot be sharded over replicas.
+
+    Raises:
+        BuildError: units that are none; parameters that are DTensors; parts of a parameter that differ in another dimension
+            than the first.
+    """
+    unit_paths(program.module, patterns)
+    for name, parameter in program.module.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise BuildError(f"{name!r} is a DTensor; leave the sharding over replicas to data_parallel='fsdp'")
+    for name, spec in program.shard_specs.items():
+        if spec.dim and len(set(spec.sizes)) > 1:
+            raise BuildError(
+                f"{name!r} is dealt out unevenly along dim {spec.dim}, and data_parallel='fsdp' cannot share that out any "
+                "further; shard it in equal parts, or use data_parallel='ddp'"
+            )

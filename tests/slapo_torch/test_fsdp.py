@@ -1,0 +1,332 @@
+"""Parameters sharded over replicas: every layout trains as the unmodified model does, and each rank holds its rows only."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import slapo_sharding.plugin
+import slapo_torch.plugin
+from slapo_core.build import build
+from slapo_core.registry import Registry
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import run_distributed
+from slapo_core.weights import init_empty_weights
+
+from .layouts import adamw, gpt2, losses, mesh_of, message_of, my_part, scheduled, tokens, train_beside_reference
+
+pytestmark = pytest.mark.multiproc
+
+FSDP = {"data_parallel": "fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "per_rank", "config"),
+    [
+        ({"dp": 2}, 1, {"microbatches": 2, "clip": 0.1}),
+        ({"dp": 2, "tp": 2}, 1, {"microbatches": 2, "clip": 0.1}),
+        ({"pp": 2, "dp": 2}, 1, {"microbatches": 2, "clip": 0.1}),
+        ({"pp": 2, "dp": 2}, 2, {"microbatches": 4, "clip": 0.1, "pipeline_schedule": "interleaved"}),
+        pytest.param({"dp": 3}, 1, {"microbatches": 1}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, 1, {"fsdp_units": []}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2}, 1, {"microbatches": 4, "pipeline_schedule": "gpipe"}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2}, 2, {"microbatches": 4, "pipeline_schedule": "zbv"}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2}, 2, {"microbatches": 4, "pipeline_schedule": "zero_bubble"}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2, "tp": 2}, 1, {"microbatches": 2, "clip": 0.1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_layout_trains_as_one_process_does(layout: dict[str, int], per_rank: int, config: dict[str, Any]) -> None:
+    size = layout.get("pp", 1) * layout["dp"] * layout.get("tp", 1)
+    for worst in run_distributed(train_beside_reference, size, layout, {**FSDP, **config}, per_rank, timeout=110):
+        assert all(difference < 1e-5 for difference in worst.values()), worst
+
+
+def _bytes_held(module: nn.Module) -> int:
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}
+    return sum(storages.values())
+
+
+def _sizes(rank: int) -> dict[str, int]:
+    mesh = mesh_of(dp=2)
+    model, batch = gpt2(), my_part(tokens(2)[0], mesh)
+    whole = _bytes_held(model)
+    engine: Any = build(scheduled(model, mesh, batch), "torch", optimizer=adamw, **FSDP)
+    engine.train_batch(**batch)
+    engine.eval_batch(**batch)
+    gathered = sum(each.whole.untyped_storage().nbytes() for each in engine._shards.members)
+    states = [state for each in engine.optimizer.state.values() for state in each.values() if state.dim()]
+    gradients = sum(p.grad.nbytes for p in model.parameters())
+    moments = sum(state.nbytes for state in states) // 2
+    return {"whole": whole, "weights": _bytes_held(model), "gradients": gradients, "moments": moments, "gathered": gathered}
+
+
+def test_a_replica_holds_half_of_everything_between_steps() -> None:
+    for sizes in run_distributed(_sizes, 2):
+        half = sizes["whole"] / 2
+        assert sizes["gathered"] == 0
+        for what in ("weights", "gradients", "moments"):
+            assert half <= sizes[what] < 1.02 * half, sizes
+
+
+class Mixed(nn.Module):
+    """Parameters of all kinds: a number, fewer rows than replicas, two types, frozen ones, recurrent ones, a layer by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scale, self.one = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(1, 6))
+        self.rnn = nn.LSTM(6, 6, batch_first=True)
+        self.precise = nn.Linear(6, 1).double()
+        self.transposed = nn.Parameter(torch.randn(6, 5).t())
+        self.layers[1].requires_grad_(False)
+        self.layers[2].weight.requires_grad_(False)
+        self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = self.rnn(x * self.scale + self.one)[0]
+        return self.precise(x.double()) + (x @ self.transposed.t()).sum(-1, keepdim=True)
+
+
+def _engine(model: nn.Module, dp: int, **config: Any) -> tuple[Schedule, Any]:
+    plugins = Registry([slapo_sharding.plugin, slapo_torch.plugin])
+    schedule = create_schedule(model, mesh=mesh_of(dp=dp), plugins=plugins)
+    return schedule, build(schedule, "torch", **{"loss_fn": F.mse_loss, "optimizer": adamw, **config})
+
+
+def _beside_ddp(rank: int, config: dict[str, Any]) -> list[float]:
+    """Differences of losses, gradients and weights over four steps of both kinds of replicas."""
+    torch.manual_seed(0)
+    model = Mixed()
+    pairs = [_engine(copy.deepcopy(model), 2, data_parallel=kind, **config) for kind in ("ddp", "fsdp")]
+    generator, found = torch.Generator().manual_seed(rank), []
+    for _ in range(4):
+        batch = {"x": torch.randn(4, 3, 6, generator=generator), "labels": torch.randn(4, 3, 1, generator=generator).double()}
+        one, other = (engine.train_batch(**batch).item() for _, engine in pairs)
+        found.append(abs(one - other))
+        for kind in ("grad", "param"):
+            first, second = (schedule.full_state(kind) for schedule, _ in pairs)
+            assert {name for name, value in first.items() if value is None} == {n for n, v in second.items() if v is None}
+            found += [float((first[n] - second[n]).abs().max()) for n in first if first[n] is not None]
+        found.append(abs((pairs[0][1].grad_norm or 0.0) - (pairs[1][1].grad_norm or 0.0)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"microbatches": 2, "clip": 0.1},
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_parameters_of_all_kinds_train_as_with_ddp(config: dict[str, Any]) -> None:
+    for found in run_distributed(_beside_ddp, 2, config):
+        assert max(found) < 1e-5
+
+
+def _trained(rank: int, path: str) -> list[Any]:
+    """Losses of steps 3 and 4: as they went on, and as engines of both kinds go on from what either saved."""
+    mesh = mesh_of(dp=2)
+    data = tokens(2, 4)
+    found: dict[str, list[float]] = {}
+    for kind in ("ddp", "fsdp"):
+        engine: Any = build(scheduled(gpt2(0.1), mesh, my_part(data[0], mesh)), "torch", optimizer=adamw, data_parallel=kind)
+        losses(engine, mesh, data[:2])
+        engine.save(f"{path}/{kind}")
+        found[kind] = losses(engine, mesh, data[2:])
+    for saved in ("ddp", "fsdp"):
+        for kind in ("ddp", "fsdp"):
+            schedule = scheduled(gpt2(0.1), mesh, my_part(data[0], mesh))
+            loaded: Any = build(schedule, "torch", optimizer=adamw, data_parallel=kind)
+            loaded.load(f"{path}/{saved}")
+            found[f"{saved} {kind}"] = losses(loaded, mesh, data[2:])
+    files = [torch.load(f"{path}/{kind}/shared-pp0-tp0.pt") for kind in ("ddp", "fsdp")]
+    names = [{n: tuple(t.shape) for n, t in file["parameters"]["tensors"].items()} for file in files]
+    return [found, names]
+
+
+def test_what_one_kind_of_replicas_saved_the_other_loads(tmp_path: Path) -> None:
+    for found, (ddp, fsdp) in run_distributed(_trained, 2, str(tmp_path), timeout=110):
+        assert ddp == fsdp
+        assert ddp["transformer.wte.weight"] == (64, 32)
+        for key, values in found.items():
+            assert values == pytest.approx(found[key.split()[0]], abs=1e-5), key
+
+
+def _on_meta(rank: int) -> list[float]:
+    data, found = tokens(2, 2), []
+    for kind in ("ddp", "fsdp"):
+        mesh = mesh_of(dp=2)
+        with init_empty_weights():
+            model = gpt2()
+        engine = build(scheduled(model, mesh, my_part(data[0], mesh)), "torch", optimizer=adamw, data_parallel=kind)
+        found.append(losses(engine, mesh, data))
+    return [abs(one - other) for one, other in zip(*found, strict=True)]
+
+
+@pytest.mark.slow
+def test_weights_on_meta_are_the_same_numbers() -> None:
+    for differences in run_distributed(_on_meta, 2):
+        assert max(differences) < 1e-5
+
+
+def _given_objects(rank: int) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}], lr=0.1)
+    rate = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    _, engine = _engine(model, 2, optimizer=optimizer, lr_scheduler=rate, **FSDP)
+    x, labels = torch.randn(8, 4), torch.randn(8, 1)
+    own = torch.optim.SGD([{"params": reference[0].parameters()}, {"params": reference[1].parameters(), "lr": 0.5}], lr=0.1)
+    follows, found = torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.5), []
+    for _ in range(3):
+        loss = engine.train_batch(input=x.chunk(2)[rank], labels=labels.chunk(2)[rank])
+        own.zero_grad()
+        expected = F.mse_loss(reference(x), labels)
+        expected.backward()
+        own.step()
+        follows.step()
+        found.append(abs(loss.item() - expected.item()))
+    return [engine.optimizer is optimizer, max(found)]
+
+
+def test_an_optimizer_of_the_unsharded_parameters_goes_on_with_the_shards() -> None:
+    for same, difference in run_distributed(_given_objects, 2):
+        assert same
+        assert difference < 1e-5
+
+
+class Block(nn.Module):
+    """A layer that computes its activations again in the backward, and looks at how much is gathered meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.look: Callable[[], None] = int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self._inside, x, use_reentrant=False)
+
+    def _inside(self, x: torch.Tensor) -> torch.Tensor:
+        self.look()
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Layers in a list, run in an order that can be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 1)
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        return self.head(x)
+
+
+def _stack_batch(rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return {"x": torch.randn(4, 8, generator=generator), "labels": torch.randn(4, 1, generator=generator)}
+
+
+def _gathered_in_step(rank: int) -> tuple[int, int, set[int], float]:
+    """Elements of a layer and of the head; those that were gathered at a time, while layers ran; how far ddp is."""
+    models = [Stack() for _ in range(2)]
+    (_, plain), (schedule, engine) = (_engine(m, 2, data_parallel=k) for m, k in zip(models, ("ddp", "fsdp"), strict=True))
+    found: set[int] = set()
+
+    def look() -> None:
+        wholes = [each.whole for each in engine._shards.members if each.whole is not None]
+        found.add(sum(whole.numel() for whole in wholes if whole.untyped_storage().nbytes()))
+
+    for block in models[1].layers:
+        block.look = look
+    differences = [abs(plain.train_batch(**_stack_batch(rank)).item() - engine.train_batch(**_stack_batch(rank)).item())]
+    differences.append(abs(plain.eval_batch(**_stack_batch(rank)).item() - engine.eval_batch(**_stack_batch(rank)).item()))
+    state = schedule.full_state()
+    differences += [float((state[name] - parameter).abs().max()) for name, parameter in models[0].named_parameters()]
+    return 8 * 16 * 2 + 8 + 16, 9, found, max(differences)
+
+
+def test_a_model_in_one_piece_has_one_layer_at_a_time_gathered() -> None:
+    for layer, head, found, difference in run_distributed(_gathered_in_step, 2):
+        assert found == {layer + head}
+        assert difference < 1e-6
+
+
+def _orders(rank: int) -> list[str]:
+    """What is said of layers that run in another order, again, not at all on one replica, and by themselves."""
+    model = Stack()
+    _, engine = _engine(model, 2, **FSDP)
+    messages = []
+    for order in ([0, 2, 1, 3], [0, 1, 1, 2, 3], [0, 1, 3] if rank else [1, 2], [0, 1, 2, 3]):
+        model.order = order
+        messages.append(message_of(lambda: engine.train_batch(**_stack_batch(rank))))
+    messages.append(message_of(lambda: model(_stack_batch(rank)["x"])))
+    again = Stack()
+    again.order = [3, 0, 0]
+    _, engine = _engine(again, 2, **FSDP, fsdp_units=[])
+    return [*messages, message_of(lambda: engine.train_batch(**_stack_batch(rank)))]
+
+
+def test_units_run_at_most_once_and_in_order() -> None:
+    for order, twice, skipped, sound, alone, without in run_distributed(_orders, 2):
+        assert "the unit 'layers.1' runs again, or behind one that follows it in the model; give fsdp_units=[]" in order
+        assert "the unit 'layers.1' runs again" in twice
+        assert (skipped, sound, without) == ("no error",) * 3
+        assert "the parameters of 'layers.0' are sharded over replicas; run the model by train_batch or eval_batch" in alone
+
+
+def _refusals(rank: int) -> list[str]:
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 1))
+
+    given: list[dict[str, Any]] = [
+        {"data_parallel": "zero"},
+        {**FSDP, "fsdp_units": ["2"]},
+        {**FSDP, "fsdp_units": "0.*"},
+        {**FSDP, "fsdp_units": ["0", "0.1"]},
+        {"fsdp_units": ["0.*"]},
+        {**FSDP, "optimizer": torch.optim.LBFGS},
+        {**FSDP, "optimizer": partial(torch.optim.Adafactor, lr=0.1)},
+    ]
+    messages = [message_of(partial(_engine, layers(), 2, **config)) for config in given]
+    kinds = [{"data_parallel": "fsdp" if rank else "ddp"}, {**FSDP, "fsdp_units": [str(rank)]}]
+    return messages + [message_of(partial(_engine, layers(), 2, **config)) for config in kinds]
+
+
+def test_what_cannot_be_sharded_is_refused_on_all_ranks() -> None:
+    first, second = run_distributed(_refusals, 2)
+    assert [message.split(": ", 1)[1] for message in first] == [message.split(": ", 1)[1] for message in second]
+    for message, part in zip(
+        first,
+        [
+            "no data_parallel 'zero'",
+            "no module for fsdp_units '2'",
+            "fsdp_units is '0.*'; give a list of globs, e.g. ['0.*']",
+            "'0.1' is inside of the unit '0'",
+            "fsdp_units are for data_parallel='fsdp'",
+            "LBFGS steps a parameter as a whole",
+            "Adafactor steps a parameter as a whole",
+            "the ranks have different schedules: ",
+            "the ranks have different schedules: ",
+        ],
+        strict=True,
+    ):
+        assert part in message
