@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
+from slapo_core.build import build_program
+from slapo_core.wrapping import wrap_forward
 from slapo_pipeline.least_traffic import least_traffic
 from slapo_pipeline.traffic import Traffic, boundary_bytes
 
 from .families import small
-from .staged import assert_same_as_model
+from .staged import assert_same_as_model, cut
 
 HIDDEN = 4 * 8 * 4
 """Bytes of the values that pass from layer to layer here."""
@@ -146,15 +148,61 @@ def test_of_these_only_hidden_states_cross(name: str, expected: list[list[tuple[
     assert str(found).splitlines()[1].split()[:7] == ["0", "->", "1", "3,072", "B", "3,072", "B"]
 
 
-def test_t5_sends_hidden_states_the_encoders_result_and_position_biases() -> None:
-    """The biases that all layers add come from a parameter in the first one of the encoder, and of the decoder."""
-    model, batch = small("t5")
-    cuts = ("encoder.block.0", "encoder", "decoder.block.0")
-    program = assert_same_as_model(model, batch, *cuts)
+T5_CUTS = ("encoder.block.0", "encoder", "decoder.block.0")
+BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+
+
+@pytest.mark.parametrize("name", ["t5", "mt5", "longt5", "switch_transformers"])
+def test_t5_sends_hidden_states_and_the_encoders_result_alone(name: str) -> None:
+    """The biases that all layers add are looked up in a table of the first one; the stages behind hold it too, tied."""
+    model, batch = small(name)
+    program = assert_same_as_model(model, batch, *T5_CUTS)
     inside, between, decoder = boundary_bytes(program).boundaries
     assert [value.shape for value in between.values] == [(2, 16, 32)]
+    assert [value.shape for value in inside.values] == [(2, 16, 32)]
+    assert sorted(value.shape for value in decoder.values) == [(2, 12, 32), (2, 16, 32)]
+    table = "block.0.layer.0.LocalSelfAttention.relative_attention_bias.weight" if name == "longt5" else BIAS
+    ties = {group.names: group.stages for group in program.ties}
+    assert ties[(f"encoder.{table}",)] == (0, 1)
+    assert ties[(f"decoder.{BIAS}",)] == (2, 3)
+
+
+def test_the_table_of_stages_tells_what_is_sent_then() -> None:
+    model, batch = small("t5")
+    schedule = cut(model, batch).pipeline(boundaries=list(T5_CUTS))
+    table = schedule.metadata.primitives["pipeline"]
+    assert [stage.received for stage in table.stages[1:]] == [
+        c.forward for c in boundary_bytes(build_program(schedule)).boundaries
+    ]
+
+
+def test_blocks_that_are_wrapped_stay_whole_and_send_their_biases() -> None:
+    model, batch = small("t5")
+    schedule = cut(model, batch, *T5_CUTS)
+    for block in (*model.encoder.block, *model.decoder.block):
+        wrap_forward(block, lambda call, *args, **kwargs: call(*args, **kwargs))
+    inside, _, decoder = boundary_bytes(build_program(schedule)).boundaries
     assert [value.shape for value in inside.values] == [(2, 16, 32), (1, 4, 16, 16)]
     assert [value.shape for value in decoder.values] == [(2, 16, 32), (2, 12, 32), (1, 4, 12, 12), (1, 4, 12, 16)]
+
+
+def test_gradients_in_half_precision_are_rounded_once_so_biases_are_sent() -> None:
+    model, batch = small("t5")
+    program = build_program(cut(model.bfloat16(), batch, *T5_CUTS))
+    assert (1, 4, 16, 16) in [value.shape for value in boundary_bytes(program).boundaries[0].values]
+    assert not any(BIAS in name for group in program.ties for name in group.names)
+
+
+def test_other_shapes_and_modes_keep_the_holders() -> None:
+    model, batch = small("t5")
+    program = build_program(cut(model, batch, *T5_CUTS))
+    short = {name: value[:, :3].contiguous() for name, value in batch.items()}
+    for training in (True, False):
+        model.train(training)
+        again = program.replan(training, short)
+        assert again is not None
+        torch.testing.assert_close(again(**short).loss, model(**short).loss)
+        assert {group.names: group.stages for group in again.ties} == {group.names: group.stages for group in program.ties}
 
 
 class Graph(NamedTuple):

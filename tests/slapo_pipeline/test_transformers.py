@@ -70,8 +70,8 @@ T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, 
 @pytest.mark.parametrize(
     ("paths", "crossing"),
     [
-        (("encoder.block.0", "decoder.block.0"), [2, 4]),
-        (("encoder.block.0", "encoder", "decoder.block.0"), [2, 1, 4]),
+        (("encoder.block.0", "decoder.block.0"), [1, 2]),
+        (("encoder.block.0", "encoder", "decoder.block.0"), [1, 1, 2]),
     ],
 )
 def test_cuts_inside_encoder_and_decoder(paths: tuple[str, ...], crossing: list[int]) -> None:

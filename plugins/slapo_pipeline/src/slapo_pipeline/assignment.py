@@ -9,7 +9,7 @@ makes fewer bytes cross: see ``least_traffic``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -47,10 +47,11 @@ class Assigner:
         graph: Flat graph, with ``val``, ``mutates`` and ``source`` in the nodes' ``meta``.
         root: The module that holds what the graph calls.
         positions: Where each stage but the last ends, ascending.
+        tables: Paths of embeddings that several stages may hold, tied, rather than one send what it looks up.
     """
 
-    def __init__(self, graph: fx.Graph, root: nn.Module, positions: Sequence[int]) -> None:
-        self.root = root
+    def __init__(self, graph: fx.Graph, root: nn.Module, positions: Sequence[int], tables: Collection[str] = ()) -> None:
+        self.root, self.tables = root, tables
         self.num_stages = len(positions) + 1
         self.positions = positions
         self.place = {node: index for index, node in enumerate(graph.nodes)}
@@ -71,7 +72,7 @@ class Assigner:
         """
         while not self._divide():
             pass
-        again = cheap(self.order, self.home, self.shared, self.memory, self.root)
+        again = cheap(self.order, self.home, self.shared, self.memory, self.root, self.tables)
         crossing = least_traffic(self.order, self.home, self.shared, again, self.num_stages)
         stages = self._stages(again, crossing.runs)
         self._check_objects(stages)

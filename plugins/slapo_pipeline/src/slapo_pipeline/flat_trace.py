@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from mmap import mmap
 from typing import Any
@@ -18,31 +18,31 @@ from .cut_pipeline_stage import MARKS, NAME, is_at_mark, where_of
 from .pipe_split import is_mark, marked
 
 
-def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) -> TracedModule:
-    """Trace the model with everything whole that no cut lies in.
+def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], apart: Collection[str] = ()) -> TracedModule:
+    """Trace the model with everything whole that no cut lies in, but the modules ``apart``, down to those of ``torch.nn``.
 
     Modules without parameters that a model brings itself, rotary tables for one, are traced into: what they ask of a hidden
     state is often only its shape, and then their result need not cross a boundary. Where that fails they stay whole. A model
     that runs on real tensors only, as some with experts do, gets zeros for weights that are on the meta device.
     """
     try:
-        return _trace(root, inputs, cuts)
+        return _trace(root, inputs, cuts, apart)
     except TraceError:
         if not any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
             raise
     with _zeros_for_meta(root):
-        return _trace(root, inputs, cuts)
+        return _trace(root, inputs, cuts, apart)
 
 
-def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) -> TracedModule:
+def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], apart: Collection[str]) -> TracedModule:
     opened: set[str] = set()
     with marked():
         try:
-            return trace_module(root, inputs, leaf=_leaf(cuts, opened))
+            return trace_module(root, inputs, leaf=_leaf(cuts, apart, opened))
         except TraceError:
             if not opened:
                 raise
-            return trace_module(root, inputs, leaf=_leaf(cuts, None))
+            return trace_module(root, inputs, leaf=_leaf(cuts, apart, None))
 
 
 @contextmanager
@@ -105,16 +105,16 @@ def _end(nodes: Sequence[fx.Node], name: str, cut: str) -> int:
         many = f"{len(marks)} marks of this module's forward" if marks else "no mark of this module's forward"
         message = f"the model runs into {many} on the example inputs, so there is no mark {where}"
         raise ScheduleError(message, path=cut, primitive=MARKS)
-    runs = [index for index, node in enumerate(nodes) if node.op == "call_module" and _is_inside(str(node.target), name)]
+    runs = _runs(nodes, name)
     if not runs:
         raise ScheduleError("the model does not run this module on the example inputs", path=cut, primitive=NAME)
-    return runs[-1] if where == "after" else _begin(nodes, name) - 1
+    return runs[-1] if where == "after" else runs[0] - 1
 
 
-def _begin(nodes: Sequence[fx.Node], name: str) -> int:
-    """Place of the first node that a module, or one inside it, runs."""
-    runs = (node.op not in ("placeholder", "get_attr", "output") and _is_inside(_place(node), name) for node in nodes)
-    return list(runs).index(True)
+def _runs(nodes: Sequence[fx.Node], name: str) -> list[int]:
+    """Places of the nodes that a module, or one inside it, runs."""
+    skipped = ("placeholder", "get_attr", "output")
+    return [index for index, node in enumerate(nodes) if node.op not in skipped and _is_inside(_place(node), name)]
 
 
 def _place(node: fx.Node) -> str:
@@ -126,14 +126,14 @@ def _is_inside(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def _leaf(cuts: Sequence[str], opened: set[str] | None) -> Callable[[str, nn.Module], bool]:
+def _leaf(cuts: Sequence[str], apart: Collection[str], opened: set[str] | None) -> Callable[[str, nn.Module], bool]:
     """Which modules stay whole; paths of the tables that do not go to ``opened``, and without it they do."""
     parents = {".".join(path.split(".")[:depth]) for path in cuts for depth in range(1, path.count(".") + 1)}
     parents |= {path for path in cuts if is_at_mark(path)}
     ends = set(cuts) - parents
 
     def leaf(path: str, module: nn.Module) -> bool:
-        if path in parents:
+        if path in parents or (is_custom(module) and any(_is_inside(path, name) for name in apart)):
             return False
         if path in ends or opened is None or not is_table(module):
             return True
@@ -145,7 +145,12 @@ def _leaf(cuts: Sequence[str], opened: set[str] | None) -> Callable[[str, nn.Mod
 
 def is_table(module: nn.Module) -> bool:
     """Whether a module is traced into without a cut in it: a model's own, without parameters."""
-    return not type(module).__module__.startswith("torch.nn.") and next(module.parameters(), None) is None
+    return is_custom(module) and next(module.parameters(), None) is None
+
+
+def is_custom(module: nn.Module) -> bool:
+    """Whether a model brings the module itself, rather than torch."""
+    return not type(module).__module__.startswith("torch.nn.")
 
 
 def _computes(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ be there behind the one before it, or be made in between.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -55,11 +55,19 @@ class Crossing(NamedTuple):
     runs: list[set[Value]]
 
 
-def cheap(order: Sequence[Value], home: Mapping[Value, int], free: Set[Value], memory: Memory, root: nn.Module) -> set[Value]:
+def cheap(
+    order: Sequence[Value],
+    home: Mapping[Value, int],
+    free: Set[Value],
+    memory: Memory,
+    root: nn.Module,
+    tables: Collection[str],
+) -> set[Value]:
     """The nodes that may run again behind a boundary, with the same result and the same gradients.
 
-    They read no parameter or buffer, draw no random numbers, change nothing, and nothing changes what they read or give. Where
-    gradients are rounded to half precision they are rounded once, as in the model: such nodes are for one stage only.
+    They read no parameter or buffer, but for those of ``tables``, draw no random numbers, change nothing, and nothing changes
+    what they give, or what they read unless it is free. Where gradients are rounded to half precision they are rounded once, as
+    in the model: such nodes are for one stage only.
 
     Args:
         order: All nodes.
@@ -67,14 +75,15 @@ def cheap(order: Sequence[Value], home: Mapping[Value, int], free: Set[Value], m
         free: Those that every stage can run for itself from the batch.
         memory: Of the graph.
         root: The module that holds what the graph reads.
+        tables: Paths of embeddings that several stages may hold, tied.
     """
     found: set[Value] = set()
     for node in order:
         inputs = node.all_input_nodes
         if (
             inputs
-            and _is_cheap(node)
-            and not any(memory.of(other) & memory.changed.keys() for other in (node, *inputs))
+            and (_is_cheap(node) or (node.op == "call_module" and node.target in tables))
+            and not any(memory.of(other) & memory.changed.keys() for other in (node, *inputs) if not _is_made(other, free))
             and all(not _is_held(other, root) and ("val" in other.meta or other in found or other in free) for other in inputs)
             and not any(function_name(user) in _MARKS for other in (node, *inputs) for user in other.users)
         ):
@@ -84,6 +93,11 @@ def cheap(order: Sequence[Value], home: Mapping[Value, int], free: Set[Value], m
         users = [user for user in node.users if user in used]
         used[node] = set().union(*({home[user]} if user in home and user not in found else used[user] for user in users))
     return {node for node in found if len(used[node]) < 2 or not _rounds_gradients(node)}
+
+
+def _is_made(node: Value, free: Set[Value]) -> bool:
+    """Whether every stage makes the value for itself, with all that changes it."""
+    return node in free and node.op != "get_attr"
 
 
 def _rounds_gradients(node: Value) -> bool:

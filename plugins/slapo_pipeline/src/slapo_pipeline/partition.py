@@ -11,7 +11,8 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.errors import BuildError
+from slapo_core.errors import BuildError, TraceError
+from slapo_core.logger import get_logger
 from slapo_core.parameters import facts, shard_spec
 from slapo_core.paths import find
 from slapo_core.program import Boundary, Program, Stage
@@ -23,9 +24,10 @@ from slapo_core.tracing.structures import fingerprint
 from slapo_core.wrapping import is_opaque
 
 from .arguments import apart, by_name
-from .assignment import Assigner, Assignment
+from .assignment import Assignment
 from .cut_pipeline_stage import cuts
-from .flat_trace import cut_positions, trace_flat
+from .finer import Flat, divided, finer
+from .flat_trace import trace_flat
 from .kept_trace import KeptTrace
 from .stage_module import read_from_batch, stage_module
 from .state import State
@@ -90,17 +92,23 @@ class Partitioner:
         return self._programs[key][0]
 
     def _cut(self, inputs: Mapping[str, Any]) -> tuple[Program, Attributes]:
-        root = self.root
-        flat = (self._kept and self._kept.take(root, inputs, self.places)) or trace_flat(root, inputs, self.places)
-        self._kept = None
-        positions = [position for position, _ in cut_positions(root, flat.graph, self.places)]
-        parts = Assigner(flat.graph, root, positions).run()
+        kept, self._kept = self._kept and self._kept.take(self.root, inputs, self.places), None
+        coarse = divided(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
+        if (fine := finer(self.root, inputs, self.places, coarse)) is not None:
+            try:
+                return self._of(fine, inputs)
+            except TraceError:
+                get_logger().debug("pipeline: blocks stay whole, as what they are made of cannot be divided")
+        return self._of(coarse, inputs)
+
+    def _of(self, flat: Flat, inputs: Mapping[str, Any]) -> tuple[Program, Attributes]:
+        root, (traced, parts) = self.root, flat
         used = [_used(nodes) for nodes in parts.nodes]
         keep = divide(root, used)
+        modules = [stage_module(traced, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
+        self._state.check(parts)
         if self.mesh is not None:
             self._state.check_holders(used, keep)
-        modules = [stage_module(flat, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
-        self._state.check(parts)
         stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
         named = dict(root.named_parameters())
         program = Program(
@@ -112,9 +120,9 @@ class Partitioner:
             ties=tie_groups(root, modules),
             replan=self.program,
         )
-        assert flat.guard is not None
-        assert flat.guard.attributes is not None
-        return program, flat.guard.attributes
+        assert traced.guard is not None
+        assert traced.guard.attributes is not None
+        return program, traced.guard.attributes
 
 
 @contextmanager

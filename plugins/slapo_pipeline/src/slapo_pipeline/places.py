@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from slapo_core.errors import TraceError
 from slapo_core.paths import join, split
@@ -14,8 +14,10 @@ from slapo_core.schedule import is_module_list
 from slapo_core.wrapping import is_opaque
 
 from .assignment import Assigner
-from .flat_trace import cut_positions, is_table, trace_flat
+from .finer import Flat, finer
+from .flat_trace import cut_positions, is_custom, is_table, trace_flat
 from .kept_trace import KeptTrace
+from .least_traffic import nbytes
 from .state import State
 
 
@@ -91,7 +93,12 @@ class Units:
         Raises:
             TraceError: the stages between them cannot run.
         """
-        return [_nbytes(received) for received in self._received([self.positions[cut - 1] for cut in cuts])]
+        return _crossing(self._at(cuts))
+
+    def sent_at(self, cuts: Sequence[int]) -> list[int]:
+        """The same when the stages are built, which may take blocks apart that hand on what could be made again."""
+        coarse = self._at(cuts)
+        return _crossing(finer(self.root, self.inputs, [self.paths[cut - 1] for cut in cuts], coarse) or coarse)
 
     def refusal(self, cuts: Sequence[int]) -> TraceError | None:
         """Why the stages between these cuts cannot run; None where they can."""
@@ -101,10 +108,10 @@ class Units:
             return err
         return None
 
-    def _received(self, positions: Sequence[int]) -> list[list[fx.Node]]:
-        parts = Assigner(self.flat.graph, self.root, positions).run()
+    def _at(self, cuts: Sequence[int]) -> Flat:
+        parts = Assigner(self.flat.graph, self.root, [self.positions[cut - 1] for cut in cuts]).run()
         State(self.root).check(parts)
-        return parts.received[1:]
+        return Flat(self.flat, parts)
 
     def _last_runs(self) -> list[tuple[int, str]]:
         names = {id(module): name for name, module in self.root.named_modules()}
@@ -137,7 +144,7 @@ def is_member(root: nn.Module, path: str) -> bool:
 def taken_apart(root: nn.Module, path: str) -> list[str]:
     """What a block is made of: only itself, where nothing is known to be inside."""
     module = root.get_submodule(path)
-    is_whole = is_opaque(module) or (type(module).__module__.startswith("torch.nn.") and not _is_list(module))
+    is_whole = is_opaque(module) or not (is_custom(module) or _is_list(module))
     return [path] if is_whole else list(_inside(module, path)) or [path]
 
 
@@ -170,5 +177,5 @@ def _is_opened(module: nn.Module) -> bool:
     return any(_is_opened(child) for child in module.children() if not isinstance(child, nn.Sequential))
 
 
-def _nbytes(nodes: Iterable[fx.Node]) -> int:
-    return sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in nodes)
+def _crossing(flat: Flat) -> list[int]:
+    return [sum(map(nbytes, received)) for received in flat.parts.received[1:]]

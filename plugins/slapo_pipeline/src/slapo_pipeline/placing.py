@@ -208,7 +208,7 @@ def _refusal(units: Units, cuts: Sequence[int]) -> ScheduleError | TraceError | 
 
 
 def _table(units: Units, costs: Costs, cuts: Sequence[int]) -> StageTable:
-    crossing = units.crossing_at(cuts)
+    crossing = units.sent_at(cuts)
     ends = [0, *cuts, len(units)]
     calls = units.calls()
     stages = []
