@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import slapo_pipeline.plugin
@@ -104,16 +105,24 @@ def _differences(
         schedule[path].cut_pipeline_stage()
     engine: Any = build(schedule, "torch", optimizer=adamw, microbatches=parts, pipeline_schedule=kind)
     losses = [engine.train_batch(**data[0]).item()]
-    gradient = _largest(schedule.full_state("grad"), alone.gradients)
+    gradient = _largest({name: p.grad for name, p in _parameters(engine.module).items()}, alone.gradients)
     losses += [engine.train_batch(**batch).item() for batch in data[1:]]
     worst = {
         "loss": max(abs(found - expected) for found, expected in zip(losses, alone.losses, strict=True)),
         "gradient": gradient,
-        "weight": _largest(schedule.full_state(), alone.weights),
-        "buffer": _largest(schedule.full_state("buffer"), alone.buffers),
+        "weight": _largest(_parameters(engine.module), alone.weights),
+        "buffer": _largest(dict(engine.module.named_buffers()), alone.buffers),
     }
+    everywhere: list[Any] = [None] * ranks
+    dist.all_gather_object(everywhere, {*_parameters(engine.module), *dict(engine.module.named_buffers())})
+    assert set().union(*everywhere) == {*alone.weights, *alone.buffers}
     engine.close()
     return worst
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A tied one stands under each of its names."""
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _train_alone(model: nn.Module, data: list[dict[str, torch.Tensor]]) -> Trained:
@@ -121,9 +130,9 @@ def _train_alone(model: nn.Module, data: list[dict[str, torch.Tensor]]) -> Train
     for batch in data:
         optimizer.zero_grad()
         losses.append(_backward(model, batch))
-        gradients = gradients or {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients = gradients or {name: parameter.grad for name, parameter in _parameters(model).items()}
         optimizer.step()
-    return Trained(losses, gradients, dict(model.named_parameters()), dict(model.named_buffers()))
+    return Trained(losses, gradients, dict(_parameters(model)), dict(model.named_buffers()))
 
 
 def _backward(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
@@ -137,10 +146,9 @@ def _backward(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
 
 
 def _largest(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest difference; what has no gradient has none on either side."""
-    assert expected.keys() <= found.keys(), expected.keys() - found.keys()
-    pairs = [(found[name], tensor) for name, tensor in expected.items() if tensor is not None or found[name] is not None]
-    return max((float((one.double() - other.detach().double()).abs().max()) for one, other in pairs), default=0.0)
+    """The largest difference of what this rank has; what has no gradient has none on either side."""
+    pairs = [(mine, expected[name]) for name, mine in found.items() if mine is not None or expected[name] is not None]
+    return max((float((one.detach().double() - other.detach().double()).abs().max()) for one, other in pairs), default=0.0)
 
 
 def _assert_small(found: list[dict[Layout, dict[str, float]]]) -> None:
