@@ -46,6 +46,7 @@ FAMILIES = [
         ({"dropout": 1.0}, r"--dropout 1.0: not a probability"),
         ({"lr": float("nan")}, r"--lr nan: not a learning rate; use a positive number"),
         ({"lr": -1.0}, r"--lr -1.0: not a learning rate"),
+        ({"data_parallel": "fsdp", "target": "deepspeed"}, r"--data-parallel fsdp: target 'deepspeed' has no such option"),
         ({"seed": 2**63}, r"--seed 9223372036854775808: out of range"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

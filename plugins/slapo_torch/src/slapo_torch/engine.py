@@ -105,6 +105,7 @@ class TorchEngine(Engine):
             compare([f"data_parallel={options.data_parallel!r} with fsdp_units={options.fsdp_units}"], program.mesh)
             self._holdings.check_same_start()
             if options.data_parallel == "fsdp" and program.axis_size("dp") > 1:
+                self._together(self._prepare_shards)
                 self._holdings.release_others()
                 self._together(self._shard)
             self._together(self._make_optimizer)
@@ -112,6 +113,8 @@ class TorchEngine(Engine):
             self._together(self._make_replicas)
         except Exception:
             self._release()
+            if self._shards is not None:
+                self._shards.undo()
             raise
 
     # ---- what users call
@@ -400,10 +403,21 @@ class TorchEngine(Engine):
             assert self._mesh is not None
             self._replicas = Replicas(self.module, self._mesh["dp"].get_group())
 
+    def _prepare_shards(self) -> None:
+        """What may fail, while the model is as it was."""
+        given = self._options.optimizer
+        if given is not None:
+            check_dense(self.module)
+        if isinstance(given, torch.optim.Optimizer):
+            check_elementwise(given)
+            adopted(given, self._program.module, self.module)
+
     def _shard(self) -> None:
         from .fsdp import ShardedReplicas  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
 
-        self._shards = ShardedReplicas(self._program, self.module, self._options.fsdp_units)
+        given = self._options.optimizer
+        groups = given.param_groups if isinstance(given, torch.optim.Optimizer) else []
+        self._shards = ShardedReplicas(self._program, self.module, self._options.fsdp_units, groups)
         self._holdings = Holdings(self._program, self.module)
 
     def _make_optimizer(self) -> None:
@@ -411,7 +425,7 @@ class TorchEngine(Engine):
         if given is None or not trainable or self.optimizer is not None:
             return
         if isinstance(given, torch.optim.Optimizer):
-            made = adopted(given, self._program.module, self.module)
+            made = given if self._shards is not None else adopted(given, self._program.module, self.module)
         elif not isinstance(made := given(trainable), torch.optim.Optimizer):
             raise BuildError(f"optimizer= gave a {type(made).__name__}; it must return a torch.optim.Optimizer")
         if self._shards is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from slapo_core.errors import BuildError
+from slapo_core.parameters import successor
 from slapo_core.program import Program
 
 from .fsdp_unit import Sharded, Unit
@@ -33,12 +36,19 @@ class ShardedReplicas:
         program: The program; its mesh has an axis ``dp``.
         module: This rank's stages.
         patterns: ``Options.fsdp_units``.
+        groups: Of an optimizer that has this rank's parameters, and gets what takes their places.
 
     Attributes:
         walk: Gathers the units of a model in one piece; None where all are gathered for the whole step.
     """
 
-    def __init__(self, program: Program, module: nn.Module, patterns: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        module: nn.Module,
+        patterns: Sequence[str] | None = None,
+        groups: Iterable[dict[str, Any]] = (),
+    ) -> None:
         mesh = program.mesh
         assert mesh is not None
         self._group, self._device = mesh["dp"].get_group(), torch.device(mesh.device_type)
@@ -54,9 +64,32 @@ class ShardedReplicas:
                 olds |= {id(old): each for old, each in zip(some, unit.members, strict=True)}
         self._find_places([program.module, module, *(stage.module for stage in program.stages)], olds)
         self._put("local")
+        for group in groups:
+            found = [(parameter, olds.get(id(parameter))) for parameter in group["params"]]
+            group["params"] = [parameter if each is None else each.local for parameter, each in found]
         walked = [unit for unit in self._units if unit.path] if len(program.stages) == 1 else []
         self.walk = Walk(program.module, walked, is_watched=program.axis_size("tp") > 1) if walked else None
         self._lasting = [unit for unit in self._units if unit not in walked]
+        self._is_running = False
+        self._guard: RemovableHandle | None = None
+        if len(program.stages) == 1:
+            self._guard = program.module.register_forward_pre_hook(self._check_running, prepend=True)
+
+    def _check_running(self, module: nn.Module, args: Any) -> None:
+        if not self._is_running:
+            raise BuildError("the model's parameters are sharded over replicas; run it by train_batch or eval_batch")
+
+    def undo(self) -> None:
+        """Give the model whole parameters of its own, as it had before. Collective over the replicas."""
+        for unit in self._units:
+            unit.gather()
+            for each in unit.members:
+                each.local = cast(nn.Parameter, successor(each.gathered(), each.gathered().detach().clone()))
+            unit.free("local")
+        if self.walk is not None:
+            self.walk.close()
+        if self._guard is not None:
+            self._guard.remove()
 
     @property
     def members(self) -> list[Sharded]:
@@ -96,6 +129,7 @@ class ShardedReplicas:
 
     def gather(self) -> None:
         """Begin a step: give the model what it has throughout. Collective over the replicas."""
+        self._is_running = True
         for each in self.members:
             each.begin()
         for unit in self._units:
@@ -107,6 +141,7 @@ class ShardedReplicas:
 
     def release(self) -> None:
         """End a step without its gradients: give the model its rows back."""
+        self._is_running = False
         for each in self.members:
             each.drop_gradients()
         for unit in self._units:
@@ -125,6 +160,7 @@ class ShardedReplicas:
         Args:
             some_unused: Whether a replica has parameters without a gradient; what none used keeps none.
         """
+        self._is_running = False
         for unit in self._lasting:
             unit.reduce("local")
         trained = [each for each in self.members if each.local.requires_grad]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from slapo_core.errors import BuildError
 
@@ -40,10 +42,17 @@ class Walk:
         self._next = 0  # the first unit that has not begun its forward
         self._left = -1  # the last one that has not begun its backward
         self._open: int | None = None  # the one that has, and is not reduced
+        self._hooks: list[RemovableHandle] = []
         for index, unit in enumerate(self._units):
             module = root.get_submodule(unit.path)
-            module.register_forward_pre_hook(partial(self._before, index), prepend=True)
-            module.register_forward_hook(partial(self._behind, index))
+            before, behind = (_uncompiled(partial(hook, index)) for hook in (self._before, self._behind))
+            self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
+            self._hooks.append(module.register_forward_hook(behind, with_kwargs=True))
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def microbatch(self, training: bool) -> Iterator[None]:
@@ -76,7 +85,7 @@ class Walk:
             with no_functions():
                 self._forward_to(index)
 
-    def _behind(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
+    def _behind(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._is_backward:  # computed again, inside of its backward
             return output
         unit = self._units[index]
@@ -86,8 +95,10 @@ class Walk:
             found = [tensor for tensor in _tensors(output) if tensor.requires_grad]
             if unit.is_trained and not found:
                 raise BuildError(f"the unit {unit.path!r} returns no tensor with a gradient; {_REMEDY}")
+            given = {id(tensor) for tensor in _tensors([args, kwargs])}  # what it passes on, the units before have made
             for tensor in found:
-                tensor.register_hook(partial(self._before_backward, index))  # type: ignore[no-untyped-call]
+                if id(tensor) not in given:
+                    tensor.register_hook(partial(self._before_backward, index))  # type: ignore[no-untyped-call]
         if not self._has_all:
             with no_functions():
                 unit.free("sharded")
@@ -129,6 +140,14 @@ class Walk:
             self._open, self._left = self._left, self._left - 1
             if self._left >= 0:
                 self._units[self._left].begin_gather()
+
+
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, which a compiled module has to call and not to trace; the compiler, where nobody has it, takes seconds."""
+    found: Callable[..., Any] = hook
+    if "torch._dynamo" in sys.modules:
+        found = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _has_gradient(parameter: nn.Parameter | None) -> bool:
