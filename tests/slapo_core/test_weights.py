@@ -121,6 +121,21 @@ def test_real_weights_are_never_touched() -> None:
     assert not model[1].weight.is_meta
 
 
+def test_buffers_follow_the_weights_to_their_device() -> None:
+    with init_empty_weights():
+        model = llama()
+    table = model.model.rotary_emb
+    kept = table.inv_freq
+    facts(kept).tags.add("mine")
+    materialize(model)
+    assert table.inv_freq is kept
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.to("meta"))
+    materialize(model, device="meta")
+    assert all(buffer.is_meta for buffer in model.buffers())
+    assert facts(table.inv_freq).tags == {"mine"}
+    assert not model.model.norm.weight.is_meta
+
+
 def test_a_parameter_nothing_initialises_is_an_error() -> None:
     class Token(nn.Module):
         def __init__(self) -> None:

@@ -63,7 +63,9 @@ def materialize(
     seed: int | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Give every meta parameter and buffer of ``parts`` real values. Real ones are never touched, ties stay ties.
+    """Give every meta parameter and buffer of ``parts`` real values. Real values are never touched, ties stay ties.
+
+    Where there are any, real buffers go to ``device`` too: ``init_empty_weights`` leaves them on the CPU.
 
     Args:
         root: The whole model; its initialiser runs on all of it.
@@ -86,6 +88,7 @@ def materialize(
         for group in _groups(places, wanted):
             full = _initialised(root, group, initialise, seed)
             new |= {key: _localised(wanted[key], tensor, device) for key, tensor in full.items() if key in wanted}
+    new |= {id(real): successor(real, real.to(device)) for tree in trees for real in tree.buffers() if not real.is_meta}
     for place in [place for tree in trees for place in _places(tree)]:
         place.table[place.name] = new.get(id(place.tensor), place.tensor)
 

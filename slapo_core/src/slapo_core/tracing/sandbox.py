@@ -42,6 +42,7 @@ class Sandbox:
         self._swapped: list[tuple[dict[str, Any], str, Any]] = []
         devices = (tensor.device for tensor in tensors(inputs) if not tensor.is_meta)
         self.device = next(devices, torch.device("cpu"))
+        self._is_empty = any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor like this one, without history."""
@@ -96,7 +97,8 @@ class Sandbox:
         if id(tensor) in self._standins:
             return self._standins[id(tensor)]
         if self.fake:
-            new = private.as_parameter(self.fake_of(tensor), tensor)
+            device = self.device if self._is_empty else None  # buffers of a model without weights go there with these
+            new = private.as_parameter(private.fake_like(self.mode, tensor, device), tensor)
         else:
             new = tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
         self._standins[id(tensor)] = new
