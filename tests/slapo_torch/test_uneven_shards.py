@@ -25,30 +25,36 @@ pytestmark = pytest.mark.multiproc
 VOCABULARY = 33
 
 
-def _llama() -> nn.Module:
+def _llama(intermediate: int = 15) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 15, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "head_dim": 4}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY,
+        "head_dim": 4,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True, use_cache=False))
 
 
-def _engine(layout: dict[str, int]) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+def _engine(layout: dict[str, int], intermediate: int, **config: Any) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     plugins, mesh = Registry([slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin]), mesh_of(**layout)
     ids = torch.randint(VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(1))
     own = ids.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
     batch = {"input_ids": own, "labels": own}
-    sch = create_schedule(_llama(), mesh=mesh, example_inputs=batch, plugins=plugins)
+    sch = create_schedule(_llama(intermediate), mesh=mesh, example_inputs=batch, plugins=plugins)
     sch.tensor_parallel()
     if layout.get("pp", 1) > 1:
         sch["model.layers.0"].cut_pipeline_stage()
-    return sch, build(sch, "torch", optimizer=adamw, clip=0.1, microbatches=2), batch
+    return sch, build(sch, "torch", optimizer=adamw, clip=0.1, microbatches=2, **config), batch
 
 
-def _beside_reference(rank: int, layout: dict[str, int], path: str) -> list[float]:
-    sch, engine, batch = _engine(layout)
-    reference = _llama()
+def _beside_reference(rank: int, layout: dict[str, int], path: str, kind: str = "ddp", intermediate: int = 15) -> list[float]:
+    sch, engine, batch = _engine(layout, intermediate, data_parallel=kind)
+    reference = _llama(intermediate)
     optimizer = adamw(reference.parameters())
     ids = torch.randint(VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(1))
     for _ in range(3):
@@ -66,7 +72,7 @@ def _beside_reference(rank: int, layout: dict[str, int], path: str) -> list[floa
     engine.save(path)
     kept = copy.deepcopy(engine.module.state_dict())
     going_on = [engine.train_batch(**batch).item() for _ in range(2)]
-    _, again, _ = _engine(layout)
+    _, again, _ = _engine(layout, intermediate, data_parallel=kind)
     again.load(path)
     for name, value in again.module.state_dict().items():
         assert torch.equal(value, kept[name])
@@ -79,6 +85,23 @@ def test_training_and_going_on(layout: dict[str, int], tmp_path: Path) -> None:
     ranks = torch.tensor(list(layout.values())).prod().item()
     results = run_distributed(_beside_reference, int(ranks), layout, str(tmp_path))
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.slow
+def test_rows_of_uneven_parts_are_shared_out_over_replicas(tmp_path: Path) -> None:
+    """The vocabulary's and the key heads' parts; each copy of a key head counts once in the norm."""
+    results = run_distributed(_beside_reference, 4, {"dp": 2, "tp": 2}, str(tmp_path), "fsdp", 16)
+    assert all(result == results[0] for result in results)
+
+
+def _uneven_columns(rank: int) -> str:
+    return message_of(lambda: _engine({"dp": 2, "tp": 2}, 15, data_parallel="fsdp"))
+
+
+@pytest.mark.slow
+def test_uneven_columns_are_not_shared_out_over_replicas() -> None:
+    for message in run_distributed(_uneven_columns, 4):
+        assert "'model.layers.0.mlp.down_proj.weight' is dealt out unevenly along dim 1" in message
 
 
 def _other_parts(rank: int, path: str) -> str:
