@@ -23,42 +23,42 @@ def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor])
         received: What it was given; leaves of autograd's graph.
     """
     roots = {_node(tensor) for tensor in outputs if tensor.requires_grad}
-    order = _children_first(roots)
     between = {_node(tensor) for tensor in received if tensor.requires_grad}
+    graph = _children_first(roots)
     users: dict[Node, list[Node]] = defaultdict(list)
-    for node in order:
-        below = _below(node)
-        for child in below:
+    for node, children in graph.items():
+        for child in children:
             users[child].append(node)
-        if not between.isdisjoint(below):
+        if not between.isdisjoint(children):
             between.add(node)
     meets: dict[Node, Node | None] = {}
     """The one node between outputs and received values that one feeds; None where there is none, or are several."""
-    for node in reversed(order):
+    for node in reversed(graph):
+        if node in between:
+            meets[node] = node
+            continue
         fed = {meets[user] for user in users[node]}
-        meets[node] = node if node in between else fed.pop() if len(fed) == 1 and node not in roots else None
-    return all(meets[node] is not None for node in order if isinstance(getattr(node, "variable", None), torch.nn.Parameter))
+        meets[node] = fed.pop() if len(fed) == 1 and node not in roots else None
+        if meets[node] is None and isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+            return False
+    return True
 
 
 def _node(tensor: torch.Tensor) -> Node:
     return get_gradient_edge(tensor).node
 
 
-def _below(node: Node) -> list[Node]:
-    return [child for child, _ in node.next_functions if child is not None]
-
-
-def _children_first(roots: Iterable[Node]) -> list[Node]:
-    """All nodes of a graph, each after those it passes gradients to."""
-    found: dict[Node, None] = {}
-    seen: set[Node] = set()
-    waiting = [(root, False) for root in roots]
+def _children_first(roots: Iterable[Node]) -> dict[Node, list[Node]]:
+    """All nodes of a graph, each after those it passes gradients to, and these."""
+    found: dict[Node, list[Node]] = {}
+    children: dict[Node, list[Node]] = {}
+    waiting = list(roots)
     while waiting:
-        node, is_left = waiting.pop()
-        if is_left:
-            found[node] = None
-        elif node not in seen:
-            seen.add(node)
-            waiting.append((node, True))
-            waiting += [(child, False) for child in _below(node)]
-    return [*found]
+        node = waiting[-1]
+        if node not in children:
+            children[node] = [child for child, _ in node.next_functions if child is not None]
+            waiting += [child for child in children[node] if child not in children]
+        else:
+            waiting.pop()
+            found.setdefault(node, children[node])
+    return found
