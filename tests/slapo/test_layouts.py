@@ -68,7 +68,14 @@ def scheduled(rank: int, tp: int, pp: int, kind: str) -> Any:
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("tp", "pp", "kind"), [(1, 1, "1f1b"), (2, 1, "1f1b"), (1, 2, "gpipe"), (2, 2, "1f1b"), (1, 4, "1f1b")]
+    ("tp", "pp", "kind"),
+    [
+        pytest.param(1, 1, "1f1b", marks=pytest.mark.slow),
+        pytest.param(2, 1, "1f1b", marks=pytest.mark.slow),
+        (1, 2, "gpipe"),
+        (2, 2, "1f1b"),
+        (1, 4, "1f1b"),
+    ],
 )
 def test_outputs_and_all_gradients_equal_the_unmodified_models(tp: int, pp: int, kind: str) -> None:
     logits, loss, grads, weights = unmodified()

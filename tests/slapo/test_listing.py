@@ -53,7 +53,9 @@ def test_version_names_the_distributions() -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("command", ["plugins", "primitives", "train --help"])
+@pytest.mark.parametrize(
+    "command", ["primitives", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plugins", "train --help"))]
+)
 def test_a_plugin_that_fails_is_told_of_once(command: str, tmp_path: Path) -> None:
     write_distribution(tmp_path, "slapo-broken", "raise RuntimeError('no luck')")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -46,7 +46,11 @@ def test_one_failing_rank_ends_all_with_its_message(work: Callable[[Settings], N
     assert time.monotonic() - start < 30, "gloo's own timeout is 30 minutes"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "terminate"])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+    ids=["ctrl-c", "terminate"],
+)
 def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, code: int):
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.slapo.launched", str(tmp_path)],
@@ -72,7 +76,7 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals, code: i
     ("number", "stage"),
     [
         (signal.SIGINT, lambda pid: "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()),
-        (signal.SIGINT, lambda pid: len(_session(pid)) > 2),
+        pytest.param(signal.SIGINT, lambda pid: len(_session(pid)) > 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGQUIT, lambda pid: len(_session(pid)) > 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, lambda pid: len(_session(pid)) > 3, marks=pytest.mark.slow),
     ],

@@ -16,7 +16,7 @@ from slapo_core.build import build
 from slapo_core.errors import ScheduleError
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent
+from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
 from tests.slapo_sharding.told import warnings_told
 from tests.zoo.families import FAMILIES
@@ -80,6 +80,36 @@ class Refused(NamedTuple):
     told: str
 
 
+_TOKENS = Refused(
+    "16 patches and one more token are not divisible by the number of ranks", "has length 17, not divisible by 2 ranks"
+)
+_EXPERTS = Refused("nothing but its experts is split", "nothing but 'model.layers.0.mlp.experts' and its like is")
+_NO_LAYERS = "no list of layers (nn.ModuleList) is given values of [batch, sequence, width]"
+
+ALONG_REFUSED = {
+    "beit": _TOKENS,
+    "clip": _TOKENS,
+    "convnext": Refused("it has no sequence", _NO_LAYERS),
+    "ctrl": Refused("its attention takes the length from one of three inputs", "the length of the whole sequence at view"),
+    "dinov2": _TOKENS,
+    "gpt_oss": _EXPERTS,
+    "olmoe": _EXPERTS,
+    "squeezebert": Refused("its layers are given [batch, width, sequence]", _NO_LAYERS),
+    "swin": Refused("its windows are cut by the height and width of the image", "the length of the whole sequence at view"),
+    "vit": _TOKENS,
+    "xlnet": Refused(
+        "its layers are given [sequence, batch, width]", "values of shape [12, 2, 32], not [batch, sequence, width]"
+    ),
+}
+"""Families that are split, but not along the sequence, and why."""
+
+WHOLE_ALONG = {"mobilebert"}
+"""Families whose layers are gathered before anything in them is split."""
+
+DEEP = {"bert", "gpt2", "llama", "mixtral", "opt", "t5"}
+"""Those that have two layers here: what is found for one is done to all like it."""
+
+
 class Found(NamedTuple):
     """The steps a plan took, and its warnings."""
 
@@ -141,26 +171,44 @@ def three_steps(model: nn.Module, batch: dict[str, Any]) -> None:
         optimizer.step()
 
 
-def steps_of_same(rank: int, name: str, sequence_parallel: bool = False, depth: int | None = None) -> Found:
-    """Split a family and compare outputs, loss, gradients and three steps with the unmodified model's."""
-    model, batch = family(name, depth)
+def steps_of_same(rank: int, name: str, ways: tuple[bool, ...] = (False,), depth: int | None = None) -> list[Found]:
+    """Split a family and compare outputs, loss, gradients and three steps with the unmodified model's.
+
+    Args:
+        rank: This process's.
+        name: Of the family.
+        ways: For each split, whether along the sequence too.
+        depth: Layers in each stack; default: the family's.
+    """
+    before, batch = family(name, depth)
     if name in ROUNDING:
-        model, batch = of_dtype(torch.float64, model, batch)
-    before = copy.deepcopy(model)
-    with warnings_told() as told:
-        sch = split(model, batch, sequence_parallel)
-    assert_equivalent(before, model, atol=1e-5, rtol=1e-5, **batch)
-    for each in (before, model):
-        three_steps(each, batch)
-    trained = sch.full_state()
+        before, batch = of_dtype(torch.float64, before, batch)
+    found, trained = [], []
+    for sequence_parallel in ways:
+        model = copy.deepcopy(before)
+        with warnings_told() as told:
+            sch = split(model, batch, sequence_parallel)
+        assert_equivalent(before, model, atol=1e-5, rtol=1e-5, **batch)
+        three_steps(model, batch)
+        found.append(Found([str(child) for child in sch.journal.steps[0].children], told))
+        trained.append(sch.full_state())
+    three_steps(before, batch)
     expected = {name: parameter.detach() for name, parameter in before.named_parameters(remove_duplicate=False)}
-    torch.testing.assert_close(trained, {name: expected[name] for name in trained}, atol=1e-5, rtol=1e-5)
-    return Found([str(child) for child in sch.journal.steps[0].children], told)
+    for state in trained:
+        torch.testing.assert_close(state, {name: expected[name] for name in state}, atol=1e-5, rtol=1e-5)
+    return found
 
 
-def steps_of_one_layer(rank: int, name: str, sequence_parallel: bool = False) -> Found:
-    """The same with one layer of each kind, which tells as much in half the time."""
-    return steps_of_same(rank, name, sequence_parallel, depth_of(name))
+def check_on_two_and_four_ranks(name: str, ways: tuple[bool, ...]) -> None:
+    """Compare a family on 2 ranks and, those of ``FAST``, on 4, without and with sequence parallelism."""
+    for ranks in (2, 4) if name in FAST else (2,):
+        whole = name not in FAST or (ranks == 2 and name in DEEP)  # one layer of each kind tells as much in half the time
+        each = run_distributed(steps_of_same, ranks, name, ways, None if whole else depth_of(name), timeout=200)[0]
+        for found, sequence_parallel in zip(each, ways, strict=True):
+            found.check_what_is_whole(name, sequence_parallel)
+            if sequence_parallel:
+                assert any("'scatter'" in step for step in found.steps)
+                assert any("'fwd_post', 'reduce_scatter'" in step for step in found.steps) == (name not in WHOLE_ALONG)
 
 
 def refusal(rank: int, name: str, sequence_parallel: bool = False) -> str:

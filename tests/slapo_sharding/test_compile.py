@@ -60,7 +60,7 @@ def _compiled(rank: int, make: str, backend: str) -> list[int]:
     return [counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())]
 
 
-@pytest.mark.parametrize("make", ["llama", "gpt2"])
+@pytest.mark.parametrize("make", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_one_graph(make: str):
     assert run_distributed(_compiled, 2, make, "aot_eager", timeout=200) == [[1, 0], [1, 0]]
 

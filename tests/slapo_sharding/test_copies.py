@@ -109,7 +109,7 @@ def _grouped(rank: int, heads: int, keys: int, by_hand: bool, options: dict[str,
         (2, 6, 3, 1, [[(0, 4), (0, 8)], [(4, 12), (8, 12)]]),
         (2, 4, 2, 2, [[(0, 4)], [(4, 8)]]),
         pytest.param(4, 4, 1, 1, [[(0, 4)]] * 4, marks=pytest.mark.slow),
-        (4, 4, 2, 1, [[(0, 4)], [(0, 4)], [(4, 8)], [(4, 8)]]),
+        pytest.param(4, 4, 2, 1, [[(0, 4)], [(0, 4)], [(4, 8)], [(4, 8)]], marks=pytest.mark.slow),
     ],
     ids=["one key", "three keys", "they divide", "one key, 4 ranks", "two keys, 4 ranks"],
 )

@@ -140,5 +140,5 @@ def test_what_is_not_shown_to_be_the_same_stays_whole_and_is_told(how):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3")])
 def test_families_with_two_key_heads_on_four_ranks(name):
-    steps = run_distributed(steps_of_same, 4, name, True, timeout=120)[0].steps
+    steps = run_distributed(steps_of_same, 4, name, (True,), timeout=120)[0][0].steps
     assert any("self_attn.o_proj'].shard(" in step for step in steps)

@@ -1,14 +1,17 @@
-"""``tensor_parallel()`` on Transformers families: the loss, outputs, every gradient and three steps of the unmodified model."""
+"""``tensor_parallel()`` on Transformers families: the loss, outputs, every gradient and three steps of the unmodified model.
+
+Those that can be split along the sequence too are compared, in both ways, in ``test_sequence_parallel_families.py``.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from slapo_core.testing import run_distributed
-from tests.slapo_sharding.split_families import FAST, Refused, refusal, steps_of_one_layer, steps_of_same
+from tests.slapo_sharding.split_families import ALONG_REFUSED, FAST, Refused, check_on_two_and_four_ranks, refusal
 from tests.zoo.families import FAMILIES
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 _CONVOLUTIONS = "all its layers are convolutions: `shard` splits them, derived plans do not"
 
@@ -22,23 +25,13 @@ REFUSED = {
 }
 """Families that are refused, and why."""
 
-DEEP = {"bert", "gpt2", "llama", "mixtral", "opt", "t5"}
-"""Those that have two layers here: what is found for one is done to all like it."""
-
 SPLIT = sorted(FAMILIES.keys() - REFUSED.keys())
-EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SPLIT]
+EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SPLIT if name in ALONG_REFUSED]
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_two_ranks(name: str) -> None:
-    of_one = name in FAST and name not in DEEP
-    found = run_distributed(steps_of_one_layer if of_one else steps_of_same, 2, name, timeout=120)[0]
-    found.check_what_is_whole(name)
-
-
-@pytest.mark.parametrize("name", FAST)
-def test_four_ranks(name: str) -> None:
-    run_distributed(steps_of_one_layer, 4, name, timeout=120)[0].check_what_is_whole(name)
+def test_families_that_are_not_split_along_the_sequence(name: str) -> None:
+    check_on_two_and_four_ranks(name, (False,))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,16 @@ def _beside_reference(rank: int, layout: dict[str, int], path: str, kind: str = 
     return going_on
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2},
+        pytest.param({"tp": 4}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+        {"pp": 2, "tp": 2},
+    ],
+    ids=str,
+)
 def test_training_and_going_on(layout: dict[str, int], tmp_path: Path) -> None:
     ranks = torch.tensor(list(layout.values())).prod().item()
     results = run_distributed(_beside_reference, int(ranks), layout, str(tmp_path))

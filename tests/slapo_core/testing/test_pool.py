@@ -252,7 +252,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["exit", "SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("end", [*(pytest.param(end, marks=pytest.mark.slow) for end in ("exit", "SIGINT")), "SIGKILL"])
 def test_no_process_outlives_the_script(tmp_path: Path, end: str) -> None:
     """However the script ends, also in the middle of a job; no pytest involved."""
     script = tmp_path / "script.py"
