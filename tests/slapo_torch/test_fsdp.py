@@ -341,6 +341,37 @@ def test_precisions_are_those_of_ddp(precision: str, dtype: torch.dtype, near: f
     assert max(run_distributed(_in_precision, 2, precision, dtype)) < near
 
 
+class Scaled(nn.Module):
+    """A whole weight meets values that are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.scale, self.down = nn.Linear(8, 8), nn.Parameter(torch.ones(3)), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x) * self.scale.sum())
+
+
+def _parts_of_a_gradient(rank: int) -> list[Any]:
+    plugins, mesh = Registry([slapo_sharding.plugin, slapo_torch.plugin]), mesh_of(dp=2, tp=2)
+    schedule = create_schedule(model := Scaled(), mesh=mesh, plugins=plugins)
+    schedule.tensor_parallel({"up": "colwise", "down": "rowwise"})
+    engine: Any = build(schedule, "torch", optimizer=adamw, loss_fn=F.mse_loss, check=False, **FSDP)
+    before = copy.deepcopy(model.state_dict())
+    messages = [message_of(lambda: engine.train_batch(**_stack_batch(mesh["dp"].get_local_rank()))) for _ in range(2)]
+    return [*messages, all(torch.equal(value, before[name]) for name, value in model.state_dict().items())]
+
+
+@pytest.mark.slow
+def test_parts_of_a_gradient_are_refused_before_the_step() -> None:
+    for *messages, same in run_distributed(_parts_of_a_gradient, 4):
+        assert all(
+            "the gradient of 'scale', which is whole, differs between tensor-parallel ranks" in text for text in messages
+        )
+        assert same
+
+
 def _refusals(rank: int) -> list[str]:
     def layers() -> nn.Module:
         return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 1))

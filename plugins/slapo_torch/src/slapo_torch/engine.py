@@ -328,7 +328,8 @@ class TorchEngine(Engine):
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
         known = [counted for counted in result.counted if counted is not None]
         self._ignored = known[0].ignore_index if known else self._ignored
-        unchecked = self._holdings.num_unchecked() if training else 0
+        used = self._shards.used() if self._shards is not None else ()
+        unchecked = self._holdings.num_unchecked(used) if training else 0
         if training and result.failure is None:
             result.failure = self._holdings.sparse_tie()
         if result.failure is not None and self._peers is not None:

@@ -154,6 +154,10 @@ class ShardedReplicas:
             each.note_use()
         return sum(not each.is_used for each in trained)
 
+    def used(self) -> set[int]:
+        """Ids of the parameters that got a gradient on this rank, when ``num_unused`` was asked."""
+        return {id(each.local) for each in self.members if each.is_used}
+
     def reduce(self, some_unused: bool) -> None:
         """End a step: average gradients over replicas, each to its own rows, and release. Collective over the replicas.
 

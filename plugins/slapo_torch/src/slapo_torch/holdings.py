@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -96,9 +96,13 @@ class Holdings:
         error = self._check_ties() or error
         agree(error, mesh)
 
-    def num_unchecked(self) -> int:
-        """How many whole parameters have their first gradient now, which ``check_gradients`` is to compare."""
-        return sum(parameter.grad is not None for parameter in self._unchecked.values())
+    def num_unchecked(self, used: Collection[int] = ()) -> int:
+        """How many whole parameters have their first gradient now, which ``check_gradients`` is to compare.
+
+        Args:
+            used: Ids of those that will have one once the replicas have reduced it.
+        """
+        return sum(parameter.grad is not None or id(parameter) in used for parameter in self._unchecked.values())
 
     def check_gradients(self, low_precision: bool) -> None:
         """Compare the first gradients of whole parameters over the tensor-parallel ranks. Collective.
