@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
@@ -73,6 +74,27 @@ class Frozen(UNet):
             module.requires_grad_(False)
 
 
+class Reentrant(UNet):
+    """Two of its stages recompute in the way that gives parameters their gradients inside of a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("down2", "up2"):
+            setattr(self, name, Recomputed(getattr(self, name)))
+
+
+class Recomputed(nn.Module):
+    """A module under a reentrant checkpoint."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(self.module, x, use_reentrant=True)
+        return result
+
+
 class Case(NamedTuple):
     """A model, and where its four stages end; two end at the middle one of these."""
 
@@ -83,6 +105,7 @@ class Case(NamedTuple):
 CASES = {
     "unet": Case(UNet, ("down1", "down2", "middle")),
     "batchnorm": Case(Normed, ("a", "b", "c")),
+    "reentrant": Case(Reentrant, ("down1", "down2", "middle")),
     "frozen": Case(Frozen, ("down1", "down2", "middle")),
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from slapo_torch.split_backward import can_split
 
@@ -32,6 +33,12 @@ def test_what_can_be_split(graph: Graph, expected: bool) -> None:
     x, y = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
     v, w = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
     assert can_split(graph(x, y, v, w), (x, y)) is expected
+
+
+@pytest.mark.parametrize(("reentrant", "expected"), [(False, True), (True, False)])
+def test_reentrant_checkpoints_cannot_be_split(reentrant: bool, expected: bool) -> None:
+    x, layer = torch.randn(2, 4, requires_grad=True), nn.Linear(4, 4)
+    assert can_split((checkpoint(layer, x, use_reentrant=reentrant).tanh(),), (x,)) is expected
 
 
 def test_what_was_received_without_a_gradient_leads_nowhere() -> None:

@@ -3,7 +3,8 @@
 ``torch.distributed.pipelining`` goes, for the gradients of a stage's inputs, through the nodes between what the stage gives and
 what it received, and keeps the gradients that arrive at those which parameters feed. From these it computes the parameters'
 gradients later. One that feeds no such node, or gives something else besides, would get none or not all; one that feeds
-several may get it twice, or not at all because an earlier part has freed what is needed.
+several may get it twice, or not at all because an earlier part has freed what is needed. A reentrant checkpoint gives its
+parameters their gradients on the way, and only where a backward runs whole.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from collections.abc import Iterable
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+_REENTRANT = "CheckpointFunctionBackward"
+
 
 def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> bool:
-    """Whether each parameter behind the outputs feeds what was received at one node alone, and nothing else.
+    """Whether each parameter behind the outputs feeds what was received at one node alone, and nothing else; with no
+    reentrant checkpoint on the way.
 
     Args:
         outputs: What the stage gives, or its loss.
@@ -25,6 +29,8 @@ def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor])
     roots = {_node(tensor) for tensor in outputs if tensor.requires_grad}
     between = {_node(tensor) for tensor in received if tensor.requires_grad}
     graph = _children_first(roots)
+    if any(node.name() == _REENTRANT for node in graph):
+        return False
     users: dict[Node, list[Node]] = defaultdict(list)
     for node, children in graph.items():
         for child in children:
