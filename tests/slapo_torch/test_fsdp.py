@@ -21,6 +21,7 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
 from slapo_core.weights import init_empty_weights
+from slapo_sharding import load_full_state
 
 from .layouts import adamw, gpt2, losses, mesh_of, message_of, my_part, scheduled, tokens, train_beside_reference
 
@@ -227,12 +228,14 @@ class Stack(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 1)
-        self.order = [0, 1, 2, 3]
+        self.order, self.reads = [0, 1, 2, 3], False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None
         for index in self.order:
             x, bias = self.layers[index](x, bias=bias)
+        if self.reads:
+            x = x * self.layers[0].bias.weight.sum()
         return self.head(x)
 
 
@@ -257,6 +260,8 @@ def _gathered_in_step(rank: int) -> tuple[int, int, set[int], float]:
     differences.append(abs(plain.eval_batch(**_stack_batch(rank)).item() - engine.eval_batch(**_stack_batch(rank)).item()))
     state = schedule.full_state()
     differences += [float((state[name] - parameter).abs().max()) for name, parameter in models[0].named_parameters()]
+    load_full_state(models[1], {name: value + 1 for name, value in state.items()})
+    differences += [float((value - state[name] - 1).abs().max()) for name, value in schedule.full_state().items()]
     return sum(parameter.numel() for parameter in Block().parameters()), 9, found, max(differences)
 
 
@@ -275,6 +280,8 @@ def _orders(rank: int) -> list[str]:
         model.order = order
         messages.append(message_of(lambda: engine.train_batch(**_stack_batch(rank))))
     messages.append(message_of(lambda: model(_stack_batch(rank)["x"])))
+    model.reads = True
+    messages.append(message_of(lambda: engine.train_batch(**_stack_batch(rank))))
     again = Stack()
     again.order = [3, 0, 0]
     _, engine = _engine(again, 2, **FSDP, fsdp_units=[])
@@ -283,11 +290,12 @@ def _orders(rank: int) -> list[str]:
 
 
 def test_units_run_at_most_once_and_in_order() -> None:
-    for order, twice, skipped, sound, *alone, without, at_all in run_distributed(_orders, 2):
+    for order, twice, skipped, sound, alone, read, without, at_all in run_distributed(_orders, 2):
         assert "the unit 'layers.1' runs again, or behind one that follows it in the model; give fsdp_units=[]" in order
         assert "the unit 'layers.1' runs again" in twice
         assert (skipped, sound, without) == ("no error",) * 3
-        for message in (*alone, at_all):
+        assert "a parameter of a unit is read where that unit does not run; give fsdp_units=[]" in read
+        for message in (alone, at_all):
             assert "the model's parameters are sharded over replicas; run it by train_batch or eval_batch" in message
 
 

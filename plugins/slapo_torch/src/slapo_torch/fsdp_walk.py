@@ -64,6 +64,10 @@ class Walk:
             unit.gather()
         try:
             yield
+        except RuntimeError as err:
+            if "mixed torch.Tensor and DTensor" in str(err):
+                raise BuildError(f"a parameter of a unit is read where that unit does not run; {_REMEDY}") from err
+            raise
         finally:
             self._end_forward()
             if training:
