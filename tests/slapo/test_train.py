@@ -109,11 +109,12 @@ def test_started_by_an_elastic_agent_it_joins_that_world(tmp_path: Path):
         "--dp 2 --pp 2 --microbatches 2 --data-parallel fsdp --model t5",
         "--dp 2 --pp 2 --tp 2 --microbatches 2 --data-parallel fsdp",
         "--pp 2 --schedule-kind gpipe",
-        "--pp 2 --schedule-kind interleaved",
-        "--pp 2 --schedule-kind zbv --model llama",
-        "--pp 2 --schedule-kind zbv --model t5",
-        "--pp 4 --schedule-kind interleaved --layers 8",
-        "--pp 4 --schedule-kind zbv --layers 8",
+        *(
+            f"--model {model} --pp {ranks} --schedule-kind {kind} --layers 8"
+            for model in ("gpt2", "llama", "t5")
+            for ranks in (2, 4)
+            for kind in ("1f1b", "interleaved", "zbv")
+        ),
         "--tp 2 --pp 2 --checkpoint-layers",
         "--model llama --tp 2 --pp 2",
         "--model llama --tp 4 --sequence-parallel",

@@ -17,6 +17,7 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program, Stage
 from slapo_core.testing import run_distributed
 from slapo_pipeline.stage_runtime import build_stage
+from slapo_pipeline.tied_gradients import sum_tied_gradients
 
 from .staged import cut
 from .toys import WIDTH, Skips
@@ -76,6 +77,44 @@ def test_torch_s_schedules_train_the_stages_as_the_model(kind: str) -> None:
         torch.testing.assert_close(grads[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
+GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    model = GPT2LMHeadModel(GPT2Config(**GPT2, use_cache=False, tie_word_embeddings=True)).eval()
+    ids = torch.randint(0, 32, (ROWS, 8), generator=torch.Generator().manual_seed(2))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def trained_with_ties(rank: int) -> dict[str, torch.Tensor]:
+    """The gradients of this rank's stage after those of ties were summed, twice to show that a step begins anew."""
+    model, batch = gpt2()
+    program = build_program(cut(model, {name: ids[: ROWS // PARTS] for name, ids in batch.items()}, "transformer.h.0"))
+    stage = build_stage(program, rank, "cpu", output=lambda result: result.loss)
+    schedule = Schedule1F1B(stage, PARTS, loss_fn=lambda loss, target: loss)
+    for _ in range(2):
+        model.zero_grad()
+        given = {name: batch[name] for name in program.stages[rank].batch_inputs}
+        schedule.step(**given, target=batch["labels"] if rank else None, return_outputs=False)
+        sum_tied_gradients(program)
+    module = program.stages[rank].module
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.multiproc
+def test_ties_are_summed_for_torch_s_schedules() -> None:
+    model, batch = gpt2()
+    model(**batch).loss.backward()
+    first, last = run_distributed(trained_with_ties, 2)
+    for name, parameter in model.named_parameters():
+        for found in (first, last):
+            if name in found:
+                torch.testing.assert_close(found[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+    assert "transformer.wte.weight" in first
+    assert torch.equal(first["transformer.wte.weight"], last["lm_head.weight"])
+
+
 @pytest.fixture
 def alone() -> Any:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -84,19 +123,19 @@ def alone() -> Any:
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_result_of_a_model_in_a_record() -> None:
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
-    ids = torch.randint(0, 32, (2, 8))
-    gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False)).eval()
-    program = build_program(cut(gpt2, {"input_ids": ids, "labels": ids}, "transformer.h.0"))
+def test_the_result_of_a_model_in_a_record(capfd: pytest.CaptureFixture[str]) -> None:
+    model, batch = gpt2()
+    program = build_program(cut(model, batch, "transformer.h.0"))
     with pytest.raises(
         BuildError, match="the last stage gives a CausalLMOutputWithCrossAttentions, but a schedule takes a tensor"
     ):
         build_stage(program, 1, "cpu")
     last = build_stage(program, 1, "cpu", output=lambda result: result.loss)
     assert isinstance(last, PipelineStage)
-    (sent,) = build_stage(program, 0, "cpu").submod(input_ids=ids)
-    torch.testing.assert_close(last.submod(sent, labels=ids), gpt2(input_ids=ids, labels=ids).loss)
+    warning = "stage 1 shares 'transformer.wte.weight' with other stages; call slapo.pipeline.sum_tied_gradients"
+    assert warning in capfd.readouterr().err
+    (sent,) = build_stage(program, 0, "cpu").submod(input_ids=batch["input_ids"])
+    torch.testing.assert_close(last.submod(sent, labels=batch["labels"]), model(**batch).loss)
 
 
 @pytest.mark.usefixtures("alone")

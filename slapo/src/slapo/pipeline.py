@@ -13,6 +13,7 @@ from slapo_pipeline.describe import describe, stage_code
 from slapo_pipeline.pipe_split import pipe_split
 from slapo_pipeline.ready_pipe import program_of_pipe
 from slapo_pipeline.stage_runtime import build_stage
+from slapo_pipeline.tied_gradients import sum_tied_gradients
 from slapo_pipeline.traffic import Traffic, boundary_bytes
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "program_of_pipe",
     "propagate_partition",
     "stage_code",
+    "sum_tied_gradients",
 ]

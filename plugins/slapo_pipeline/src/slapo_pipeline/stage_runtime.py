@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from slapo_core.errors import BuildError
+from slapo_core.logger import get_logger
 from slapo_core.program import Boundary, Program
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def build_stage(
     """The runtime of one stage, for ``ScheduleGPipe`` and the other schedules of ``torch.distributed.pipelining``.
 
     Each rank calls the schedule's ``step`` with those arguments of the model, by name, that its stages read from the batch, see
-    ``stage.batch_inputs``. Gradients of ``program.ties`` are not summed over their stages; an engine does that.
+    ``stage.batch_inputs``. Of ``program.ties`` each stage gets the gradient of its own use: call ``sum_tied_gradients`` before
+    each step of the optimizer, as an engine does. A warning names those of this stage.
 
     Args:
         program: Made for inputs of the shapes of one micro-batch.
@@ -44,6 +46,9 @@ def build_stage(
     if not 0 <= stage < len(program.stages):
         raise BuildError(f"no stage {stage}; the program has stages 0 to {len(program.stages) - 1}")
     this, last = program.stages[stage], stage + 1 == len(program.stages)
+    if tied := [tie.names[0] for tie in program.ties if stage in tie.stages]:
+        remedy = "call slapo.pipeline.sum_tied_gradients(program) before each step of the optimizer"
+        get_logger().warning("stage %d shares %s with other stages; %s", stage, ", ".join(map(repr, tied)), remedy)
     module = RunStage(this.module, last, output)
     sent = (
         tuple(map(_meta, program.stages[stage + 1].inputs))
