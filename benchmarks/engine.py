@@ -2,7 +2,8 @@
 
 Run ``python -m benchmarks.engine``; it prints a section for ``benchmarks/README.md``. Both sides run the same GPT blocks with 8
 micro-batches, a loss and AdamW. By hand is the shortest script that does it: it neither checks the batch nor tells the loss to
-the other ranks. A step of one is followed by a step of the other; ratios are medians of such pairs, of the slowest rank.
+the other ranks. A step of one is followed by a step of the other; ratios are medians of such pairs, of the slowest rank. The
+bubbles are of further steps, whose timeline is recorded.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ def by_hand(kind: str, per_rank: int, hidden: int, x: torch.Tensor, y: torch.Ten
     return step
 
 
-def ours(kind: str, per_rank: int, hidden: int, x: torch.Tensor, y: torch.Tensor) -> tuple[Step, Any]:
+def ours(kind: str, per_rank: int, hidden: int, x: torch.Tensor, y: torch.Tensor, timeline: bool) -> tuple[Step, Any]:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
     model, stages = blocks(hidden, layers=LAYERS), ranks * per_rank
     schedule = create_schedule(model, mesh=mesh, example_inputs={"input": x[: len(x) // MICROBATCHES]})
     schedule.pipeline(stages)
-    options: dict[str, Any] = {"microbatches": MICROBATCHES, "pipeline_schedule": kind, "record_timeline": True}
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "pipeline_schedule": kind, "record_timeline": timeline}
     engine: Any = build(schedule, "torch", optimizer=ADAMW, loss_fn=F.mse_loss, **options)
     return lambda: engine.train_batch(input=x, labels=y).item(), engine
 
@@ -76,7 +77,8 @@ def measure(rank: int, kind: str, per_rank: int, hidden: int, pairs: int) -> tup
     """Seconds of our steps and of those by hand on this rank, and the timelines of ours."""
     torch.set_num_threads(1)
     x, y = torch.randn(2, MICROBATCHES, SEQUENCE, hidden, generator=torch.Generator().manual_seed(1)).unbind()
-    (mine, engine), hand = ours(kind, per_rank, hidden, x, y), by_hand(kind, per_rank, hidden, x, y)
+    (mine, _), hand = ours(kind, per_rank, hidden, x, y, False), by_hand(kind, per_rank, hidden, x, y)
+    watched, engine = ours(kind, per_rank, hidden, x, y, True)
     for _ in range(3):
         losses = torch.tensor([mine(), hand()])
         dist.all_reduce(losses, op=dist.ReduceOp.MAX)
@@ -89,6 +91,9 @@ def measure(rank: int, kind: str, per_rank: int, hidden: int, pairs: int) -> tup
             start = time.perf_counter()
             step()
             times[side].append(time.perf_counter() - start)
+    for _ in range(pairs // 2):
+        dist.barrier()
+        watched()
         timelines.append(engine.timeline)
     return *times, timelines
 
@@ -102,7 +107,7 @@ def main() -> None:
         found = run_distributed(measure, ranks, kind, per_rank, hidden, pairs, timeout=900)
         mine, hand = ([max(steps) for steps in zip(*(rank[side] for rank in found), strict=True)] for side in (0, 1))
         ratio = median(one / other for one, other in zip(mine, hand, strict=True))
-        bubbles = [bubble([action for rank in found for action in rank[2][pair]]) for pair in range(pairs)]
+        bubbles = [bubble([action for rank in found for action in rank[2][step]]) for step in range(len(found[0][2]))]
         typical = Bubble(*(median(numbers) for numbers in zip(*bubbles, strict=True)))
         print(
             f"| {ranks} | {kind} | {hidden} | {median(hand) * 1e3:.1f} | {median(mine) * 1e3:.1f} | {ratio:.3f} "

@@ -1,8 +1,8 @@
 """Bytes that cross the boundaries of four pipeline stages with each micro-batch, against those of torch's own ``pipeline()``.
 
 Run ``python -m benchmarks.wire``; it prints a section for ``benchmarks/README.md``. Both sides train one batch of two
-micro-batches in train mode on four gloo processes through GPipe, with the same cuts, on torch's runtime; what each process gives
-``isend`` is counted. A send past a stage counts at every boundary that it crosses.
+micro-batches in train mode on four gloo processes through GPipe, with the same cuts, on torch's runtime; what each process
+gives ``isend`` is counted. A send past a stage counts at every boundary that it crosses.
 """
 
 from __future__ import annotations
