@@ -45,6 +45,8 @@ bench: setup
 gpu:
 	$(PYTHON_GPU) -m pytest -q -m gpu tests/gpu
 	$(PYTHON_GPU) -m benchmarks.gpu.step
+	$(PYTHON_GPU) -m benchmarks.gpu.checkpoint
+	$(PYTHON_GPU) -m benchmarks.gpu.stages
 	$(PYTHON_GPU) -m benchmarks.gpu.blocks
 
 clean:

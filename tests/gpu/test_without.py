@@ -1,0 +1,28 @@
+"""What the tests and benchmarks for GPUs are made of runs on CPUs too, so that it does not rot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import checkpoint, stages, step
+from benchmarks.gpu.timing import Sizes, table
+from slapo_core.testing import run_distributed
+
+from .test_ranks import beside_reference
+
+TINY = Sizes("cpu", vocabulary=64, hidden=32, heads=2, layers=4, batch=4, sequence=16, warm_up=1, rounds=2, in_a_row=1)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("layout", ["pp", "tp sequence", "fsdp"])
+def test_ranks_that_share_a_device(layout: str, tmp_path: Path) -> None:
+    for worst in run_distributed(beside_reference, 2, str(tmp_path / "store"), "gpt2", layout, "fp32", "cpu"):
+        assert max(worst.values()) < 1e-4, worst
+
+
+def test_benchmarks() -> None:
+    tables = [step.compare("bf16", 2, TINY), *(stages.compare(name, TINY) for name in stages.MODELS)]
+    tables.append(table("recomputed", checkpoint.steps_of(TINY), TINY))
+    assert all("engine" in found or "stages" in found or "checkpoint()" in found for found in tables)
