@@ -215,7 +215,7 @@ def places(model: nn.Module, batch: dict[str, Any], stages: int) -> list[str]:
     """
     model = copy.deepcopy(model)  # some change themselves when they run first
     for depth in range(4):
-        ran = _in_order(model, batch, set(_members(model, depth)))
+        ran = _in_order(model, batch, list(_members(model, depth)))
         if len(ran) >= stages:
             break
     assert len(ran) >= stages, f"{len(ran)} layers"
@@ -234,7 +234,7 @@ def _members(module: nn.Module, depth: int, prefix: str = "") -> Iterator[str]:
             yield path
 
 
-def _in_order(model: nn.Module, batch: dict[str, Any], paths: set[str]) -> list[str]:
+def _in_order(model: nn.Module, batch: dict[str, Any], paths: list[str]) -> list[str]:
     ends: list[str] = []
     hooks = [  # of what is in them too, for models that call their layers' forward
         module.register_forward_hook(lambda *_, path=path: ends.append(path))
