@@ -119,8 +119,12 @@ def counted_labels(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], t
     Returns:
         The smallest and the largest of both numbers over the micro-batches.
     """
-    names = {"labels"} | {name for part in parts for name, value in part.items() if ignored < 0 and _holds(value, ignored)}
-    wholes, rests = zip(*(_total([_count(part.get(name), ignored) for name in names]) for part in parts), strict=True)
+    asked = [(index, name) for index, part in enumerate(parts) for name in part if ignored < 0 or name == "labels"]
+    numbered = [(index, name) for index, name in asked if _is_numbers(parts[index][name])]
+    found = dict(zip(numbered, _counts([parts[index][name] for index, name in numbered], ignored), strict=True))
+    names = {"labels"} | {name for (_, name), (left_out, _, _) in found.items() if left_out}
+    counts = [[found.get((index, name), (0, 0, 0)) for name in names] for index in range(len(parts))]
+    wholes, rests = ([sum(each[kind] for each in row) for row in counts] for kind in (1, 2))
     return (min(wholes), min(rests)), (max(wholes), max(rests))
 
 
@@ -143,19 +147,18 @@ def _takes(module: nn.Module, name: str) -> bool:
     return name in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values())
 
 
-def _holds(value: Any, number: int) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_floating_point() and bool((value == number).any())
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
-def _total(counts: list[tuple[int, int]]) -> tuple[int, int]:
-    return sum(whole for whole, _ in counts), sum(rest for _, rest in counts)
-
-
-def _count(labels: Any, ignored: int) -> tuple[int, int]:
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() == 0:
-        return 0, 0
-    used = labels != ignored
-    return int(used.sum()), int(used[..., 1:].sum())
+def _counts(values: list[torch.Tensor], ignored: int) -> list[tuple[int, int, int]]:
+    """Of each how many are left out, enter, and enter without each row's first; the host waits for a device once."""
+    rows = []
+    for value in values:
+        used = value != ignored
+        entering = (used.sum(), used[..., 1:].sum()) if used.dim() else (used.new_zeros((), dtype=torch.int64),) * 2
+        rows.append(torch.stack([(~used).sum(), *entering]).to(values[0].device))
+    return [(left_out, whole, rest) for left_out, whole, rest in torch.stack(rows).tolist()] if rows else []
 
 
 def _has_rows(leaf: Any) -> bool:
