@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import agree, all_reduce, compare
+from slapo_core.agreement import agree, all_reduce, compare, mesh_groups
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
@@ -81,6 +81,8 @@ class TorchEngine(Engine):
         )
         self._plans: dict[Any, Any] = {}
         self._device = _device(program)
+        # of numbers that ranks compare: one rank by itself need not wait for its device to give them back
+        self._meeting = self._device if any(mesh_groups(program.mesh)) else torch.device("cpu")
         self.timeline: list[dict[str, Any]] = []
         self.grad_norm: float | None = None
         self._mine = tuple(stage.index for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp"))
@@ -272,7 +274,7 @@ class TorchEngine(Engine):
         low, high = ([*numbers, *[0] * (4 - len(numbers))] for numbers in mine)
         slots = self._slots(error is None) if facts is not None else []
         row = [error is not None, self._outdated, *high, *(-number for number in low), *slots]
-        largest = torch.tensor(row, dtype=torch.int64, device=self._device)
+        largest = torch.tensor(row, dtype=torch.int64, device=self._meeting)
         failed, self._outdated, *bounds = all_reduce(largest, self._mesh, dist.ReduceOp.MAX).tolist()
         if failed:
             agree(error, self._mesh)
@@ -340,7 +342,7 @@ class TorchEngine(Engine):
             of_loss = [0.0] * len(of_loss)
         numbers = [*of_loss, result.failure is not None, result.unused, unchecked, is_double]
         total, labels, told, losses, failures, unused, self._unchecked, doubles = all_reduce(
-            torch.tensor(numbers, dtype=torch.float64).to(self._device), self._mesh
+            torch.tensor(numbers, dtype=torch.float64).to(self._meeting), self._mesh
         ).tolist()
         self._unused = bool(unused)
         if failures:
