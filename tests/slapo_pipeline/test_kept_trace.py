@@ -13,6 +13,7 @@ from torch import nn
 from slapo_core.build import build_program
 from slapo_core.tracing import tracers
 from slapo_pipeline import flat_trace
+from slapo_pipeline.pipe_split import pipe_split
 
 from .staged import assert_same, cut
 
@@ -156,4 +157,19 @@ def test_a_step_of_the_schedule_between_is_seen(traces: list[nn.Module]) -> None
 def test_a_copy_of_the_schedule_is_traced_anew(traces: list[nn.Module]) -> None:
     schedule = copy.deepcopy(cut(Row(), X).pipeline(2))
     assert_same_as_a_copy(schedule.mod, schedule)
+    assert len(traces) == 2
+
+
+def test_a_cut_at_a_mark_is_found_in_a_trace_of_its_own(traces: list[nn.Module]) -> None:
+    class Marked(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            pipe_split()
+            return y * self.scale
+
+    model = Row()
+    model.blocks[3] = Marked()
+    schedule = cut(model, X).pipeline(2)
+    schedule["blocks.3"].cut_at_marks(0)
+    assert_same_as_a_copy(model, schedule)
     assert len(traces) == 2

@@ -18,7 +18,7 @@ Group = dist.ProcessGroup | None
 
 def mesh_groups(mesh: DeviceMesh | None, group: Group = None) -> Iterator[dist.ProcessGroup]:
     """The process groups of the mesh's axes, and ``group``; reducing over each in turn reduces over all ranks."""
-    axes = [mesh[axis].get_group() for axis in mesh.mesh_dim_names or ()] if mesh is not None else []
+    axes = [mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()] if mesh is not None else []
     return (each for each in [*axes, group] if each is not None and dist.get_world_size(each) > 1)
 
 

@@ -71,17 +71,17 @@ def _owners(program: Program | None) -> dict[str, int]:
 
 def _from_stage(parameter: torch.Tensor, read: Read, program: Program, rank: int) -> torch.Tensor | None:
     assert program.mesh is not None
-    pipeline = program.mesh["pp"]
-    full = over_group(parameter, read) if pipeline.get_local_rank() == rank else None
-    source = dist.get_global_rank(pipeline.get_group(), rank)
+    group = program.mesh.get_group("pp")
+    full = over_group(parameter, read) if dist.get_rank(group) == rank else None
+    source = dist.get_global_rank(group, rank)
     device = torch.device(program.mesh.device_type)
     present = torch.tensor(full is not None, dtype=torch.uint8, device=device)
-    dist.broadcast(present, source, group=pipeline.get_group())
+    dist.broadcast(present, source, group=group)
     if not present.item():
         return None
     shape = spec.full_shape if (spec := shard_spec(parameter)) else tuple(parameter.shape)
     buffer = full.contiguous() if full is not None else torch.empty(shape, dtype=parameter.dtype, device=device)
-    dist.broadcast(buffer, source, group=pipeline.get_group())
+    dist.broadcast(buffer, source, group=group)
     return buffer
 
 

@@ -99,13 +99,13 @@ class Program:
         """Number of ranks along a mesh axis; 1 where the mesh has no such axis."""
         if self.mesh is None or axis not in (self.mesh.mesh_dim_names or ()):
             return 1
-        return self.mesh[axis].size()
+        return self.mesh.get_group(axis).size()
 
     def axis_rank(self, axis: str) -> int:
         """This rank's coordinate along a mesh axis; 0 where the mesh has no such axis."""
         if self.mesh is None or axis not in (self.mesh.mesh_dim_names or ()):
             return 0
-        return self.mesh[axis].get_local_rank()
+        return self.mesh.get_local_rank(axis)
 
     def __call__(self, **batch: Any) -> Any:
         """Run all stages in turn in this process, for one micro-batch: the reference for every engine."""

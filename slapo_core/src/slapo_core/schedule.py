@@ -77,7 +77,7 @@ class Root:
     def mesh_group(self) -> dist.ProcessGroup | None:
         """The process group of the mesh's ``tp`` axis, if it has one."""
         has_axis = self.mesh is not None and "tp" in (self.mesh.mesh_dim_names or ())
-        return self.mesh["tp"].get_group() if self.mesh is not None and has_axis else None
+        return self.mesh.get_group("tp") if self.mesh is not None and has_axis else None
 
     def metadata_of(self, module: nn.Module) -> ScheduleMetadata:
         """The metadata of one module, made when first asked for."""

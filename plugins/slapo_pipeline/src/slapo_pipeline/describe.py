@@ -16,7 +16,7 @@ from slapo_core.schedule import Schedule
 from slapo_core.tracing.calls import function_name
 
 from .analysis import analyze_pipeline_module, generate_pipeline_partition
-from .traffic import Crossed, boundary_bytes
+from .traffic import Crossed, boundary_bytes, nbytes
 
 _SPACES = {"torch": torch, "F": F, "operator": operator}
 
@@ -115,12 +115,8 @@ def _values(values: Iterable[Boundary]) -> str:
 
 
 def _value(value: Boundary) -> str:
-    text = f"{value.name} {_kind(value.shape, value.dtype)} {_bytes(_nbytes(value))}"
+    text = f"{value.name} {_kind(value.shape, value.dtype)} {_bytes(nbytes(value))}"
     return text if value.requires_grad else f"{text}, no gradient"
-
-
-def _nbytes(value: Boundary) -> int:
-    return int(torch.Size(value.shape).numel()) * value.dtype.itemsize
 
 
 def _kind(shape: Iterable[int], dtype: torch.dtype) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from mmap import mmap
 from typing import Any
@@ -35,12 +35,12 @@ def trace_flat(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], 
 
 
 def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], apart: Collection[str]) -> TracedModule:
-    opened: set[str] = set()
+    tables: set[str] = set()
     with marked():
         try:
-            return trace_module(root, inputs, leaf=_leaf(cuts, apart, opened))
+            return trace_module(root, inputs, leaf=_leaf(cuts, apart, tables))
         except TraceError:
-            if not opened:
+            if not tables:
                 raise
             return trace_module(root, inputs, leaf=_leaf(cuts, apart, None))
 
@@ -126,18 +126,23 @@ def _is_inside(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def _leaf(cuts: Sequence[str], apart: Collection[str], opened: set[str] | None) -> Callable[[str, nn.Module], bool]:
-    """Which modules stay whole; paths of the tables that do not go to ``opened``, and without it they do."""
-    parents = {".".join(path.split(".")[:depth]) for path in cuts for depth in range(1, path.count(".") + 1)}
-    parents |= {path for path in cuts if is_at_mark(path)}
+def opened_by(cuts: Iterable[str]) -> set[str]:
+    """Paths of the modules that a trace for these cuts goes into: those around them, and those cut at a mark."""
+    parents = {path[:end] for path in cuts for end, letter in enumerate(path) if letter == "."}
+    return parents | {path for path in cuts if is_at_mark(path)}
+
+
+def _leaf(cuts: Sequence[str], apart: Collection[str], tables: set[str] | None) -> Callable[[str, nn.Module], bool]:
+    """Which modules stay whole; paths of the tables that do not go to ``tables``, and without it they do."""
+    parents = opened_by(cuts)
     ends = set(cuts) - parents
 
     def leaf(path: str, module: nn.Module) -> bool:
         if path in parents or (is_custom(module) and any(_is_inside(path, name) for name in apart)):
             return False
-        if path in ends or opened is None or not is_table(module):
+        if path in ends or tables is None or not is_table(module):
             return True
-        opened.add(path)
+        tables.add(path)
         return False
 
     return leaf

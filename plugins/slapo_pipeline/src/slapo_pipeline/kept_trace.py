@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 from slapo_core.tracing import TracedModule
 from slapo_core.tracing.regions import autocast_state
 from slapo_core.tracing.structures import Snapshot, fingerprint
+
+from .flat_trace import opened_by
 
 
 class KeptTrace:
@@ -25,22 +27,17 @@ class KeptTrace:
 
     def __init__(self, root: nn.Module, inputs: Mapping[str, Any], cuts: Iterable[str], flat: TracedModule) -> None:
         self._flat: TracedModule | None = flat
-        self._inputs, self._opened, self._facts = fingerprint(dict(inputs)), parents(cuts), _facts(root)
+        self._inputs, self._opened, self._facts = fingerprint(dict(inputs)), opened_by(cuts), _facts(root)
         self._contents = Snapshot([vars(module) for module in root.modules()])
 
     def take(self, root: nn.Module, inputs: Mapping[str, Any], cuts: Iterable[str]) -> TracedModule | None:
         """The trace, once; None where another model, call or depth would give another."""
         flat, self._flat = self._flat, None
-        same = self._opened == parents(cuts) and self._inputs == fingerprint(dict(inputs)) and self._facts == _facts(root)
+        same = self._opened == opened_by(cuts) and self._inputs == fingerprint(dict(inputs)) and self._facts == _facts(root)
         return flat if same and not self._contents.changed() else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model is traced anew."""
-
-
-def parents(paths: Iterable[str]) -> Collection[str]:
-    """Paths of all modules around these, without the root."""
-    return {path[:end] for path in paths for end, letter in enumerate(path) if letter == "."}
 
 
 def _facts(root: nn.Module) -> list[Any]:

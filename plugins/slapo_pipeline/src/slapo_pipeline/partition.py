@@ -50,7 +50,7 @@ def partition(schedule: Schedule) -> Program | None:
     if not places:
         return None
     mesh, root = schedule.mesh, schedule.root_module
-    ranks = mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else 1
+    ranks = pipeline_ranks(mesh) or 1
     if mesh is not None and (len(places) + 1) % ranks:
         cut = "1 cut makes" if len(places) == 1 else f"{len(places)} cuts make"
         raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; give each rank as many stages")
@@ -59,6 +59,11 @@ def partition(schedule: Schedule) -> Program | None:
         raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
     kept = schedule.metadata.primitives.pop(KEPT_TRACE, None)
     return Partitioner(root, places, mesh, kept).program(root.training, by_name(root, schedule.example_inputs))
+
+
+def pipeline_ranks(mesh: DeviceMesh | None) -> int | None:
+    """Size of the mesh's axis ``pp``; None without one."""
+    return mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None
 
 
 class Partitioner:
@@ -79,9 +84,11 @@ class Partitioner:
     def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
         """The program for a mode and for inputs like these; see ``Program.replan``.
 
-        What the graph has taken over from attributes of modules counts too: where one has changed, a new program is made.
+        Which parameters are trained counts too, as it decides what gradients cross, and so does what the graph has taken over
+        from attributes of modules: where one has changed, a new program is made.
         """
-        key = repr((training, torch.is_grad_enabled(), autocast_state(), fingerprint(dict(inputs))))
+        trained = bytes(parameter.requires_grad for parameter in self.root.parameters())
+        key = repr((training, torch.is_grad_enabled(), trained, autocast_state(), fingerprint(dict(inputs))))
         with _mode(self.root, training):
             known = self._programs.get(key)
             if known is None or known[1].changed(self.root):

@@ -20,7 +20,7 @@ from .arguments import apart, by_name
 from .costs import BALANCES
 from .cut_pipeline_stage import CutPipelineStagePrimitive, cuts
 from .kept_trace import KeptTrace
-from .partition import KEPT_TRACE
+from .partition import KEPT_TRACE, pipeline_ranks
 from .placing import placed, placed_at
 from .stage_table import StageTable
 
@@ -133,14 +133,8 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _ranks(schedule: Schedule) -> int | None:
-    """Size of the mesh's axis ``pp``; None without one."""
-    mesh = schedule.mesh
-    return mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None
-
-
 def _number(schedule: Schedule, stages: int | None) -> int:
-    number = _ranks(schedule) if stages is None else stages
+    number = pipeline_ranks(schedule.mesh) if stages is None else stages
     if number is None:
         raise _error(
             "give stages= or boundaries=, or create_schedule a mesh with an axis 'pp', one stage per rank of which is made"
@@ -152,7 +146,7 @@ def _number(schedule: Schedule, stages: int | None) -> int:
 
 
 def _check_shares(schedule: Schedule, number: int) -> None:
-    ranks = _ranks(schedule) or 1
+    ranks = pipeline_ranks(schedule.mesh) or 1
     if number % ranks:
         raise _error(
             f"{number} stages cannot be shared equally by the {ranks} ranks of the mesh's axis 'pp'; take a multiple of it"

@@ -14,7 +14,8 @@ from slapo_core.logger import get_logger
 
 from .balance import Placement, best_placement, placements
 from .costs import Costs
-from .kept_trace import KeptTrace, parents
+from .flat_trace import opened_by
+from .kept_trace import KeptTrace
 from .partition import Partitioner
 from .places import Units, blocks, is_member, taken_apart
 from .stage_table import PlacedStage, StageTable
@@ -198,7 +199,7 @@ def _too_few(stages: int, places: int) -> ScheduleError:
 def _refusal(units: Units, cuts: Sequence[int]) -> ScheduleError | TraceError | None:
     """Why the partitioner refuses, where it takes less of the model apart than it was for finding places."""
     paths = [units.paths[cut - 1] for cut in cuts]
-    if parents(paths) == parents(units.whole):
+    if opened_by(paths) == opened_by(units.whole):
         return None
     try:
         Partitioner(units.root, paths, None).program(units.root.training, units.inputs)

@@ -23,6 +23,7 @@ from slapo_core.tracing.structures import difference, fingerprint
 from ._torch_pipe import Name, StageCalls, flatten, stage_calls, unflatten
 from .arguments import apart, by_name
 from .cut_pipeline_stage import cuts
+from .partition import pipeline_ranks
 from .tree import divide, prune
 
 _TABLES = ("_parameters", "_buffers")
@@ -161,7 +162,7 @@ def _checked_calls(pipe: Any, schedule: Schedule) -> StageCalls:
     if schedule.example_inputs is None:
         raise BuildError("the stages of a Pipe run once; give create_schedule example_inputs=, one micro-batch")
     mesh = schedule.mesh
-    ranks = mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else 1
+    ranks = pipeline_ranks(mesh) or 1
     if mesh is not None and pipe.num_stages % ranks:
         raise BuildError(f"the Pipe has {pipe.num_stages} stages, but the mesh has pp={ranks}; give each rank as many stages")
     return stage_calls(pipe)

@@ -34,7 +34,8 @@ def build_stage(
         program: Made for inputs of the shapes of one micro-batch.
         stage: Index of the stage.
         device: Where it runs; its parameters are there already.
-        group: The pipeline's ranks, default all; the schedule says which of them runs which stage.
+        group: The pipeline's ranks; default: those of the mesh's axis ``pp``, or all where the program has no mesh. The
+            schedule says which of them runs which stage.
         output: What the schedule gets of the model's result, e.g. ``lambda result: result.loss``; a tensor or a tuple of
             tensors. Default: the result.
 
@@ -51,12 +52,19 @@ def build_stage(
         get_logger().warning("stage %d shares %s with other stages; %s", stage, ", ".join(map(repr, tied)), remedy)
     module = RunStage(this.module, last, output)
     sent = (
-        tuple(map(_meta, program.stages[stage + 1].inputs))
+        tuple(map(_like, program.stages[stage + 1].inputs))
         if not last
         else tuple(map(_like, module.results(_result(this.module))))
     )
-    received = tuple(map(_meta, this.inputs))
+    received = tuple(map(_like, this.inputs))
+    group = group or pipeline_group(program)
     return PipelineStage(module, stage, len(program.stages), torch.device(device), received, sent, group=group)
+
+
+def pipeline_group(program: Program) -> dist.ProcessGroup | None:
+    """The ranks of the mesh's axis ``pp``; None, which is all, without one."""
+    mesh = program.mesh
+    return mesh.get_group("pp") if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None
 
 
 class RunStage(nn.Module):
@@ -119,9 +127,5 @@ def _of_nodes(value: Any) -> Any:
     return value
 
 
-def _meta(value: Boundary) -> torch.Tensor:
+def _like(value: Boundary | torch.Tensor) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

@@ -21,12 +21,12 @@ class Crossed:
     @property
     def forward(self) -> int:
         """Bytes of the values."""
-        return sum(map(_nbytes, self.values))
+        return sum(map(nbytes, self.values))
 
     @property
     def backward(self) -> int:
         """Bytes of their gradients."""
-        return sum(_nbytes(value) for value in self.values if value.requires_grad)
+        return sum(nbytes(value) for value in self.values if value.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,6 @@ class Traffic:
     """
 
     boundaries: tuple[Crossed, ...]
-
-    @property
-    def total(self) -> int:
-        """Bytes over all boundaries, forward and backward."""
-        return sum(crossed.forward + crossed.backward for crossed in self.boundaries)
 
     def __str__(self) -> str:
         rows = [("stages", "forward", "backward", "values")]
@@ -65,5 +60,6 @@ def boundary_bytes(program: Program) -> Traffic:
     return Traffic(tuple(Crossed(stage.inputs) for stage in program.stages[1:]))
 
 
-def _nbytes(value: Boundary) -> int:
+def nbytes(value: Boundary) -> int:
+    """Bytes of one value."""
     return math.prod(value.shape) * value.dtype.itemsize
