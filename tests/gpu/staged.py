@@ -100,6 +100,9 @@ def _over(result: Tensors | None = None) -> Any:
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
+_left: list[Any] = []
+
+
 def join(rank: int, size: int, path: str) -> None:
     """Leave the default process group for one of this kind.
 
@@ -110,5 +113,6 @@ def join(rank: int, size: int, path: str) -> None:
     """
     if "staged" not in dist.Backend.backend_list:
         dist.Backend.register_backend("staged", Staged, devices=["cpu", "cuda"])
+    _left[:] = [dist.group.WORLD]  # closed now, it would fail ranks that still join it
     dist.destroy_process_group()
     dist.init_process_group("staged", store=dist.FileStore(path, size), rank=rank, world_size=size)
