@@ -216,6 +216,26 @@ def test_what_is_refused() -> None:
         program_of_pipe(pipe, create_schedule(model))
 
 
+class Counting(nn.Module):
+    """The last stage counts, the first reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.b(self.a(x) + self.count)
+        self.count.add_(1)
+        return result
+
+
+def test_a_buffer_that_one_stage_changes_and_another_reads_is_refused() -> None:
+    told = "'count' changes and is used by stages 0 and 1 of the Pipe, which have a copy each; split elsewhere"
+    with pytest.raises(BuildError, match=told):
+        program_of_pipe(*made(Counting(), {"x": torch.randn(4, WIDTH)}, split_spec={"b": SplitPoint.BEGINNING}))
+
+
 def test_build_takes_a_ready_pipe_once() -> None:
     model, inputs = Plain(), {"x": torch.randn(4, WIDTH)}
     schedule = create_schedule(model, example_inputs=inputs, plugins=Registry([slapo_pipeline.plugin]))

@@ -214,6 +214,7 @@ def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any
         torch.random.set_rng_state(state)
         boundaries: list[tuple[Boundary, ...]] = []
         sent: Any = ()
+        versions = {tensor: tensor._version for tensor in root.buffers()}
         for module in modules:
             boundaries.append(tuple(map(_boundary, module.received, sent)))
             try:
@@ -221,6 +222,7 @@ def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any
             except Exception as err:
                 what = f"stage {module.index} of the Pipe does not run on the example inputs, {str(err).partition(chr(10))[0]}"
                 raise BuildError(f"{what}; make the Pipe from inputs like these, or cut with the schedule alone") from err
+        _check_owners(root, modules, {id(tensor) for tensor, version in versions.items() if tensor._version != version})
     given = list(sent)
     if len(given) != len(leaves) or not all(map(_alike, given, leaves)):
         raise BuildError(
@@ -229,6 +231,17 @@ def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any
         )
     modules[-1].spec = spec
     return boundaries
+
+
+def _check_owners(root: nn.Module, modules: Sequence[PipeStage], changed: set[int]) -> None:
+    """Each process has buffers of its own: what one stage changes, no other may use."""
+    for name, tensor in root.named_buffers():
+        users = [module.index for module in modules if any(tensor is own for own in module.buffers())]
+        if id(tensor) in changed and len(users) > 1:
+            numbers = " and ".join(map(str, users))
+            raise BuildError(
+                f"{name!r} changes and is used by stages {numbers} of the Pipe, which have a copy each; split elsewhere"
+            )
 
 
 def _boundary(name: str, value: Any) -> Boundary:
