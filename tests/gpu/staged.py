@@ -100,9 +100,6 @@ def _over(result: Tensors | None = None) -> Any:
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
-_left: list[Any] = []
-
-
 def join(rank: int, size: int, path: str) -> None:
     """Leave the default process group for one of this kind.
 
@@ -113,6 +110,8 @@ def join(rank: int, size: int, path: str) -> None:
     """
     if "staged" not in dist.Backend.backend_list:
         dist.Backend.register_backend("staged", Staged, devices=["cpu", "cuda"])
-    _left[:] = [dist.group.WORLD]  # closed now, it would fail ranks that still join it
+    store = dist.FileStore(path, size)
+    store.set(f"joined {rank}", "")
+    store.wait([f"joined {other}" for other in range(size)])  # leaving now would fail those that still join the first
     dist.destroy_process_group()
-    dist.init_process_group("staged", store=dist.FileStore(path, size), rank=rank, world_size=size)
+    dist.init_process_group("staged", store=store, rank=rank, world_size=size)

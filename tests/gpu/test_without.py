@@ -15,6 +15,7 @@ from .test_ranks import beside_reference
 TINY = Sizes("cpu", vocabulary=64, hidden=32, heads=2, layers=4, batch=4, sequence=16, warm_up=1, rounds=2, in_a_row=1)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize("layout", ["pp", "tp sequence", "fsdp"])
 def test_ranks_that_share_a_device(layout: str, tmp_path: Path) -> None:
