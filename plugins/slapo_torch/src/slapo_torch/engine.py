@@ -198,7 +198,8 @@ class TorchEngine(Engine):
             prepared = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
         runner, parts, labels = prepared
         scale = self._loss_scale.value if training and self._loss_scale is not None else 1.0
-        share = Share(len(parts), self._labels.value, self._differs, scale)
+        is_all = len(parts) * self._program.axis_size("dp") == 1
+        share = Share(len(parts), self._labels.value, self._differs, scale, is_all)
         result = runner(parts, labels, share)
         result.unused += self._shards.num_unused() if training and self._shards is not None else 0
         loss = self._settle(result, training, share)

@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ._torch_private import nll_mean_of
+
 _LOSSES: tuple[Callable[..., Any], ...] = (F.cross_entropy, F.nll_loss)
 EQUAL_PARTS = "pad so that all have as many labels, or train with one micro-batch on one replica"
 """What to do about a loss that is no plain mean over labels."""
@@ -48,6 +50,12 @@ class CountedMeans(TorchFunctionMode):
     def behind(self, loss: torch.Tensor) -> Counted | None:
         """What this loss is a mean over; None where it is none of those noted, or more than one of them."""
         return next((counted for mean, counted in self._means if _same(mean, loss)), None)
+
+
+def told_by(loss: torch.Tensor) -> Counted | None:
+    """What a loss is a mean over, where it needs a gradient and itself is a ``cross_entropy`` or ``nll_loss``; else None."""
+    told = nll_mean_of(loss)
+    return Counted(*told) if told is not None else None
 
 
 def _counted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counted | None:
@@ -98,12 +106,14 @@ class Share(NamedTuple):
         unit: About as many labels as a micro-batch has, equal on all ranks.
         differs: Whether micro-batches or ranks have different numbers of labels, so that theirs have to be known.
         scale: What all is multiplied by beside, with fp16.
+        is_all: Whether there is no other micro-batch on any rank.
     """
 
     parts: int
     unit: float = 1.0
     differs: bool = False
     scale: float = 1.0
+    is_all: bool = False
 
     def of(self, loss: torch.Tensor, counted: Counted | None) -> torch.Tensor:
         """This share of a loss, which is a mean over ``counted`` labels."""

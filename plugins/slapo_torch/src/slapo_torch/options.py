@@ -38,8 +38,9 @@ class Options:
             step is left out, and doubled after 2000 steps without.
         clip: Largest gradient norm over all ranks; 0 is off.
         ignore_index: Label value that the loss leaves out; None takes it from ``loss_fn`` where that is a module or a
-            ``partial`` that has one, else -100. It is needed where a loss that is no ``cross_entropy`` or ``nll_loss``, and so
-            cannot be watched, leaves out another one: parts with different numbers of labels are refused then.
+            ``partial`` that has one, else -100. It is needed where a loss that is no plain ``cross_entropy`` or ``nll_loss``
+            leaves out another one: it has to be a mean over equal parts, and only by this value those are told that are not,
+            in the batch's ``labels``, and refused. Of the plain ones each part's labels are counted as they enter the loss.
         pipeline_schedule: One of ``schedules.KINDS``, or the path of a CSV file of ``torch.distributed.pipelining``, whose name
             ends in ``.csv``.
         data_parallel: ``"ddp"``: each replica keeps all of its parameters; ``"fsdp"``: of each parameter, its gradient and the
