@@ -6,7 +6,14 @@ import pytest
 
 from slapo_core.testing import run_distributed
 from tests.slapo_sharding.split_families import ALONG_REFUSED as REFUSED
-from tests.slapo_sharding.split_families import FAST, check_on_two_and_four_ranks, refusal
+from tests.slapo_sharding.split_families import (
+    FAST,
+    FAST_ALONG_ON_FOUR,
+    check,
+    check_on_two_and_four_ranks,
+    depth_of,
+    refusal,
+)
 from tests.slapo_sharding.test_tensor_parallel_families import SPLIT
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
@@ -18,6 +25,12 @@ EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for n
 @pytest.mark.parametrize("name", EACH)
 def test_with_and_without(name: str) -> None:
     check_on_two_and_four_ranks(name, (False, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ALLOWED if name in FAST and name not in FAST_ALONG_ON_FOUR])
+def test_along_the_sequence_on_four_ranks(name: str) -> None:
+    check(name, 4, (True,), depth_of(name))
 
 
 @pytest.mark.parametrize(
