@@ -19,6 +19,7 @@ from slapo_core.program import Boundary, Program
 
 from ._torch_pipelining import scheduled
 from .batches import Batch
+from .first_gradients import Extent, FirstGradients, extents
 from .means import Share
 from .options import Options
 from .replicas import Replicas
@@ -58,6 +59,8 @@ class RunningStage(PipelineStage):
         self._replicas = replicas
         self._receiving: dict[tuple[str, int], float] = {}
         self._whole: set[int] = set()
+        self._first: FirstGradients | None = None
+        self._given: dict[int, list[Extent]] = {}
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
@@ -91,6 +94,9 @@ class RunningStage(PipelineStage):
             # without having been accumulated in a leaf they lie in memory as the backward left them
             gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(value if value is None else value.contiguous() for value in gradients)
+            self._given[bwd_chunk_id] = extents(self.bwd_cache[bwd_chunk_id])
+            if full:
+                self._separate(bwd_chunk_id)
 
         self._attempt("B" if full_backward else "I", bwd_chunk_id, attempt)
         if self.result.failure is not None:
@@ -102,9 +108,14 @@ class RunningStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the second part of a backward, which gives the gradients of the stage's parameters; none where all is done."""
         run = super().backward_weight_one_chunk
+
+        def attempt() -> None:
+            if bwd_chunk_id not in self._whole:
+                run(bwd_chunk_id, last_backward)
+                self._separate(bwd_chunk_id)
+
         if self.has_backward:
-            is_done = bwd_chunk_id in self._whole
-            self._attempt("W", bwd_chunk_id, lambda: None if is_done else run(bwd_chunk_id, last_backward))
+            self._attempt("W", bwd_chunk_id, attempt)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What receives the activations of a micro-batch."""
@@ -133,9 +144,20 @@ class RunningStage(PipelineStage):
         if (start := self._receiving.pop((kind, microbatch), None)) is not None:
             self.result.record(self.stage_index, kind, microbatch, start)
 
+    def begin(self, feed: list[dict[str, Any]], training: bool, result: StepResult) -> None:
+        """Begin a step with what its micro-batches give this stage; the parameters have no gradients."""
+        self.feed, self.result = feed, result
+        self._first = FirstGradients(self.submod) if training else None
+
+    def _separate(self, microbatch: int) -> None:
+        """Behind a backward; the gradients of the stage's inputs may not have been sent, or used, yet."""
+        assert self._first is not None
+        self._first.separate(self._given.pop(microbatch))
+
     def clear_runtime_states(self) -> None:
         """Forget what an earlier step left, one that broke off as well."""
         super().clear_runtime_states()
+        self._given.clear()
         self._receiving.clear()
         self._whole.clear()
         self.backward_state.clear()
@@ -189,7 +211,7 @@ class StagePlan:
         self.program = program
         self._training = training
         replicas = replicas if training else None
-        self._call = replicas is not None
+        self._passes_call = replicas is not None
         result = StepResult()
         calls = [_call(program, index, options) for index in mine]
         self._calls = dict(zip(mine, calls, strict=True))
@@ -206,16 +228,16 @@ class StagePlan:
         result = StepResult(counted=counted[0] if counted else [])
         for stage in self._stages:
             names = self.program.stages[stage.stage_index].batch_inputs
-            call = {"call": self._calls[stage.stage_index]} if self._call else {}
-            stage.result = result
-            stage.feed = [
+            call = {"call": self._calls[stage.stage_index]} if self._passes_call else {}
+            feed = [
                 {"batch": {name: part[name] for name in names if name in part}, "labels": label, **call}
                 for part, label in zip(parts, labels, strict=True)
             ]
+            stage.begin(feed, self._training, result)
         with torch.set_grad_enabled(self._training):
             self._schedule.step(target=self._targets if self._training else None, return_outputs=False)
         for stage in self._stages:
-            stage.feed = []
+            stage.begin([], False, result)
             stage.clear_runtime_states()
         return result
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .batches import Batch
+from .first_gradients import FirstGradients
 from .means import Counted, Share
 from .replicas import Replicas
 from .stage_call import StageCall
@@ -56,6 +57,7 @@ def run_whole(
     """
     result = StepResult(counted=call.begin(share))
     replicas = replicas if training else None
+    first = FirstGradients(call.module) if training else None
     for index, (part, label) in enumerate(zip(parts, labels, strict=True)):
         waits = replicas is not None and index + 1 < len(parts)
         try:
@@ -64,7 +66,7 @@ def run_whole(
                 walk.microbatch(training) if walk is not None else nullcontext(),
             ):
                 if result.failure is None:
-                    _run_one(call, index, {"batch": part, "labels": label}, training, replicas, result)
+                    _run_one(call, index, {"batch": part, "labels": label}, first, replicas, result)
         except Exception as err:
             result.failure = result.failure or err
     if replicas is not None:
@@ -73,14 +75,20 @@ def run_whole(
 
 
 def _run_one(
-    call: StageCall, index: int, inputs: dict[str, Any], training: bool, replicas: Replicas | None, result: StepResult
+    call: StageCall,
+    index: int,
+    inputs: dict[str, Any],
+    first: FirstGradients | None,
+    replicas: Replicas | None,
+    result: StepResult,
 ) -> None:
     start = time.time()
-    with torch.set_grad_enabled(training):
+    with torch.set_grad_enabled(first is not None):
         loss = call(**inputs) if replicas is None else replicas.run(call, **inputs)
     result.record(0, "F", index, start)
-    if training:
+    if first is not None:
         start = time.time()
         loss.backward()
+        first.separate()
         result.record(0, "B", index, start)
     result.losses.append(loss.detach())

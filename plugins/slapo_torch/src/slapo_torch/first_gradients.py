@@ -1,0 +1,67 @@
+"""The first gradients of a step, each in memory of its own.
+
+Autograd and the runtime of pipelines keep a parameter's first gradient as the backward made it. That may be the same memory as
+another parameter's, or as the gradient a stage still has to send; what later micro-batches add to one would go to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+Extent = tuple[str, int, int]
+"""Where a tensor lies: its device, and the addresses of its first byte and behind its last."""
+
+
+def extents(tensors: Iterable[torch.Tensor | None]) -> list[Extent]:
+    """Where tensors lie, those that have elements."""
+    return [_extent(tensor) for tensor in tensors if tensor is not None and _is_plain(tensor)]
+
+
+class FirstGradients:
+    """Finds the gradients that parameters get in one step.
+
+    Args:
+        module: Has the parameters, without gradients.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._waiting = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def separate(self, kept: Iterable[Extent] = ()) -> None:
+        """After a backward: copy the new gradients that share memory, with each other, with ``kept``, or in themselves."""
+        new = [parameter for parameter in self._waiting if parameter.grad is not None]
+        if not new:
+            return
+        self._waiting = [parameter for parameter in self._waiting if parameter.grad is None]
+        found = [(_extent(p.grad), p) for p in new if p.grad is not None and _is_plain(p.grad)]
+        places: list[tuple[Extent, nn.Parameter | None]] = [*found, *((extent, None) for extent in kept)]
+        group: list[nn.Parameter | None] = []
+        device, end = "", 0
+        for extent, parameter in sorted(places, key=lambda place: place[0]):
+            if extent[0] != device or extent[1] >= end:
+                _copy(group)
+                group, (device, _, end) = [], extent
+            group.append(parameter)
+            end = max(end, extent[2])
+        _copy(group)
+
+
+def _copy(group: list[nn.Parameter | None]) -> None:
+    """Let the gradients of parameters that lie in one piece of memory have each its own."""
+    for parameter in group:
+        if parameter is not None and (gradient := parameter.grad) is not None:
+            _, start, end = _extent(gradient)
+            if len(group) > 1 or end - start < gradient.nbytes:
+                parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
+def _extent(tensor: torch.Tensor) -> Extent:
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel() > 0
