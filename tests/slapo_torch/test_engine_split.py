@@ -41,5 +41,14 @@ def test_reentrant_checkpoints_cannot_be_split(reentrant: bool, expected: bool) 
     assert can_split((checkpoint(layer, x, use_reentrant=reentrant).tanh(),), (x,)) is expected
 
 
+def test_a_hook_that_waits_for_an_accumulated_gradient_is_called_where_a_backward_runs_whole() -> None:
+    x, layer = torch.randn(2, 4, requires_grad=True), nn.Linear(4, 4)
+    assert can_split((layer(x).tanh(),), (x,))
+    handle = layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert not can_split((layer(x).tanh(),), (x,))
+    handle.remove()
+    assert can_split((layer(x).tanh(),), (x,))
+
+
 def test_what_was_received_without_a_gradient_leads_nowhere() -> None:
     assert not can_split((torch.ones(2, 2) @ nn.Parameter(torch.ones(2, 2)),), (torch.ones(2, 2),))

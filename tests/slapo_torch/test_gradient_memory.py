@@ -109,6 +109,21 @@ def test_what_is_sent_stays_as_it_is() -> None:
     assert run_distributed(_sent, 2) == [[], [True] * 4]
 
 
+def _hooked(rank: int) -> list[int]:
+    """How often a hook is called that waits for the gradient of each parameter of this rank, in one step."""
+    _, engine = _engine(_model(2), 2, torch.randn(4, 2, 3), pipeline_schedule="zero_bubble")
+    calls = {name: 0 for name, _ in engine.module.named_parameters()}
+    for name, parameter in engine.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update({name: calls[name] + 1}))
+    engine.train_batch(input=torch.randn(4, 2, 3), labels=torch.randn(4, 2, 3))
+    return [*calls.values()]
+
+
+@pytest.mark.multiproc
+def test_hooks_of_parameters_are_called() -> None:
+    assert run_distributed(_hooked, 2) == [[4] * 2, [4] * 8]
+
+
 @pytest.mark.multiproc
 def test_a_model_in_one_piece() -> None:
     for worst in run_distributed(_differences, 1, 1, 3, {}):

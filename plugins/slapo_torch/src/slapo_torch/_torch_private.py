@@ -34,3 +34,8 @@ def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
 
 _MEAN = 1
 """How torch numbers ``reduction="mean"``."""
+
+
+def awaits_accumulation(parameter: torch.Tensor) -> bool:
+    """Whether hooks of ``register_post_accumulate_grad_hook`` wait for the parameter's gradient."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

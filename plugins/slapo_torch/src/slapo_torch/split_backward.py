@@ -4,7 +4,8 @@
 what it received, and keeps the gradients that arrive at those which parameters feed. From these it computes the parameters'
 gradients later. One that feeds no such node, or gives something else besides, would get none or not all; one that feeds
 several may get it twice, or not at all because an earlier part has freed what is needed. A reentrant checkpoint gives its
-parameters their gradients on the way, and only where a backward runs whole.
+parameters their gradients on the way, and only where a backward runs whole; and only there hooks that wait for a parameter's
+gradient to have been accumulated are called.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from collections.abc import Iterable
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from ._torch_private import awaits_accumulation
+
 _REENTRANT = "CheckpointFunctionBackward"
 
 
 def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> bool:
     """Whether each parameter behind the outputs feeds what was received at one node alone, and nothing else; with no
-    reentrant checkpoint on the way.
+    reentrant checkpoint on the way, and no hook that waits for an accumulated gradient.
 
     Args:
         outputs: What the stage gives, or its loss.
@@ -30,6 +33,8 @@ def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor])
     between = {_node(tensor) for tensor in received if tensor.requires_grad}
     graph = _children_first(roots)
     if any(node.name() == _REENTRANT for node in graph):
+        return False
+    if any(awaits_accumulation(parameter) for node in graph if (parameter := getattr(node, "variable", None)) is not None):
         return False
     users: dict[Node, list[Node]] = defaultdict(list)
     for node, children in graph.items():
