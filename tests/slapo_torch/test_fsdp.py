@@ -353,6 +353,36 @@ def test_precisions_are_those_of_ddp(precision: str, dtype: torch.dtype, near: f
     assert max(run_distributed(_in_precision, 2, precision, dtype)) < near
 
 
+def _hooked(rank: int) -> list[Any]:
+    """Per step: calls of hooks of both kinds, that come and go between steps, with ddp and with fsdp; and gradients' sums."""
+    found = []
+    for kind in ("ddp", "fsdp"):
+        _, engine = _engine(nn.Sequential(model := nn.Linear(8, 2), nn.Linear(2, 1)), 2, data_parallel=kind)
+        calls: list[str] = []
+        kept = model.bias.register_hook(lambda gradient, calls=calls: calls.append("before"))
+        for step in range(4):
+            calls.append(str(step))
+            if step == 1:
+                last = model.bias.register_post_accumulate_grad_hook(lambda parameter, calls=calls: calls.append("behind"))
+                model.weight.register_hook(lambda gradient: gradient * 0)
+            if step == 2:
+                kept.remove()
+            if step == 3:
+                last.remove()
+            batch = _stack_batch(rank)
+            engine.train_batch(input=batch["x"], labels=batch["labels"])
+            assert model.weight.grad is not None
+            calls.append(str(bool(model.weight.grad.any())))
+        found.append(calls)
+    return found
+
+
+def test_hooks_that_come_and_go_between_steps() -> None:
+    for ddp, fsdp in run_distributed(_hooked, 2):
+        assert fsdp == "0 before True 1 before behind False 2 behind False 3 False".split()
+        assert ddp == fsdp
+
+
 class Scaled(nn.Module):
     """A whole weight meets values that are sharded."""
 

@@ -48,18 +48,24 @@ class Sharded:
             assert self.whole is not None
             assert spec is not None
             vars(self.whole).update(vars(successor(self.local, self.local.detach(), spec=spec.inner)))
-            for table in _HOOKS:
-                if hooks := getattr(self.local, table, None):
-                    setattr(self.whole, table, hooks.copy())
+            self._take_hooks()
         return self.whole
+
+    def _take_hooks(self) -> None:
+        for table in _HOOKS:
+            hooks = getattr(self.local, table, None)
+            if getattr(self.whole, table, None) is not hooks:
+                setattr(self.whole, table, hooks)
 
     def note_use(self) -> None:
         """Remember whether it has a gradient now."""
         self.is_used = self.is_used or (self.whole is not None and self.whole.grad is not None)
 
     def begin(self) -> None:
-        """Begin a step: it is trained if what the model has is."""
+        """Begin a step: it is trained, and has the hooks, as what the model has."""
         self.is_used = False
+        if self.whole is not None:
+            self._take_hooks()
         if self.sharded.requires_grad != self.local.requires_grad:
             self.sharded.requires_grad_(self.local.requires_grad)
 
