@@ -16,13 +16,11 @@ class Kind:
         runtime: Its class in ``torch.distributed.pipelining``; empty for one that a file gives.
         stages_per_rank: How many stages a rank has; None for any number.
         folded: Whether the stages run down the ranks and back up, so that the first rank has the last stage as well.
-        splits: Whether backwards are split: first the gradients of a stage's inputs, later those of its weights.
     """
 
     runtime: str
     stages_per_rank: int | None = None
     folded: bool = False
-    splits: bool = False
 
 
 KINDS = {
@@ -30,9 +28,9 @@ KINDS = {
     "gpipe": Kind("ScheduleGPipe", 1),
     "interleaved": Kind("ScheduleInterleaved1F1B"),
     "looped_bfs": Kind("ScheduleLoopedBFS"),
-    "zero_bubble": Kind("ScheduleInterleavedZeroBubble", splits=True),
-    "zbv": Kind("ScheduleZBVZeroBubble", 2, folded=True, splits=True),
-    "dualpipev": Kind("ScheduleDualPipeV", 2, folded=True, splits=True),
+    "zero_bubble": Kind("ScheduleInterleavedZeroBubble"),
+    "zbv": Kind("ScheduleZBVZeroBubble", 2, folded=True),
+    "dualpipev": Kind("ScheduleDualPipeV", 2, folded=True),
 }
 
 
