@@ -104,7 +104,7 @@ class TorchEngine(Engine):
         self._unchecked: torch.Tensor | int = 0
         self._scale = 1.0
         try:
-            compare([f"data_parallel={options.data_parallel!r} with fsdp_units={options.fsdp_units}"], program.mesh)
+            compare(options.agreed(), program.mesh)
             self._holdings.check_same_start()
             if options.data_parallel == "fsdp" and program.axis_size("dp") > 1:
                 self._together(self._prepare_shards)

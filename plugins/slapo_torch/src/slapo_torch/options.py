@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from slapo_core.errors import BuildError, UnknownNameError
 
-from .schedules import kind_of
+from .schedules import is_file, kind_of
 from .updates import is_rate_or_factory
 
 IGNORE_INDEX = -100
@@ -62,6 +64,20 @@ class Options:
     data_parallel: str = "ddp"
     fsdp_units: Sequence[str] | None = None
     record_timeline: bool = False
+
+    def agreed(self) -> list[str]:
+        """What has to be the same on all ranks, beside what ``build`` compares already."""
+        schedule = f"pipeline_schedule={self.pipeline_schedule!r}"
+        if is_file(self.pipeline_schedule):  # each rank may have it elsewhere
+            schedule = f"a pipeline_schedule of crc {zlib.crc32(Path(self.pipeline_schedule).read_bytes()):#x}"
+        given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
+        return [
+            f"data_parallel={self.data_parallel!r} with fsdp_units={self.fsdp_units}",
+            schedule,
+            f"loss_scale={float(self.loss_scale)}",
+            f"ignore_index={self.ignored_label}",
+            *(f"no {name}" if value is None else name for name, value in given.items()),
+        ]
 
     @property
     def ignored_label(self) -> int:
