@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
+import slapo_pipeline.plugin
 import slapo_torch.plugin
 from slapo_core.build import build
 from slapo_core.errors import BuildError
@@ -22,6 +23,7 @@ from slapo_core.testing import run_distributed
 
 from .layouts import adamw, gpt2, mesh_of, my_part, scheduled, tokens
 
+CUT = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
 
 
@@ -193,3 +195,57 @@ def test_fp16_leaves_out_steps_that_overflow_and_stays_near_fp32(layout: dict[st
         assert scales[0] == 2.0**29
         assert unchanged == [True] * (len(scales) - 1) + [False]
         assert max(differences) < 5e-2
+
+
+class Two(nn.Module):
+    """Two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh())
+
+
+def _unfrozen_late(rank: int, kind: str, path: Path | None) -> tuple[float, float, float]:
+    """The learning rate, what it would be in one process, and the largest difference of this rank's weights."""
+    mesh = mesh_of(pp=2)
+    torch.manual_seed(0)
+    reference = Two()
+    reference.a.requires_grad_(False)
+
+    def built(model: nn.Module) -> Any:
+        schedule = create_schedule(model, mesh=mesh, example_inputs={"x": X[:4]}, plugins=CUT)
+        schedule["a"].cut_pipeline_stage()
+        options: dict[str, Any] = {"lr_scheduler": SCHEDULES[kind], "loss_fn": F.cross_entropy, "microbatches": 2}
+        return build(schedule, "torch", optimizer=adamw, **options)
+
+    engine = built(model := copy.deepcopy(reference))
+    optimizer = adamw(reference.parameters())
+    rate = SCHEDULES[kind](optimizer)
+    for step in range(5):
+        if step == 2 and path is not None:
+            engine.save(path)
+            engine = built(model := copy.deepcopy(reference))
+            engine.load(path)
+        if step == 3:
+            model.requires_grad_(True)
+            reference.requires_grad_(True)
+        optimizer.zero_grad()
+        expected = F.cross_entropy(reference(X), Y)
+        expected.backward()
+        optimizer.step()
+        rate.step(expected.item()) if kind == "plateau" else rate.step()
+        engine.train_batch(x=X, labels=Y)
+    wanted = dict(reference.named_parameters())
+    worst = max(float((wanted[name] - found).abs().max()) for name, found in engine.module.named_parameters())
+    return engine.optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["lr"], worst
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("kind", "resumes"), [("one cycle", False), ("plateau", True)])
+def test_a_rank_that_trains_late_joins_the_schedule_where_the_others_are(kind: str, resumes: bool, tmp_path: Path) -> None:
+    for found, expected, worst in run_distributed(_unfrozen_late, 2, kind, tmp_path if resumes else None):
+        assert found == pytest.approx(expected)
+        assert worst < 1e-5

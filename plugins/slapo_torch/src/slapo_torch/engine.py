@@ -28,7 +28,7 @@ from .replicas import Replicas, check_dense
 from .schedules import for_rows, kind_of
 from .stage_call import StageCall, precision
 from .step import StepResult, run_whole
-from .updates import LossScale, Progress, adopted, check_elementwise, scheduled_rate, step_rate
+from .updates import LossScale, MissedSteps, Progress, adopted, check_elementwise, scheduled_rate, step_rate
 
 if TYPE_CHECKING:
     from .fsdp import ShardedReplicas
@@ -54,7 +54,8 @@ class TorchEngine(Engine):
     """Trains or evaluates this rank's stages, or the whole model.
 
     Parameters may be frozen and unfrozen between steps, alike on all ranks that hold them; the optimizer is told of unfrozen
-    ones by ``add_param_group``. On a rank that had none to train it is made of them in the next step.
+    ones by ``add_param_group``. On a rank that had none to train it is made of them in the next step, and its learning rate's
+    schedule is brought to where those of the other ranks are.
 
     Every method is collective over the mesh. An error on one rank is raised on all of them, and the engine can go on with
     the next batch; after one in the optimizer's step, though, the other ranks have stepped: load a checkpoint. An error in the
@@ -89,6 +90,7 @@ class TorchEngine(Engine):
         self.module: nn.Module = merged([program.stages[index].module for index in self._mine])
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
+        self._missed = MissedSteps()
         self._loss_scale = LossScale(options.loss_scale, program.mesh) if options.precision == "fp16" else None
         self._holdings = Holdings(program, self.module)
         self._replicas: Replicas | None = None
@@ -160,7 +162,8 @@ class TorchEngine(Engine):
         load_checkpoint(path, self._program, self.module, self.optimizer, self._progress())
 
     def _progress(self) -> Progress:
-        return Progress(self.lr_scheduler, self._loss_scale, self._labels)
+        waits = self._options.lr_scheduler is not None and self.lr_scheduler is None
+        return Progress(self._missed if waits else self.lr_scheduler, self._loss_scale, self._labels)
 
     def close(self) -> None:
         """Take the engine's hooks off the parameters and forget its plans; it only evaluates and saves from now on."""
@@ -396,6 +399,8 @@ class TorchEngine(Engine):
         if self.optimizer is not None:
             self.optimizer.step()
             step_rate(self.lr_scheduler, loss)
+        elif self._options.lr_scheduler is not None:
+            self._missed.add(loss)
 
     def _make_replicas(self) -> None:
         self._release()
@@ -435,7 +440,9 @@ class TorchEngine(Engine):
         if self._shards is not None:
             check_elementwise(made)
         if self._options.lr_scheduler is not None:
-            self.lr_scheduler = scheduled_rate(self._options.lr_scheduler, made)
+            rate = scheduled_rate(self._options.lr_scheduler, made)
+            self._missed.catch_up(rate)
+            self.lr_scheduler = rate
         self.optimizer = made
 
 

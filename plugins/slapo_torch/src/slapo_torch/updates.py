@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -89,6 +90,33 @@ def step_rate(schedule: Any, loss: float) -> None:
         schedule.step()
 
 
+class MissedSteps:
+    """Steps of the learning rate's schedule on a rank that has nothing to train yet, by the loss of each."""
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+
+    def add(self, loss: float) -> None:
+        """Note a step."""
+        self._losses.append(loss)
+
+    def catch_up(self, schedule: Any) -> None:
+        """Bring a new schedule to where those of the other ranks are."""
+        with warnings.catch_warnings():  # the new optimizer has not stepped, and torch takes that for a mistake
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            for loss in self._losses:
+                step_rate(schedule, loss)
+        self._losses.clear()
+
+    def state(self) -> list[float]:
+        """What a checkpoint keeps."""
+        return list(self._losses)
+
+    def put(self, state: list[float]) -> None:
+        """Go on from ``state``."""
+        self._losses = list(state)
+
+
 def is_rate_or_factory(given: Any) -> bool:
     """Whether this can be given as ``lr_scheduler``."""
     return _is_rate(given) or callable(given)
@@ -142,7 +170,7 @@ class Progress:
     """What a checkpoint keeps of the learning rate's schedule, the loss scale, and the number of labels.
 
     Args:
-        rate: A schedule of torch, or None.
+        rate: A schedule of torch, or the steps that one is yet to make, or None.
         scale: The loss scale, or None.
         labels: Of a micro-batch.
     """
@@ -150,7 +178,9 @@ class Progress:
     def __init__(self, rate: Any, scale: LossScale | None, labels: LabelCount) -> None:
         self._parts: dict[str, tuple[Any, Callable[[], Any], Callable[[Any], Any]]] = {}
         self._parts["number of labels"] = (labels, labels.state, labels.put)
-        if rate is not None:
+        if isinstance(rate, MissedSteps):
+            self._parts["learning-rate schedule"] = (rate, rate.state, rate.put)
+        elif rate is not None:
             self._parts["learning-rate schedule"] = (rate, rate.state_dict, rate.load_state_dict)
         if scale is not None:
             self._parts["loss scale"] = (scale, scale.state, scale.put)
