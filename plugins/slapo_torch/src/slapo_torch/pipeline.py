@@ -119,10 +119,12 @@ class RunningStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What receives the activations of a micro-batch."""
+        _renew(self.args_recv_info[fwd_chunk_id])
         return self._begun("RECV_F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """What receives the gradients of a micro-batch."""
+        _renew(self.grad_recv_info[bwd_chunk_id])
         return self._begun("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -240,6 +242,13 @@ class StagePlan:
             stage.begin([], False, result)
             stage.clear_runtime_states()
         return result
+
+
+def _renew(received: tuple[Any, ...]) -> None:
+    """Give what is received memory of its own in every step: a model may keep a value, or put a hook on it."""
+    for info in received:
+        if info.buffer is not None:
+            info.buffer = torch.empty_like(info.buffer, requires_grad=info.buffer.requires_grad)
 
 
 def _call(program: Program, index: int, options: Options) -> StageCall:
