@@ -112,6 +112,7 @@ class TorchEngine(Engine):
                 self._together(self._prepare_shards)
                 self._holdings.release_others()
                 self._together(self._shard)
+                self._together(self._begin_shards)
             self._together(self._make_optimizer)
             self._holdings.release_others()
             self._together(self._make_replicas)
@@ -172,6 +173,8 @@ class TorchEngine(Engine):
 
     def _release(self) -> None:
         self._plans.clear()
+        if self._shards is not None:
+            self._shards.follow(())
         if self._replicas is not None:
             self._replicas.close()
             self._replicas = None
@@ -253,10 +256,10 @@ class TorchEngine(Engine):
         plan: StagePlan | None = self._plans.get(key)
         if plan is None or plan.program is not program:
             plan = self._plans[key] = StagePlan(program, self._options, schedule, self._mine, training, self._replicas)
-            dropped = self._plans.pop(next(iter(self._plans))) if len(self._plans) > _KEPT_PLANS else None
+            if len(self._plans) > _KEPT_PLANS:
+                self._plans.pop(next(iter(self._plans)))
             if self._shards is not None:
-                self._shards.follow(stage.module for stage in program.stages)
-                self._shards.forget(stage.module for stage in dropped.program.stages) if dropped is not None else None
+                self._shards.follow(stage.module for each in self._plans.values() for stage in each.program.stages)
         inputs = fingerprint([stage.inputs for stage in plan.program.stages])
         self._facts = _Facts([*self._facts.low, inputs], [*self._facts.high, inputs])
         return plan.run
@@ -424,9 +427,12 @@ class TorchEngine(Engine):
     def _shard(self) -> None:
         from .fsdp import ShardedReplicas  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
 
+        self._shards = ShardedReplicas(self._program, self.module, self._options.fsdp_units)
+
+    def _begin_shards(self) -> None:
         given = self._options.optimizer
-        groups = given.param_groups if isinstance(given, torch.optim.Optimizer) else []
-        self._shards = ShardedReplicas(self._program, self.module, self._options.fsdp_units, groups)
+        assert self._shards is not None
+        self._shards.begin(given.param_groups if isinstance(given, torch.optim.Optimizer) else ())
         self._holdings = Holdings(self._program, self.module)
 
     def _make_optimizer(self) -> None:

@@ -30,13 +30,13 @@ class ShardedReplicas:
     gradients reduced behind the last backward. A model in one piece gathers and reduces each unit as it runs. Whatever a
     replica does with a batch, and whether it fails, all send the same messages.
 
-    Between steps the model has plain tensors, with specs that say which rows of which parts they are.
+    Between steps the model has plain tensors, with specs that say which rows of which parts they are. Until ``begin`` it is as
+    it was, so that all ranks can first see that none ran out of memory, say.
 
     Args:
         program: The program; its mesh has an axis ``dp``.
         module: This rank's stages.
         patterns: ``Options.fsdp_units``.
-        groups: Of an optimizer that has this rank's parameters, and gets what takes their places.
 
     Attributes:
         walk: Gathers the units of a model in one piece; None where all are gathered for the whole step.
@@ -47,7 +47,6 @@ class ShardedReplicas:
         program: Program,
         module: nn.Module,
         patterns: Sequence[str] | None = None,
-        groups: Iterable[dict[str, Any]] = (),
     ) -> None:
         mesh = program.mesh
         assert mesh is not None
@@ -56,32 +55,45 @@ class ShardedReplicas:
         dealt = deal(program.module, unit_paths(program.module, patterns), {id(each) for each in module.parameters()})
         self._others = [p for parameters in dealt.values() for p in parameters if not can_shard(p)]
         self._units: list[Unit] = []
-        self._trees: list[nn.Module] = []
-        olds: dict[int, Sharded] = {}
+        self._olds: dict[int, Sharded] = {}
         for path, parameters in dealt.items():
             if some := [parameter for parameter in parameters if can_shard(parameter)]:
                 self._units.append(unit := Unit(path, some, mesh, everyone))
-                olds |= {id(old): each for old, each in zip(some, unit.members, strict=True)}
-        self._find_places([program.module, module, *(stage.module for stage in program.stages)], olds)
+                self._olds |= {id(old): each for old, each in zip(some, unit.members, strict=True)}
+        self._program = program
+        self._own = [program.module, module, *(stage.module for stage in program.stages)]
+        self._trees = self._own
+        self._walked = [unit for unit in self._units if unit.path] if len(program.stages) == 1 else []
+        self._lasting = [unit for unit in self._units if unit not in self._walked]
+        self.walk: Walk | None = None
+        self._has_begun = self._is_running = False
+        self._guard: RemovableHandle | None = None
+
+    def begin(self, groups: Iterable[dict[str, Any]] = ()) -> None:
+        """Give the model its rows.
+
+        Args:
+            groups: Of an optimizer that has this rank's parameters, and gets what takes their places.
+        """
+        self._has_begun, olds, root = True, self._olds, self._program.module
+        self._find_places(self._own, olds)
         self._put("local")
         for group in groups:
             found = [(parameter, olds.get(id(parameter))) for parameter in group["params"]]
             group["params"] = [parameter if each is None else each.local for parameter, each in found]
-        walked = [unit for unit in self._units if unit.path] if len(program.stages) == 1 else []
-        self.walk = Walk(program.module, walked, is_watched=program.axis_size("tp") > 1) if walked else None
-        self._lasting = [unit for unit in self._units if unit not in walked]
-        self._is_running = False
-        self._guard: RemovableHandle | None = None
-        if len(program.stages) == 1:
-            self._guard = program.module.register_forward_pre_hook(self._check_running, prepend=True)
+        self._olds = {}
+        if self._walked:
+            self.walk = Walk(root, self._walked, is_watched=self._program.axis_size("tp") > 1)
+        if len(self._program.stages) == 1:
+            self._guard = root.register_forward_pre_hook(self._check_running, prepend=True)
 
     def _check_running(self, module: nn.Module, args: Any) -> None:
         if not self._is_running:
             raise BuildError("the model's parameters are sharded over replicas; run it by train_batch or eval_batch")
 
     def undo(self) -> None:
-        """Give the model whole parameters of its own, as it had before. Collective over the replicas."""
-        for unit in self._units:
+        """Give the model whole parameters of its own, as it had before. Collective over the replicas once it has begun."""
+        for unit in self._units if self._has_begun else ():
             unit.gather()
             for each in unit.members:
                 each.local = cast(nn.Parameter, successor(each.gathered(), each.gathered().detach().clone()))
@@ -99,15 +111,16 @@ class ShardedReplicas:
     # ---- the model's tables
 
     def follow(self, trees: Iterable[nn.Module]) -> None:
-        """Have these modules as well get the parameters, which were the gathered ones when they were made."""
-        if new := [tree for tree in trees if not any(tree is known for known in self._trees)]:
-            self._find_places([*self._trees, *new], {})
-            self._put("whole")
+        """Have these modules, and no others that came later, get the parameters as well as the model's own.
 
-    def forget(self, trees: Iterable[nn.Module]) -> None:
-        """Leave modules that are no longer kept."""
-        gone = list(trees)
-        self._find_places([tree for tree in self._trees if not any(tree is other for other in gone)], {})
+        Those that are new had the gathered parameters when they were made.
+        """
+        known = {id(tree) for tree in self._trees}
+        kept = {id(tree): tree for tree in [*self._own, *trees]}
+        if known != kept.keys():
+            self._find_places([*kept.values()], {})
+        if kept.keys() - known:
+            self._put("whole")
 
     def _find_places(self, trees: list[nn.Module], olds: dict[int, Sharded]) -> None:
         forms = {id(form): each for each in self.members for form in (each.local, each.sharded, each.whole) if form is not None}
