@@ -13,15 +13,17 @@ from torch.nn import functional as F
 from torch.overrides import has_torch_function
 from torch.utils.checkpoint import checkpoint
 
+import slapo_pipeline.plugin
 import slapo_torch.plugin
 from slapo_core.build import build
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
 from slapo_torch._torch_private import nll_mean_of
 
-from .layouts import adamw
+from .layouts import adamw, mesh_of, message_of
 
-PLUGINS = Registry([slapo_torch.plugin])
+PLUGINS = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
 IDS = torch.randint(1, 7, (4, 6), generator=torch.Generator().manual_seed(0))
 FULL = torch.ones(4, 6, dtype=torch.bool)
 MASK = torch.arange(6)[None] < torch.tensor([6, 5, 2, 1])[:, None]
@@ -53,10 +55,10 @@ class Tagger(nn.Module):
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
-        self.table, self.loss = nn.Embedding(7, 7), loss
+        self.table, self.head, self.loss = nn.Embedding(7, 8), nn.Linear(8, 7), loss
 
     def forward(self, ids: torch.Tensor, mask: Any) -> dict[str, torch.Tensor]:
-        logits = self.table(ids)
+        logits = self.head(self.table(ids))
         return {"loss": self.loss(logits, ids, mask), "logits": logits}
 
 
@@ -115,6 +117,52 @@ def test_a_batch_in_one_part_is_not_watched() -> None:
     engine.train_batch(ids=IDS, mask=MASK)
     engine.eval_batch(ids=IDS, mask=MASK)
     assert seen == [False, False]
+
+
+def _on_two_ranks(rank: int, layout: dict[str, int], config: dict[str, Any], loss: Loss) -> list[float]:
+    """Differences of losses and gradients from those in one process, after a step in which rank 1 fails."""
+    mesh = mesh_of(**layout)
+    torch.manual_seed(1)
+    model = Tagger(loss)
+    reference = copy.deepcopy(model)
+
+    def mine(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"ids": ids.chunk(mesh["dp"].size())[part], "mask": mask.chunk(mesh["dp"].size())[part]}
+
+    part = mesh["dp"].get_local_rank()
+    schedule = create_schedule(model, mesh=mesh, example_inputs=mine(IDS[[0, 2]], MASK[[0, 2]]), plugins=PLUGINS)
+    if mesh["pp"].size() > 1:
+        schedule["table"].cut_pipeline_stage()
+    engine: Any = build(schedule, "torch", optimizer=adamw, **config)
+    optimizer, found = adamw(reference.parameters()), []
+    assert "out of" in message_of(lambda: engine.train_batch(**mine(IDS + 6 * (torch.arange(4)[:, None] > 1), FULL)))
+    for mask in (FULL, MASK, MASK.flip(0)):
+        optimizer.zero_grad()
+        expected = reference(IDS, mask)["loss"]
+        expected.backward()
+        optimizer.step()
+        found.append(abs(engine.train_batch(**mine(IDS, mask)).item() - expected.item()))
+        gradients = schedule.full_state("grad")
+        found += [
+            float((gradients[name] - p.grad).abs().max()) for name, p in reference.named_parameters() if p.grad is not None
+        ]
+    return found
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [
+        ({"dp": 2}, {}),
+        ({"dp": 2}, {"data_parallel": "fsdp", "fsdp_units": [], "microbatches": 2}),
+        ({"pp": 2}, {"microbatches": 2}),
+    ],
+    ids=["replicas", "sharded replicas", "pipeline"],
+)
+@pytest.mark.parametrize("loss", [_masked, _smoothed])
+def test_labels_that_no_rank_shows_weigh_over_all_ranks(layout: dict[str, int], config: dict[str, Any], loss: Loss) -> None:
+    for differences in run_distributed(_on_two_ranks, 2, layout, config, loss):
+        assert max(differences) < 1e-5
 
 
 X, TARGET = torch.randn(6, 4, requires_grad=True), torch.tensor([0, 1, 2, 3, -100, 1])
