@@ -36,19 +36,19 @@ class Halving(nn.Module):
 
 
 class Keeping(nn.Module):
-    """Keeps its input for the next micro-batch."""
+    """Keeps its input for the next forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 8)
-        self.register_buffer("kept", torch.zeros(2, 8))
+        self.register_buffer("kept", torch.zeros(4, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before, self.kept = self.kept, x.detach()
         return self.inner(x + before)
 
 
-def differences(rank: int, kind: type[nn.Module], schedule: str, per_rank: int) -> list[float]:
+def differences(rank: int, kind: type[nn.Module], schedule: str, per_rank: int, parts: int) -> list[float]:
     """Of losses from those of the model in one process, micro-batch by micro-batch."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), kind(), nn.Tanh()) for _ in range(2 * per_rank)))
@@ -57,25 +57,28 @@ def differences(rank: int, kind: type[nn.Module], schedule: str, per_rank: int) 
     sch = create_schedule(
         model,
         mesh=mesh_of(2),
-        example_inputs={"input": x[:2]},
+        example_inputs={"input": x.chunk(parts)[0]},
         plugins=Registry([slapo_pipeline.plugin, slapo_torch.plugin]),
     )
     for stage in range(1, 2 * per_rank):
         sch[f"{stage}.0"].cut_pipeline_stage()  # the next stage begins with what keeps or halves
     made = lambda parameters: torch.optim.SGD(parameters, lr=0.2)  # noqa: E731
-    engine = build(sch, "torch", optimizer=made, loss_fn=nn.functional.mse_loss, microbatches=2, pipeline_schedule=schedule)
+    engine = build(sch, "torch", optimizer=made, loss_fn=nn.functional.mse_loss, microbatches=parts, pipeline_schedule=schedule)
     optimizer, found = made(plain.parameters()), []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        losses = [nn.functional.mse_loss(plain(part), target) / 2 for part, target in zip(x.chunk(2), y.chunk(2), strict=True)]
+        pairs = zip(x.chunk(parts), y.chunk(parts), strict=True)
+        losses = [nn.functional.mse_loss(plain(part), target) / parts for part, target in pairs]
         torch.stack(losses).sum().backward()
         optimizer.step()
         found.append(abs(engine.train_batch(input=x, labels=y).item() - sum(loss.item() for loss in losses)))
     return found
 
 
-@pytest.mark.parametrize("kind", [Halving, Keeping])
-@pytest.mark.parametrize(("schedule", "per_rank"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
-def test_losses_are_those_of_one_process(kind: type[nn.Module], schedule: str, per_rank: int) -> None:
-    for found in run_distributed(differences, 2, kind, schedule, per_rank):
+@pytest.mark.parametrize(
+    ("kind", "schedule", "per_rank", "parts"),
+    [(Halving, "1f1b", 1, 2), (Halving, "gpipe", 1, 2), (Halving, "interleaved", 2, 2), (Keeping, "gpipe", 1, 1)],
+)
+def test_losses_are_those_of_one_process(kind: type[nn.Module], schedule: str, per_rank: int, parts: int) -> None:
+    for found in run_distributed(differences, 2, kind, schedule, per_rank, parts):
         assert max(found) < 1e-6, found
