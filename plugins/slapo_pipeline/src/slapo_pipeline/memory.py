@@ -52,7 +52,16 @@ def changes(node: fx.Node) -> list[fx.Node]:
         return []
     if function_name(node) in ("setitem", "set_state"):
         return node.all_input_nodes[:1]
-    return [node.all_input_nodes[place] for place in node.meta.get("mutates", ())]
+    changed = [node.all_input_nodes[place] for place in node.meta.get("mutates", ())]
+    for value in changed:
+        changed += [part for part in _put_into(value) if part not in changed]
+    return changed
+
+
+def _put_into(node: fx.Node) -> list[fx.Node]:
+    """The values that an object was made of and those that were put into it."""
+    later = [part for user in node.users if function_name(user) == "set_state" for part in user.all_input_nodes]
+    return [*later, *node.all_input_nodes] if function_name(node) == "rebuild" else later
 
 
 def is_part(node: fx.Node) -> bool:

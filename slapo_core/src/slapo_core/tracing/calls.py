@@ -14,6 +14,7 @@ from torch import fx
 
 from . import _torch_private as private
 from .graph_ops import setitem
+from .structures import tensors
 
 ASKS_VALUES = frozenset(
     "item tolist __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero equal allclose numpy "
@@ -79,8 +80,7 @@ class Effects:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: private.Watch) -> None:
         self._watch, self._drawn = watch, watch.drawn
-        values = [value if isinstance(value, (list, tuple)) else (value,) for value in (*args, *kwargs.values())]
-        self.tensors = [part for parts in values for part in parts if isinstance(part, torch.Tensor)]
+        self.tensors = [*tensors((args, kwargs))]
         self._before = [private.version(tensor) for tensor in self.tensors]
 
     def draws(self) -> bool:

@@ -19,7 +19,7 @@ from .calls import ASKS_VALUES, SHAPES, Effects, is_dynamic, is_metadata, is_ope
 from .escapes import KnownValues, chance_decided
 from .graph_ops import Slot, Template, expect, rebuild, set_state, setitem
 from .sandbox import Sandbox
-from .structures import ATOMS, Snapshot, by_reference, contents, getter, has_tensor, replace_tensors, walk
+from .structures import ATOMS, Snapshot, by_reference, contents, getter, has_tensor, replace_tensors, tensors, walk
 
 
 class Tracked:
@@ -265,10 +265,10 @@ class Recorder:
 
     def _mark(self, node: fx.Node, effects: Effects) -> set[int]:
         """Note which inputs a call has changed in place, by their places among the node's inputs, and whether it draws."""
-        changed = effects.changed()
-        node.meta["draws"] = effects.draws()
-        nodes = {self.nodes[key] for key in changed if key in self.nodes}
+        changed, node.meta["draws"] = effects.changed(), effects.draws()
         if changed:
+            nodes = {self.nodes[key] for key in changed if key in self.nodes}
+            nodes |= {held.node for held in self.objects.values() if any(id(t) in changed for t in tensors(held.value))}
             node.meta["mutates"] = tuple(place for place, other in enumerate(node.all_input_nodes) if other in nodes)
         return changed
 
