@@ -97,7 +97,7 @@ def content(batch: Mapping[str, Any]) -> int:
     number = 0
     for leaf in tree_flatten(dict(sorted(batch.items())))[0]:
         if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout is torch.strided:
-            values = leaf.detach().reshape(-1)
+            values = leaf.detach().resolve_conj().resolve_neg().reshape(-1)
             sample = values[:: max(1, len(values) // _SAMPLE)].cpu().contiguous()
             number = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), number)
     return number

@@ -223,7 +223,7 @@ class TorchEngine(Engine):
         schedule = self._schedule_for(batch)
         parts = split(batch, schedule[1])
         low, high = counted_labels(parts, self._ignored)
-        shape = fingerprint([schedule, *(signature(part) for part in parts[:1])])
+        shape = fingerprint([training, schedule, *(signature(part) for part in parts[:1])])
         self._facts = _Facts([shape, *low], [shape, *high])
         check_labels(batch, self._program.module, self._options.loss_fn)
         labels: list[Any] = [None] * len(parts)
@@ -288,10 +288,14 @@ class TorchEngine(Engine):
         high, low = bounds[:4], [-bound for bound in bounds[4:8]]
         if high[0] != low[0]:
             raise BuildError(
-                "the ranks were given batches of different names, shapes or types; give each rank a batch of the same shape"
+                "the ranks were given batches of different names, shapes or types, or some train while others evaluate; give "
+                "each rank a batch of the same shape, and call the same method"
             )
         if high[3] != low[3]:
-            raise BuildError("the ranks planned different stage boundaries; the model's code must not depend on the rank")
+            raise BuildError(
+                "the ranks planned different stage boundaries; the model's code must not depend on the rank, and what is "
+                "frozen has to be frozen in the whole model, on every rank"
+            )
         _check_contents(bounds[8:])
         if facts is not None:
             self._differs = high[1:3] != low[1:3]
@@ -443,6 +447,9 @@ class TorchEngine(Engine):
             made = given if self._shards is not None else adopted(given, self._program.module, self.module)
         elif not isinstance(made := given(trainable), torch.optim.Optimizer):
             raise BuildError(f"optimizer= gave a {type(made).__name__}; it must return a torch.optim.Optimizer")
+        strangers = {id(each) for group in made.param_groups for each in group["params"]} - set(map(id, trainable))
+        if strangers and made is not given:
+            raise BuildError("optimizer= gave an optimizer of other parameters than it was given; make it of these")
         if self._shards is not None:
             check_elementwise(made)
         if self._options.lr_scheduler is not None:

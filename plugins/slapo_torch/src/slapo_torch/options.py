@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from slapo_core.errors import BuildError, UnknownNameError
 
@@ -132,6 +133,8 @@ class Options:
             raise BuildError(
                 f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"
             )
+        if isinstance(self.loss_fn, nn.Module) and any(each.requires_grad for each in self.loss_fn.parameters()):
+            raise BuildError("loss_fn has parameters of its own, which no optimizer would step; make them part of the model")
         kind_of(str(self.pipeline_schedule))
         if self.data_parallel not in DATA_PARALLEL:
             raise BuildError(str(UnknownNameError.of("data_parallel", str(self.data_parallel), DATA_PARALLEL)))

@@ -59,6 +59,14 @@ class StageCall(nn.Module):
 
     def _loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         """This micro-batch's share of the loss."""
+        loss = self._share_of_loss(batch, labels, *received)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise BuildError(
+                "the loss has no gradient: nothing that is trained is in it; unfreeze something, or call eval_batch"
+            )
+        return loss
+
+    def _share_of_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         if self.share.is_all:  # it weighs the same whatever it is a mean over
             return self.share.of(loss_of(self.module(*received, **batch), self._options.loss_fn, labels), None)
         loss, counted = self._counted_loss(batch, labels, *received)

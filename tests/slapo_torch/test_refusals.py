@@ -1,0 +1,96 @@
+"""What would train nothing, or leave a rank waiting, is an error on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_pipeline.plugin
+import slapo_torch.plugin
+from slapo_core.build import build
+from slapo_core.errors import BuildError
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+
+from .layouts import adamw, mesh_of
+
+X, Y = torch.randn(2, 4, 8).unbind()
+
+
+def engine(model: nn.Module, pp: int = 1, **options: Any) -> Any:
+    mesh = mesh_of(pp) if pp > 1 else None
+    plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    schedule = create_schedule(model, mesh=mesh, example_inputs={"input": X[:2]}, plugins=plugins)
+    if pp > 1:
+        schedule.pipeline(pp)
+    return build(schedule, "torch", **{"optimizer": adamw, "loss_fn": nn.functional.mse_loss, "microbatches": 2, **options})
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def test_an_optimizer_of_other_parameters() -> None:
+    others = list(nn.Linear(8, 8).parameters())
+    with pytest.raises(BuildError, match="optimizer= gave an optimizer of other parameters than it was given"):
+        engine(layers(), optimizer=lambda parameters: torch.optim.SGD(others, lr=0.1))
+
+
+def test_a_loss_with_parameters() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.mse_loss(out * self.scale, labels)
+
+    with pytest.raises(BuildError, match="loss_fn has parameters of its own, which no optimizer would step"):
+        engine(layers(), loss_fn=Scaled())
+    frozen = engine(layers(), loss_fn=Scaled().requires_grad_(False))
+    assert frozen.train_batch(input=X, labels=Y) > 0
+
+
+def test_a_batch_that_is_a_conjugate_view() -> None:
+    z = torch.complex(X, Y)
+    found = engine(layers(), loss_fn=lambda out, labels: (out - labels.imag).square().mean())
+    assert found.eval_batch(input=X, labels=z.conj()) == found.eval_batch(input=X, labels=z.conj().resolve_conj())
+
+
+def detached(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(out.detach(), labels)
+
+
+def message_of(work: Any) -> str:
+    try:
+        work()
+    except BuildError as err:
+        return str(err)
+    return ""
+
+
+def refused(rank: int, pp: int) -> tuple[str, str]:
+    """Of a loss without a gradient, and of ranks of which one trains and one evaluates; training goes on behind both."""
+    model = layers()
+    without = engine(model, pp, loss_fn=detached)
+    before = {name: tensor.clone() for name, tensor in without.module.named_parameters()}
+    first = message_of(lambda: without.train_batch(input=X, labels=Y))
+    assert all(torch.equal(before[name], tensor) for name, tensor in without.module.named_parameters())
+    different = engine(layers(), pp)
+    call = different.train_batch if rank or pp == 1 else different.eval_batch
+    second = message_of(lambda: call(input=X, labels=Y))
+    assert different.train_batch(input=X, labels=Y) > 0
+    return first, second
+
+
+@pytest.mark.multiproc
+def test_ranks_that_call_different_methods_and_losses_without_a_gradient() -> None:
+    for first, second in run_distributed(refused, 2, 2, timeout=60):
+        assert "the loss has no gradient: nothing that is trained is in it" in first
+        assert "or some train while others evaluate" in second
+    assert "the loss has no gradient" in refused(0, 1)[0]
