@@ -180,9 +180,10 @@ class Holdings:
         elsewhere = {id(parameter) for ranks, _, parameter in self._mine if ranks[0] != rank}
         mesh = self._program.mesh
         stages = [mesh["pp"].get_group()] if mesh is not None and self._program.axis_size("pp") > 1 else []
-        return clip_grad_norm_(
-            self.trainable, largest, extra_groups=stages, counts=lambda parameter: id(parameter) not in elsewhere
-        )
+        # where there is nothing to train the sum over the stages still needs to know its device
+        nothing = torch.empty(0, device=mesh.device_type if mesh is not None else None)
+        trained: Sequence[torch.Tensor] = self.trainable or [nothing]
+        return clip_grad_norm_(trained, largest, extra_groups=stages, counts=lambda parameter: id(parameter) not in elsewhere)
 
 
 def _different(parameters: Sequence[nn.Parameter | None], group: dist.ProcessGroup, device: str) -> list[int]:
