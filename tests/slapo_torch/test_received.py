@@ -1,4 +1,4 @@
-"""What a stage receives is new in every step, as it is in a model in one piece: hooks on it, and what a block keeps of it."""
+"""What a stage receives is new in every step, as it is in a model in one piece: hooks on it, hooks inside, and what is kept."""
 
 from __future__ import annotations
 
@@ -33,6 +33,20 @@ class Halving(nn.Module):
         if x.requires_grad:
             x.register_hook(lambda grad: grad * 0.5)
         return self.inner(x)
+
+
+class HalvingInside(nn.Module):
+    """Halves the gradient of a value that its layer gives, and so of that layer's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 0.5)
+        return self.last(torch.tanh(y))
 
 
 class Keeping(nn.Module):
@@ -77,7 +91,15 @@ def differences(rank: int, kind: type[nn.Module], schedule: str, per_rank: int, 
 
 @pytest.mark.parametrize(
     ("kind", "schedule", "per_rank", "parts"),
-    [(Halving, "1f1b", 1, 2), (Halving, "gpipe", 1, 2), (Halving, "interleaved", 2, 2), (Keeping, "gpipe", 1, 1)],
+    [
+        (Halving, "1f1b", 1, 2),
+        (Halving, "gpipe", 1, 2),
+        (Halving, "interleaved", 2, 2),
+        (Keeping, "gpipe", 1, 1),
+        (HalvingInside, "zero_bubble", 2, 2),
+        (HalvingInside, "zbv", 2, 2),
+        (HalvingInside, "dualpipev", 2, 4),
+    ],
 )
 def test_losses_are_those_of_one_process(kind: type[nn.Module], schedule: str, per_rank: int, parts: int) -> None:
     for found in run_distributed(differences, 2, kind, schedule, per_rank, parts):

@@ -56,6 +56,12 @@ def scheduled(
     return made
 
 
+def splits(runtime: Any) -> bool:
+    """Whether a runtime of ``scheduled`` has backwards in two parts."""
+    rows = getattr(runtime, "pipeline_order_with_comms", {}).values()
+    return any(action.computation_type == schedules.BACKWARD_WEIGHT for row in rows for action in _single(row))
+
+
 def placement_in(path: str, stages: int, ranks: int, microbatches: int) -> tuple[int, ...]:
     """The rank of each stage in a file.
 

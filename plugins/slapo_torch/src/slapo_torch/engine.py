@@ -447,8 +447,8 @@ class TorchEngine(Engine):
             made = given if self._shards is not None else adopted(given, self._program.module, self.module)
         elif not isinstance(made := given(trainable), torch.optim.Optimizer):
             raise BuildError(f"optimizer= gave a {type(made).__name__}; it must return a torch.optim.Optimizer")
-        strangers = {id(each) for group in made.param_groups for each in group["params"]} - set(map(id, trainable))
-        if strangers and made is not given:
+        known = {id(each) for each in (*trainable, *self.module.parameters())}
+        if made is not given and any(id(each) not in known for group in made.param_groups for each in group["params"]):
             raise BuildError("optimizer= gave an optimizer of other parameters than it was given; make it of these")
         if self._shards is not None:
             check_elementwise(made)

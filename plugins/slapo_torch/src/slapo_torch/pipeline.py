@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,14 +18,14 @@ from torch.distributed.pipelining import PipelineStage
 
 from slapo_core.program import Boundary, Program
 
-from ._torch_pipelining import scheduled
+from ._torch_pipelining import scheduled, splits
 from .batches import Batch
 from .first_gradients import Extent, FirstGradients, extents
 from .means import Share
 from .options import Options
 from .replicas import Replicas
 from .schedules import kind_of
-from .split_backward import can_split
+from .split_backward import TensorHooks, can_split
 from .stage_call import StageCall
 from .step import StepResult
 
@@ -58,7 +59,10 @@ class RunningStage(PipelineStage):
         self._outputs = outputs
         self._replicas = replicas
         self._receiving: dict[tuple[str, int], float] = {}
+        self.splits = False
+        """Whether the schedule has backwards in two parts."""
         self._whole: set[int] = set()
+        self._hooked: set[int] = set()
         self._first: FirstGradients | None = None
         self._given: dict[int, list[Extent]] = {}
 
@@ -68,7 +72,11 @@ class RunningStage(PipelineStage):
         """Run the forward of one micro-batch; what the schedule passes as arguments is empty."""
         self._arrived("RECV_F", fwd_chunk_id)
         feed, run = self.feed[fwd_chunk_id], super().forward_one_chunk
-        output = self._attempt("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
+        hooks = TensorHooks()
+        with hooks if self.splits else nullcontext():
+            output = self._attempt("F", fwd_chunk_id, lambda: run(fwd_chunk_id, (), feed, False))
+        if hooks.found:
+            self._hooked.add(fwd_chunk_id)
         if self.result.failure is not None:
             sent = tuple(torch.zeros(meta.shape, dtype=meta.dtype, device=self.device) for meta in self._outputs)
             self.fwd_cache[fwd_chunk_id] = (sent, [])
@@ -162,6 +170,7 @@ class RunningStage(PipelineStage):
         self._given.clear()
         self._receiving.clear()
         self._whole.clear()
+        self._hooked.clear()
         self.backward_state.clear()
         self.dw_runner.clear()
 
@@ -169,6 +178,8 @@ class RunningStage(PipelineStage):
         """Whether the backward of a micro-batch can be run in two parts; the first stage's is all in the second."""
         if self.is_first:
             return True
+        if microbatch in self._hooked:
+            return False
         given, received = self.fwd_cache[microbatch]
         if not self.is_last:  # the runtime detaches them in place, which views refuse
             given = tuple(output.clone() if output._is_view() else output for output in given)
@@ -222,6 +233,8 @@ class StagePlan:
         # the loss comes scaled out of the last stage
         loss_fn = _identity if training else None
         self._schedule = scheduled(name, kind_of(name).runtime, self._stages, microbatches, loss_fn)
+        for stage in self._stages:
+            stage.splits = splits(self._schedule)
         self._targets = torch.arange(microbatches)
 
     def run(self, parts: list[Batch], labels: list[Any], share: Share) -> StepResult:

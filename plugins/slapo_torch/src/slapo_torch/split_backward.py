@@ -5,20 +5,37 @@ what it received, and keeps the gradients that arrive at those which parameters 
 gradients later. One that feeds no such node, or gives something else besides, would get none or not all; one that feeds
 several may get it twice, or not at all because an earlier part has freed what is needed. A reentrant checkpoint gives its
 parameters their gradients on the way, and only where a backward runs whole; and only there hooks that wait for a parameter's
-gradient to have been accumulated are called.
+gradient to have been accumulated are called. A hook on a value in between would be called in both parts, so the forward is
+watched for such hooks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from ._torch_private import awaits_accumulation
 
 _REENTRANT = "CheckpointFunctionBackward"
+
+
+class TensorHooks(TorchFunctionMode):
+    """Inside of it hooks that are put on tensors are noted."""
+
+    found = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the function."""
+        if func is torch.Tensor.register_hook:
+            self.found = True
+        return func(*args, **(kwargs or {}))
 
 
 def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> bool:
