@@ -19,6 +19,7 @@ from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.graph_ops import expect
 from slapo_core.tracing.regions import is_region_node
 
+from .gradients import check_gradients
 from .least_traffic import cheap, least_traffic
 from .memory import Memory, changes, is_part
 
@@ -68,7 +69,7 @@ class Assigner:
         """Assign every node.
 
         Raises:
-            TraceError: a value that is no tensor, or one changed in place, would have to cross.
+            TraceError: a value that is no tensor, one changed in place, or a gradient the forward takes would have to cross.
         """
         while not self._divide():
             pass
@@ -78,6 +79,7 @@ class Assigner:
         self._check_objects(stages)
         received = [[node for node in self.home if node in values] for values in crossing.received]
         self._check_changes(received)
+        check_gradients(self.order, stages, crossing.received, self.memory, self.root)
         nodes = [[node for node in self.order if stage in stages[node]] for stage in range(self.num_stages)]
         return Assignment(nodes, received, self.memory)
 

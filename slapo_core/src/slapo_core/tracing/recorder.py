@@ -243,7 +243,7 @@ class Recorder:
             if is_open(name, 2):  # of two nodes of autograd only whether there is one can be compared
                 self.expect(*((answer is None, "is_leaf") if name == "grad_fn" else (answer, name)), *args, **kwargs)
             return answer
-        if name in ("register_hook", "register_post_accumulate_grad_hook"):
+        if name in ("register_hook", "register_post_accumulate_grad_hook", "backward"):
             raise self._refusal(f"the forward calls {name} on a tensor, which a graph cannot repeat")
         effects = Effects(args, kwargs, self.sandbox.watch)
         if name in ASKS_VALUES and effects.tensors:
@@ -267,7 +267,7 @@ class Recorder:
         """Note which inputs a call has changed in place, by their places among the node's inputs, and whether it draws."""
         changed, node.meta["draws"] = effects.changed(), effects.draws()
         if changed:
-            nodes = {self.nodes[key] for key in changed if key in self.nodes}
+            nodes: set[fx.Node | None] = {self.nodes[key] for key in changed if key in self.nodes}
             nodes |= {held.node for held in self.objects.values() if any(id(t) in changed for t in tensors(held.value))}
             node.meta["mutates"] = tuple(place for place, other in enumerate(node.all_input_nodes) if other in nodes)
         return changed
