@@ -74,9 +74,11 @@ def stage_module(
         keep: Paths of the modules, parameters and buffers it holds.
         inputs: The model's arguments it was traced with.
     """
-    graph, batch = _stage_graph(parts, index)
+    names = _names(parts.received[index], read_from_batch(parts.nodes[index]))
+    graph, batch = _stage_graph(parts, index, names)
     assert flat.guard is not None
-    received = tuple((node.name, tuple(node.meta["val"].shape), node.meta["val"].dtype) for node in parts.received[index])
+    values = [node.meta["val"] for node in parts.received[index]]
+    received = tuple((name, tuple(value.shape), value.dtype) for name, value in zip(names, values, strict=True))
     given = {name: fingerprint(inputs[name]) for name in batch}
     guard = StageGuard(index, received, given, flat.training, autocast_state(), flat.guard.device, flat.guard.attributes)
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
@@ -84,12 +86,23 @@ def stage_module(
     return TracedModule(prune(root, keep), graph, guard, constants)  # type: ignore[arg-type]
 
 
-def _stage_graph(parts: Assignment, index: int) -> tuple[fx.Graph, list[str]]:
-    """The stage's graph and the model's arguments it reads."""
+def _names(received: Sequence[fx.Node], batch: Sequence[str]) -> list[str]:
+    """A name for each value that is received: its own, or a longer one where an argument of the model has that."""
+    names: list[str] = []
+    for node in received:
+        name = node.name
+        while name in batch or name in names:
+            name += "_received"
+        names.append(name)
+    return names
+
+
+def _stage_graph(parts: Assignment, index: int, names: Sequence[str]) -> tuple[fx.Graph, list[str]]:
+    """The stage's graph, with these names for what it receives, and the model's arguments it reads."""
     graph, env = fx.Graph(), {}
     nodes = parts.nodes[index]
-    for node in parts.received[index]:
-        env[node] = graph.placeholder(node.name)
+    for node, name in zip(parts.received[index], names, strict=True):
+        env[node] = graph.placeholder(name)
         env[node].meta = dict(node.meta)
     batch = [node for node in nodes if node.op == "placeholder"]
     for node in batch:

@@ -22,20 +22,21 @@ def compile_graph(graph: fx.Graph, name: str) -> tuple[Any, str]:
     dying: dict[fx.Node, list[str]] = {}
     for node, user in last.items():
         dying.setdefault(user, []).append(node.name)
-    inputs, body = {writer.root: ""}, ["    pass"]
+    inputs, values, body = {writer.root: ""}, [writer.root], ["    pass"]
     for node in graph.nodes:
         if node.op == "placeholder":
             given = str(node.target).removeprefix("*")
             given = node.name if given in inputs else given
             inputs[given] = f"={writer.text(node.args[0])}" if node.args else ""
-            body.append(f"    {node.name} = {given}")
+            values.append(node.name)
         elif node.op == "output":
             body.append(f"    return {writer.text(node.args[0])}")
         else:
             freed = dying.get(node, []) if node.users else [*dying.get(node, []), node.name]
             body.append("; ".join([f"    {node.name} = {writer.call(node)}", *(f"{other} = None" for other in freed)]))
     arguments = ", ".join(f"{given}{default}" for given, default in inputs.items())
-    source = "\n".join([f"def run({arguments}):", *body]) + "\n"
+    # all arguments at once, as the name of one's value may be that of another argument
+    source = "\n".join([f"def run({arguments}):", f"    {', '.join(values)}, = {', '.join(inputs)},", *body]) + "\n"
     file = f"<{name}.{next(_serial)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
     exec(compile(source, file, "exec"), writer.names)  # noqa: S102
