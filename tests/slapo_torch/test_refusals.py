@@ -56,6 +56,20 @@ def test_a_loss_with_parameters() -> None:
     assert frozen.train_batch(input=X, labels=Y) > 0
 
 
+@pytest.mark.parametrize("options", [{"weight": torch.rand(8)}, {"reduction": "sum"}])
+def test_a_loss_function_that_hides_weights_or_a_sum(options: dict[str, Any]) -> None:
+    labels = torch.tensor([0, 1, 2, 3])
+
+    def hiding(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(out, labels, **options)
+
+    for parts in (engine(layers(), loss_fn=hiding).train_batch, engine(layers(), loss_fn=hiding).eval_batch):
+        with pytest.raises(BuildError, match="the loss sums over its labels, or weights their classes"):
+            parts(input=X, labels=labels)
+    whole = engine(layers(), loss_fn=hiding, microbatches=1)
+    torch.testing.assert_close(whole.eval_batch(input=X, labels=labels), hiding(layers()(X), labels).detach())
+
+
 def test_a_batch_that_is_a_conjugate_view() -> None:
     z = torch.complex(X, Y)
     found = engine(layers(), loss_fn=lambda out, labels: (out - labels.imag).square().mean())
@@ -64,6 +78,48 @@ def test_a_batch_that_is_a_conjugate_view() -> None:
 
 def detached(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(out.detach(), labels)
+
+
+class Rows(nn.Module):
+    """Gives its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, like: torch.Tensor) -> torch.Tensor:
+        return self.weight.expand_as(like)
+
+
+class Table(nn.Module):
+    """Sends a parameter to the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.first, self.last = Rows(), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = self.rows(input)
+        return self.last(self.first(input)) + rows
+
+
+def evaluated(rank: int) -> tuple[float, float]:
+    """Of a model of which a parameter crosses; in a pipeline, and in one process."""
+    torch.manual_seed(0)
+    model = Table()
+    mesh, plugins = mesh_of(2), Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+    plain = [nn.functional.mse_loss(model(X), Y).item()]
+    schedule = create_schedule(model, mesh=mesh, example_inputs={"input": X}, plugins=plugins)
+    schedule["first"].cut_pipeline_stage()
+    options: dict[str, Any] = {"microbatches": 1, "pipeline_schedule": "gpipe"}
+    pipeline: Any = build(schedule, "torch", optimizer=adamw, loss_fn=nn.functional.mse_loss, **options)
+    return pipeline.eval_batch(input=X, labels=Y).item(), plain[0]
+
+
+@pytest.mark.multiproc
+def test_a_parameter_that_crosses_is_evaluated_too() -> None:
+    for found, expected in run_distributed(evaluated, 2):
+        assert abs(found - expected) < 1e-6
 
 
 def message_of(work: Any) -> str:

@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from slapo_core.errors import BuildError
+
 from ._torch_private import nll_mean_of
 
 _LOSSES: tuple[Callable[..., Any], ...] = (F.cross_entropy, F.nll_loss)
@@ -37,18 +39,31 @@ class CountedMeans(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._means: list[tuple[torch.Tensor, Counted]] = []
+        self._others: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the function."""
         result = func(*args, **(kwargs or {}))
-        if func in _LOSSES and (counted := _counted(func, args, kwargs or {})) is not None:
-            self._means.append((result, counted))
+        if func in _LOSSES:
+            if (counted := _counted(func, args, kwargs or {})) is not None:
+                self._means.append((result, counted))
+            elif _adds_labels_unlike_a_mean(func, args, kwargs or {}):
+                self._others.append(result)
         return result
 
     def behind(self, loss: torch.Tensor) -> Counted | None:
-        """What this loss is a mean over; None where it is none of those noted, or more than one of them."""
+        """What this loss is a mean over; None where it is none of those noted, or more than one of them.
+
+        Raises:
+            BuildError: the loss is a sum over labels, or a mean with weights for classes.
+        """
+        if any(other is loss for other in self._others):
+            raise BuildError(
+                "the loss sums over its labels, or weights their classes, so the mean of several parts is another number; take "
+                "reduction='mean' without weight=, or train with one micro-batch on one replica"
+            )
         return next((counted for mean, counted in self._means if _same(mean, loss)), None)
 
 
@@ -67,6 +82,14 @@ def _counted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return None
     ignored = given.arguments["ignore_index"]
     return Counted(int((target != ignored).sum()), ignored)
+
+
+def _adds_labels_unlike_a_mean(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a loss is one number, of a sum or of weighted classes."""
+    given = _SIGNATURES[func].bind(*args, **kwargs)
+    given.apply_defaults()
+    reduction = given.arguments["reduction"]
+    return reduction == "sum" or (reduction == "mean" and given.arguments["weight"] is not None)
 
 
 def _same(mean: torch.Tensor, loss: torch.Tensor) -> bool:

@@ -132,7 +132,7 @@ class RunningStage(PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """What receives the gradients of a micro-batch."""
-        _renew(self.grad_recv_info[bwd_chunk_id])
+        _renew(self.grad_recv_info.get(bwd_chunk_id, ()))
         return self._begun("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

@@ -105,9 +105,10 @@ class StageCall(nn.Module):
 
     def _sendable(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         assert self.outputs is not None
+        training = torch.is_grad_enabled()
         for tensor, boundary in zip(result, self.outputs, strict=True):
-            real = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-            planned = (boundary.shape, boundary.dtype, boundary.requires_grad and torch.is_grad_enabled())
+            real = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and training)
+            planned = (boundary.shape, boundary.dtype, boundary.requires_grad and training)
             if real != planned:  # a gradient nobody sends back would be lost without a word
                 what = "(shape, dtype, requires_grad)"
                 raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
