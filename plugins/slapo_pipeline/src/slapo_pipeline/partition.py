@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -27,8 +27,9 @@ from .arguments import apart, by_name
 from .assignment import Assignment
 from .cut_pipeline_stage import cuts
 from .finer import Flat, divided, finer
-from .flat_trace import trace_flat
+from .flat_trace import opened_by, trace_flat
 from .kept_trace import KeptTrace
+from .opened import Opened
 from .stage_module import read_from_batch, stage_module
 from .state import State
 from .tree import divide
@@ -66,6 +67,12 @@ def pipeline_ranks(mesh: DeviceMesh | None) -> int | None:
     return mesh["pp"].size() if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None
 
 
+class _Plan(NamedTuple):
+    program: Program
+    attributes: Attributes
+    opened: Opened
+
+
 class Partitioner:
     """Cuts one model at fixed places, for any shape of input.
 
@@ -78,27 +85,33 @@ class Partitioner:
 
     def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None, kept: KeptTrace | None = None) -> None:
         self.root, self.places, self.mesh, self._kept = root, places, mesh, kept
-        self._programs: OrderedDict[Any, tuple[Program, Attributes]] = OrderedDict()
+        self._programs: OrderedDict[Any, _Plan] = OrderedDict()
         self._state = State(root)
 
     def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
         """The program for a mode and for inputs like these; see ``Program.replan``.
 
         Which parameters are trained counts too, as it decides what gradients cross, and so does what the graph has taken over
-        from attributes of modules: where one has changed, a new program is made.
+        from modules: where an attribute, hook, parameter, buffer or submodule is another one now, a new program is made.
+
+        Raises:
+            BuildError: a module around a cut was wrapped since.
         """
         trained = bytes(parameter.requires_grad for parameter in self.root.parameters())
         key = repr((training, torch.is_grad_enabled(), trained, autocast_state(), fingerprint(dict(inputs))))
         with _mode(self.root, training):
             known = self._programs.get(key)
-            if known is None or known[1].changed(self.root):
+            if known is not None and known.opened.is_wrapped_anew(self.root):
+                _check_open(self.root, self.places)
+                known = None
+            if known is None or known.attributes.changed(self.root) or known.opened.is_replaced(self.root):
                 self._programs[key] = self._cut(apart(inputs))
         if len(self._programs) > _KEPT_PLANS:
             self._programs.popitem(last=False)
         self._programs.move_to_end(key)
-        return self._programs[key][0]
+        return self._programs[key].program
 
-    def _cut(self, inputs: Mapping[str, Any]) -> tuple[Program, Attributes]:
+    def _cut(self, inputs: Mapping[str, Any]) -> _Plan:
         kept, self._kept = self._kept and self._kept.take(self.root, inputs, self.places), None
         coarse = divided(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
         if (fine := finer(self.root, inputs, self.places, coarse)) is not None:
@@ -108,7 +121,7 @@ class Partitioner:
                 get_logger().debug("pipeline: blocks stay whole, as what they are made of cannot be divided")
         return self._of(coarse, inputs)
 
-    def _of(self, flat: Flat, inputs: Mapping[str, Any]) -> tuple[Program, Attributes]:
+    def _of(self, flat: Flat, inputs: Mapping[str, Any]) -> _Plan:
         root, (traced, parts) = self.root, flat
         used = [_used(nodes) for nodes in parts.nodes]
         keep = divide(root, used)
@@ -129,7 +142,8 @@ class Partitioner:
         )
         assert traced.guard is not None
         assert traced.guard.attributes is not None
-        return program, traced.guard.attributes
+        inside = {str(node.meta.get("module", "")) for nodes in parts.nodes for node in nodes}
+        return _Plan(program, traced.guard.attributes, Opened(root, inside | opened_by(self.places), used, modules))
 
 
 @contextmanager
