@@ -92,7 +92,7 @@ def _other_layout(rank: int, path: str) -> list[str]:
 def test_another_layout_is_refused(tmp_path: Path) -> None:
     run_distributed(_with_dropout, 4, str(tmp_path))
     for messages in run_distributed(_other_layout, 4, str(tmp_path)):
-        assert "saved with pp=2 dp=2 tp=1, but this engine has pp=4 dp=1 tp=1" in messages[0]
+        assert "saved with stages=2 pp=2 dp=2 tp=1, but this engine has stages=4 pp=4 dp=1 tp=1" in messages[0]
         assert "is no complete checkpoint" in messages[1]
 
 

@@ -71,7 +71,7 @@ def test_where_stages_are_placed(schedule: str, stages: int, ranks: int, expecte
 @pytest.mark.parametrize(
     ("schedule", "stages", "ranks", "microbatches", "message"),
     [
-        ("interleaved", 3, 2, 4, "3 stages on a mesh with pp=2; cut the model into a multiple of 2 stages"),
+        ("interleaved", 3, 2, 4, "3 stages on a mesh with pp=2; cut the model into a multiple of 2 stages, with "),
         ("interleaved", 2, 1, 4, "2 stages on a mesh with pp=1; give the mesh's axis pp more ranks, or leave out the cuts"),
         ("1f1b", 4, 2, 4, "schedule '1f1b' has 1 per rank; cut the model into 2 stages, or use 'interleaved' or 'looped_bfs'"),
         ("zbv", 2, 2, 4, "schedule 'zbv' has 2 per rank; cut the model into 4 stages, or use '1f1b'"),

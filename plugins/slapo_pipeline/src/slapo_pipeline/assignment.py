@@ -181,7 +181,8 @@ class Assigner:
             crosses = bool(used - stages[node]) if node in self.home else len(used) > 1 and _is_mutable(node)
             if crosses:
                 kind = _kind(node)
-                remedy = "call the model with use_cache=False" if "Cache" in kind else "cut where it is not in use"
+                cache = "set use_cache=False in the model's config, or give it in example_inputs and every batch"
+                remedy = cache if "Cache" in kind else "cut where it is not in use"
                 numbers = " and ".join(map(str, sorted(used | stages[node])))
                 raise TraceError(
                     f"a {kind} is used by stages {numbers}, but only tensors can cross; {remedy}",

@@ -43,7 +43,8 @@ def partition(schedule: Schedule) -> Program | None:
     """The program in stages, or None when the schedule has no cuts.
 
     Raises:
-        BuildError: the mesh has another number of pipeline ranks; no example inputs; a module around a cut was wrapped since.
+        BuildError: the mesh has another number of pipeline ranks; no example inputs; a module around a cut was wrapped since;
+            a parameter of a lazy module has no shape yet.
         ScheduleError: a cut leaves a stage without anything to run.
         TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
     """
@@ -54,8 +55,12 @@ def partition(schedule: Schedule) -> Program | None:
     ranks = pipeline_ranks(mesh) or 1
     if mesh is not None and (len(places) + 1) % ranks:
         cut = "1 cut makes" if len(places) == 1 else f"{len(places)} cuts make"
-        raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; give each rank as many stages")
+        remedy = f"make a multiple of {ranks} stages, of which each rank runs as many"
+        raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; {remedy}")
     _check_open(root, places)
+    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise BuildError(f"{name!r} has no shape before the first call; run the model once before create_schedule")
     if schedule.example_inputs is None:
         raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
     kept = schedule.metadata.primitives.pop(KEPT_TRACE, None)

@@ -141,7 +141,9 @@ def _check_layout(folder: Path, program: Program) -> None:
     if (number := saved.get("format")) != _FORMAT:
         raise BuildError(f"{os.fspath(folder)!r} has format {number}, this version reads format {_FORMAT}; save it anew")
     if saved != own:
-        raise BuildError(f"saved with {_words(saved)}, but this engine has {_words(own)}; load it on the same layout")
+        raise BuildError(
+            f"saved with {_words(saved)}, but this engine has {_words(own)}; load it on the same mesh and in the same stages"
+        )
 
 
 def _layout(program: Program) -> dict[str, Any]:
@@ -149,7 +151,7 @@ def _layout(program: Program) -> dict[str, Any]:
 
 
 def _words(layout: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in layout.items() if key in _AXES)
+    return " ".join(f"{key}={value}" for key, value in layout.items() if key != "format")
 
 
 def _file(kind: str, program: Program, *axes: str) -> str:

@@ -71,7 +71,9 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
     if ranks == 1:
         raise BuildError(f"{stages} stages on a mesh with pp=1; give the mesh's axis pp more ranks, or leave out the cuts")
     if rest:
-        raise BuildError(f"{stages} stages on a mesh with pp={ranks}; cut the model into a multiple of {ranks} stages")
+        number = f"{stages} stage" + "s" * (stages != 1)
+        remedy = f"cut the model into a multiple of {ranks} stages, with pipeline({ranks}) or cut_pipeline_stage()"
+        raise BuildError(f"{number} on a mesh with pp={ranks}; {remedy}")
     if kind.stages_per_rank not in (None, per_rank):
         raise BuildError(
             f"{stages} stages on a mesh with pp={ranks}, but schedule {schedule!r} has {kind.stages_per_rank} per rank; cut "

@@ -33,7 +33,7 @@ def train(
     batch: Annotated[int, typer.Option(help="Sequences in an optimizer step, over all ranks.")] = 8,
     microbatches: Annotated[int, typer.Option(help="Parts each rank's share of the batch is cut into.")] = 4,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline ranks; each runs one stage, or two with most kinds of schedules.")] = 1,
     dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
     target: Annotated[str, typer.Option(help="Engine to train with; `slapo dialects` lists them.")] = "torch",
     data: Annotated[
