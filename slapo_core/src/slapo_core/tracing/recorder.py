@@ -142,8 +142,7 @@ class Recorder:
 
     def _constant(self, value: torch.Tensor) -> fx.Node:
         """A tensor from outside the model that was there before; any other is an error."""
-        made_here = id(value) in self.sandbox.originals or isinstance(value, private.FakeTensor) or self.sandbox.is_new(value)
-        if made_here:
+        if id(value) in self.sandbox.originals or isinstance(value, private.FakeTensor) or self.sandbox.is_new(value):
             raise self._refusal(f"a tensor {list(value.shape)} comes from code that tracing does not see")
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = value
@@ -151,14 +150,16 @@ class Recorder:
 
     def object(self, value: Any) -> Any:
         """The node of an object; what changed in it since the graph last used it is written down first."""
-        tracked = self.objects.get(id(value))
-        if tracked is not None:
+        if (tracked := self.objects.get(id(value))) is not None:
             self.write_changes(tracked)
             return tracked.node
         if id(value) in self.shared and not has_tensor(value):
             return value
         memo = _Memo(self)
-        template = Template(replace_tensors(value, memo.tensor, memo), memo.slots, memo.kept)
+        try:
+            template = Template(replace_tensors(value, memo.tensor, memo), memo.slots, memo.kept)
+        except (AttributeError, TypeError) as err:  # its constructor, or its own way of copying, works on tensors alone
+            raise self._refusal(f"the forward makes a {type(value).__name__}, which a graph cannot make anew") from err
         node = self._create("call_function", rebuild, (template, memo.nodes), {}, None)
         self.objects[id(value)] = Tracked(value, node)
         self.passed.append(self.objects[id(value)])
@@ -274,8 +275,7 @@ class Recorder:
 
     def _pin_shape(self, value: Any) -> None:
         """Python sees a shape that may be another at the next call: the graph is to say so then."""
-        node = self.nodes.get(id(value))
-        if node is not None and node.meta.get("dynamic"):
+        if (node := self.nodes.get(id(value))) is not None and node.meta.get("dynamic"):
             node.meta["dynamic"] = False
             self._create("call_function", expect, (tuple(value.shape), "shape", node), {}, None)
 
