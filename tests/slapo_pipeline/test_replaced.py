@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from slapo_core.build import build_program
@@ -91,3 +92,26 @@ def test_a_hook_of_the_model_put_on_later_is_refused() -> None:
         program(x=x)
     handle.remove()
     assert_same(program(x=x), model(x), "without it")
+
+
+def test_a_hook_put_later_on_a_block_taken_apart_for_its_table_runs() -> None:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=16,
+        d_model=8,
+        d_kv=4,
+        d_ff=8,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    before = copy.deepcopy(model)
+    batch = {"input_ids": torch.randint(1, 16, (2, 5)), "labels": torch.randint(1, 16, (2, 3))}
+    program = build_program(cut(model, batch, "encoder.block.0", "encoder"))
+    assert len(program.stages[1].inputs) == 1  # the position bias does not cross: blocks are taken apart
+    for each in (model, before):
+        each.encoder.block[1].layer[0].register_forward_hook(lambda module, args, out: (out[0] * 2, *out[1:]))
+    assert_same(program(**batch).loss, before(**batch).loss, "loss")
