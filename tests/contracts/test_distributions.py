@@ -37,7 +37,10 @@ def test_the_table_above_has_every_distribution() -> None:
     assert set(PRIMITIVES) == set(folders())
 
 
-@pytest.mark.parametrize("name", sorted(PRIMITIVES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("slapo-memory", "slapo-torch"))) for name in sorted(PRIMITIVES)],
+)
 def test_it_installs_alone_and_shows_exactly_its_primitives(installed: Callable[[str], Environment], name: str) -> None:
     script = SCRIPT.format(module=name.replace("-", "_"))
     listed, imported, problems = json.loads(installed(name).run("python", "-c", script))

@@ -42,6 +42,7 @@ def test_the_readmes_script_trains_under_torchrun(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_the_readmes_loop_trains_the_model_of_its_script(tmp_path: Path) -> None:
     (loop,) = blocks("py")
@@ -68,6 +69,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_an_error_is_the_last_that_torchrun_says(tmp_path: Path) -> None:
     assert "`torchrun --local-ranks-filter 0`" in README.read_text(encoding="utf-8")

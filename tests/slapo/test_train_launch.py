@@ -100,6 +100,7 @@ def test_a_signal_while_it_starts_is_one_line(number: signal.Signals, stage: Cal
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_the_ranks_and_the_fork_server_end_when_the_launcher_is_killed(tmp_path: Path):
     process = subprocess.Popen([sys.executable, "-m", "tests.slapo.launched", str(tmp_path)], start_new_session=True)
     _started(tmp_path, 2)

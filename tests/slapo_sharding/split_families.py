@@ -30,12 +30,12 @@ FAST = tuple(
 )
 """Those of which the others are variations."""
 
-FAST_ALONG_ON_FOUR = frozenset(
+ON_FOUR = frozenset(
     """
     albert bart bert bloom deepseek_v3 falcon gemma2 gpt2 gpt_neox llama mixtral modernbert opt qwen2_moe t5 whisper
     """.split()
 )
-"""Those of them that every run splits along the sequence on four ranks too."""
+"""Those of them that every run splits on four ranks too."""
 
 UNLIKE = {"deepseek_v3", "gemma2", "gemma3_text", "gpt_neo", "gpt_oss", "modernbert"}
 """Those whose two layers are of different make."""
@@ -207,11 +207,11 @@ def steps_of_same(rank: int, name: str, ways: tuple[bool, ...] = (False,), depth
 
 
 def check_on_two_and_four_ranks(name: str, ways: tuple[bool, ...]) -> None:
-    """Compare a family on 2 ranks and, those of ``FAST``, on 4, without and with sequence parallelism."""
+    """Compare a family on 2 ranks and, those of ``ON_FOUR``, on 4, without and with sequence parallelism."""
     whole = name not in FAST or name in DEEP  # one layer of each kind tells as much in half the time
     check(name, 2, ways, None if whole else depth_of(name))
-    if name in FAST:
-        check(name, 4, ways if name in FAST_ALONG_ON_FOUR else (False,), depth_of(name))
+    if name in ON_FOUR:
+        check(name, 4, ways, depth_of(name))
 
 
 def check(name: str, ranks: int, ways: tuple[bool, ...], depth: int | None) -> None:

@@ -71,7 +71,7 @@ def test_one_graph_through_inductor(make: str):
     assert run_distributed(_compiled, 2, make, "inductor", timeout=280) == [[1, 0], [1, 0]]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_benchmark_for_gpus_runs_without_one(ranks: int):
     sizes = Sizes(16, 2, 1, 1, 4, torch.float32, warm_up=2, rounds=1, backend="eager")
     for found in run_distributed(measure, ranks, "cpu", sizes, timeout=200):

@@ -8,7 +8,7 @@ from slapo_core.testing import run_distributed
 from tests.slapo_sharding.split_families import ALONG_REFUSED as REFUSED
 from tests.slapo_sharding.split_families import (
     FAST,
-    FAST_ALONG_ON_FOUR,
+    ON_FOUR,
     check,
     check_on_two_and_four_ranks,
     depth_of,
@@ -28,9 +28,9 @@ def test_with_and_without(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ALLOWED if name in FAST and name not in FAST_ALONG_ON_FOUR])
-def test_along_the_sequence_on_four_ranks(name: str) -> None:
-    check(name, 4, (True,), depth_of(name))
+@pytest.mark.parametrize("name", [name for name in FAST if name not in ON_FOUR])
+def test_the_others_on_four_ranks(name: str) -> None:
+    check(name, 4, (False, True) if name in ALLOWED else (False,), depth_of(name))
 
 
 @pytest.mark.parametrize(

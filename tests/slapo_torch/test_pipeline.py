@@ -291,7 +291,7 @@ def test_what_does_not_fit_is_refused_before_it_is_built() -> None:
         assert "schedule '1f1b' needs at least as many micro-batches as stages, got 1 for 2" in messages[0]
         assert "optimizer= gave a list; it must return a torch.optim.Optimizer" in messages[1]
         assert "target 'torch' cannot do precision:fp8" in messages[2]
-        assert "1 stages on a mesh with pp=2" in messages[3]
+        assert "1 stage on a mesh with pp=2; cut the model into a multiple of 2 stages" in messages[3]
         assert "2 cuts make 3 stages, but the mesh has pp=2" in messages[4]
 
 
