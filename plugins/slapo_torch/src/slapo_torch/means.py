@@ -47,9 +47,10 @@ class CountedMeans(TorchFunctionMode):
         """Run the function."""
         result = func(*args, **(kwargs or {}))
         if func in _LOSSES:
-            if (counted := _counted(func, args, kwargs or {})) is not None:
+            given = _given(func, args, kwargs or {})
+            if (counted := _counted(given)) is not None:
                 self._means.append((result, counted))
-            elif _adds_labels_unlike_a_mean(func, args, kwargs or {}):
+            elif _is_unlike_a_mean(given):
                 self._others.append(result)
         return result
 
@@ -73,23 +74,24 @@ def told_by(loss: torch.Tensor) -> Counted | None:
     return Counted(*told) if told is not None else None
 
 
-def _counted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counted | None:
+def _given(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a loss by name, defaults included."""
     given = _SIGNATURES[func].bind(*args, **kwargs)
     given.apply_defaults()
-    target, is_mean = given.arguments["target"], given.arguments["reduction"] == "mean"
-    legacy = given.arguments["size_average"] is not None or given.arguments["reduce"] is not None
-    if given.arguments["weight"] is not None or legacy or not is_mean or target.is_floating_point():
+    return given.arguments
+
+
+def _counted(given: dict[str, Any]) -> Counted | None:
+    target, ignored = given["target"], given["ignore_index"]
+    legacy = given["size_average"] is not None or given["reduce"] is not None
+    if given["weight"] is not None or legacy or given["reduction"] != "mean" or target.is_floating_point():
         return None
-    ignored = given.arguments["ignore_index"]
     return Counted(int((target != ignored).sum()), ignored)
 
 
-def _adds_labels_unlike_a_mean(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_unlike_a_mean(given: dict[str, Any]) -> bool:
     """Whether a loss is one number, of a sum or of weighted classes."""
-    given = _SIGNATURES[func].bind(*args, **kwargs)
-    given.apply_defaults()
-    reduction = given.arguments["reduction"]
-    return reduction == "sum" or (reduction == "mean" and given.arguments["weight"] is not None)
+    return given["reduction"] == "sum" or (given["reduction"] == "mean" and given["weight"] is not None)
 
 
 def _same(mean: torch.Tensor, loss: torch.Tensor) -> bool:
