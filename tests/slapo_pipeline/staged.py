@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,24 +24,46 @@ def cut(model: nn.Module, inputs: Any, *paths: str) -> Schedule:
     return schedule
 
 
-def assert_same_as_model(model: nn.Module, inputs: dict[str, Any], *paths: str, tolerance: float = 1e-6) -> Program:
-    """Outputs, every gradient and every buffer of the program equal the unmodified model's."""
+class Expected(NamedTuple):
+    """What the unmodified model gives for one batch."""
+
+    outputs: Any
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+
+
+def expected_of(model: nn.Module, inputs: dict[str, Any]) -> Expected:
+    """Run a copy of the model, and its backward."""
     before = copy.deepcopy(model)
+    torch.manual_seed(1)
+    outputs = before(**inputs)
+    if any(parameter.requires_grad for parameter in before.parameters()):
+        loss_of(outputs).backward()
+    return Expected(outputs, _gradients(before), dict(before.named_buffers()))
+
+
+def assert_same_as_model(
+    model: nn.Module, inputs: dict[str, Any], *paths: str, tolerance: float = 1e-6, expected: Expected | None = None
+) -> Program:
+    """Outputs, every gradient and every buffer of the program equal the unmodified model's."""
+    expected = expected or expected_of(model, inputs)
     program = build_program(cut(model, inputs, *paths))
     assert len(program.stages) == len(paths) + 1
     torch.manual_seed(1)
-    expected = before(**inputs)
-    torch.manual_seed(1)
     found = program(**inputs)
-    assert type(found) is type(expected)
-    assert_same(found, expected, "outputs", tolerance)
-    if any(p.requires_grad for p in model.parameters()):
-        loss_of(expected).backward()
+    assert type(found) is type(expected.outputs)
+    assert_same(found, expected.outputs, "outputs", tolerance)
+    if expected.gradients:
         loss_of(found).backward()
-        grads = ({name: parameter.grad for name, parameter in each.named_parameters()} for each in (model, before))
-        assert_same(*grads, "grad", tolerance)
-    assert_same(dict(model.named_buffers()), dict(before.named_buffers()), "buffers", tolerance)
+        assert_same(_gradients(model), expected.gradients, "grad", tolerance)
+    assert_same(dict(model.named_buffers()), expected.buffers, "buffers", tolerance)
     return program
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    named = dict(model.named_parameters())
+    trained = any(parameter.requires_grad for parameter in named.values())
+    return {name: parameter.grad for name, parameter in named.items()} if trained else {}
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

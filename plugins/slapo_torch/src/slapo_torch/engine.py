@@ -141,8 +141,6 @@ class TorchEngine(Engine):
             return loss
         self._check_gradients()
         self._reduce()
-        if self._options.clip:
-            self._together(self._holdings.check_clippable)
         self._together(lambda: self._update(loss.item()))
         return loss
 
@@ -344,7 +342,7 @@ class TorchEngine(Engine):
         used = self._shards.used() if self._shards is not None else ()
         unchecked = self._holdings.num_unchecked(used) if training else 0
         if training and result.failure is None:
-            result.failure = self._holdings.sparse_tie()
+            result.failure = self._holdings.sparse_gradient(clips=bool(self._options.clip))
         if result.failure is not None and self._peers is not None:
             self._peers.meet(result.failure)
         is_double = any(loss.dtype is torch.float64 for loss in result.losses)

@@ -54,12 +54,17 @@ class Holdings:
         """Whether parameters were unfrozen since this was made."""
         return any(parameter.requires_grad and id(parameter) not in self._known for parameter in self._stage.parameters())
 
-    def sparse_tie(self) -> BuildError | None:
-        """What would break off ``reduce_ties`` on this rank while the other stages wait in it."""
+    def sparse_gradient(self, clips: bool) -> BuildError | None:
+        """What would break off ``reduce_ties`` or ``clip`` on this rank while the others wait in it."""
         for _, tie, parameter in self._mine:
-            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            if _is_sparse(parameter):
                 return BuildError(
                     f"the sparse gradient of the tied {tie.names[0]!r} cannot be summed over stages; build it with sparse=False"
+                )
+        for name, parameter in self._stage.named_parameters() if clips else ():
+            if _is_sparse(parameter):
+                return BuildError(
+                    f"the sparse gradient of {name!r} cannot be clipped; build it with sparse=False, or without clip"
                 )
         return None
 
@@ -162,18 +167,6 @@ class Holdings:
                         empty.setdefault(id(parameter), successor(parameter, parameter.detach().to("meta")))
                         module._parameters[name] = empty[id(parameter)]  # type: ignore[assignment]
 
-    def check_clippable(self) -> None:
-        """Find what would break off ``clip`` on this rank while the others wait in it.
-
-        Raises:
-            BuildError: a gradient is sparse.
-        """
-        for name, parameter in self._stage.named_parameters():
-            if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise BuildError(
-                    f"the sparse gradient of {name!r} cannot be clipped; build it with sparse=False, or without clip"
-                )
-
     def clip(self, largest: float) -> torch.Tensor:
         """Scale all gradients so that their norm over the model is at most ``largest``; returns the one before. Collective."""
         rank = self._program.axis_rank("pp")
@@ -184,6 +177,10 @@ class Holdings:
         nothing = torch.empty(0, device=mesh.device_type if mesh is not None else None)
         trained: Sequence[torch.Tensor] = self.trainable or [nothing]
         return clip_grad_norm_(trained, largest, extra_groups=stages, counts=lambda parameter: id(parameter) not in elsewhere)
+
+
+def _is_sparse(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and parameter.grad.layout != torch.strided
 
 
 def _different(parameters: Sequence[nn.Parameter | None], group: dist.ProcessGroup, device: str) -> list[int]:

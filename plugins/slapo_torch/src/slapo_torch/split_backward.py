@@ -11,31 +11,42 @@ watched for such hooks.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from ._torch_private import awaits_accumulation
 
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-class TensorHooks(TorchFunctionMode):
-    """Inside of it hooks that are put on tensors are noted."""
+class TensorHooks:
+    """Inside of it hooks that are put on tensors are noted.
+
+    A mode for torch functions would see them as well, and every other operation besides, for 2 % of a step.
+    """
 
     found = False
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the function."""
-        if func is torch.Tensor.register_hook:
+    def __enter__(self) -> TensorHooks:
+        """Begin."""
+        self._register = register = torch.Tensor.register_hook
+
+        @functools.wraps(register)
+        def noted(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
             self.found = True
-        return func(*args, **(kwargs or {}))
+            return register(tensor, hook)
+
+        torch.Tensor.register_hook = noted  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End."""
+        torch.Tensor.register_hook = self._register  # type: ignore[method-assign]
 
 
 def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> bool:
@@ -49,9 +60,12 @@ def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor])
     roots = {_node(tensor) for tensor in outputs if tensor.requires_grad}
     between = {_node(tensor) for tensor in received if tensor.requires_grad}
     graph = _children_first(roots)
-    if any(node.name() == _REENTRANT for node in graph):
+    if any(type(node).__name__ == _REENTRANT for node in graph):
         return False
-    if any(awaits_accumulation(parameter) for node in graph if (parameter := getattr(node, "variable", None)) is not None):
+    leaves = {
+        node: leaf for node, after in graph.items() if not after and (leaf := getattr(node, "variable", None)) is not None
+    }
+    if any(map(awaits_accumulation, leaves.values())):
         return False
     users: dict[Node, list[Node]] = defaultdict(list)
     for node, children in graph.items():
@@ -67,7 +81,7 @@ def can_split(outputs: Iterable[torch.Tensor], received: Iterable[torch.Tensor])
             continue
         fed = {meets[user] for user in users[node]}
         meets[node] = fed.pop() if len(fed) == 1 and node not in roots else None
-        if meets[node] is None and isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+        if meets[node] is None and isinstance(leaves.get(node), torch.nn.Parameter):
             return False
     return True
 

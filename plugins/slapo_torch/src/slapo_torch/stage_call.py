@@ -112,7 +112,8 @@ class StageCall(nn.Module):
             if real != planned:  # a gradient nobody sends back would be lost without a word
                 what = "(shape, dtype, requires_grad)"
                 raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
-        held = {_storage(tensor) for tensor in [*self.module.parameters(), *self.module.buffers()]}
+        tables = [table.values() for each in self.module.modules() for table in (each._parameters, each._buffers) if table]
+        held = {_storage(tensor) for table in tables for tensor in table if tensor is not None}
         return tuple(_copy(tensor, _storage(tensor) in held) for tensor in result)
 
 
