@@ -7,7 +7,7 @@ PROCESSES ?= 2
 BIN := .venv/bin
 PYTHON_GPU ?= $(BIN)/python
 STAMP := .venv/installed
-PROJECTS := pyproject.toml slapo_core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+PROJECTS := pyproject.toml $(wildcard slapo_*/pyproject.toml) $(wildcard plugins/*/pyproject.toml)
 
 .PHONY: setup demo test test-all lint format bench gpu clean
 

@@ -115,9 +115,10 @@ def main() -> None:
     """Print the section."""
     what = f"{LAYERS} GPT blocks, hidden size {HIDDEN}, {MICROBATCHES} micro-batches"
     print(f"\n## Pipelines: {what}, gloo, a step with AdamW\n")
-    print(
-        "| ranks | schedule | tokens a part | by hand (ms) | slapo (ms) | slapo / by hand | by hand twice | bubble | its formula |"
+    columns = (
+        "ranks | schedule | tokens a part | by hand (ms) | slapo (ms) | slapo / by hand | by hand twice | bubble | formula"
     )
+    print(f"| {columns} |")
     print("|---|---|---|---|---|---|---|---|---|")
     for case in CASES:
         rounds = [in_one_round(case) for _ in range(ROUNDS)]
@@ -131,8 +132,8 @@ def main() -> None:
             flush=True,
         )
     print(
-        f"\nA part is a micro-batch. Ratios are medians of {ROUNDS} rounds, with the lowest and the highest. The formula's bubble is that of the "
-        "schedule's order of actions, each taking its mean time and messages none."
+        f"\nA part is a micro-batch. Ratios are medians of {ROUNDS} rounds, with the lowest and the highest. The formula's "
+        "bubble is that of the schedule's order of actions, each taking its mean time and messages none."
     )
 
 

@@ -15,11 +15,13 @@ from .conftest import TOP, Environment, folders
 CORE = {"annotate", "replace", "replace_all", "trace", "trace_until"}
 PRIMITIVES = {
     "slapo-core": CORE,
+    "slapo-deepspeed": CORE,
     "slapo-example": CORE | {"freeze"},
     "slapo-memory": CORE | {"checkpoint"},
     "slapo-pipeline": CORE | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
     "slapo-sharding": CORE | {"fork_rng", "shard", "sync", "tensor_parallel"},
     "slapo-torch": CORE,
+    "slapo-training": CORE,
     "slapo": CORE
     | {"checkpoint", "cut_at_marks", "cut_pipeline_stage", "fork_rng", "pipeline", "shard", "sync", "tensor_parallel"},
 }
@@ -39,7 +41,10 @@ def test_the_table_above_has_every_distribution() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("slapo-memory", "slapo-torch"))) for name in sorted(PRIMITIVES)],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("slapo-memory", "slapo-torch", "slapo-training")))
+        for name in sorted(PRIMITIVES)
+    ],
 )
 def test_it_installs_alone_and_shows_exactly_its_primitives(installed: Callable[[str], Environment], name: str) -> None:
     script = SCRIPT.format(module=name.replace("-", "_"))

@@ -22,7 +22,7 @@ from slapo_core.build import build, get_dialect_cls
 from slapo_core.errors import BuildError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
-from slapo_torch.batches import split
+from slapo_training.batches import split
 
 from .layouts import adamw
 

@@ -19,7 +19,7 @@ from slapo_core.build import build
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
-from slapo_torch._torch_private import nll_mean_of
+from slapo_training._torch_private import nll_mean_of
 
 from .layouts import adamw, mesh_of, message_of
 

@@ -96,14 +96,16 @@ class Partitioner:
     def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
         """The program for a mode and for inputs like these; see ``Program.replan``.
 
-        Which parameters are trained counts too, as it decides what gradients cross, and so does what the graph has taken over
-        from modules: where an attribute, hook, parameter, buffer or submodule is another one now, a new program is made.
+        Which parameters are trained counts too, as it decides what gradients cross; so do the types of all, which engines
+        change. And so does what the graph has taken over from modules: where an attribute, hook, parameter, buffer or
+        submodule is another one now, a new program is made.
 
         Raises:
             BuildError: a module around a cut was wrapped since.
         """
-        trained = bytes(parameter.requires_grad for parameter in self.root.parameters())
-        key = repr((training, torch.is_grad_enabled(), trained, autocast_state(), fingerprint(dict(inputs))))
+        parameters = [(parameter.requires_grad, parameter.dtype) for parameter in self.root.parameters()]
+        trained, types = bytes(trained for trained, _ in parameters), hash(tuple(dtype for _, dtype in parameters))
+        key = repr((training, torch.is_grad_enabled(), trained, types, autocast_state(), fingerprint(dict(inputs))))
         with _mode(self.root, training):
             known = self._programs.get(key)
             if known is not None and known.opened.is_wrapped_anew(self.root):

@@ -15,12 +15,13 @@ from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
 from slapo_core.program import Program
+from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
+from slapo_training.means import EQUAL_PARTS
 
-from .batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
 from .checkpoint import load_checkpoint, save_checkpoint
 from .failures import Peers
 from .holdings import Holdings
-from .means import EQUAL_PARTS, LabelCount, Share
+from .means import LabelCount, Share
 from .merged import merged
 from .modes import Modes
 from .options import Options

@@ -14,8 +14,8 @@ from slapo_core.grad_norm import clip_grad_norm_
 from slapo_core.parameters import is_part, successor
 from slapo_core.program import Program
 from slapo_core.whole_gradients import compare_gradients
+from slapo_training.batches import fingerprint
 
-from .batches import fingerprint
 from .gradients import average_gradients, by_ranks, sum_gradients
 from .replica_spec import as_replicas_see, in_replica, replica_spec
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from slapo_core.program import Boundary, Program
+from slapo_training.batches import Batch
 
 from ._torch_pipelining import scheduled, splits
-from .batches import Batch
 from .first_gradients import Extent, FirstGradients, extents
 from .means import Share
 from .options import Options

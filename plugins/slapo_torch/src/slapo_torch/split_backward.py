@@ -39,7 +39,7 @@ class TensorHooks:
         @functools.wraps(register)
         def noted(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
             self.found = True
-            return register(tensor, hook)
+            return register(tensor, hook)  # type: ignore[no-untyped-call]
 
         torch.Tensor.register_hook = noted  # type: ignore[method-assign]
         return self

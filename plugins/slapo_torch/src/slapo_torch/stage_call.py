@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +10,10 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.program import Boundary, Stage
+from slapo_training.losses import CountedLoss, check_has_gradient, loss_of
+from slapo_training.means import EQUAL_PARTS, Counted
 
-from .means import EQUAL_PARTS, Counted, CountedMeans, Share, told_by
+from .means import Share
 from .options import Options
 
 
@@ -36,8 +37,7 @@ class StageCall(nn.Module):
         self._index = stage.index
         self._options = options
         self._device_type = device_type
-        self._is_watched = True
-        self._told: Counted | None = None
+        self._loss_of = CountedLoss(options.loss_fn)
 
     def begin(self, share: Share) -> list[Counted | None]:
         """Begin a step: what each micro-batch's loss adds to it; what these are means over goes to the list returned."""
@@ -60,16 +60,13 @@ class StageCall(nn.Module):
     def _loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         """This micro-batch's share of the loss."""
         loss = self._share_of_loss(batch, labels, *received)
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise BuildError(
-                "the loss has no gradient: nothing that is trained is in it; unfreeze something, or call eval_batch"
-            )
+        check_has_gradient(loss)
         return loss
 
     def _share_of_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         if self.share.is_all:  # it weighs the same whatever it is a mean over
             return self.share.of(loss_of(self.module(*received, **batch), self._options.loss_fn, labels), None)
-        loss, counted = self._counted_loss(batch, labels, *received)
+        loss, counted = self._loss_of(lambda: self.module(*received, **batch), labels)
         self.counted.append(counted)
         if self.share.differs and counted is None:
             raise BuildError(
@@ -77,31 +74,6 @@ class StageCall(nn.Module):
                 f"it is no plain cross_entropy; {EQUAL_PARTS}"
             )
         return self.share.of(loss, counted)
-
-    def _counted_loss(
-        self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor
-    ) -> tuple[torch.Tensor, Counted | None]:
-        """The loss, and what it is a mean over.
-
-        The labels of a model's own loss may be made inside of it, so the batch does not tell. To watch a model run takes up to
-        some 0.2 ms per layer: it is watched until a watched call shows that the loss itself tells as much, for its backward.
-        """
-        means = CountedMeans()
-        if (loss_fn := self._options.loss_fn) is not None:
-            output = self.module(*received, **batch)
-            with means:
-                loss = loss_of(output, loss_fn, labels)
-            return loss, means.behind(loss)
-        training = torch.is_grad_enabled()
-        watched = self._is_watched or not training
-        with means if watched else nullcontext():
-            loss = loss_of(self.module(*received, **batch), None, None)
-        told = told_by(loss)
-        counted = means.behind(loss) if watched else told
-        if training:
-            self._is_watched = told != counted if watched else told is None and self._told is not None
-            self._told = told
-        return loss, counted
 
     def _sendable(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         assert self.outputs is not None
@@ -132,24 +104,3 @@ def _copy(tensor: torch.Tensor, held: bool) -> torch.Tensor:
     if held or not tensor.requires_grad:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.contiguous()
-
-
-def loss_of(output: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None, labels: Any) -> torch.Tensor:
-    """The loss of a model's output: ``loss_fn(output, labels)``, or what the model itself computed.
-
-    Raises:
-        BuildError: there is none, or it is not one number.
-    """
-    loss = loss_fn(output, labels) if loss_fn is not None else _own_loss(output)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else loss
-        raise BuildError(f"the loss is not one number but {shape!r}; give the model labels, or build with loss_fn=")
-    return loss.reshape(()) if loss.dim() else loss  # the very tensor that a mean was noted for
-
-
-def _own_loss(output: Any) -> Any:
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    if isinstance(output, (tuple, list)):
-        return output[0] if output else None
-    return getattr(output, "loss", output)

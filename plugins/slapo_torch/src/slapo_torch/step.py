@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .batches import Batch
+from slapo_training.batches import Batch
+from slapo_training.means import Counted
+
 from .first_gradients import FirstGradients
-from .means import Counted, Share
+from .means import Share
 from .replicas import Replicas
 from .stage_call import StageCall
 

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
 from slapo_core.parameters import facts
+from slapo_training.options import is_rate
 
 from .means import LabelCount
 from .plain import check_plain
@@ -74,8 +75,8 @@ def scheduled_rate(given: Any, optimizer: torch.optim.Optimizer) -> Any:
     Raises:
         BuildError: it is none, or that of another optimizer.
     """
-    made = given if _is_rate(given) else given(optimizer)
-    if not _is_rate(made):
+    made = given if is_rate(given) else given(optimizer)
+    if not is_rate(made):
         raise BuildError(f"lr_scheduler= gave a {type(made).__name__}; it must return one of torch.optim.lr_scheduler")
     if made.optimizer is not optimizer:
         raise BuildError("lr_scheduler is that of another optimizer; give a factory, lambda optimizer: ...")
@@ -115,15 +116,6 @@ class MissedSteps:
     def put(self, state: list[float]) -> None:
         """Go on from ``state``."""
         self._losses = list(state)
-
-
-def is_rate_or_factory(given: Any) -> bool:
-    """Whether this can be given as ``lr_scheduler``."""
-    return _is_rate(given) or callable(given)
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, (LRScheduler, ReduceLROnPlateau))
 
 
 class LossScale:

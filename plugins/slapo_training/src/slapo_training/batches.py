@@ -106,8 +106,8 @@ def content(batch: Mapping[str, Any]) -> int:
 _SAMPLE = 1000
 
 
-def counted_labels(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How many labels of a micro-batch enter its mean: all of them, and without each row's first (next-token losses).
+def labels_of(parts: list[Batch], ignored: int) -> list[tuple[int, int]]:
+    """How many labels of each micro-batch enter its mean: all of them, and without each row's first (next-token losses).
 
     Labels are the argument ``labels``, and every other integer one that holds the ignored value, where that is negative:
     0 and more are ordinary numbers there.
@@ -115,16 +115,18 @@ def counted_labels(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], t
     Args:
         parts: The micro-batches.
         ignored: Label value that the loss leaves out.
-
-    Returns:
-        The smallest and the largest of both numbers over the micro-batches.
     """
     asked = [(index, name) for index, part in enumerate(parts) for name in part if ignored < 0 or name == "labels"]
     numbered = [(index, name) for index, name in asked if _is_numbers(parts[index][name])]
     found = dict(zip(numbered, _counts([parts[index][name] for index, name in numbered], ignored), strict=True))
     names = {"labels"} | {name for (_, name), (left_out, _, _) in found.items() if left_out}
     counts = [[found.get((index, name), (0, 0, 0)) for name in names] for index in range(len(parts))]
-    wholes, rests = ([sum(each[kind] for each in row) for row in counts] for kind in (1, 2))
+    return [(sum(each[1] for each in row), sum(each[2] for each in row)) for row in counts]
+
+
+def counted_labels(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The smallest and the largest of both numbers of ``labels_of`` over the micro-batches."""
+    wholes, rests = zip(*labels_of(parts, ignored), strict=True)
     return (min(wholes), min(rests)), (max(wholes), max(rests))
 
 

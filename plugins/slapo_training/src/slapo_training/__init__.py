@@ -1,0 +1,1 @@
+"""What the dialects of all engines share: micro-batches, labels, losses, options."""

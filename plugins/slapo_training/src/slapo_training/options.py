@@ -1,0 +1,145 @@
+"""What every engine can be told, and what of it makes no sense."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from slapo_core.errors import BuildError, UnknownNameError
+
+IGNORE_INDEX = -100
+"""Label value that losses leave out unless told otherwise."""
+
+T = TypeVar("T", bound="CommonOptions")
+
+
+@dataclass(frozen=True)
+class CommonOptions:
+    """The arguments of ``build`` that mean the same for every target; a dialect's own options are derived from these.
+
+    Args:
+        optimizer: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters that
+            has not stepped yet; None builds an engine that only evaluates.
+        lr_scheduler: A factory ``optimizer -> torch.optim.lr_scheduler...``, or such an object of ``optimizer``; it steps after
+            each step of the optimizer.
+        loss_fn: ``loss_fn(outputs, labels)``, a mean over one micro-batch; None takes the loss from the model's output.
+        microbatches: Equal parts a batch is cut into along dimension 0.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        clip: Largest gradient norm over all ranks; 0 is off.
+        ignore_index: Label value that the loss leaves out; None takes it from ``loss_fn`` where that is a module or a
+            ``partial`` that has one, else -100. It is needed where a loss that is no plain ``cross_entropy`` or ``nll_loss``
+            leaves out another one: it has to be a mean over equal parts, and only by this value those are told that are not,
+            in the batch's ``labels``, and refused. Of the plain ones each part's labels are counted as they enter the loss.
+    """
+
+    target: ClassVar[str] = ""
+    """Name of the dialect."""
+
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | torch.optim.Optimizer | None = None
+    lr_scheduler: Any = None
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    microbatches: int = 1
+    precision: str = "fp32"
+    clip: float = 0.0
+    ignore_index: int | None = None
+
+    @classmethod
+    def of(cls: type[T], config: Mapping[str, Any]) -> T:
+        """Read a configuration.
+
+        Raises:
+            BuildError: an unknown key, or a value that cannot work.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in config:
+            if key not in known:
+                raise BuildError(str(UnknownNameError.of(f"option of target {cls.target!r}", key, known)))
+        options = cls(**config)
+        options.check()
+        return options
+
+    def agreed(self) -> list[str]:
+        """What has to be the same on all ranks, beside what ``build`` compares already."""
+        given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
+        return [
+            f"ignore_index={self.ignored_label}",
+            *(f"no {name}" if value is None else name for name, value in given.items()),
+        ]
+
+    @property
+    def ignored_label(self) -> int:
+        """The label value that the loss leaves out."""
+        if self.ignore_index is not None:
+            return self.ignore_index
+        return int(self._of_loss("ignore_index", IGNORE_INDEX))
+
+    def check_mean(self, num_parts: int) -> None:
+        """Refuse a loss of which the mean over parts of a batch is not the loss of the batch, as far as it can be told.
+
+        Args:
+            num_parts: Micro-batches times data-parallel ranks.
+
+        Raises:
+            BuildError: the loss sums, or weights its labels.
+        """
+        if self._of_loss("reduction", "mean") == "sum" and num_parts > 1:
+            raise BuildError(f"loss_fn has reduction='sum', but the losses of {num_parts} parts are averaged; use 'mean'")
+        if self._of_loss("weight", None) is not None and num_parts > 1:
+            raise BuildError(
+                f"loss_fn weights its labels, so the mean over {num_parts} parts is another number; leave weight= out, "
+                "or train with one micro-batch on one replica"
+            )
+
+    def _of_loss(self, name: str, default: Any) -> Any:
+        """What a loss module, or a ``partial`` of a function, was made with."""
+        given = self.loss_fn.keywords if isinstance(self.loss_fn, partial) else {}
+        return given.get(name, getattr(self.loss_fn, name, default))
+
+    def check(self) -> None:
+        """Raise ``BuildError`` for a value that cannot work."""
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise BuildError(f"microbatches is {self.microbatches!r}; give a whole number from 1 on")
+        if not isinstance(self.clip, (int, float)) or not self.clip >= 0:
+            raise BuildError(f"clip is {self.clip!r}; give the largest gradient norm, or 0 for no clipping")
+        if self.ignore_index is not None and type(self.ignore_index) is not int:
+            raise BuildError(
+                f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"
+            )
+        if isinstance(self.loss_fn, nn.Module) and any(each.requires_grad for each in self.loss_fn.parameters()):
+            raise BuildError("loss_fn has parameters of its own, which no optimizer would step; make them part of the model")
+        if not (self.optimizer is None or callable(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer)):
+            raise BuildError(
+                f"optimizer is {self.optimizer!r}; give a torch.optim.Optimizer, or a factory, e.g. lambda parameters: "
+                "torch.optim.AdamW(parameters, lr=1e-3)"
+            )
+        self._check_rate()
+        if self.loss_fn is not None and not _takes_two(self.loss_fn):
+            raise BuildError("loss_fn does not take (outputs, labels)")
+
+    def _check_rate(self) -> None:
+        rate = self.lr_scheduler
+        if rate is not None and not (self.optimizer is not None and (is_rate(rate) or callable(rate))):
+            what = "there is no optimizer" if self.optimizer is None else f"lr_scheduler is {rate!r}"
+            raise BuildError(f"{what}; give optimizer=, and lr_scheduler= as one of torch.optim.lr_scheduler or a factory")
+
+
+def is_rate(value: Any) -> bool:
+    """Whether this is a schedule of the learning rate."""
+    return isinstance(value, (LRScheduler, ReduceLROnPlateau))
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that has no signature
+        return callable(function)
+    return True

@@ -1,0 +1,1 @@
+"""The dialect ``deepspeed``: ZeRO, pipelines and mixed precision on DeepSpeed's own engines."""

@@ -1,0 +1,86 @@
+"""What crosses from one stage to the next, as DeepSpeed sends it: tensors whose gradients come back, and integers.
+
+DeepSpeed wants a gradient for every floating-point tensor it sends, and sends no truth values. So floating-point tensors
+without gradient cross as the integers of their bits, and truth values as bytes; the plan of the stages says which are which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slapo_core.errors import BuildError
+from slapo_core.program import Boundary
+
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class _Received(torch.autograd.Function):
+    """Gives each received tensor a gradient where one of them gets one: DeepSpeed sends them all back."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+
+def pack(values: Sequence[torch.Tensor], planned: Sequence[Boundary], stage: int) -> tuple[torch.Tensor, ...]:
+    """What DeepSpeed sends for the values that a stage gives.
+
+    Args:
+        values: Of any shapes and types.
+        planned: What was planned for each.
+        stage: Index of the stage that gives them, for errors.
+
+    Raises:
+        BuildError: a value has another shape than planned, or a gradient where none was planned, or none.
+    """
+    training = torch.is_grad_enabled()
+    packed = []
+    for value, boundary in zip(values, planned, strict=True):
+        wanted = boundary.requires_grad and training
+        if tuple(value.shape) != boundary.shape or (value.requires_grad and training) != wanted:
+            raise BuildError(
+                f"stage {stage} gives {boundary.name!r} with (shape, requires_grad) "
+                f"{(tuple(value.shape), value.requires_grad)}, but {(boundary.shape, boundary.requires_grad)} was planned"
+            )
+        packed.append(value.contiguous() if wanted else _as_bits(value.detach()))
+    return tuple(packed)
+
+
+def unpack(received: Sequence[torch.Tensor], planned: Sequence[Boundary], low: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The values again.
+
+    Args:
+        received: What ``pack`` gave on the rank before.
+        planned: As there.
+        low: The type of floating-point numbers of two bytes.
+    """
+    training = torch.is_grad_enabled()
+    carriers = [index for index, boundary in enumerate(planned) if boundary.requires_grad and training]
+    own = dict(zip(carriers, _Received.apply(*(received[index] for index in carriers)), strict=True)) if carriers else {}  # type: ignore[no-untyped-call]
+    return tuple(
+        own[index] if index in own else _from_bits(tensor, boundary.dtype, low)
+        for index, (tensor, boundary) in enumerate(zip(received, planned, strict=True))
+    )
+
+
+def _as_bits(value: torch.Tensor) -> torch.Tensor:
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    bits = _BITS[value.element_size()] if value.is_floating_point() or value.dtype is torch.bool else value.dtype
+    return value.contiguous().view(bits)
+
+
+def _from_bits(tensor: torch.Tensor, planned: torch.dtype, low: torch.dtype) -> torch.Tensor:
+    if planned.is_complex:
+        return torch.view_as_complex(tensor.view(torch.float64 if tensor.dtype is torch.int64 else torch.float32))
+    if not planned.is_floating_point:
+        return tensor.view(planned)
+    same = planned.itemsize == tensor.element_size()
+    return tensor.view(planned if same else {8: torch.float64, 4: torch.float32, 2: low}[tensor.element_size()])

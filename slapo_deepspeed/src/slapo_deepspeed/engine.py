@@ -1,0 +1,168 @@
+"""The engine of the dialect ``deepspeed``: a program on DeepSpeed's own engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.agreement import compare
+from slapo_core.engine import Engine
+from slapo_core.errors import BuildError
+from slapo_core.parameters import is_part
+from slapo_core.program import Program
+from slapo_training.batches import Batch, check_labels, content, fingerprint, labels_of, signature, split
+from slapo_training.common_batch import Cut, cut_together
+from slapo_training.label_weights import LabelWeights
+from slapo_training.losses import CountedLoss, check_has_gradient
+
+from .groups import MeshGroups
+from .options import DeepSpeedOptions, dtype_of
+from .pipeline import RunningStage, in_pipeline, release_others, steps
+from .starting import start, without_warnings
+
+
+class DeepSpeedEngine(Engine):
+    """Trains or evaluates a model on DeepSpeed's engine.
+
+    Every method is collective over the mesh.
+
+    Attributes:
+        model: DeepSpeed's engine.
+        module: This rank's stage, or the model; with stage 3 of ZeRO its parameters are empty between steps.
+        optimizer: DeepSpeed's, around the one given; None where there is none.
+        lr_scheduler: The schedule of its learning rate, or None.
+        grad_norm: Norm of all gradients of the last step before clipping; None where DeepSpeed computes none.
+    """
+
+    def __init__(self, program: Program, options: DeepSpeedOptions) -> None:
+        self._program, self._options = program, options
+        self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
+        compare(options.agreed(), program.mesh)
+        deepspeed, self._is_alone = start(self._device_type)
+        self.module: nn.Module = program.stages[program.axis_rank("pp")].module
+        _mark_shards(self.module)
+        self._stage = None if len(program.stages) == 1 else RunningStage(program, options.loss_fn, options.settled_precision)
+        self._plan: Program | None = None
+        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        given = options.optimizer
+        made = given(trainable) if callable(given) and not isinstance(given, torch.optim.Optimizer) else given
+        pipelined = None if self._stage is None else in_pipeline(program, self._stage)
+        if pipelined is not None:
+            release_others(program, self.module, dtype_of(options.settled_precision))
+        with without_warnings():
+            self.model, self.optimizer, _, self.lr_scheduler = deepspeed.initialize(
+                model=pipelined or self.module,
+                optimizer=made,
+                model_parameters=trainable if made is None and options.trains else None,
+                lr_scheduler=options.lr_scheduler,
+                mpu=MeshGroups(program) if program.mesh is not None and pipelined is None else None,
+                config=options.settled(),
+            )
+        self._device = self.model.device
+        self._loss = CountedLoss(options.loss_fn)
+        self.grad_norm: float | None = None
+
+    def train_batch(self, **batch: Any) -> torch.Tensor:
+        """Forward, backward and one optimizer step; see ``Engine.train_batch``.
+
+        Raises:
+            BuildError: there is no optimizer; the batch cannot be cut into equal micro-batches; the micro-batches or ranks have
+                different numbers of labels, and which of them the loss counts cannot be told.
+        """
+        if not self._options.trains:
+            raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
+        parts, weights = self._cut(batch, training=True)
+        if self._stage is not None:
+            self._begin(self._stage, parts, weights, training=True)
+            loss = torch.as_tensor(self.model.train_batch(steps(len(parts)))).detach().float()
+        else:
+            self.model.train()
+            loss = self._mean([self._train_part(index, part, weights) for index, part in enumerate(parts)])
+        norm = self.model.get_global_grad_norm()
+        self.grad_norm = None if norm is None else float(norm)
+        return loss
+
+    @torch.no_grad()
+    def eval_batch(self, **batch: Any) -> torch.Tensor:
+        """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
+        parts, weights = self._cut(batch, training=False)
+        if self._stage is not None:
+            self._begin(self._stage, parts, weights, training=False)
+            return torch.as_tensor(self.model.eval_batch(steps(len(parts)))).detach().float()
+        self.model.eval()
+        return self._mean([self._part(index, part, weights) for index, part in enumerate(parts)])
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a checkpoint of DeepSpeed's to the directory ``path``."""
+        self.model.save_checkpoint(str(path))
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Go on from what ``save`` wrote.
+
+        Raises:
+            BuildError: there is no checkpoint.
+        """
+        found, _ = self.model.load_checkpoint(str(path))
+        if found is None:
+            raise BuildError(f"{str(path)!r} is no checkpoint of DeepSpeed")
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the model; it trains no more."""
+        self.model.destroy()
+        if self._is_alone and dist.is_initialized():
+            dist.destroy_process_group()
+
+    # ---- one step
+
+    def _cut(self, batch: Mapping[str, Any], training: bool) -> tuple[list[Batch], LabelWeights]:
+        def cut() -> Cut:
+            parts = split(batch, self._options.parts)
+            check_labels(batch, self._program.module, self._options.loss_fn)
+            counts = labels_of(parts, self._options.ignored_label)
+            return Cut(parts, counts, fingerprint([training, signature(parts[0])]), content(batch))
+
+        return cut_together(self._program, self._device, cut)
+
+    def _begin(self, stage: RunningStage, parts: list[Batch], weights: LabelWeights, training: bool) -> None:
+        """Make the stage ready for micro-batches like these; DeepSpeed is told where what crosses has another shape."""
+        assert self._program.replan is not None
+        self.module.train(training)
+        plan = self._program.replan(training, parts[0])  # the same one, unless the model has changed
+        stage.begin(plan, parts, weights)
+        if plan is not self._plan:
+            self.model.reset_activation_shape()
+            self._plan = plan
+
+    def _train_part(self, index: int, part: Batch, weights: LabelWeights) -> torch.Tensor:
+        loss = self._part(index, part, weights)
+        check_has_gradient(loss)
+        self.model.backward(loss)
+        self.model.step()
+        return loss.detach()
+
+    def _part(self, index: int, part: Batch, weights: LabelWeights) -> torch.Tensor:
+        """The loss of a micro-batch, by what it weighs."""
+        labels = part.pop("labels") if self._options.loss_fn is not None else None
+        loss, counted = self._loss(lambda: self.model(**part), labels)
+        return weights.weighted(index, loss, counted)
+
+    def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """Over this rank's micro-batches and all replicas."""
+        mean = torch.stack([loss.detach().float() for loss in losses]).mean()
+        dp = self._program.axis_size("dp")
+        if dp > 1:
+            assert self._program.mesh is not None
+            dist.all_reduce(mean, group=self._program.mesh.get_group("dp"))
+        return mean / dp
+
+
+def _mark_shards(module: nn.Module) -> None:
+    """What DeepSpeed reads to count the gradients of each shard in the norm, and of what is whole once."""
+    for parameter in module.parameters():
+        if is_part(parameter):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

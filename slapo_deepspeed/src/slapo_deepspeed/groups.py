@@ -1,0 +1,78 @@
+"""Which ranks share what, as DeepSpeed asks for it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from slapo_core.errors import BuildError
+from slapo_core.program import Program
+
+AXES = ("pp", "dp", "tp")
+
+
+class MeshGroups:
+    """The groups of a program without pipeline, for ``mpu=`` of ``deepspeed.initialize``: ZeRO uses the replicas alone.
+
+    Args:
+        program: Has a mesh.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._groups = {axis: _group(program, axis) for axis in ("dp", "tp")}
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups["dp"]
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._program.axis_size("dp")
+
+    def get_data_parallel_rank(self) -> int:
+        return self._program.axis_rank("dp")
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._groups["tp"]
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._program.axis_size("tp")
+
+    def get_model_parallel_rank(self) -> int:
+        return self._program.axis_rank("tp")
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+def _group(program: Program, axis: str) -> dist.ProcessGroup:
+    """The mesh's, or where it lacks the axis one of each rank alone. Collective."""
+    assert program.mesh is not None
+    if axis in (program.mesh.mesh_dim_names or ()):
+        group: dist.ProcessGroup = program.mesh.get_group(axis)
+        return group
+    groups: list[dist.ProcessGroup] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+def check_mesh(program: Program) -> None:
+    """Refuse a mesh that DeepSpeed would take for another one.
+
+    Raises:
+        BuildError: it leaves out ranks, or has them in another order than row-major over pp, dp, tp.
+    """
+    mesh = program.mesh
+    if mesh is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise BuildError(
+                f"DeepSpeed trains on all {dist.get_world_size()} ranks, but the schedule has no mesh; give create_schedule "
+                "mesh="
+            )
+        return
+    names = list(mesh.mesh_dim_names or ())
+    in_order = names == [axis for axis in AXES if axis in names]
+    if not in_order or not torch.equal(mesh.mesh.flatten(), torch.arange(dist.get_world_size())):
+        raise BuildError(
+            f"DeepSpeed numbers all {dist.get_world_size()} ranks row-major over pp, dp, tp; make the mesh with "
+            f'init_device_mesh({mesh.device_type!r}, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))'
+        )

@@ -1,0 +1,163 @@
+"""What an engine of this dialect can be told, and the configuration DeepSpeed gets."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from slapo_core.errors import BuildError
+from slapo_training.options import CommonOptions
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class DeepSpeedOptions(CommonOptions):
+    """The arguments of ``build`` for target ``"deepspeed"``.
+
+    Args:
+        config: DeepSpeed's own configuration, as a dict or the path of a JSON file; DeepSpeed reads and checks it. What it says
+            of gradient accumulation, clipping and precision may be said by ``microbatches``, ``clip`` and ``precision`` in its
+            place; both have to agree.
+    """
+
+    target: ClassVar[str] = "deepspeed"
+
+    config: Mapping[str, Any] | str | PathLike[str] | None = None
+
+    def check(self) -> None:
+        """Raise ``BuildError`` for a value that cannot work."""
+        super().check()
+        if self.precision not in PRECISIONS:
+            raise BuildError(f"precision is {self.precision!r}; give one of {', '.join(PRECISIONS)}")
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            raise BuildError("DeepSpeed steps a learning rate's schedule without the loss, which ReduceLROnPlateau needs")
+        given = self._given()
+        if self.optimizer is not None and "optimizer" in given:
+            raise BuildError("optimizer= and the optimizer in DeepSpeed's config are two; give one of them")
+        if self.lr_scheduler is not None and "scheduler" in given:
+            raise BuildError("lr_scheduler= and the scheduler in DeepSpeed's config are two; give one of them")
+        self.settled()
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer, ours or DeepSpeed's."""
+        return self.optimizer is not None or "optimizer" in self._given()
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO: as configured, and if it is not, 1 with bf16 and 0 else."""
+        stage = self._section("zero_optimization").get("stage")
+        if stage is None:
+            return 1 if self.settled_precision == "bf16" and self.trains else 0
+        return int(stage)
+
+    @property
+    def settled_precision(self) -> str:
+        """``"fp32"``, ``"bf16"`` or ``"fp16"``, from either place.
+
+        Raises:
+            BuildError: they differ.
+        """
+        found = {name for name in ("bf16", "fp16") if self._section(name).get("enabled") is True}
+        if len(found) > 1:
+            raise BuildError("DeepSpeed's config enables bf16 and fp16; enable one of them")
+        configured = next(iter(found), "fp32")
+        if self.precision not in ("fp32", configured) and (found or self._is_off(self.precision)):
+            raise BuildError(f"precision={self.precision!r}, but DeepSpeed's config says {configured}; let both agree")
+        return configured if found else self.precision
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a batch.
+
+        Raises:
+            BuildError: ``microbatches`` and the configuration differ.
+        """
+        return int(self._one("microbatches", self.microbatches, 1, "gradient_accumulation_steps"))
+
+    @property
+    def largest_norm(self) -> float:
+        """Largest gradient norm; 0 is off. DeepSpeed's own default, 1, is not taken.
+
+        Raises:
+            BuildError: ``clip`` and the configuration differ.
+        """
+        return float(self._one("clip", self.clip, 0.0, "gradient_clipping"))
+
+    def settled(self) -> dict[str, Any]:
+        """DeepSpeed's configuration, with what it has to be told explicitly; the sizes of batches are those of one row each.
+
+        Raises:
+            BuildError: it says something else than our own arguments do.
+        """
+        config = copy.deepcopy(dict(self._given()))
+        precision = self.settled_precision
+        for name in ("bf16", "fp16"):
+            config[name] = {**config.get(name, {}), "enabled": precision == name}
+        config["gradient_accumulation_steps"] = self.parts
+        config["gradient_clipping"] = self.largest_norm
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": self.zero_stage}
+        config.setdefault("zero_allow_untested_optimizer", True)
+        config.setdefault("steps_per_print", _NEVER)
+        if "train_batch_size" not in config:
+            config.setdefault("train_micro_batch_size_per_gpu", 1)
+        # partitioned, only one value with a gradient may cross a boundary
+        config["pipeline"] = {**config.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}
+        return config
+
+    def agreed(self) -> list[str]:
+        """What has to be the same on all ranks."""
+        return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().agreed()]
+
+    def _one(self, name: str, ours: float, default: float, key: str) -> Any:
+        configured = self._given().get(key, "auto")
+        if configured == "auto" or configured == ours:
+            return ours
+        if ours == default:
+            return configured
+        raise BuildError(f"{name}={ours}, but DeepSpeed's config says {key}={configured}; let both agree, or give one")
+
+    def _is_off(self, precision: str) -> bool:
+        return self._section(precision).get("enabled") is False
+
+    def _section(self, name: str) -> Mapping[str, Any]:
+        section = self._given().get(name, {})
+        return section if isinstance(section, Mapping) else {}
+
+    def _given(self) -> Mapping[str, Any]:
+        if self.config is None:
+            return {}
+        if isinstance(self.config, Mapping):
+            return self.config
+        if not isinstance(self.config, (str, PathLike)):
+            raise BuildError(f"config is a {type(self.config).__name__}; give a dict, or the path of a JSON file")
+        return _read(Path(self.config))
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except OSError as err:
+        raise BuildError(f"DeepSpeed's config {str(path)!r} cannot be read: {err.strerror}") from err
+    except json.JSONDecodeError as err:
+        raise BuildError(f"DeepSpeed's config {str(path)!r} is no JSON: {err}") from err
+    if not isinstance(found, dict):
+        raise BuildError(f"DeepSpeed's config {str(path)!r} is a {type(found).__name__}; it has to be an object")
+    return found
+
+
+_NEVER = 10**9
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """The type of a model's floating-point weights under a precision."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

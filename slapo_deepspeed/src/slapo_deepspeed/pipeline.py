@@ -1,0 +1,157 @@
+"""Stages in DeepSpeed's ``PipelineModule``: each rank has one, and what of it DeepSpeed has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.parameters import is_part, successor
+from slapo_core.program import Boundary, Program
+from slapo_training.batches import Batch
+from slapo_training.label_weights import LabelWeights
+from slapo_training.losses import CountedLoss, LossFn, check_has_gradient
+
+from .border import pack, unpack
+
+
+class RunningStage(nn.Module):
+    """A stage as DeepSpeed's pipeline calls it, once for each micro-batch in order.
+
+    What a stage reads from the batch it finds by the number of the micro-batch: DeepSpeed gives batches to the first and last
+    stage alone.
+
+    Args:
+        program: Its stages are on as many ranks.
+        loss_fn: For the last stage; None takes the loss from the model's output.
+        precision: Of the engine.
+    """
+
+    def __init__(self, program: Program, loss_fn: LossFn | None, precision: str) -> None:
+        super().__init__()
+        self._index = program.axis_rank("pp")
+        self.stage = program.stages[self._index].module
+        self._low = torch.float16 if precision == "fp16" else torch.bfloat16
+        self._loss_of = CountedLoss(loss_fn)
+        self._has_loss_fn = loss_fn is not None
+        self._inputs: tuple[Boundary, ...] = ()
+        self._outputs: tuple[Boundary, ...] | None = None
+        self._names: tuple[str, ...] = ()
+        self._weights: LabelWeights | None = None
+        self._parts: Iterator[tuple[int, Batch]] = iter(())
+
+    def begin(self, program: Program, parts: list[Batch], weights: LabelWeights) -> None:
+        """Begin a step.
+
+        Args:
+            program: For the shape and mode of its micro-batches.
+            parts: These.
+            weights: What each weighs in the loss.
+        """
+        stage, last = program.stages[self._index], self._index == len(program.stages) - 1
+        self._modules["stage"] = stage.module
+        self._inputs, self._names = stage.inputs, stage.batch_inputs
+        self._outputs = None if last else program.stages[self._index + 1].inputs
+        self._weights, self._parts = weights, iter(enumerate(parts))
+
+    def forward(self, received: Any) -> Any:
+        """Run one micro-batch; the first stage receives nothing that counts."""
+        index, part = next(self._parts)
+        values = unpack(received, self._inputs, self._low) if self._index else ()
+        batch = {name: part[name] for name in self._names if name in part}
+        if self._outputs is not None:
+            return pack(self.stage(*values, **batch), self._outputs, self._index)
+        labels = part["labels"] if self._has_loss_fn else None
+        loss, counted = self._loss_of(lambda: self.stage(*values, **batch), labels)
+        check_has_gradient(loss)
+        assert self._weights is not None
+        return self._weights.weighted(index, loss, counted)
+
+
+def release_others(program: Program, mine: nn.Module, dtype: torch.dtype) -> None:
+    """Free the parameters that only other stages use: their places get meta tensors of the same facts.
+
+    They and the buffers get the type that DeepSpeed gives to those of this rank's stage, so that plans of the whole model, for
+    batches of other shapes, are right.
+
+    Args:
+        program: In several stages.
+        mine: This rank's.
+        dtype: Of floating-point numbers.
+    """
+    kept = {id(tensor) for tensor in [*mine.parameters(), *mine.buffers()]}
+    made: dict[int, Any] = {}
+    for tree in (program.module, *(stage.module for stage in program.stages)):
+        for module in tree.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is None or id(tensor) in kept:
+                        continue
+                    if (new := made.get(id(tensor))) is None:
+                        data = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+                        data = data.to("meta") if isinstance(tensor, nn.Parameter) else data
+                        new = made[id(tensor)] = successor(tensor, data)
+                        kept.add(id(new))
+                    table[name] = new
+
+
+def in_pipeline(program: Program, stage: RunningStage) -> Any:
+    """DeepSpeed's ``PipelineModule`` of one stage on each rank, this rank's being ``stage``. Collective."""
+    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    sizes = {axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}
+    topology = PipeModelDataParallelTopology(num_pp=sizes["pp"], num_mp=sizes["tp"], num_dp=sizes["dp"])
+    ties = _ties(program)
+
+    class Stages(PipelineModule):  # type: ignore[misc]
+        """Its tied weights are those of the program; DeepSpeed's own are whole layers."""
+
+        def _index_tied_modules(self) -> dict[str, Any]:
+            for parameter, _, first in ties:
+                parameter.ds_pipe_replicated = dist.get_rank() != first  # type: ignore[attr-defined]
+            return {}
+
+        def _synchronize_tied_weights(self) -> None:
+            for parameter, group, first in ties:
+                dist.broadcast(parameter.data, first, group=group)
+
+        def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+            return [(parameter, group) for parameter, group, _ in ties if parameter.requires_grad]
+
+    own = program.axis_rank("pp")
+    layers = [stage if index == own else LayerSpec(nn.Identity) for index in range(sizes["pp"])]
+    made = Stages(layers, topology=topology, loss_fn=None, partition_method="uniform")
+    for parameter in stage.parameters():
+        # without ZeRO the norm leaves out what is not marked on every stage but the first, and counts what is marked anywhere
+        is_first = not getattr(parameter, "ds_pipe_replicated", False)
+        parameter.model_parallel = is_first and program.axis_rank("tp") == 0  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = is_first and is_part(parameter)  # type: ignore[attr-defined]
+    return made
+
+
+def _ties(program: Program) -> list[tuple[nn.Parameter, dist.ProcessGroup, int]]:
+    """This rank's tied parameters, each with the ranks that have it and the first of these. Collective."""
+    assert program.mesh is not None
+    named = dict(program.module.named_parameters(remove_duplicate=False))
+    grid = program.mesh.mesh.reshape([program.axis_size(axis) for axis in ("pp", "dp", "tp")])
+    found = []
+    for tie in program.ties:
+        stages = [program.rank_of(stage) for stage in tie.stages]
+        for dp in range(grid.shape[1]):
+            for tp in range(grid.shape[2]):
+                ranks = sorted({int(grid[stage, dp, tp]) for stage in stages})
+                group = dist.new_group(ranks)
+                if dist.get_rank() in ranks:
+                    found.append((named[tie.names[0]], group, ranks[0]))
+    return found
+
+
+def steps(number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What DeepSpeed reads as a batch: one for each micro-batch, of no values."""
+    nothing = torch.zeros((), dtype=torch.int64)
+    return iter([(nothing, nothing)] * number)

@@ -1,0 +1,10 @@
+"""What this plugin registers."""
+
+from __future__ import annotations
+
+from slapo_core.hookspecs import hookimpl
+
+
+@hookimpl
+def slapo_dialects() -> dict[str, str]:
+    return {"deepspeed": "slapo_deepspeed.dialect:DeepSpeedDialect"}

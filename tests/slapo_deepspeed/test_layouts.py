@@ -1,0 +1,43 @@
+"""On DeepSpeed every layout trains as the unmodified model does in one process, with clipping, two micro-batches and ties."""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_core.testing import run_distributed
+
+from .layouts import train_beside_reference
+
+pytestmark = pytest.mark.multiproc
+
+MODELS = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "t5"))]
+FOUR = ({"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2})
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_every_stage_of_zero(name: str, layout: dict[str, int]) -> None:
+    for worst in run_distributed(train_beside_reference, 2, name, layout, [0, 1, 2, 3], timeout=100):
+        assert {what.split()[0] for what in worst} >= {"loss", "norm", "evaluation"}
+        assert all(difference < 2e-5 for difference in worst.values()), worst
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_a_pipeline(name: str) -> None:
+    for worst in run_distributed(train_beside_reference, 2, name, {"pp": 2}, [0, 1], timeout=100):
+        assert all(difference < 2e-5 for difference in worst.values()), worst
+
+
+@pytest.mark.parametrize("layout", FOUR, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_four_ranks(name: str, layout: dict[str, int]) -> None:
+    for worst in run_distributed(train_beside_reference, 4, name, layout, [0, 1], timeout=100):
+        assert all(difference < 2e-5 for difference in worst.values()), worst
+
+
+@pytest.mark.parametrize(("layout", "zeros"), [({"dp": 2}, [1, 2, 3]), ({"tp": 2}, [1]), ({"pp": 2}, [1])], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16(name: str, layout: dict[str, int], zeros: list[int]) -> None:
+    for worst in run_distributed(train_beside_reference, 2, name, layout, zeros, "bf16", timeout=100):
+        found = {what: value for what, value in worst.items() if what.startswith(("loss", "evaluation"))}
+        assert all(difference < 2e-2 for difference in found.values()), worst
