@@ -76,13 +76,13 @@ class DeepSpeedEngine(Engine):
         """
         if not self._options.trains:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
-        parts, weights = self._cut(batch, training=True)
+        parts, labels, weights = self._cut(batch, training=True)
         if self._stage is not None:
-            self._begin(self._stage, parts, weights, training=True)
+            self._begin(self._stage, parts, labels, weights)
             loss = torch.as_tensor(self.model.train_batch(steps(len(parts)))).detach().float()
         else:
             self.model.train()
-            loss = self._mean([self._train_part(index, part, weights) for index, part in enumerate(parts)])
+            loss = self._mean([self._train_part(*each, weights) for each in zip(range(len(parts)), parts, labels, strict=True)])
         norm = self.model.get_global_grad_norm()
         self.grad_norm = None if norm is None else float(norm)
         return loss
@@ -90,12 +90,12 @@ class DeepSpeedEngine(Engine):
     @torch.no_grad()
     def eval_batch(self, **batch: Any) -> torch.Tensor:
         """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
-        parts, weights = self._cut(batch, training=False)
+        parts, labels, weights = self._cut(batch, training=False)
         if self._stage is not None:
-            self._begin(self._stage, parts, weights, training=False)
+            self._begin(self._stage, parts, labels, weights)
             return torch.as_tensor(self.model.eval_batch(steps(len(parts)))).detach().float()
         self.model.eval()
-        return self._mean([self._part(index, part, weights) for index, part in enumerate(parts)])
+        return self._mean([self._part(*each, weights) for each in zip(range(len(parts)), parts, labels, strict=True)])
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a checkpoint of DeepSpeed's to the directory ``path``."""
@@ -119,35 +119,38 @@ class DeepSpeedEngine(Engine):
 
     # ---- one step
 
-    def _cut(self, batch: Mapping[str, Any], training: bool) -> tuple[list[Batch], LabelWeights]:
+    def _cut(self, batch: Mapping[str, Any], training: bool) -> tuple[list[Batch], list[Any], LabelWeights]:
+        """The micro-batches, their labels for a loss function, and what each weighs. Collective."""
+
         def cut() -> Cut:
             parts = split(batch, self._options.parts)
             check_labels(batch, self._program.module, self._options.loss_fn)
             counts = labels_of(parts, self._options.ignored_label)
             return Cut(parts, counts, fingerprint([training, signature(parts[0])]), content(batch))
 
-        return cut_together(self._program, self._device, cut)
+        parts, weights = cut_together(self._program, self._device, cut)
+        self.module.train(training)
+        has_loss_fn = self._options.loss_fn is not None
+        return parts, [part.pop("labels") if has_loss_fn else None for part in parts], weights
 
-    def _begin(self, stage: RunningStage, parts: list[Batch], weights: LabelWeights, training: bool) -> None:
+    def _begin(self, stage: RunningStage, parts: list[Batch], labels: list[Any], weights: LabelWeights) -> None:
         """Make the stage ready for micro-batches like these; DeepSpeed is told where what crosses has another shape."""
         assert self._program.replan is not None
-        self.module.train(training)
-        plan = self._program.replan(training, parts[0])  # the same one, unless the model has changed
-        stage.begin(plan, parts, weights)
+        plan = self._program.replan(self.module.training, parts[0])  # the same one, unless the model has changed
+        stage.begin(plan, parts, labels, weights)
         if plan is not self._plan:
             self.model.reset_activation_shape()
             self._plan = plan
 
-    def _train_part(self, index: int, part: Batch, weights: LabelWeights) -> torch.Tensor:
-        loss = self._part(index, part, weights)
+    def _train_part(self, index: int, part: Batch, labels: Any, weights: LabelWeights) -> torch.Tensor:
+        loss = self._part(index, part, labels, weights)
         check_has_gradient(loss)
         self.model.backward(loss)
         self.model.step()
         return loss.detach()
 
-    def _part(self, index: int, part: Batch, weights: LabelWeights) -> torch.Tensor:
+    def _part(self, index: int, part: Batch, labels: Any, weights: LabelWeights) -> torch.Tensor:
         """The loss of a micro-batch, by what it weighs."""
-        labels = part.pop("labels") if self._options.loss_fn is not None else None
         loss, counted = self._loss(lambda: self.model(**part), labels)
         return weights.weighted(index, loss, counted)
 

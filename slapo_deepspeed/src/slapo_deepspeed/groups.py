@@ -8,8 +8,6 @@ import torch.distributed as dist
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
-AXES = ("pp", "dp", "tp")
-
 
 class MeshGroups:
     """The groups of a program without pipeline, for ``mpu=`` of ``deepspeed.initialize``: ZeRO uses the replicas alone.
@@ -59,7 +57,7 @@ def check_mesh(program: Program) -> None:
     """Refuse a mesh that DeepSpeed would take for another one.
 
     Raises:
-        BuildError: it leaves out ranks, or has them in another order than row-major over pp, dp, tp.
+        BuildError: it leaves out ranks, or has them in another order.
     """
     mesh = program.mesh
     if mesh is None:
@@ -69,9 +67,7 @@ def check_mesh(program: Program) -> None:
                 "mesh="
             )
         return
-    names = list(mesh.mesh_dim_names or ())
-    in_order = names == [axis for axis in AXES if axis in names]
-    if not in_order or not torch.equal(mesh.mesh.flatten(), torch.arange(dist.get_world_size())):
+    if not torch.equal(mesh.mesh.flatten(), torch.arange(dist.get_world_size())):
         raise BuildError(
             f"DeepSpeed numbers all {dist.get_world_size()} ranks row-major over pp, dp, tp; make the mesh with "
             f'init_device_mesh({mesh.device_type!r}, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))'

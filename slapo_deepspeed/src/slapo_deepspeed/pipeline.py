@@ -36,35 +36,34 @@ class RunningStage(nn.Module):
         self.stage = program.stages[self._index].module
         self._low = torch.float16 if precision == "fp16" else torch.bfloat16
         self._loss_of = CountedLoss(loss_fn)
-        self._has_loss_fn = loss_fn is not None
         self._inputs: tuple[Boundary, ...] = ()
         self._outputs: tuple[Boundary, ...] | None = None
         self._names: tuple[str, ...] = ()
         self._weights: LabelWeights | None = None
-        self._parts: Iterator[tuple[int, Batch]] = iter(())
+        self._parts: Iterator[tuple[int, Batch, Any]] = iter(())
 
-    def begin(self, program: Program, parts: list[Batch], weights: LabelWeights) -> None:
+    def begin(self, program: Program, parts: list[Batch], labels: list[Any], weights: LabelWeights) -> None:
         """Begin a step.
 
         Args:
             program: For the shape and mode of its micro-batches.
             parts: These.
+            labels: Theirs, for the loss function.
             weights: What each weighs in the loss.
         """
         stage, last = program.stages[self._index], self._index == len(program.stages) - 1
         self._modules["stage"] = stage.module
         self._inputs, self._names = stage.inputs, stage.batch_inputs
         self._outputs = None if last else program.stages[self._index + 1].inputs
-        self._weights, self._parts = weights, iter(enumerate(parts))
+        self._weights, self._parts = weights, iter([*zip(range(len(parts)), parts, labels, strict=True)])
 
     def forward(self, received: Any) -> Any:
         """Run one micro-batch; the first stage receives nothing that counts."""
-        index, part = next(self._parts)
+        index, part, labels = next(self._parts)
         values = unpack(received, self._inputs, self._low) if self._index else ()
         batch = {name: part[name] for name in self._names if name in part}
         if self._outputs is not None:
             return pack(self.stage(*values, **batch), self._outputs, self._index)
-        labels = part["labels"] if self._has_loss_fn else None
         loss, counted = self._loss_of(lambda: self.stage(*values, **batch), labels)
         check_has_gradient(loss)
         assert self._weights is not None

@@ -1,0 +1,163 @@
+"""What an engine on DeepSpeed does beside training like one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import slapo_deepspeed.plugin
+import slapo_pipeline.plugin
+from slapo_core.build import build
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+
+from .layouts import adamw, batches, mesh_of, message_of, my_part, scheduled, small
+
+pytestmark = pytest.mark.multiproc
+
+PLUGINS = Registry([slapo_deepspeed.plugin, slapo_pipeline.plugin])
+
+
+def uneven(rank: int, layout: dict[str, int]) -> tuple[list[float], list[float]]:
+    """Losses with unequal numbers of labels in micro-batches and replicas, and those of one process."""
+    mesh = mesh_of(**layout)
+    data = batches(layout.get("dp", 1))
+    for batch in data:
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][0, 3:] = -100
+        batch["labels"][-1, 5] = -100
+    schedule = scheduled(small("gpt2"), mesh, my_part(data[0], mesh))
+    engine = build(schedule, "deepspeed", optimizer=adamw, microbatches=2)
+    found = [engine.train_batch(**my_part(batch, mesh)).item() for batch in data]
+    engine.close()
+    reference, expected = small("gpt2"), []
+    optimizer = adamw(reference.parameters())
+    for batch in data:
+        optimizer.zero_grad()
+        loss = reference(**batch).loss
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    return found, expected
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_a_mean_over_labels_is_that_of_the_whole_batch(layout: dict[str, int]) -> None:
+    for found, expected in run_distributed(uneven, 2, layout):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+class Skips(nn.Module):
+    """Truth values, positions and a skip cross every boundary; the batch is read in the middle, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](x)
+        keep, fixed, first = hidden > 0, hidden.detach().cumsum(-1), self.layers[1](hidden)
+        x = self.layers[2](first * keep) * mask
+        return self.layers[3](torch.where(keep, x, fixed) + first)
+
+
+def structures(rank: int) -> tuple[list[float], list[float]]:
+    """Losses of a model whose stages hand on more than hidden states, and those of one process; an evaluation in between."""
+    mesh, data = mesh_of(pp=2), torch.randn(3, 8, 8)
+    inputs = {"x": data[0, :4], "mask": torch.ones(4, 8)}
+    torch.manual_seed(0)
+    model, reference = Skips(), Skips()
+    reference.load_state_dict(model.state_dict())
+    schedule = create_schedule(model, mesh=mesh, example_inputs=inputs, plugins=PLUGINS)
+    schedule["layers.2"].cut_pipeline_stage()
+    engine = build(schedule, "deepspeed", optimizer=adamw, microbatches=2, loss_fn=F.mse_loss)
+    optimizer, found, expected = adamw(reference.parameters()), [], []
+    for rows, x in zip((8, 4, 8), data, strict=True):  # batches of another shape, and back
+        batch = {"x": x[:rows], "mask": (x[:rows] > 0).float()}
+        labels = x[:rows].flip(-1)
+        found += [engine.eval_batch(**batch, labels=labels).item(), engine.train_batch(**batch, labels=labels).item()]
+        optimizer.zero_grad()
+        loss = F.mse_loss(reference(**batch), labels)
+        loss.backward()
+        optimizer.step()
+        expected += [loss.item()] * 2
+    engine.close()
+    return found, expected
+
+
+def test_what_crosses_a_boundary_may_be_anything() -> None:
+    for found, expected in run_distributed(structures, 2):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def own_optimizer(rank: int) -> tuple[list[float], float, str]:
+    """Losses with DeepSpeed's optimizer and schedule, its learning rate at the end, and what an engine without one says."""
+    mesh, data = mesh_of(dp=2), batches(2)
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+        "zero_optimization": {"stage": 2},
+    }
+    engine: Any = build(scheduled(small("gpt2"), mesh, my_part(data[0], mesh)), "deepspeed", config=config)
+    losses = [engine.train_batch(**my_part(batch, mesh)).item() for batch in data]
+    rate = engine.model.get_lr()[0]
+    engine.close()
+    only: Any = build(scheduled(small("gpt2"), mesh, my_part(data[0], mesh)), "deepspeed")
+    expected = small("gpt2").eval()(**data[0]).loss.item()
+    assert abs(only.eval_batch(**my_part(data[0], mesh)).item() - expected) < 2e-5
+    message = message_of(lambda: only.train_batch(**my_part(data[0], mesh)))
+    only.close()
+    return losses, rate, message
+
+
+def test_deepspeeds_own_optimizer_and_schedule_and_an_engine_without() -> None:
+    first, second = run_distributed(own_optimizer, 2)
+    assert first == second
+    losses, rate, message = first
+    assert losses[-1] < losses[0]
+    assert 0 < rate <= 1e-2
+    assert message == ("BuildError: this engine was built without an optimizer and only evaluates; pass optimizer= to build")
+
+
+def resumed(rank: int, layout: dict[str, int], zero: int, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of the last two of four steps, and those of an engine that was loaded before them."""
+    mesh, data = mesh_of(**layout), batches(layout.get("dp", 1))[:4]
+
+    def engine_of() -> Any:
+        schedule = scheduled(small("gpt2"), mesh, my_part(data[0], mesh))
+        return build(schedule, "deepspeed", optimizer=adamw, config={"zero_optimization": {"stage": zero}})
+
+    engine = engine_of()
+    for batch in data[:2]:
+        engine.train_batch(**my_part(batch, mesh))
+    engine.save(folder)
+    expected = [engine.train_batch(**my_part(batch, mesh)).item() for batch in data[2:]]
+    engine.close()
+    engine = engine_of()
+    engine.load(folder)
+    found = [engine.train_batch(**my_part(batch, mesh)).item() for batch in data[2:]]
+    engine.close()
+    return found, expected
+
+
+@pytest.mark.parametrize(("layout", "zero"), [({"dp": 2}, 0), ({"dp": 2}, 3), ({"tp": 2}, 1), ({"pp": 2}, 1)], ids=str)
+def test_saving_and_going_on(layout: dict[str, int], zero: int, tmp_path: Path) -> None:
+    for found, expected in run_distributed(resumed, 2, layout, zero, str(tmp_path)):
+        assert found == expected
+
+
+def nowhere(rank: int, folder: str) -> str:
+    mesh, data = mesh_of(dp=2), batches(2)
+    engine = build(scheduled(small("gpt2"), mesh, my_part(data[0], mesh)), "deepspeed", optimizer=adamw)
+    return message_of(lambda: engine.load(folder))
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    for message in run_distributed(nowhere, 2, str(tmp_path)):
+        assert message == f"BuildError: {str(tmp_path)!r} is no checkpoint of DeepSpeed"

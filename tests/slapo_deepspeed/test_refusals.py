@@ -1,0 +1,134 @@
+"""What DeepSpeed cannot do, and what makes no sense, is one sentence, the same on all ranks, before anything is built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import slapo_deepspeed.plugin
+import slapo_pipeline.plugin
+from slapo_core.build import build
+from slapo_core.errors import BuildError
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+from slapo_deepspeed.options import DeepSpeedOptions
+
+from .layouts import adamw, mesh_of, message_of
+
+PLUGINS = Registry([slapo_deepspeed.plugin, slapo_pipeline.plugin])
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero_stage": 2}, "no option of target 'deepspeed' 'zero_stage'"),
+        ({"microbatchs": 2}, "did you mean 'microbatches'"),
+        ({"microbatches": 2, "config": {"gradient_accumulation_steps": 4}}, "microbatches=2, but DeepSpeed's config says"),
+        ({"clip": 1.0, "config": {"gradient_clipping": 0.5}}, "clip=1.0, but DeepSpeed's config says gradient_clipping=0.5"),
+        ({"precision": "bf16", "config": {"fp16": {"enabled": True}}}, "precision='bf16', but DeepSpeed's config says fp16"),
+        ({"precision": "bf16", "config": {"bf16": {"enabled": False}}}, "precision='bf16', but DeepSpeed's config says fp32"),
+        ({"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, "enables bf16 and fp16"),
+        ({"precision": "int8"}, "precision is 'int8'; give one of fp32, bf16, fp16"),
+        ({"optimizer": adamw, "config": ADAMW}, "optimizer= and the optimizer in DeepSpeed's config are two"),
+        ({"config": "no/such.json"}, "'no/such.json' cannot be read"),
+        ({"config": 3}, "config is a int"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        DeepSpeedOptions.of(options)
+
+
+def test_a_plateau_needs_the_loss() -> None:
+    rate = torch.optim.lr_scheduler.ReduceLROnPlateau(adamw(model().parameters()))
+    with pytest.raises(BuildError, match="ReduceLROnPlateau needs"):
+        DeepSpeedOptions.of({"optimizer": adamw, "lr_scheduler": rate})
+
+
+def test_a_configuration_may_be_a_file_and_says_what_we_do_not(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "bf16": {"enabled": True}}))
+    options = DeepSpeedOptions.of({"optimizer": adamw, "config": file})
+    assert (options.parts, options.largest_norm, options.settled_precision, options.zero_stage) == (4, 0.5, "bf16", 1)
+    settled = options.settled()
+    assert settled["zero_optimization"]["stage"] == 1
+    assert settled["gradient_clipping"] == 0.5
+    file.write_text("{")
+    with pytest.raises(BuildError, match="is no JSON"):
+        DeepSpeedOptions.of({"config": file})
+
+
+def test_clipping_is_off_unless_asked_for_though_deepspeeds_own_default_is_not() -> None:
+    assert DeepSpeedOptions.of({"optimizer": adamw}).settled()["gradient_clipping"] == 0.0
+
+
+def asked(rank: int) -> dict[str, str]:
+    """The messages of what cannot be built, each of a new schedule, and how many process groups were made."""
+    mesh, example = mesh_of(pp=2), {"input": torch.zeros(2, 4)}
+
+    def attempt(stages: int, made: Any = mesh, **options: Any) -> str:
+        schedule = create_schedule(model(), mesh=made, example_inputs=example, plugins=PLUGINS)
+        if stages > 1:
+            schedule.pipeline(stages)
+        return message_of(lambda: build(schedule, "deepspeed", loss_fn=nn.functional.mse_loss, optimizer=adamw, **options))
+
+    flat = mesh_of(dp=2)
+    turned = DeviceMesh("cpu", [1, 0], mesh_dim_names=("dp",))
+    before = dist.new_group([0, 1]).group_name
+    found = {
+        "ZeRO-2": attempt(2, config={"zero_optimization": {"stage": 2}}),
+        "ZeRO-3": attempt(2, config={"zero_optimization": {"stage": 3}}),
+        "several": attempt(4),
+        "fp16": attempt(1, flat, precision="fp16"),
+        "bf16": attempt(1, flat, precision="bf16", config={"zero_optimization": {"stage": 0}}),
+        "turned": attempt(1, turned),
+        "no mesh": attempt(1, None),
+        "sum": message_of(
+            lambda: build(
+                create_schedule(model(), mesh=flat, plugins=PLUGINS), "deepspeed", loss_fn=nn.MSELoss(reduction="sum")
+            )
+        ),
+    }
+    assert int(dist.new_group([0, 1]).group_name) == int(before) + 1, "groups are numbered"
+    return found
+
+
+@pytest.mark.multiproc
+def test_what_deepspeed_cannot_do_is_refused_before_any_group_is_made() -> None:
+    first, second = run_distributed(asked, 2)
+    assert first == second
+    expected = {
+        "ZeRO-2": "no pipelines with stage 2 of ZeRO; use stage 1",
+        "ZeRO-3": "no pipelines with stage 3 of ZeRO; use stage 1",
+        "several": "4 stages on a mesh with pp=2; DeepSpeed runs one stage on each rank",
+        "fp16": "no fp16 on a CPU; use precision='bf16'",
+        "bf16": "use stage 1 of ZeRO",
+        "turned": "DeepSpeed numbers all 2 ranks row-major over pp, dp, tp",
+        "no mesh": "DeepSpeed trains on all 2 ranks, but the schedule has no mesh",
+        "sum": "loss_fn has reduction='sum'",
+    }
+    for what, message in expected.items():
+        assert message in first[what], first[what]
+        assert first[what].startswith("BuildError: ")
+
+
+def test_importing_the_dialect_does_not_import_deepspeed() -> None:
+    import subprocess
+    import sys
+
+    code = "import slapo_deepspeed.plugin, slapo_deepspeed.dialect, sys; assert 'deepspeed' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
