@@ -32,7 +32,7 @@ FAST = tuple(
 
 ON_FOUR = frozenset(
     """
-    albert bart bert bloom deepseek_v3 falcon gemma2 gpt2 gpt_neox llama mixtral modernbert opt qwen2_moe t5 whisper
+    bart bert bloom deepseek_v3 falcon gpt2 gpt_neox llama mixtral modernbert opt t5
     """.split()
 )
 """Those of them that every run splits on four ranks too."""

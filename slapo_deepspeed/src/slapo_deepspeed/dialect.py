@@ -12,6 +12,7 @@ from slapo_core.program import Program
 from .engine import DeepSpeedEngine
 from .groups import check_mesh
 from .options import DeepSpeedOptions
+from .pipeline import RunningStage
 
 
 class DeepSpeedDialect(Dialect):
@@ -21,7 +22,11 @@ class DeepSpeedDialect(Dialect):
     capabilities = frozenset(
         {"pipeline", "data_parallel", "tensor_parallel", "precision:fp32", "precision:bf16", "precision:fp16"}
     )
-    classes: ClassVar[dict[str, type]] = {"runtime_engine": DeepSpeedEngine, "pipeline_engine": DeepSpeedEngine}
+    classes: ClassVar[dict[str, type]] = {
+        "runtime_engine": DeepSpeedEngine,
+        "pipeline_engine": DeepSpeedEngine,
+        "pipeline_stage": RunningStage,
+    }
 
     @classmethod
     def check(cls, program: Program, **config: object) -> None:
