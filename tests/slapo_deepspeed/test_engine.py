@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import slapo_deepspeed.plugin
 import slapo_pipeline.plugin
-from slapo_core.build import build
+from slapo_core.build import build, get_dialect_cls
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
@@ -21,6 +25,7 @@ from .layouts import adamw, batches, mesh_of, message_of, my_part, scheduled, sm
 
 pytestmark = pytest.mark.multiproc
 
+TOP = Path(__file__).parents[2]
 PLUGINS = Registry([slapo_deepspeed.plugin, slapo_pipeline.plugin])
 
 
@@ -50,6 +55,57 @@ def uneven(rank: int, layout: dict[str, int]) -> tuple[list[float], list[float]]
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}], ids=str)
 def test_a_mean_over_labels_is_that_of_the_whole_batch(layout: dict[str, int]) -> None:
     for found, expected in run_distributed(uneven, 2, layout):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    """Without weight decay for norms and biases, as is usual."""
+    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0, "lr": 2e-2}]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+
+
+def halved(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def groups_and_rates(rank: int, layout: dict[str, int], zero: int, as_objects: bool) -> tuple[list[float], list[float]]:
+    """Losses with two groups of parameters, one block frozen and a falling learning rate, and those of one process."""
+    mesh, data = mesh_of(**layout), batches(layout.get("dp", 1))
+
+    def frozen() -> nn.Module:
+        model: Any = small("gpt2")
+        model.transformer.h[1].requires_grad_(False)
+        return model
+
+    model, reference = frozen(), frozen()
+    optimizer: Any = two_groups([p for p in model.parameters() if p.requires_grad]) if as_objects else two_groups
+    rate = halved(optimizer) if as_objects else halved
+    schedule = scheduled(model, mesh, my_part(data[0], mesh))
+    config = {"zero_optimization": {"stage": zero}}
+    engine = build(schedule, "deepspeed", optimizer=optimizer, lr_scheduler=rate, microbatches=2, config=config)
+    found = [engine.train_batch(**my_part(batch, mesh)).item() for batch in data]
+    engine.close()
+    optimizer, expected = two_groups([p for p in reference.parameters() if p.requires_grad]), []
+    rate = halved(optimizer)
+    for batch in data:
+        optimizer.zero_grad()
+        loss = reference(**batch).loss
+        loss.backward()
+        optimizer.step()
+        rate.step()
+        expected.append(loss.item())
+    return found, expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero", "as_objects"),
+    [({"dp": 2}, 1, False), ({"dp": 2}, 3, False), ({"tp": 2}, 2, True), ({"pp": 2}, 1, False), ({"pp": 2}, 0, True)],
+    ids=str,
+)
+def test_groups_of_parameters_frozen_ones_and_learning_rates(layout: dict[str, int], zero: int, as_objects: bool) -> None:
+    for found, expected in run_distributed(groups_and_rates, 2, layout, zero, as_objects):
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
@@ -152,6 +208,33 @@ def test_saving_and_going_on(layout: dict[str, int], zero: int, tmp_path: Path) 
         assert found == expected
 
 
+def elsewhere(rank: int, zero: int, folder: str, saves: bool) -> tuple[float, str]:
+    """The loss of an evaluation, and what loading said; on as many replicas as there are ranks."""
+    mesh = mesh_of(dp=dist.get_world_size())
+    data = batches(2)[0]
+    example = my_part(data, mesh)
+    config = {"zero_optimization": {"stage": zero}}
+    engine = build(scheduled(small("gpt2"), mesh, example), "deepspeed", optimizer=adamw, config=config)
+    if saves:
+        engine.train_batch(**example)
+        engine.save(folder)
+    message = "" if saves else message_of(lambda: engine.load(folder))
+    loss = engine.eval_batch(**example).item()
+    engine.close()
+    return loss, message
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_other_numbers_of_replicas_load_what_was_saved_without_zero(zero: int, tmp_path: Path) -> None:
+    (saved, _), _ = run_distributed(elsewhere, 2, zero, str(tmp_path), True)
+    ((loaded, message),) = run_distributed(elsewhere, 1, zero, str(tmp_path), False)
+    if zero:
+        assert "saved with pp=1, dp=2, tp=1, zero=2, but this engine has pp=1, dp=1, tp=1, zero=2; load it on" in message
+    else:
+        assert message == "no error"
+        assert loaded == pytest.approx(saved, abs=2e-5)
+
+
 def nowhere(rank: int, folder: str) -> str:
     mesh, data = mesh_of(dp=2), batches(2)
     engine = build(scheduled(small("gpt2"), mesh, my_part(data[0], mesh)), "deepspeed", optimizer=adamw)
@@ -160,4 +243,52 @@ def nowhere(rank: int, folder: str) -> str:
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     for message in run_distributed(nowhere, 2, str(tmp_path)):
-        assert message == f"BuildError: {str(tmp_path)!r} is no checkpoint of DeepSpeed"
+        assert message == f"BuildError: {str(tmp_path)!r} is no complete checkpoint of this target: it has no slapo.json"
+
+
+def printing(rank: int, layout: dict[str, int]) -> list[float]:
+    mesh, data = mesh_of(**layout), batches(layout.get("dp", 1))
+    schedule = scheduled(small("gpt2"), mesh, my_part(data[0], mesh))
+    engine = build(schedule, "deepspeed", optimizer=adamw, config={"steps_per_print": 1})
+    losses = [engine.train_batch(**my_part(batch, mesh)).item() for batch in data]
+    engine.close()
+    return losses
+
+
+SCRIPT = """
+import sys
+from tests.slapo_deepspeed.test_engine import printing
+import torch.distributed as dist
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    printing(dist.get_rank(), {"pp": 2})
+    dist.destroy_process_group()
+"""
+
+
+def test_lines_of_an_engine_without_pipeline_are_read() -> None:
+    parser: Any = get_dialect_cls("log_parser", "deepspeed", plugins=PLUGINS)
+    when = "[2026-01-01 00:00:00,000] [INFO] [logging.py:128:log_dist] [Rank 0]"
+    lines = [
+        f"{when} step=10, skipped=1, lr=[0.001, 0.002], mom=[(0.9, 0.999)]",
+        f"{when} epoch=0/micro_step=20/global_step=10, RunningAvgSamplesPerSec=90.5, CurrSamplesPerSec=91.25, MemAllocated=0GB",
+        "another line of step=3",
+    ]
+    assert parser.parse(lines) == [(10, None, 91.25, 0.001, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_both_launchers_start_it_and_its_log_is_read(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ranks = ["--nproc-per-node=2", "--standalone"] if launcher == "torchrun" else ["--num_gpus", "2", "--no_local_rank"]
+    command = [str(Path(sys.executable).parent / launcher), *ranks, str(tmp_path / "script.py")]
+    environment = {**os.environ, "PYTHONPATH": str(TOP), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    parser: Any = get_dialect_cls("log_parser", "deepspeed", plugins=PLUGINS)
+    steps = parser.parse((result.stdout + result.stderr).splitlines())
+    losses = run_distributed(printing, 2, {"pp": 2})[0]
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5]
+    assert [step.loss for step in steps] == pytest.approx(losses, abs=1e-4)
+    assert all(step.samples_per_second > 0 for step in steps)

@@ -43,6 +43,7 @@ def model() -> nn.Module:
         ({"config": {"fp16": {"enabled": True}, "bf16": {"enabled": True}}}, "enables bf16 and fp16"),
         ({"precision": "int8"}, "precision is 'int8'; give one of fp32, bf16, fp16"),
         ({"optimizer": adamw, "config": ADAMW}, "optimizer= and the optimizer in DeepSpeed's config are two"),
+        ({"config": {"zero_optimization": True}}, "zero_optimization in DeepSpeed's config is True; it has to be an object"),
         ({"config": "no/such.json"}, "'no/such.json' cannot be read"),
         ({"config": 3}, "config is a int"),
     ],

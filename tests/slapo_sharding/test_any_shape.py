@@ -75,7 +75,7 @@ def _same(rank: int, case: Case) -> None:
     assert_equivalent(before, model, torch.randn(*case.leading, first, requires_grad=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @settings(max_examples=12, deadline=None)
 @given(case=cases())
 def test_column_and_row_layers(ranks: int, case: Case) -> None:

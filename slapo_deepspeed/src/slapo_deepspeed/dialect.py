@@ -11,6 +11,7 @@ from slapo_core.program import Program
 
 from .engine import DeepSpeedEngine
 from .groups import check_mesh
+from .log_parser import DeepSpeedLog
 from .options import DeepSpeedOptions
 from .pipeline import RunningStage
 
@@ -26,6 +27,7 @@ class DeepSpeedDialect(Dialect):
         "runtime_engine": DeepSpeedEngine,
         "pipeline_engine": DeepSpeedEngine,
         "pipeline_stage": RunningStage,
+        "log_parser": DeepSpeedLog,
     }
 
     @classmethod

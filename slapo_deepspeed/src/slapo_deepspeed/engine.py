@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import compare
+from slapo_core.agreement import agree, compare
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
@@ -19,7 +19,9 @@ from slapo_training.batches import Batch, check_labels, content, fingerprint, la
 from slapo_training.common_batch import Cut, cut_together
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, check_has_gradient
+from slapo_training.optimizers import made, scheduled_rate
 
+from . import checkpoint
 from .groups import MeshGroups
 from .options import DeepSpeedOptions, dtype_of
 from .pipeline import RunningStage, in_pipeline, release_others, steps
@@ -49,23 +51,36 @@ class DeepSpeedEngine(Engine):
         self._stage = None if len(program.stages) == 1 else RunningStage(program, options.loss_fn, options.settled_precision)
         self._plan: Program | None = None
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        given = options.optimizer
-        made = given(trainable) if callable(given) and not isinstance(given, torch.optim.Optimizer) else given
+        optimizer, rate = self._of_rank(trainable)
         pipelined = None if self._stage is None else in_pipeline(program, self._stage)
         if pipelined is not None:
             release_others(program, self.module, dtype_of(options.settled_precision))
         with without_warnings():
             self.model, self.optimizer, _, self.lr_scheduler = deepspeed.initialize(
                 model=pipelined or self.module,
-                optimizer=made,
-                model_parameters=trainable if made is None and options.trains else None,
-                lr_scheduler=options.lr_scheduler,
+                optimizer=optimizer,
+                model_parameters=trainable if optimizer is None and options.trains else None,
+                lr_scheduler=rate,
                 mpu=MeshGroups(program) if program.mesh is not None and pipelined is None else None,
                 config=options.settled(),
             )
         self._device = self.model.device
         self._loss = CountedLoss(options.loss_fn)
         self.grad_norm: float | None = None
+
+    def _of_rank(self, trainable: list[nn.Parameter]) -> tuple[torch.optim.Optimizer | None, Any]:
+        """The optimizer and its learning rate's schedule, where DeepSpeed does not make them. Collective."""
+        error, given = None, self._options
+        found: tuple[torch.optim.Optimizer | None, Any] = (None, None)
+        try:
+            if given.optimizer is not None:
+                optimizer = made(given.optimizer, trainable, self._program.module, self.module)
+                rate = given.lr_scheduler
+                found = optimizer, None if rate is None else scheduled_rate(rate, optimizer)
+        except Exception as err:
+            error = err
+        agree(error, self._program.mesh)
+        return found
 
     def train_batch(self, **batch: Any) -> torch.Tensor:
         """Forward, backward and one optimizer step; see ``Engine.train_batch``.
@@ -98,18 +113,16 @@ class DeepSpeedEngine(Engine):
         return self._mean([self._part(*each, weights) for each in zip(range(len(parts)), parts, labels, strict=True)])
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a checkpoint of DeepSpeed's to the directory ``path``."""
-        self.model.save_checkpoint(str(path))
+        """Write a checkpoint of DeepSpeed's, and the random states, to the directory ``path``."""
+        checkpoint.save(self.model, path, self._program, self._options.zero_stage)
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Go on from what ``save`` wrote.
+        """Go on exactly from what ``save`` wrote; without ZeRO also with another number of replicas.
 
         Raises:
-            BuildError: there is no checkpoint.
+            BuildError: no complete checkpoint, or one of another layout.
         """
-        found, _ = self.model.load_checkpoint(str(path))
-        if found is None:
-            raise BuildError(f"{str(path)!r} is no checkpoint of DeepSpeed")
+        checkpoint.load(self.model, path, self._program, self._options.zero_stage)
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off the model; it trains no more."""

@@ -99,19 +99,19 @@ class DeepSpeedOptions(CommonOptions):
         Raises:
             BuildError: it says something else than our own arguments do.
         """
-        config = copy.deepcopy(dict(self._given()))
+        config = {key: value for key, value in copy.deepcopy(dict(self._given())).items() if value != "auto"}
         precision = self.settled_precision
         for name in ("bf16", "fp16"):
-            config[name] = {**config.get(name, {}), "enabled": precision == name}
+            config[name] = {**self._section(name), "enabled": precision == name}
         config["gradient_accumulation_steps"] = self.parts
         config["gradient_clipping"] = self.largest_norm
-        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": self.zero_stage}
+        config["zero_optimization"] = {**self._section("zero_optimization"), "stage": self.zero_stage}
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("steps_per_print", _NEVER)
         if "train_batch_size" not in config:
             config.setdefault("train_micro_batch_size_per_gpu", 1)
         # partitioned, only one value with a gradient may cross a boundary
-        config["pipeline"] = {**config.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}
+        config["pipeline"] = {**self._section("pipeline"), "pipe_partitioned": False, "grad_partitioned": False}
         return config
 
     def agreed(self) -> list[str]:
@@ -131,7 +131,9 @@ class DeepSpeedOptions(CommonOptions):
 
     def _section(self, name: str) -> Mapping[str, Any]:
         section = self._given().get(name, {})
-        return section if isinstance(section, Mapping) else {}
+        if not isinstance(section, Mapping):
+            raise BuildError(f"{name} in DeepSpeed's config is {section!r}; it has to be an object")
+        return section
 
     def _given(self) -> Mapping[str, Any]:
         if self.config is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -36,15 +35,12 @@ def start(device_type: str) -> tuple[Any, bool]:
         import deepspeed
         import deepspeed.ops
         from deepspeed.accelerator import get_accelerator
-        from deepspeed.utils import logger
     found = get_accelerator().device_name()
     if found != device_type:
         raise BuildError(
             f"DeepSpeed was imported for {found!r}, and the schedule's mesh is of {device_type!r}; set "
             f"DS_ACCELERATOR={device_type} before anything imports deepspeed"
         )
-    if logger.level == logging.INFO:
-        logger.setLevel(logging.WARNING)
     if device_type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)

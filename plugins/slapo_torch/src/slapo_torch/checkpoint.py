@@ -20,8 +20,9 @@ from torch import nn
 from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
+from slapo_training import random_state
 
-from . import extra_state, model_state, optimizer_state, random_state
+from . import extra_state, model_state, optimizer_state
 from .updates import Progress
 
 _AXES = ("pp", "dp", "tp")

@@ -17,6 +17,7 @@ from slapo_core.logger import get_logger
 from slapo_core.program import Program
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
 from slapo_training.means import EQUAL_PARTS
+from slapo_training.optimizers import adopted, made, scheduled_rate
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .failures import Peers
@@ -29,7 +30,7 @@ from .replicas import Replicas, check_dense
 from .schedules import for_rows, kind_of
 from .stage_call import StageCall, precision
 from .step import StepResult, run_whole
-from .updates import LossScale, MissedSteps, Progress, adopted, check_elementwise, scheduled_rate, step_rate
+from .updates import LossScale, MissedSteps, Progress, check_elementwise, step_rate
 
 if TYPE_CHECKING:
     from .fsdp import ShardedReplicas
@@ -442,20 +443,17 @@ class TorchEngine(Engine):
         given, trainable = self._options.optimizer, self._holdings.trainable
         if given is None or not trainable or self.optimizer is not None:
             return
-        if isinstance(given, torch.optim.Optimizer):
-            made = given if self._shards is not None else adopted(given, self._program.module, self.module)
-        elif not isinstance(made := given(trainable), torch.optim.Optimizer):
-            raise BuildError(f"optimizer= gave a {type(made).__name__}; it must return a torch.optim.Optimizer")
-        known = {id(each) for each in (*trainable, *self.module.parameters())}
-        if made is not given and any(id(each) not in known for group in made.param_groups for each in group["params"]):
-            raise BuildError("optimizer= gave an optimizer of other parameters than it was given; make it of these")
+        if isinstance(given, torch.optim.Optimizer) and self._shards is not None:
+            optimizer = given  # it was adopted as the parameters were shared out
+        else:
+            optimizer = made(given, trainable, self._program.module, self.module)
         if self._shards is not None:
-            check_elementwise(made)
+            check_elementwise(optimizer)
         if self._options.lr_scheduler is not None:
-            rate = scheduled_rate(self._options.lr_scheduler, made)
+            rate = scheduled_rate(self._options.lr_scheduler, optimizer)
             self._missed.catch_up(rate)
             self.lr_scheduler = rate
-        self.optimizer = made
+        self.optimizer = optimizer
 
 
 def _device(program: Program) -> torch.device:

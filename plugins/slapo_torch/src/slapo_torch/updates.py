@@ -14,42 +14,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
-from slapo_core.parameters import facts
-from slapo_training.options import is_rate
 
 from .means import LabelCount
 from .plain import check_plain
-
-
-def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer that was made of the unmodified model's parameters, now of those that took their places on this rank.
-
-    Args:
-        optimizer: It stays the same object, so that what refers to it still does.
-        model: The whole model.
-        mine: This rank's stages.
-
-    Raises:
-        BuildError: it has stepped already, or has parameters that are not the model's; it is unchanged then.
-    """
-    if optimizer.state:
-        raise BuildError("the optimizer has stepped already, and its state is for parameters as they were; give a new one")
-    known = {facts(parameter).names for parameter in model.parameters()} - {()}
-    held = {facts(parameter).names: parameter for parameter in mine.parameters() if facts(parameter).names}
-    own = {id(parameter): parameter for parameter in mine.parameters()}
-    groups = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in own and facts(parameter).names not in known:
-                raise BuildError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the scheduled model's; "
-                    "make it of that model's parameters(), or give a factory, lambda parameters: ..."
-                )
-        found = [own.get(id(parameter), held.get(facts(parameter).names)) for parameter in group["params"]]
-        groups.append([parameter for parameter in found if parameter is not None])
-    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = parameters
-    return optimizer
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -67,20 +34,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 _WHOLE = {"Adafactor", "LBFGS", "Muon"}
-
-
-def scheduled_rate(given: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """The learning rate's schedule, from an object or a factory ``optimizer -> schedule``.
-
-    Raises:
-        BuildError: it is none, or that of another optimizer.
-    """
-    made = given if is_rate(given) else given(optimizer)
-    if not is_rate(made):
-        raise BuildError(f"lr_scheduler= gave a {type(made).__name__}; it must return one of torch.optim.lr_scheduler")
-    if made.optimizer is not optimizer:
-        raise BuildError("lr_scheduler is that of another optimizer; give a factory, lambda optimizer: ...")
-    return made
 
 
 def step_rate(schedule: Any, loss: float) -> None:

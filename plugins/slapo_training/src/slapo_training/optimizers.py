@@ -1,0 +1,81 @@
+"""The optimizer of one rank, from a factory or an object of the whole model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import BuildError
+from slapo_core.parameters import facts
+
+from .options import is_rate
+
+
+def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
+    """This rank's optimizer.
+
+    Args:
+        given: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters.
+        trainable: What the factory gets.
+        model: The whole model.
+        mine: This rank's stages.
+
+    Raises:
+        BuildError: it is none, or has parameters that are not this rank's; an optimizer that was given is unchanged then.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        return adopted(given, model, mine)
+    if not isinstance(result := given(list(trainable)), torch.optim.Optimizer):
+        raise BuildError(f"optimizer= gave a {type(result).__name__}; it must return a torch.optim.Optimizer")
+    known = {id(each) for each in (*trainable, *mine.parameters())}
+    if any(id(each) not in known for group in result.param_groups for each in group["params"]):
+        raise BuildError("optimizer= gave an optimizer of other parameters than it was given; make it of these")
+    return result
+
+
+def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that was made of the unmodified model's parameters, now of those that took their places on this rank.
+
+    Args:
+        optimizer: It stays the same object, so that what refers to it still does.
+        model: The whole model.
+        mine: This rank's stages.
+
+    Raises:
+        BuildError: it has stepped already, or has parameters that are not the model's; it is unchanged then.
+    """
+    if optimizer.state:
+        raise BuildError("the optimizer has stepped already, and its state is for parameters as they were; give a new one")
+    known = {facts(parameter).names for parameter in model.parameters()} - {()}
+    held = {facts(parameter).names: parameter for parameter in mine.parameters() if facts(parameter).names}
+    own = {id(parameter): parameter for parameter in mine.parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in own and facts(parameter).names not in known:
+                raise BuildError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the scheduled model's; "
+                    "make it of that model's parameters(), or give a factory, lambda parameters: ..."
+                )
+        found = [own.get(id(parameter), held.get(facts(parameter).names)) for parameter in group["params"]]
+        groups.append([parameter for parameter in found if parameter is not None])
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+    return optimizer
+
+
+def scheduled_rate(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """The learning rate's schedule, from an object or a factory ``optimizer -> schedule``.
+
+    Raises:
+        BuildError: it is none, or that of another optimizer.
+    """
+    result = given if is_rate(given) else given(optimizer)
+    if not is_rate(result):
+        raise BuildError(f"lr_scheduler= gave a {type(result).__name__}; it must return one of torch.optim.lr_scheduler")
+    if result.optimizer is not optimizer:
+        raise BuildError("lr_scheduler is that of another optimizer; give a factory, lambda optimizer: ...")
+    return result
