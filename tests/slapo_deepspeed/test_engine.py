@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import slapo_deepspeed.plugin
 import slapo_pipeline.plugin
+import slapo_sharding.plugin
 from slapo_core.build import build, get_dialect_cls
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
@@ -35,6 +36,8 @@ def uneven(rank: int, layout: dict[str, int]) -> tuple[list[float], list[float]]
     data = batches(layout.get("dp", 1))
     for batch in data:
         batch["labels"] = batch["labels"].clone()
+        batch["labels"][:, 0] = -100
+        batch["labels"][-1, 0] = 7
         batch["labels"][0, 3:] = -100
         batch["labels"][-1, 5] = -100
     schedule = scheduled(small("gpt2"), mesh, my_part(data[0], mesh))
@@ -60,6 +63,7 @@ def test_a_mean_over_labels_is_that_of_the_whole_batch(layout: dict[str, int]) -
 
 def two_groups(parameters: Any) -> torch.optim.Optimizer:
     """Without weight decay for norms and biases, as is usual."""
+    parameters = list(parameters)
     decayed = [parameter for parameter in parameters if parameter.dim() > 1]
     others = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0, "lr": 2e-2}]
@@ -67,7 +71,51 @@ def two_groups(parameters: Any) -> torch.optim.Optimizer:
 
 
 def halved(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step // 2))
+
+
+class Rated(nn.Module):
+    """The parameters of one of its stages are all in one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def empty_groups_and_frozen_modes(rank: int) -> tuple[list[float], list[float]]:
+    """Losses where a stage has none of a group's parameters, of a model whose BatchNorm keeps its statistics."""
+    mesh, x = mesh_of(pp=2), torch.randn(4, 4, 8)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Rated())
+        models[-1].layers[1].eval()
+    schedule = create_schedule(models[0], mesh=mesh, example_inputs={"x": x[0, :2]}, plugins=PLUGINS)
+    schedule["layers.0"].cut_pipeline_stage()
+    options: dict[str, Any] = {"optimizer": two_groups, "lr_scheduler": halved, "loss_fn": F.mse_loss, "microbatches": 2}
+    engine = build(schedule, "deepspeed", **options)
+    found = [engine.train_batch(x=each, labels=each).item() for each in x]
+    engine.close()
+    optimizer, expected = two_groups(models[1].parameters()), []
+    rate = halved(optimizer)
+    for each in x:
+        optimizer.zero_grad()
+        loss = F.mse_loss(models[1](each), each)
+        loss.backward()
+        optimizer.step()
+        rate.step()
+        expected.append(loss.item())
+    return found, expected
+
+
+def test_a_stage_without_one_of_the_groups_and_parts_in_evaluation_mode() -> None:
+    for found, expected in run_distributed(empty_groups_and_frozen_modes, 2):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
 def groups_and_rates(rank: int, layout: dict[str, int], zero: int, as_objects: bool) -> tuple[list[float], list[float]]:
@@ -109,6 +157,40 @@ def test_groups_of_parameters_frozen_ones_and_learning_rates(layout: dict[str, i
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
+class Gated(nn.Module):
+    """Has a number for all hidden values, whole on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(4, 8), nn.Linear(8, 4), nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu() * self.gate)
+
+
+def parts_of_a_gradient(rank: int, zero: int) -> tuple[str, str]:
+    """What a step says whose ranks have parts of a gradient each, and the step after it."""
+    mesh = mesh_of(tp=2)
+    plugins = Registry([slapo_deepspeed.plugin, slapo_sharding.plugin])
+    schedule = create_schedule(Gated(), mesh=mesh, plugins=plugins)
+    schedule["up"].shard("weight", axis=0)
+    schedule["up"].shard("bias", axis=0)
+    schedule["up"].sync("bwd_post", "all_reduce")
+    schedule["down"].shard("weight", axis=1)
+    schedule["down"].sync("fwd_post", "all_reduce")
+    config = {"zero_optimization": {"stage": zero}}
+    engine = build(schedule, "deepspeed", optimizer=adamw, loss_fn=F.mse_loss, config=config, check=False)
+    batch = {"x": torch.randn(4, 4), "labels": torch.randn(4, 4)}
+    return message_of(lambda: engine.train_batch(**batch)), message_of(lambda: engine.train_batch(**batch))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_part_of_a_gradient_is_not_taken_for_the_whole(zero: int) -> None:
+    for message, after in run_distributed(parts_of_a_gradient, 2, zero):
+        assert "the gradient of 'gate', which is whole, differs between tensor-parallel ranks" in message
+        assert "an error broke off a step of this engine" in after
+
+
 class Skips(nn.Module):
     """Truth values, positions and a skip cross every boundary; the batch is read in the middle, too."""
 
@@ -117,21 +199,23 @@ class Skips(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers[0](x)
+        hidden = self.layers[0](x)  # the fixed numbers cross as integers of their bits, complex ones with a gradient
         keep, fixed, first = hidden > 0, hidden.detach().cumsum(-1), self.layers[1](hidden)
+        turned = torch.complex(first, hidden)
         x = self.layers[2](first * keep) * mask
-        return self.layers[3](torch.where(keep, x, fixed) + first)
+        return self.layers[3](torch.where(keep, x, fixed) + (turned * turned).real)
 
 
-def structures(rank: int) -> tuple[list[float], list[float]]:
+def structures(rank: int, stages: int) -> tuple[list[float], list[float]]:
     """Losses of a model whose stages hand on more than hidden states, and those of one process; an evaluation in between."""
-    mesh, data = mesh_of(pp=2), torch.randn(3, 8, 8)
+    mesh, data = mesh_of(pp=stages), torch.randn(3, 8, 8)
     inputs = {"x": data[0, :4], "mask": torch.ones(4, 8)}
     torch.manual_seed(0)
     model, reference = Skips(), Skips()
     reference.load_state_dict(model.state_dict())
     schedule = create_schedule(model, mesh=mesh, example_inputs=inputs, plugins=PLUGINS)
-    schedule["layers.2"].cut_pipeline_stage()
+    for layer in range(4 - stages, 3):
+        schedule[f"layers.{layer}"].cut_pipeline_stage()
     engine = build(schedule, "deepspeed", optimizer=adamw, microbatches=2, loss_fn=F.mse_loss)
     optimizer, found, expected = adamw(reference.parameters()), [], []
     for rows, x in zip((8, 4, 8), data, strict=True):  # batches of another shape, and back
@@ -147,8 +231,9 @@ def structures(rank: int) -> tuple[list[float], list[float]]:
     return found, expected
 
 
-def test_what_crosses_a_boundary_may_be_anything() -> None:
-    for found, expected in run_distributed(structures, 2):
+@pytest.mark.parametrize("stages", [2, 3])
+def test_what_crosses_a_boundary_may_be_anything(stages: int) -> None:
+    for found, expected in run_distributed(structures, stages, stages):
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 

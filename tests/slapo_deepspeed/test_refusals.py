@@ -44,6 +44,12 @@ def model() -> nn.Module:
         ({"precision": "int8"}, "precision is 'int8'; give one of fp32, bf16, fp16"),
         ({"optimizer": adamw, "config": ADAMW}, "optimizer= and the optimizer in DeepSpeed's config are two"),
         ({"config": {"zero_optimization": True}}, "zero_optimization in DeepSpeed's config is True; it has to be an object"),
+        (
+            {"config": {"managed_gradient_accumulation": False}},
+            "managed_gradient_accumulation in DeepSpeed's config has to be on",
+        ),
+        ({"config": {"pipeline": {"activation_checkpoint_interval": 1}}}, "runs a stage twice; use checkpoint"),
+        ({"config": {"gradient_accumulation_steps": 0}}, "it has to be 1 or more"),
         ({"config": "no/such.json"}, "'no/such.json' cannot be read"),
         ({"config": 3}, "config is a int"),
     ],
@@ -73,8 +79,25 @@ def test_a_configuration_may_be_a_file_and_says_what_we_do_not(tmp_path: Path) -
         DeepSpeedOptions.of({"config": file})
 
 
+def test_old_names_and_what_is_left_to_the_engine() -> None:
+    options = DeepSpeedOptions.of({"config": {"bfloat16": {"enabled": True}, "gradient_clipping": "auto"}})
+    assert options.settled_precision == "bf16"
+    assert options.settled()["bf16"]["enabled"] is True
+    assert options.settled()["gradient_clipping"] == 0.0
+    assert "bfloat16" not in options.settled()
+
+
 def test_clipping_is_off_unless_asked_for_though_deepspeeds_own_default_is_not() -> None:
     assert DeepSpeedOptions.of({"optimizer": adamw}).settled()["gradient_clipping"] == 0.0
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
 
 
 def asked(rank: int) -> dict[str, str]:
@@ -98,6 +121,7 @@ def asked(rank: int) -> dict[str, str]:
         "bf16": attempt(1, flat, precision="bf16", config={"zero_optimization": {"stage": 0}}),
         "turned": attempt(1, turned),
         "no mesh": attempt(1, None),
+        "no dimensions": message_of(lambda: build(create_schedule(Scaled(), mesh=flat, plugins=PLUGINS), "deepspeed")),
         "sum": message_of(
             lambda: build(
                 create_schedule(model(), mesh=flat, plugins=PLUGINS), "deepspeed", loss_fn=nn.MSELoss(reduction="sum")
@@ -120,6 +144,7 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_group_is_made() -> None:
         "bf16": "use stage 1 of ZeRO",
         "turned": "DeepSpeed numbers all 2 ranks row-major over pp, dp, tp",
         "no mesh": "DeepSpeed trains on all 2 ranks, but the schedule has no mesh",
+        "no dimensions": "DeepSpeed cannot send 'scale', a parameter without dimensions; give it the shape (1,)",
         "sum": "loss_fn has reduction='sum'",
     }
     for what, message in expected.items():

@@ -49,7 +49,10 @@ def pack(values: Sequence[torch.Tensor], planned: Sequence[Boundary], stage: int
                 f"stage {stage} gives {boundary.name!r} with (shape, requires_grad) "
                 f"{(tuple(value.shape), value.requires_grad)}, but {(boundary.shape, boundary.requires_grad)} was planned"
             )
-        packed.append(value.contiguous() if wanted else _as_bits(value.detach()))
+        if wanted:
+            packed.append((torch.view_as_real(value) if value.is_complex() else value).contiguous())
+        else:
+            packed.append(_as_bits(value.detach()))
     return tuple(packed)
 
 
@@ -65,9 +68,13 @@ def unpack(received: Sequence[torch.Tensor], planned: Sequence[Boundary], low: t
     carriers = [index for index, boundary in enumerate(planned) if boundary.requires_grad and training]
     own = dict(zip(carriers, _Received.apply(*(received[index] for index in carriers)), strict=True)) if carriers else {}  # type: ignore[no-untyped-call]
     return tuple(
-        own[index] if index in own else _from_bits(tensor, boundary.dtype, low)
+        _as_planned(own[index], boundary.dtype) if index in own else _from_bits(tensor, boundary.dtype, low)
         for index, (tensor, boundary) in enumerate(zip(received, planned, strict=True))
     )
+
+
+def _as_planned(tensor: torch.Tensor, planned: torch.dtype) -> torch.Tensor:
+    return torch.view_as_complex(tensor) if planned.is_complex else tensor
 
 
 def _as_bits(value: torch.Tensor) -> torch.Tensor:

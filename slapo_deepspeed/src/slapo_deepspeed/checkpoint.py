@@ -45,7 +45,7 @@ def load(model: Any, path: str | PathLike[str], program: Program, zero_stage: in
     """Read it. Collective.
 
     Raises:
-        BuildError: on every rank, with nothing changed: it is none, or of another layout than DeepSpeed can load it into.
+        BuildError: on every rank: it is none, or of another layout than DeepSpeed can load it into.
     """
     folder = Path(path)
     found: dict[str, Any] = {}

@@ -40,11 +40,16 @@ class DeepSpeedDialect(Dialect):
         device = program.mesh.device_type if program.mesh is not None else "cpu"
         if precision == "fp16" and device == "cpu":
             raise BuildError("DeepSpeed has no fp16 on a CPU; use precision='bf16'")
+        if zero and not options.trains:
+            raise BuildError(f"stage {zero} of ZeRO shares out the optimizer, and there is none; give optimizer= or stage 0")
         if precision == "bf16" and zero == 0 and options.trains:
             raise BuildError(
                 "DeepSpeed without ZeRO steps the optimizer of a bf16 model once as it makes it, with gradients of zero; use "
                 "stage 1 of ZeRO, or leave zero_optimization out of the config"
             )
+        for name, parameter in program.module.named_parameters():
+            if parameter.dim() == 0:
+                raise BuildError(f"DeepSpeed cannot send {name!r}, a parameter without dimensions; give it the shape (1,)")
         if stages != program.axis_size("pp"):
             raise BuildError(
                 f"{stages} stages on a mesh with pp={program.axis_size('pp')}; DeepSpeed runs one stage on each rank, and "

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from os import PathLike
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from slapo_core.agreement import agree, compare
+from slapo_core.agreement import agree, all_reduce, compare
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
@@ -19,19 +21,23 @@ from slapo_training.batches import Batch, check_labels, content, fingerprint, la
 from slapo_training.common_batch import Cut, cut_together
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, check_has_gradient
+from slapo_training.means import EQUAL_PARTS, Counted
+from slapo_training.modes import Modes
 from slapo_training.optimizers import made, scheduled_rate
+from slapo_training.options import is_rate
 
 from . import checkpoint
 from .groups import MeshGroups
 from .options import DeepSpeedOptions, dtype_of
 from .pipeline import RunningStage, in_pipeline, release_others, steps
 from .starting import start, without_warnings
+from .whole_gradients import WholeGradients
 
 
 class DeepSpeedEngine(Engine):
     """Trains or evaluates a model on DeepSpeed's engine.
 
-    Every method is collective over the mesh.
+    Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
 
     Attributes:
         model: DeepSpeed's engine.
@@ -45,18 +51,19 @@ class DeepSpeedEngine(Engine):
         self._program, self._options = program, options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
         compare(options.agreed(), program.mesh)
-        deepspeed, self._is_alone = start(self._device_type)
+        self._deepspeed, self._is_alone = start(self._device_type)
         self.module: nn.Module = program.stages[program.axis_rank("pp")].module
         _mark_shards(self.module)
+        self._modes = Modes(program.module)
         self._stage = None if len(program.stages) == 1 else RunningStage(program, options.loss_fn, options.settled_precision)
         self._plan: Program | None = None
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         optimizer, rate = self._of_rank(trainable)
-        pipelined = None if self._stage is None else in_pipeline(program, self._stage)
+        pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
             release_others(program, self.module, dtype_of(options.settled_precision))
         with without_warnings():
-            self.model, self.optimizer, _, self.lr_scheduler = deepspeed.initialize(
+            self.model, self.optimizer, _, self.lr_scheduler = self._deepspeed.initialize(
                 model=pipelined or self.module,
                 optimizer=optimizer,
                 model_parameters=trainable if optimizer is None and options.trains else None,
@@ -64,9 +71,19 @@ class DeepSpeedEngine(Engine):
                 mpu=MeshGroups(program) if program.mesh is not None and pipelined is None else None,
                 config=options.settled(),
             )
+        if self._stage is not None:
+            self.model._allocate_or_extend_buffers = self._buffer
         self._device = self.model.device
         self._loss = CountedLoss(options.loss_fn)
+        self._counted: list[Counted | None] = []
+        self._gradients = WholeGradients(program, self.module)
+        self._kind: int | None = None
+        self._is_broken = False
         self.grad_norm: float | None = None
+
+    def _buffer(self, index: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for one received tensor. DeepSpeed would give activations and gradients the same, whatever their types."""
+        return torch.empty(shape, dtype=dtype, device=self.model.device)
 
     def _of_rank(self, trainable: list[nn.Parameter]) -> tuple[torch.optim.Optimizer | None, Any]:
         """The optimizer and its learning rate's schedule, where DeepSpeed does not make them. Collective."""
@@ -74,8 +91,17 @@ class DeepSpeedEngine(Engine):
         found: tuple[torch.optim.Optimizer | None, Any] = (None, None)
         try:
             if given.optimizer is not None:
+                if not trainable:
+                    raise BuildError("a rank's stage has nothing to train, which DeepSpeed does not take; use target='torch'")
                 optimizer = made(given.optimizer, trainable, self._program.module, self.module)
                 rate = given.lr_scheduler
+                without = [group for group in optimizer.param_groups if group["params"]]
+                if len(without) < len(optimizer.param_groups) and is_rate(rate):
+                    raise BuildError(
+                        "a rank's stage has no parameter of one of the optimizer's groups, which lr_scheduler= was made for; "
+                        "give a factory, lambda optimizer: ..."
+                    )
+                optimizer.param_groups[:] = without  # as DeepSpeed does, but before the schedule counts them
                 found = optimizer, None if rate is None else scheduled_rate(rate, optimizer)
         except Exception as err:
             error = err
@@ -91,13 +117,15 @@ class DeepSpeedEngine(Engine):
         """
         if not self._options.trains:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
+        if self._is_broken:
+            raise BuildError(
+                "an error broke off a step of this engine, and DeepSpeed has kept a part of its gradients; build another "
+                "engine, and load a checkpoint"
+            )
         parts, labels, weights = self._cut(batch, training=True)
-        if self._stage is not None:
-            self._begin(self._stage, parts, labels, weights)
-            loss = torch.as_tensor(self.model.train_batch(steps(len(parts)))).detach().float()
-        else:
-            self.model.train()
-            loss = self._mean([self._train_part(*each, weights) for each in zip(range(len(parts)), parts, labels, strict=True)])
+        self._is_broken = True
+        loss = self._train(parts, labels, weights)
+        self._is_broken = False
         norm = self.model.get_global_grad_norm()
         self.grad_norm = None if norm is None else float(norm)
         return loss
@@ -106,11 +134,7 @@ class DeepSpeedEngine(Engine):
     def eval_batch(self, **batch: Any) -> torch.Tensor:
         """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
         parts, labels, weights = self._cut(batch, training=False)
-        if self._stage is not None:
-            self._begin(self._stage, parts, labels, weights)
-            return torch.as_tensor(self.model.eval_batch(steps(len(parts)))).detach().float()
-        self.model.eval()
-        return self._mean([self._part(*each, weights) for each in zip(range(len(parts)), parts, labels, strict=True)])
+        return self._evaluate(parts, labels, weights)[0]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a checkpoint of DeepSpeed's, and the random states, to the directory ``path``."""
@@ -128,7 +152,7 @@ class DeepSpeedEngine(Engine):
         """Take DeepSpeed's hooks off the model; it trains no more."""
         self.model.destroy()
         if self._is_alone and dist.is_initialized():
-            dist.destroy_process_group()
+            self._deepspeed.comm.destroy_process_group()  # it forgets its groups with it
 
     # ---- one step
 
@@ -142,30 +166,86 @@ class DeepSpeedEngine(Engine):
             return Cut(parts, counts, fingerprint([training, signature(parts[0])]), content(batch))
 
         parts, weights = cut_together(self._program, self._device, cut)
-        self.module.train(training)
         has_loss_fn = self._options.loss_fn is not None
-        return parts, [part.pop("labels") if has_loss_fn else None for part in parts], weights
+        labels = [part.pop("labels") if has_loss_fn else None for part in parts]
+        parts = [self._in_precision(part) for part in parts]
+        if self._kind is None and weights.is_open:
+            self._kind = self._told(parts, labels, weights)
+        weights.kind = self._kind
+        return parts, labels, weights
 
-    def _begin(self, stage: RunningStage, parts: list[Batch], labels: list[Any], weights: LabelWeights) -> None:
+    def _in_precision(self, part: Batch) -> Batch:
+        """A micro-batch with its floating-point tensors in the type of the weights."""
+        dtype = dtype_of(self._options.settled_precision)
+        if dtype is torch.float32:
+            return part
+        return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, part)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _told(self, parts: list[Batch], labels: list[Any], weights: LabelWeights) -> int:
+        """Which labels the loss counts, by an evaluation of this batch; the same on all ranks. Collective."""
+        possible, error = {0, 1}, None
+        try:
+            for index, counted in enumerate(self._evaluate(parts, labels, None)[1]):
+                possible &= weights.kinds_of(index, counted)
+        except BuildError as err:
+            error = err
+        agree(error, self._program.mesh)
+        mask = torch.tensor([int(kind in possible) for kind in (0, 1)], device=self._device)
+        found = all_reduce(mask, self._program.mesh, dist.ReduceOp.MIN).tolist()
+        if not any(found):
+            raise BuildError(
+                f"micro-batches have different numbers of labels, and losses count them differently; {EQUAL_PARTS}"
+            )
+        return found.index(1)
+
+    def _evaluate(
+        self, parts: list[Batch], labels: list[Any], weights: LabelWeights | None
+    ) -> tuple[torch.Tensor, list[Counted | None]]:
+        """The loss without gradients, and what its micro-batches' are means over, on ranks that compute them."""
+        self._counted.clear()
+        if self._stage is not None:
+            self._begin(self._stage, parts, labels, weights, training=False)
+            loss = torch.as_tensor(self.model.eval_batch(steps(len(parts)))).detach().float()
+            return loss, self._stage.counted
+        self.model.eval()
+        each = zip(range(len(parts)), parts, labels, strict=True)
+        return self._mean([self._part(*one, weights) for one in each]), self._counted
+
+    def _begin(
+        self, stage: RunningStage, parts: list[Batch], labels: list[Any], weights: LabelWeights | None, training: bool
+    ) -> None:
         """Make the stage ready for micro-batches like these; DeepSpeed is told where what crosses has another shape."""
         assert self._program.replan is not None
-        plan = self._program.replan(self.module.training, parts[0])  # the same one, unless the model has changed
+        plan = self._program.replan(training, parts[0])  # the same one, unless the model has changed
         stage.begin(plan, parts, labels, weights)
         if plan is not self._plan:
             self.model.reset_activation_shape()
             self._plan = plan
 
+    def _train(self, parts: list[Batch], labels: list[Any], weights: LabelWeights) -> torch.Tensor:
+        self._counted.clear()
+        if self._stage is not None:
+            self._begin(self._stage, parts, labels, weights, training=True)
+            with self._gradients.compared():
+                return torch.as_tensor(self.model.train_batch(steps(len(parts)))).detach().float()
+        self.model.train()
+        self._modes.freeze()
+        return self._mean([self._train_part(*each, weights) for each in zip(range(len(parts)), parts, labels, strict=True)])
+
     def _train_part(self, index: int, part: Batch, labels: Any, weights: LabelWeights) -> torch.Tensor:
         loss = self._part(index, part, labels, weights)
         check_has_gradient(loss)
-        self.model.backward(loss)
+        with self._gradients.compared() if index == 0 else nullcontext():
+            self.model.backward(loss)
         self.model.step()
         return loss.detach()
 
-    def _part(self, index: int, part: Batch, labels: Any, weights: LabelWeights) -> torch.Tensor:
+    def _part(self, index: int, part: Batch, labels: Any, weights: LabelWeights | None) -> torch.Tensor:
         """The loss of a micro-batch, by what it weighs."""
         loss, counted = self._loss(lambda: self.model(**part), labels)
-        return weights.weighted(index, loss, counted)
+        self._counted.append(counted)
+        return loss if weights is None else weights.weighted(index, loss, counted)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """Over this rank's micro-batches and all replicas."""

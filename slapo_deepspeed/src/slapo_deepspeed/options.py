@@ -45,7 +45,23 @@ class DeepSpeedOptions(CommonOptions):
             raise BuildError("optimizer= and the optimizer in DeepSpeed's config are two; give one of them")
         if self.lr_scheduler is not None and "scheduler" in given:
             raise BuildError("lr_scheduler= and the scheduler in DeepSpeed's config are two; give one of them")
+        if self.parts < 1:
+            raise BuildError(f"gradient_accumulation_steps in DeepSpeed's config is {self.parts}; it has to be 1 or more")
+        if given.get("managed_gradient_accumulation", True) is not True:
+            raise BuildError("managed_gradient_accumulation in DeepSpeed's config has to be on: micro-batches are accumulated")
+        if self._section("pipeline").get("activation_checkpoint_interval"):
+            raise BuildError(
+                "activation_checkpoint_interval in DeepSpeed's config runs a stage twice; use checkpoint() of the schedule"
+            )
         self.settled()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> DeepSpeedOptions:
+        """Read a configuration, and DeepSpeed's file where there is one; see ``CommonOptions.of``."""
+        given = dict(config)
+        if isinstance(given.get("config"), (str, PathLike)):
+            given["config"] = _read(Path(given["config"]))
+        return super().of(given)
 
     @property
     def trains(self) -> bool:
@@ -56,7 +72,7 @@ class DeepSpeedOptions(CommonOptions):
     def zero_stage(self) -> int:
         """The stage of ZeRO: as configured, and if it is not, 1 with bf16 and 0 else."""
         stage = self._section("zero_optimization").get("stage")
-        if stage is None:
+        if stage is None or stage == "auto":
             return 1 if self.settled_precision == "bf16" and self.trains else 0
         return int(stage)
 
@@ -99,7 +115,7 @@ class DeepSpeedOptions(CommonOptions):
         Raises:
             BuildError: it says something else than our own arguments do.
         """
-        config = {key: value for key, value in copy.deepcopy(dict(self._given())).items() if value != "auto"}
+        config = copy.deepcopy(dict(self._given()))
         precision = self.settled_precision
         for name in ("bf16", "fp16"):
             config[name] = {**self._section(name), "enabled": precision == name}
@@ -138,11 +154,10 @@ class DeepSpeedOptions(CommonOptions):
     def _given(self) -> Mapping[str, Any]:
         if self.config is None:
             return {}
-        if isinstance(self.config, Mapping):
-            return self.config
-        if not isinstance(self.config, (str, PathLike)):
+        if not isinstance(self.config, Mapping):
             raise BuildError(f"config is a {type(self.config).__name__}; give a dict, or the path of a JSON file")
-        return _read(Path(self.config))
+        names = {"bfloat16": "bf16"}  # as it was called
+        return {names.get(key, key): value for key, value in self.config.items() if value != "auto"}
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -14,6 +14,8 @@ from slapo_core.program import Boundary, Program
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, LossFn, check_has_gradient
+from slapo_training.means import Counted
+from slapo_training.modes import Modes
 
 from .border import pack, unpack
 
@@ -41,20 +43,22 @@ class RunningStage(nn.Module):
         self._names: tuple[str, ...] = ()
         self._weights: LabelWeights | None = None
         self._parts: Iterator[tuple[int, Batch, Any]] = iter(())
+        self.counted: list[Counted | None] = []
 
-    def begin(self, program: Program, parts: list[Batch], labels: list[Any], weights: LabelWeights) -> None:
+    def begin(self, program: Program, parts: list[Batch], labels: list[Any], weights: LabelWeights | None) -> None:
         """Begin a step.
 
         Args:
             program: For the shape and mode of its micro-batches.
             parts: These.
             labels: Theirs, for the loss function.
-            weights: What each weighs in the loss.
+            weights: What each weighs in the loss; None for all alike.
         """
         stage, last = program.stages[self._index], self._index == len(program.stages) - 1
         self._modules["stage"] = stage.module
         self._inputs, self._names = stage.inputs, stage.batch_inputs
         self._outputs = None if last else program.stages[self._index + 1].inputs
+        self.counted = []
         self._weights, self._parts = weights, iter([*zip(range(len(parts)), parts, labels, strict=True)])
 
     def forward(self, received: Any) -> Any:
@@ -66,8 +70,8 @@ class RunningStage(nn.Module):
             return pack(self.stage(*values, **batch), self._outputs, self._index)
         loss, counted = self._loss_of(lambda: self.stage(*values, **batch), labels)
         check_has_gradient(loss)
-        assert self._weights is not None
-        return self._weights.weighted(index, loss, counted)
+        self.counted.append(counted)
+        return loss if self._weights is None else self._weights.weighted(index, loss, counted)
 
 
 def release_others(program: Program, mine: nn.Module, dtype: torch.dtype) -> None:
@@ -98,7 +102,7 @@ def release_others(program: Program, mine: nn.Module, dtype: torch.dtype) -> Non
                     table[name] = new
 
 
-def in_pipeline(program: Program, stage: RunningStage) -> Any:
+def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
     """DeepSpeed's ``PipelineModule`` of one stage on each rank, this rank's being ``stage``. Collective."""
     from deepspeed.pipe import LayerSpec, PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -109,6 +113,11 @@ def in_pipeline(program: Program, stage: RunningStage) -> Any:
 
     class Stages(PipelineModule):  # type: ignore[misc]
         """Its tied weights are those of the program; DeepSpeed's own are whole layers."""
+
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            modes.freeze()
+            return self
 
         def _index_tied_modules(self) -> dict[str, Any]:
             for parameter, _, first in ties:

@@ -17,6 +17,7 @@ from slapo_core.logger import get_logger
 from slapo_core.program import Program
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
 from slapo_training.means import EQUAL_PARTS
+from slapo_training.modes import Modes
 from slapo_training.optimizers import adopted, made, scheduled_rate
 
 from .checkpoint import load_checkpoint, save_checkpoint
@@ -24,7 +25,6 @@ from .failures import Peers
 from .holdings import Holdings
 from .means import LabelCount, Share
 from .merged import merged
-from .modes import Modes
 from .options import Options
 from .replicas import Replicas, check_dense
 from .schedules import for_rows, kind_of

@@ -22,11 +22,37 @@ class LabelWeights:
         totals: Both numbers over the micro-batches of all replicas.
         num_parts: Micro-batches of all replicas.
         differs: Whether some of these have different numbers of labels.
+
+    Attributes:
+        kind: Which of the numbers counts, 0 or 1; None until it is told, where they differ.
     """
 
     def __init__(self, own: Sequence[tuple[int, int]], totals: tuple[int, int], num_parts: int, differs: bool) -> None:
         self._own, self._totals, self._num_parts, self._differs = own, totals, num_parts, differs
-        self._kinds = {0, 1}
+        self.kind: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it matters which of the numbers counts, and that is not known yet."""
+        return self._differs and self.kind is None
+
+    def kinds_of(self, index: int, counted: Counted | None) -> set[int]:
+        """Which of the numbers a micro-batch's loss may be a mean over.
+
+        Raises:
+            BuildError: it is none that can be told.
+        """
+        if counted is None:
+            raise BuildError(
+                "micro-batches or ranks have different numbers of labels, and what the loss is a mean over cannot be told, as "
+                f"it is no plain cross_entropy; {EQUAL_PARTS}"
+            )
+        if found := {kind for kind in (0, 1) if self._own[index][kind] == counted.labels}:
+            return found
+        raise BuildError(
+            f"a micro-batch's loss is a mean over {counted.labels} labels, and micro-batches or ranks have different numbers "
+            f"of them, but the batch does not show so many; {EQUAL_PARTS}"
+        )
 
     def of(self, index: int, counted: Counted | None) -> float:
         """The factor of a micro-batch's loss.
@@ -40,19 +66,10 @@ class LabelWeights:
         """
         if not self._differs:
             return 1.0
-        if counted is None:
-            raise BuildError(
-                "micro-batches or ranks have different numbers of labels, and what the loss is a mean over cannot be told, as "
-                f"it is no plain cross_entropy; {EQUAL_PARTS}"
-            )
-        self._kinds = {kind for kind in self._kinds if self._own[index][kind] == counted.labels}
-        factors = {counted.labels * self._num_parts / self._totals[kind] for kind in self._kinds if self._totals[kind]}
-        if len(factors) != 1:
-            raise BuildError(
-                "micro-batches or ranks have different numbers of labels, and how many enter the loss cannot be told from the "
-                f"batch; {EQUAL_PARTS}"
-            )
-        return factors.pop()
+        if self.kind not in self.kinds_of(index, counted):
+            raise BuildError(f"the loss is a mean over other labels than in earlier steps; {EQUAL_PARTS}")
+        assert self.kind is not None
+        return self._own[index][self.kind] * self._num_parts / self._totals[self.kind] if self._totals[self.kind] else 0.0
 
     def weighted(self, index: int, loss: torch.Tensor, counted: Counted | None) -> torch.Tensor:
         """A micro-batch's loss times its factor; one over no labels, which is not a number, is zero."""

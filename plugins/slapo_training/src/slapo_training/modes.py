@@ -19,5 +19,9 @@ class Modes:
         """Switch, where the model is not in that mode already."""
         if self._root.training != training:
             self._root.train(training)
-            for module in self._frozen:
-                module.training = False
+            self.freeze()
+
+    def freeze(self) -> None:
+        """Put what is frozen back, after others have switched the whole model."""
+        for module in self._frozen:
+            module.training = False
