@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_deepspeed.plugin
 import slapo_pipeline.plugin
@@ -15,16 +15,12 @@ import slapo_sharding.plugin
 from slapo_core.build import build
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
+from tests.slapo_torch.layouts import adamw, mesh_of
 
 STEPS = 5
 ROWS = 4
 """Rows of a batch per data-parallel rank."""
 SIZES = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of most tests; its eps keeps rounding in tiny gradients from becoming steps."""
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
 def small(name: str) -> nn.Module:
@@ -59,11 +55,6 @@ def batches(dp: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(3, 64, (ROWS * dp, 16), generator=generator) for _ in range(STEPS)]
     return [{"input_ids": each, "labels": each} for each in ids]
-
-
-def mesh_of(pp: int = 1, dp: int = 1, tp: int = 1) -> DeviceMesh:
-    """A CPU mesh of the three axes."""
-    return init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
 def scheduled(model: nn.Module, mesh: DeviceMesh, example: dict[str, Any]) -> Schedule:
@@ -123,12 +114,3 @@ def in_one_process(model: nn.Module, data: list[dict[str, torch.Tensor]], clip: 
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
         optimizer.step()
         yield loss.item(), norm.item()
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    """What the error of a call says."""
-    try:
-        call()
-    except Exception as err:
-        return f"{type(err).__name__}: {err}"
-    return "no error"

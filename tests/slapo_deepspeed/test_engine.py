@@ -21,8 +21,9 @@ from slapo_core.build import build, get_dialect_cls
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
+from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
-from .layouts import adamw, batches, mesh_of, message_of, my_part, scheduled, small
+from .layouts import batches, my_part, scheduled, small
 
 pytestmark = pytest.mark.multiproc
 

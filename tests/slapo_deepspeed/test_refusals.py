@@ -20,8 +20,7 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_deepspeed.options import DeepSpeedOptions
-
-from .layouts import adamw, mesh_of, message_of
+from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
 PLUGINS = Registry([slapo_deepspeed.plugin, slapo_pipeline.plugin])
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}

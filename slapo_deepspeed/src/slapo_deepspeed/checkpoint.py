@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training import random_state
+from slapo_training.meeting import on_all
 
 _LAYOUT = "slapo.json"
 _AXES = ("pp", "dp", "tp")
@@ -38,7 +37,7 @@ def save(model: Any, path: str | PathLike[str], program: Program, zero_stage: in
             (folder / _LAYOUT).write_text(json.dumps(_layout(program, zero_stage)))
 
     for action in (begin, write, finish):
-        _on_all(action, program)
+        on_all(action, program)
 
 
 def load(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> None:
@@ -65,7 +64,7 @@ def load(model: Any, path: str | PathLike[str], program: Program, zero_stage: in
             random_state.put(found["random"])
 
     for action in (check, read, go_on):
-        _on_all(action, program)
+        on_all(action, program)
 
 
 def _checked(folder: Path, own: dict[str, int]) -> dict[str, int]:
@@ -90,12 +89,3 @@ def _layout(program: Program, zero_stage: int) -> dict[str, int]:
 
 def _random_file(folder: Path) -> Path:
     return folder / f"random-{dist.get_rank()}.pt"
-
-
-def _on_all(action: Callable[[], None], program: Program) -> None:
-    error = None
-    try:
-        action()
-    except Exception as err:
-        error = err
-    agree(error, program.mesh)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core.agreement import agree, all_reduce, compare
+from slapo_core.agreement import all_reduce, compare
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
@@ -22,13 +22,14 @@ from slapo_training.common_batch import Cut, cut_together
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, check_has_gradient
 from slapo_training.means import EQUAL_PARTS, Counted
+from slapo_training.meeting import on_all
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made, scheduled_rate
 from slapo_training.options import is_rate
 
 from . import checkpoint
 from .groups import MeshGroups
-from .options import DeepSpeedOptions, dtype_of
+from .options import DTYPES, DeepSpeedOptions
 from .pipeline import RunningStage, in_pipeline, release_others, steps
 from .starting import start, without_warnings
 from .whole_gradients import WholeGradients
@@ -55,13 +56,14 @@ class DeepSpeedEngine(Engine):
         self.module: nn.Module = program.stages[program.axis_rank("pp")].module
         _mark_shards(self.module)
         self._modes = Modes(program.module)
-        self._stage = None if len(program.stages) == 1 else RunningStage(program, options.loss_fn, options.settled_precision)
+        dtype = DTYPES[options.settled_precision]
+        self._stage = RunningStage(program, options.loss_fn, dtype) if len(program.stages) > 1 else None
         self._plan: Program | None = None
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         optimizer, rate = self._of_rank(trainable)
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
-            release_others(program, self.module, dtype_of(options.settled_precision))
+            release_others(program, self.module, dtype)
         with without_warnings():
             self.model, self.optimizer, _, self.lr_scheduler = self._deepspeed.initialize(
                 model=pipelined or self.module,
@@ -87,26 +89,24 @@ class DeepSpeedEngine(Engine):
 
     def _of_rank(self, trainable: list[nn.Parameter]) -> tuple[torch.optim.Optimizer | None, Any]:
         """The optimizer and its learning rate's schedule, where DeepSpeed does not make them. Collective."""
-        error, given = None, self._options
-        found: tuple[torch.optim.Optimizer | None, Any] = (None, None)
-        try:
-            if given.optimizer is not None:
-                if not trainable:
-                    raise BuildError("a rank's stage has nothing to train, which DeepSpeed does not take; use target='torch'")
-                optimizer = made(given.optimizer, trainable, self._program.module, self.module)
-                rate = given.lr_scheduler
-                without = [group for group in optimizer.param_groups if group["params"]]
-                if len(without) < len(optimizer.param_groups) and is_rate(rate):
-                    raise BuildError(
-                        "a rank's stage has no parameter of one of the optimizer's groups, which lr_scheduler= was made for; "
-                        "give a factory, lambda optimizer: ..."
-                    )
-                optimizer.param_groups[:] = without  # as DeepSpeed does, but before the schedule counts them
-                found = optimizer, None if rate is None else scheduled_rate(rate, optimizer)
-        except Exception as err:
-            error = err
-        agree(error, self._program.mesh)
-        return found
+        found: list[Any] = [None, None]
+
+        def make() -> None:
+            if not trainable:
+                raise BuildError("a rank's stage has nothing to train, which DeepSpeed does not take; use target='torch'")
+            optimizer = made(self._options.optimizer, trainable, self._program.module, self.module)
+            rate, held = self._options.lr_scheduler, [group for group in optimizer.param_groups if group["params"]]
+            if len(held) < len(optimizer.param_groups) and is_rate(rate):
+                raise BuildError(
+                    "a rank's stage has no parameter of one of the optimizer's groups, which lr_scheduler= was made for; "
+                    "give a factory, lambda optimizer: ..."
+                )
+            optimizer.param_groups[:] = held  # as DeepSpeed does, but before the schedule counts them
+            found[:] = optimizer, None if rate is None else scheduled_rate(rate, optimizer)
+
+        if self._options.optimizer is not None:
+            on_all(make, self._program)
+        return found[0], found[1]
 
     def train_batch(self, **batch: Any) -> torch.Tensor:
         """Forward, backward and one optimizer step; see ``Engine.train_batch``.
@@ -176,7 +176,7 @@ class DeepSpeedEngine(Engine):
 
     def _in_precision(self, part: Batch) -> Batch:
         """A micro-batch with its floating-point tensors in the type of the weights."""
-        dtype = dtype_of(self._options.settled_precision)
+        dtype = DTYPES[self._options.settled_precision]
         if dtype is torch.float32:
             return part
         return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, part)  # type: ignore[no-any-return]
@@ -184,13 +184,13 @@ class DeepSpeedEngine(Engine):
     @torch.no_grad()
     def _told(self, parts: list[Batch], labels: list[Any], weights: LabelWeights) -> int:
         """Which labels the loss counts, by an evaluation of this batch; the same on all ranks. Collective."""
-        possible, error = {0, 1}, None
-        try:
-            for index, counted in enumerate(self._evaluate(parts, labels, None)[1]):
-                possible &= weights.kinds_of(index, counted)
-        except BuildError as err:
-            error = err
-        agree(error, self._program.mesh)
+        possible, losses = {0, 1}, self._evaluate(parts, labels, None)[1]
+
+        def look() -> None:
+            for index, counted in enumerate(losses):
+                possible.intersection_update(weights.kinds_of(index, counted))
+
+        on_all(look, self._program)
         mask = torch.tensor([int(kind in possible) for kind in (0, 1)], device=self._device)
         found = all_reduce(mask, self._program.mesh, dist.ReduceOp.MIN).tolist()
         if not any(found):

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from slapo_core.errors import BuildError
 from slapo_training.options import CommonOptions
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Precision to the type of floating-point weights."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class DeepSpeedOptions(CommonOptions):
     def check(self) -> None:
         """Raise ``BuildError`` for a value that cannot work."""
         super().check()
-        if self.precision not in PRECISIONS:
-            raise BuildError(f"precision is {self.precision!r}; give one of {', '.join(PRECISIONS)}")
+        if self.precision not in DTYPES:
+            raise BuildError(f"precision is {self.precision!r}; give one of {', '.join(DTYPES)}")
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
             raise BuildError("DeepSpeed steps a learning rate's schedule without the loss, which ReduceLROnPlateau needs")
         given = self._given()
@@ -173,8 +174,3 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 _NEVER = 10**9
-
-
-def dtype_of(precision: str) -> torch.dtype:
-    """The type of a model's floating-point weights under a precision."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -29,14 +29,14 @@ class RunningStage(nn.Module):
     Args:
         program: Its stages are on as many ranks.
         loss_fn: For the last stage; None takes the loss from the model's output.
-        precision: Of the engine.
+        dtype: Of the weights.
     """
 
-    def __init__(self, program: Program, loss_fn: LossFn | None, precision: str) -> None:
+    def __init__(self, program: Program, loss_fn: LossFn | None, dtype: torch.dtype) -> None:
         super().__init__()
         self._index = program.axis_rank("pp")
         self.stage = program.stages[self._index].module
-        self._low = torch.float16 if precision == "fp16" else torch.bfloat16
+        self._dtype = dtype
         self._loss_of = CountedLoss(loss_fn)
         self._inputs: tuple[Boundary, ...] = ()
         self._outputs: tuple[Boundary, ...] | None = None
@@ -64,7 +64,7 @@ class RunningStage(nn.Module):
     def forward(self, received: Any) -> Any:
         """Run one micro-batch; the first stage receives nothing that counts."""
         index, part, labels = next(self._parts)
-        values = unpack(received, self._inputs, self._low) if self._index else ()
+        values = unpack(received, self._inputs, self._dtype) if self._index else ()
         batch = {name: part[name] for name in self._names if name in part}
         if self._outputs is not None:
             return pack(self.stage(*values, **batch), self._outputs, self._index)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training import random_state
+from slapo_training.meeting import on_all
 
 from . import extra_state, model_state, optimizer_state
 from .updates import Progress
@@ -77,7 +76,7 @@ def save_checkpoint(
             layout.write_text(json.dumps(_layout(program)))
 
     for action in (check, collect, begin, write, finish):
-        _on_all(action, program)
+        on_all(action, program)
 
 
 def load_checkpoint(
@@ -119,16 +118,7 @@ def load_checkpoint(
         random_state.put(found["random"])
 
     for action in (read, put_foreign, put):
-        _on_all(action, program)
-
-
-def _on_all(action: Callable[[], None], program: Program) -> None:
-    error = None
-    try:
-        action()
-    except Exception as err:
-        error = err
-    agree(error, program.mesh)
+        on_all(action, program)
 
 
 def _read(file: Path) -> Any:

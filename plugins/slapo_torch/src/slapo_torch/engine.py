@@ -17,6 +17,7 @@ from slapo_core.logger import get_logger
 from slapo_core.program import Program
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
 from slapo_training.means import EQUAL_PARTS
+from slapo_training.meeting import check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
 from slapo_training.optimizers import adopted, made, scheduled_rate
 
@@ -98,6 +99,7 @@ class TorchEngine(Engine):
         self._replicas: Replicas | None = None
         self._shards: ShardedReplicas | None = None
         self._facts = _Facts([], [])
+        self._content = 0
         self._labels = LabelCount()
         self._differs = False
         self._ignored = options.ignored_label
@@ -279,24 +281,20 @@ class TorchEngine(Engine):
             error = err
         mine = facts() if facts is not None and error is None else _Facts([], [])
         low, high = ([*numbers, *[0] * (4 - len(numbers))] for numbers in mine)
-        slots = self._slots(error is None) if facts is not None else []
+        slots = content_slots(self._program, self._content, error is None) if facts is not None else []
         row = [error is not None, self._outdated, *high, *(-number for number in low), *slots]
         largest = torch.tensor(row, dtype=torch.int64, device=self._meeting)
         failed, self._outdated, *bounds = all_reduce(largest, self._mesh, dist.ReduceOp.MAX).tolist()
         if failed:
             agree(error, self._mesh)
         high, low = bounds[:4], [-bound for bound in bounds[4:8]]
-        if high[0] != low[0]:
-            raise BuildError(
-                "the ranks were given batches of different names, shapes or types, or some train while others evaluate; give "
-                "each rank a batch of the same shape, and call the same method"
-            )
+        check_shapes(high[0], low[0])
         if high[3] != low[3]:
             raise BuildError(
                 "the ranks planned different stage boundaries; the model's code must not depend on the rank, and what is "
                 "frozen has to be frozen in the whole model, on every rank"
             )
-        _check_contents(bounds[8:])
+        check_contents(bounds[8:])
         if facts is not None:
             self._differs = high[1:3] != low[1:3]
             self._labels.value = self._labels.value or float(max(high[1], 1))
@@ -313,16 +311,6 @@ class TorchEngine(Engine):
     def _shares_batches(self) -> bool:
         """Whether several ranks have to be given the same batch."""
         return self._program.axis_size("pp") * self._program.axis_size("tp") > 1
-
-    def _slots(self, known: bool) -> list[int]:
-        """For each replica the largest and, negated, the smallest content of its ranks' batches; this rank knows its own."""
-        if not self._shares_batches:
-            return []
-        slots = [_NOTHING] * (2 * self._program.axis_size("dp"))
-        if known:
-            own = 2 * self._program.axis_rank("dp")
-            slots[own : own + 2] = self._content, -self._content
-        return slots
 
     def _take_in_unfrozen(self) -> None:
         """Train with what is trainable now. Collective."""
@@ -464,15 +452,3 @@ def _device(program: Program) -> torch.device:
 def _parameter_device(module: nn.Module) -> str:
     first = next(module.parameters(), None)
     return first.device.type if first is not None else "cpu"
-
-
-_NOTHING = -(2**40)
-
-
-def _check_contents(slots: list[int]) -> None:
-    for replica, (high, low) in enumerate(zip(slots[::2], slots[1::2], strict=True)):
-        if high != -low:
-            raise BuildError(
-                f"the ranks of replica {replica} were given different batches; give all pipeline stages and tensor-parallel "
-                "ranks of one replica the same rows in the same order, e.g. by one seed for their data loaders"
-            )

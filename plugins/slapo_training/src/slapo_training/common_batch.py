@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 
 from slapo_core.agreement import agree, all_reduce
-from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 from .batches import Batch
 from .label_weights import LabelWeights
-
-_NOTHING = -(2**40)
+from .meeting import check_contents, check_shapes, content_slots
 
 
 class Cut(NamedTuple):
@@ -59,17 +57,13 @@ def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut])
         error = err
     high = [own.shape, *(max(counts) for counts in zip(*own.counts, strict=True))]
     low = [own.shape, *(min(counts) for counts in zip(*own.counts, strict=True))]
-    row = [error is not None, *high, *(-number for number in low), *_slots(program, own.content, error is None)]
+    row = [error is not None, *high, *(-number for number in low), *content_slots(program, own.content, error is None)]
     found = all_reduce(torch.tensor(row, dtype=torch.int64, device=device), program.mesh, dist.ReduceOp.MAX).tolist()
     if found[0]:
         agree(error, program.mesh)
     high, low = found[1:4], [-number for number in found[4:7]]
-    if high[0] != low[0]:
-        raise BuildError(
-            "the ranks were given batches of different names, shapes or types, or some train while others evaluate; give "
-            "each rank a batch of the same shape, and call the same method"
-        )
-    _check_contents(found[7:])
+    check_shapes(high[0], low[0])
+    check_contents(found[7:])
     return own.parts, _weights(program, device, own, differs=high[1:] != low[1:])
 
 
@@ -82,23 +76,3 @@ def _weights(program: Program, device: torch.device, own: Cut, differs: bool) ->
         dist.all_reduce(totals, group=program.mesh.get_group("dp"))
         sums = (int(totals[0]), int(totals[1]))
     return LabelWeights(own.counts, sums, len(own.parts) * dp, differs)
-
-
-def _slots(program: Program, content: int, known: bool) -> list[int]:
-    """For each replica the largest and, negated, the smallest content of its ranks' batches; this rank knows its own."""
-    if program.axis_size("pp") * program.axis_size("tp") == 1:
-        return []
-    slots = [_NOTHING] * (2 * program.axis_size("dp"))
-    if known:
-        own = 2 * program.axis_rank("dp")
-        slots[own : own + 2] = content, -content
-    return slots
-
-
-def _check_contents(slots: list[int]) -> None:
-    for replica, (high, low) in enumerate(zip(slots[::2], slots[1::2], strict=True)):
-        if high != -low:
-            raise BuildError(
-                f"the ranks of replica {replica} were given different batches; give all pipeline stages and tensor-parallel "
-                "ranks of one replica the same rows in the same order, e.g. by one seed for their data loaders"
-            )
