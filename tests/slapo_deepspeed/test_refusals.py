@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ import slapo_pipeline.plugin
 from slapo_core.build import build
 from slapo_core.errors import BuildError
 from slapo_core.registry import Registry
-from slapo_core.schedule import create_schedule
+from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
+from slapo_deepspeed.dialect import DeepSpeedDialect
 from slapo_deepspeed.options import DeepSpeedOptions
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
 PLUGINS = Registry([slapo_deepspeed.plugin, slapo_pipeline.plugin])
+TOP = Path(__file__).resolve().parents[2]
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 
 
@@ -43,11 +47,6 @@ def model() -> nn.Module:
         ({"precision": "int8"}, "precision is 'int8'; give one of fp32, bf16, fp16"),
         ({"optimizer": adamw, "config": ADAMW}, "optimizer= and the optimizer in DeepSpeed's config are two"),
         ({"config": {"zero_optimization": True}}, "zero_optimization in DeepSpeed's config is True; it has to be an object"),
-        (
-            {"config": {"managed_gradient_accumulation": False}},
-            "managed_gradient_accumulation in DeepSpeed's config has to be on",
-        ),
-        ({"config": {"pipeline": {"activation_checkpoint_interval": 1}}}, "runs a stage twice; use checkpoint"),
         ({"config": {"gradient_accumulation_steps": 0}}, "it has to be 1 or more"),
         ({"config": "no/such.json"}, "'no/such.json' cannot be read"),
         ({"config": 3}, "config is a int"),
@@ -57,12 +56,6 @@ def model() -> nn.Module:
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BuildError, match=message):
         DeepSpeedOptions.of(options)
-
-
-def test_a_plateau_needs_the_loss() -> None:
-    rate = torch.optim.lr_scheduler.ReduceLROnPlateau(adamw(model().parameters()))
-    with pytest.raises(BuildError, match="ReduceLROnPlateau needs"):
-        DeepSpeedOptions.of({"optimizer": adamw, "lr_scheduler": rate})
 
 
 def test_a_configuration_may_be_a_file_and_says_what_we_do_not(tmp_path: Path) -> None:
@@ -109,8 +102,22 @@ def asked(rank: int) -> dict[str, str]:
             schedule.pipeline(stages)
         return message_of(lambda: build(schedule, "deepspeed", loss_fn=nn.functional.mse_loss, optimizer=adamw, **options))
 
+    def frozen(mesh: DeviceMesh) -> Schedule:
+        """Only its first stage has something to train."""
+        half = model()
+        half[2:].requires_grad_(False)
+        return create_schedule(half, mesh=mesh, example_inputs=example, plugins=PLUGINS)["1"].cut_pipeline_stage()
+
+    def plateau(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    whole = model()
+    given = adamw(whole.parameters())
     flat = mesh_of(dp=2)
     turned = DeviceMesh("cpu", [1, 0], mesh_dim_names=("dp",))
+    unscaled = create_schedule(Scaled(), mesh=flat, plugins=PLUGINS)
+    summed = create_schedule(model(), mesh=flat, plugins=PLUGINS)
+    plain = create_schedule(whole, mesh=flat, plugins=PLUGINS)
     before = dist.new_group([0, 1]).group_name
     found = {
         "ZeRO-2": attempt(2, config={"zero_optimization": {"stage": 2}}),
@@ -118,14 +125,15 @@ def asked(rank: int) -> dict[str, str]:
         "several": attempt(4),
         "fp16": attempt(1, flat, precision="fp16"),
         "bf16": attempt(1, flat, precision="bf16", config={"zero_optimization": {"stage": 0}}),
+        "no optimizer": message_of(lambda: build(summed, "deepspeed", config={"zero_optimization": {"stage": 2}})),
         "turned": attempt(1, turned),
         "no mesh": attempt(1, None),
-        "no dimensions": message_of(lambda: build(create_schedule(Scaled(), mesh=flat, plugins=PLUGINS), "deepspeed")),
-        "sum": message_of(
-            lambda: build(
-                create_schedule(model(), mesh=flat, plugins=PLUGINS), "deepspeed", loss_fn=nn.MSELoss(reduction="sum")
-            )
-        ),
+        "no dimensions": message_of(lambda: build(unscaled, "deepspeed")),
+        "nothing to train": message_of(lambda: build(frozen(mesh), "deepspeed", optimizer=adamw)),
+        "plateau": message_of(lambda: build(plain, "deepspeed", optimizer=given, lr_scheduler=plateau(given))),
+        "recomputes": attempt(1, flat, config={"pipeline": {"activation_checkpoint_interval": 1}}),
+        "accumulates": attempt(1, flat, config={"managed_gradient_accumulation": False}),
+        "sum": message_of(lambda: build(summed, "deepspeed", loss_fn=nn.MSELoss(reduction="sum"))),
     }
     assert int(dist.new_group([0, 1]).group_name) == int(before) + 1, "groups are numbered"
     return found
@@ -136,19 +144,38 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_group_is_made() -> None:
     first, second = run_distributed(asked, 2)
     assert first == second
     expected = {
-        "ZeRO-2": "no pipelines with stage 2 of ZeRO; use stage 1",
-        "ZeRO-3": "no pipelines with stage 3 of ZeRO; use stage 1",
-        "several": "4 stages on a mesh with pp=2; DeepSpeed runs one stage on each rank",
-        "fp16": "no fp16 on a CPU; use precision='bf16'",
-        "bf16": "use stage 1 of ZeRO",
-        "turned": "DeepSpeed numbers all 2 ranks row-major over pp, dp, tp",
-        "no mesh": "DeepSpeed trains on all 2 ranks, but the schedule has no mesh",
-        "no dimensions": "DeepSpeed cannot send 'scale', a parameter without dimensions; give it the shape (1,)",
-        "sum": "loss_fn has reduction='sum'",
+        "ZeRO-2": "stage 2 or 3 of ZeRO with a pipeline (stage 2); use stage 1, or target='torch' with data_parallel='fsdp'",
+        "ZeRO-3": "stage 2 or 3 of ZeRO with a pipeline (stage 3); use stage 1",
+        "several": "several stages on a rank (4 stages with pp=2); make pp as large",
+        "fp16": "fp16 on a CPU; use precision='bf16'",
+        "bf16": "bf16 with stage 0 of ZeRO, which steps the optimizer once as it is made; use stage 1",
+        "no optimizer": "stages 1 to 3 of ZeRO without an optimizer (stage 2); give optimizer=, or stage 0",
+        "turned": "in another order than row-major over pp, dp, tp; make it with init_device_mesh(",
+        "no mesh": "several ranks without a mesh (2 ranks); give create_schedule mesh=",
+        "no dimensions": "a parameter without dimensions ('scale'); give it the shape (1,)",
+        "nothing to train": "a stage with nothing to train (stage 1 of 2); cut elsewhere, or use target='torch'",
+        "plateau": "ReduceLROnPlateau, as it steps a learning rate's schedule without the loss; use another one",
+        "recomputes": "activation_checkpoint_interval, which runs a stage twice; use checkpoint() of the schedule",
+        "accumulates": "managed_gradient_accumulation off, as micro-batches are accumulated; leave it on",
     }
+    assert "loss_fn has reduction='sum'" in first.pop("sum")
+    assert set(first) == set(expected)
     for what, message in expected.items():
         assert message in first[what], first[what]
-        assert first[what].startswith("BuildError: ")
+        assert first[what].startswith("BuildError: target 'deepspeed' cannot do ")
+    for limit in DeepSpeedDialect.limits:
+        assert any(limit.asked in message for message in first.values()), f"nothing asks for {limit.asked}"
+
+
+def test_the_readme_has_the_limits_that_are_declared() -> None:
+    readme = (TOP / "slapo_deepspeed" / "README.md").read_text().replace("`", "")
+    (table,) = re.findall(r"\| asked \| instead \|\n\|---\|---\|\n((?:\|.*\n)+)", readme)
+    rows = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in table.splitlines()]
+    assert rows == [(limit.asked, limit.instead) for limit in DeepSpeedDialect.limits]
+
+
+def test_the_version_that_was_tested_is_the_one_installed_here() -> None:
+    assert metadata.version(DeepSpeedDialect.distribution) == DeepSpeedDialect.tested
 
 
 def test_importing_the_dialect_does_not_import_deepspeed() -> None:

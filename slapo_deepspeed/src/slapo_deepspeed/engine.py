@@ -92,8 +92,6 @@ class DeepSpeedEngine(Engine):
         found: list[Any] = [None, None]
 
         def make() -> None:
-            if not trainable:
-                raise BuildError("a rank's stage has nothing to train, which DeepSpeed does not take; use target='torch'")
             optimizer = made(self._options.optimizer, trainable, self._program.module, self.module)
             rate, held = self._options.lr_scheduler, [group for group in optimizer.param_groups if group["params"]]
             if len(held) < len(optimizer.param_groups) and is_rate(rate):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
-from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 
@@ -51,24 +49,3 @@ def _group(program: Program, axis: str) -> dist.ProcessGroup:
         return group
     groups: list[dist.ProcessGroup] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]
-
-
-def check_mesh(program: Program) -> None:
-    """Refuse a mesh that DeepSpeed would take for another one.
-
-    Raises:
-        BuildError: it leaves out ranks, or has them in another order.
-    """
-    mesh = program.mesh
-    if mesh is None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise BuildError(
-                f"DeepSpeed trains on all {dist.get_world_size()} ranks, but the schedule has no mesh; give create_schedule "
-                "mesh="
-            )
-        return
-    if not torch.equal(mesh.mesh.flatten(), torch.arange(dist.get_world_size())):
-        raise BuildError(
-            f"DeepSpeed numbers all {dist.get_world_size()} ranks row-major over pp, dp, tp; make the mesh with "
-            f'init_device_mesh({mesh.device_type!r}, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))'
-        )

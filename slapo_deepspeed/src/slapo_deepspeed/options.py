@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.errors import BuildError
 from slapo_training.options import CommonOptions
@@ -39,21 +38,13 @@ class DeepSpeedOptions(CommonOptions):
         super().check()
         if self.precision not in DTYPES:
             raise BuildError(f"precision is {self.precision!r}; give one of {', '.join(DTYPES)}")
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
-            raise BuildError("DeepSpeed steps a learning rate's schedule without the loss, which ReduceLROnPlateau needs")
-        given = self._given()
+        given = self.given
         if self.optimizer is not None and "optimizer" in given:
             raise BuildError("optimizer= and the optimizer in DeepSpeed's config are two; give one of them")
         if self.lr_scheduler is not None and "scheduler" in given:
             raise BuildError("lr_scheduler= and the scheduler in DeepSpeed's config are two; give one of them")
         if self.parts < 1:
             raise BuildError(f"gradient_accumulation_steps in DeepSpeed's config is {self.parts}; it has to be 1 or more")
-        if given.get("managed_gradient_accumulation", True) is not True:
-            raise BuildError("managed_gradient_accumulation in DeepSpeed's config has to be on: micro-batches are accumulated")
-        if self._section("pipeline").get("activation_checkpoint_interval"):
-            raise BuildError(
-                "activation_checkpoint_interval in DeepSpeed's config runs a stage twice; use checkpoint() of the schedule"
-            )
         self.settled()
 
     @classmethod
@@ -65,14 +56,31 @@ class DeepSpeedOptions(CommonOptions):
         return super().of(given)
 
     @property
+    def given(self) -> Mapping[str, Any]:
+        """DeepSpeed's configuration as it was given, without what it leaves to us."""
+        if self.config is None:
+            return {}
+        if not isinstance(self.config, Mapping):
+            raise BuildError(f"config is a {type(self.config).__name__}; give a dict, or the path of a JSON file")
+        names = {"bfloat16": "bf16"}  # as it was called
+        return {names.get(key, key): value for key, value in self.config.items() if value != "auto"}
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """An object of it, empty where it is left out."""
+        section = self.given.get(name, {})
+        if not isinstance(section, Mapping):
+            raise BuildError(f"{name} in DeepSpeed's config is {section!r}; it has to be an object")
+        return section
+
+    @property
     def trains(self) -> bool:
         """Whether there is an optimizer, ours or DeepSpeed's."""
-        return self.optimizer is not None or "optimizer" in self._given()
+        return self.optimizer is not None or "optimizer" in self.given
 
     @property
     def zero_stage(self) -> int:
         """The stage of ZeRO: as configured, and if it is not, 1 with bf16 and 0 else."""
-        stage = self._section("zero_optimization").get("stage")
+        stage = self.section("zero_optimization").get("stage")
         if stage is None or stage == "auto":
             return 1 if self.settled_precision == "bf16" and self.trains else 0
         return int(stage)
@@ -84,7 +92,7 @@ class DeepSpeedOptions(CommonOptions):
         Raises:
             BuildError: they differ.
         """
-        found = {name for name in ("bf16", "fp16") if self._section(name).get("enabled") is True}
+        found = {name for name in ("bf16", "fp16") if self.section(name).get("enabled") is True}
         if len(found) > 1:
             raise BuildError("DeepSpeed's config enables bf16 and fp16; enable one of them")
         configured = next(iter(found), "fp32")
@@ -116,19 +124,19 @@ class DeepSpeedOptions(CommonOptions):
         Raises:
             BuildError: it says something else than our own arguments do.
         """
-        config = copy.deepcopy(dict(self._given()))
+        config = copy.deepcopy(dict(self.given))
         precision = self.settled_precision
         for name in ("bf16", "fp16"):
-            config[name] = {**self._section(name), "enabled": precision == name}
+            config[name] = {**self.section(name), "enabled": precision == name}
         config["gradient_accumulation_steps"] = self.parts
         config["gradient_clipping"] = self.largest_norm
-        config["zero_optimization"] = {**self._section("zero_optimization"), "stage": self.zero_stage}
+        config["zero_optimization"] = {**self.section("zero_optimization"), "stage": self.zero_stage}
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("steps_per_print", _NEVER)
         if "train_batch_size" not in config:
             config.setdefault("train_micro_batch_size_per_gpu", 1)
         # partitioned, only one value with a gradient may cross a boundary
-        config["pipeline"] = {**self._section("pipeline"), "pipe_partitioned": False, "grad_partitioned": False}
+        config["pipeline"] = {**self.section("pipeline"), "pipe_partitioned": False, "grad_partitioned": False}
         return config
 
     def agreed(self) -> list[str]:
@@ -136,7 +144,7 @@ class DeepSpeedOptions(CommonOptions):
         return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().agreed()]
 
     def _one(self, name: str, ours: float, default: float, key: str) -> Any:
-        configured = self._given().get(key, "auto")
+        configured = self.given.get(key, "auto")
         if configured == "auto" or configured == ours:
             return ours
         if ours == default:
@@ -144,21 +152,7 @@ class DeepSpeedOptions(CommonOptions):
         raise BuildError(f"{name}={ours}, but DeepSpeed's config says {key}={configured}; let both agree, or give one")
 
     def _is_off(self, precision: str) -> bool:
-        return self._section(precision).get("enabled") is False
-
-    def _section(self, name: str) -> Mapping[str, Any]:
-        section = self._given().get(name, {})
-        if not isinstance(section, Mapping):
-            raise BuildError(f"{name} in DeepSpeed's config is {section!r}; it has to be an object")
-        return section
-
-    def _given(self) -> Mapping[str, Any]:
-        if self.config is None:
-            return {}
-        if not isinstance(self.config, Mapping):
-            raise BuildError(f"config is a {type(self.config).__name__}; give a dict, or the path of a JSON file")
-        names = {"bfloat16": "bf16"}  # as it was called
-        return {names.get(key, key): value for key, value in self.config.items() if value != "auto"}
+        return self.section(precision).get("enabled") is False
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -1,0 +1,95 @@
+"""What DeepSpeed cannot do; the table in the README has the same words."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from slapo_core.program import Program
+from slapo_training.engine_dialect import Limit
+
+from .options import DeepSpeedOptions
+
+
+def _has_no_mesh(program: Program, options: DeepSpeedOptions) -> str:
+    ranks = dist.get_world_size() if program.mesh is None and dist.is_initialized() else 1
+    return f"{ranks} ranks" if ranks > 1 else ""
+
+
+def _has_another_order(program: Program, options: DeepSpeedOptions) -> bool:
+    return program.mesh is not None and not torch.equal(program.mesh.mesh.flatten(), torch.arange(dist.get_world_size()))
+
+
+def _is_half_on_cpu(program: Program, options: DeepSpeedOptions) -> bool:
+    return options.settled_precision == "fp16" and (program.mesh is None or program.mesh.device_type == "cpu")
+
+
+def _shares_out_nothing(program: Program, options: DeepSpeedOptions) -> str:
+    return f"stage {options.zero_stage}" if options.zero_stage and not options.trains else ""
+
+
+def _is_bf16_without_zero(program: Program, options: DeepSpeedOptions) -> bool:
+    return options.settled_precision == "bf16" and not options.zero_stage and options.trains
+
+
+def _has_no_dimensions(program: Program, options: DeepSpeedOptions) -> str:
+    return next((repr(name) for name, parameter in program.module.named_parameters() if parameter.dim() == 0), "")
+
+
+def _has_several_stages(program: Program, options: DeepSpeedOptions) -> str:
+    stages, ranks = len(program.stages), program.axis_size("pp")
+    return f"{stages} stages with pp={ranks}" if stages != ranks else ""
+
+
+def _shares_out_stages(program: Program, options: DeepSpeedOptions) -> str:
+    return f"stage {options.zero_stage}" if len(program.stages) > 1 and options.zero_stage > 1 else ""
+
+
+def _has_nothing_to_train(program: Program, options: DeepSpeedOptions) -> str:
+    if options.trains:
+        for stage in program.stages:
+            if not any(parameter.requires_grad for parameter in stage.module.parameters()):
+                return f"stage {stage.index} of {len(program.stages)}"
+    return ""
+
+
+def _needs_the_loss(program: Program, options: DeepSpeedOptions) -> bool:
+    return isinstance(options.lr_scheduler, ReduceLROnPlateau)
+
+
+def _recomputes(program: Program, options: DeepSpeedOptions) -> bool:
+    return bool(options.section("pipeline").get("activation_checkpoint_interval"))
+
+
+def _accumulates_nothing(program: Program, options: DeepSpeedOptions) -> bool:
+    return options.given.get("managed_gradient_accumulation", True) is not True
+
+
+LIMITS = (
+    Limit("several ranks without a mesh", "give create_schedule mesh=", _has_no_mesh),
+    Limit(
+        "a mesh that leaves out ranks, or has them in another order than row-major over pp, dp, tp",
+        "make it with init_device_mesh(device, (pp, dp, tp), mesh_dim_names=('pp', 'dp', 'tp'))",
+        _has_another_order,
+    ),
+    Limit("fp16 on a CPU", "use precision='bf16'", _is_half_on_cpu),
+    Limit("stages 1 to 3 of ZeRO without an optimizer", "give optimizer=, or stage 0", _shares_out_nothing),
+    Limit(
+        "training in bf16 with stage 0 of ZeRO, which steps the optimizer once as it is made",
+        "use stage 1, or leave zero_optimization out of the config",
+        _is_bf16_without_zero,
+    ),
+    Limit("a parameter without dimensions", "give it the shape (1,)", _has_no_dimensions),
+    Limit("several stages on a rank", "make pp as large as there are stages, or use target='torch'", _has_several_stages),
+    Limit(
+        "stage 2 or 3 of ZeRO with a pipeline",
+        "use stage 1, or target='torch' with data_parallel='fsdp'",
+        _shares_out_stages,
+    ),
+    Limit("a stage with nothing to train", "cut elsewhere, or use target='torch'", _has_nothing_to_train),
+    Limit("ReduceLROnPlateau, as it steps a learning rate's schedule without the loss", "use another one", _needs_the_loss),
+    Limit("activation_checkpoint_interval, which runs a stage twice", "use checkpoint() of the schedule", _recomputes),
+    Limit("managed_gradient_accumulation off, as micro-batches are accumulated", "leave it on", _accumulates_nothing),
+)
+"""In the order in which they are asked."""
