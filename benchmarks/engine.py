@@ -10,8 +10,6 @@ differs between the two is noise.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -22,9 +20,9 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from benchmarks.peers.rounds import Step, check_losses, in_new_processes, in_turns, ratio, slowest, spread
 from benchmarks.sharding import SEQUENCE, blocks
 from slapo_core import build, create_schedule
-from slapo_core.testing import run_distributed
 from slapo_torch.timeline import Bubble, bubble
 
 MICROBATCHES, LAYERS, HIDDEN = 8, 8, 256
@@ -42,8 +40,6 @@ CASES = [
 ]
 """Ranks, schedule, stages per rank, sequences in a micro-batch."""
 BY_HAND = {"1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble"}
-
-Step = Callable[[], float]
 
 
 def by_hand(kind: str, per_rank: int, x: torch.Tensor, y: torch.Tensor) -> Step:
@@ -85,28 +81,18 @@ def measure(rank: int, kind: str, per_rank: int, rows: int) -> tuple[list[list[f
     x, y = torch.randn(2, MICROBATCHES * rows, SEQUENCE, HIDDEN, generator=torch.Generator().manual_seed(1)).unbind()
     mine, engine = ours(kind, per_rank, x, y)
     sides = [mine, by_hand(kind, per_rank, x, y), by_hand(kind, per_rank, x, y)]
-    for _ in range(2):
-        losses = torch.tensor([step() for step in sides])
-        dist.all_reduce(losses, op=dist.ReduceOp.MAX)
-        torch.testing.assert_close(losses, losses[:1].expand(3))
-    times: list[list[float]] = [[] for _ in sides]
-    timelines = []
-    for turn in range(PAIRS):
-        for side in ((turn + offset) % len(sides) for offset in range(len(sides))):
-            dist.barrier()
-            start = time.perf_counter()
-            sides[side]()
-            times[side].append(time.perf_counter() - start)
-        timelines.append(engine.timeline)
+    check_losses(sides)
+    timelines: list[Any] = []
+    times = in_turns(sides, PAIRS, after=lambda: timelines.append(engine.timeline))
     return times, timelines
 
 
 def in_one_round(case: tuple[int, str, int, int]) -> tuple[list[float], list[float], list[Bubble]]:
     """Seconds of each side's step, our ratio and that of equal scripts, and the bubbles of our steps."""
     ranks, *rest = case
-    found = run_distributed(measure, ranks, *rest, timeout=900)
-    mine, hand, again = ([max(steps) for steps in zip(*(rank[0][side] for rank in found), strict=True)] for side in range(3))
-    ratios = [median(one / other for one, other in zip(side, hand, strict=True)) for side in (mine, again)]
+    found = in_new_processes(measure, ranks, *rest)
+    mine, hand, again = slowest([times for times, _ in found])
+    ratios = [ratio(side, hand) for side in (mine, again)]
     bubbles = [bubble([action for rank in found for action in rank[1][step]]) for step in range(len(found[0][1]))]
     return [median(mine), median(hand)], ratios, bubbles
 
@@ -123,11 +109,11 @@ def main() -> None:
     for case in CASES:
         rounds = [in_one_round(case) for _ in range(ROUNDS)]
         mine, hand = (median(times[side] for times, _, _ in rounds) for side in (0, 1))
-        ratio, noise = (_spread([ratios[side] for _, ratios, _ in rounds]) for side in (0, 1))
+        beside, noise = (spread([ratios[side] for _, ratios, _ in rounds]) for side in (0, 1))
         bubbles = [one for _, _, found in rounds for one in found]
         typical = Bubble(*(median(numbers) for numbers in zip(*bubbles, strict=True)))
         print(
-            f"| {case[0]} | {case[1]} | {case[3] * SEQUENCE} | {hand * 1e3:.1f} | {mine * 1e3:.1f} | {ratio} | {noise} "
+            f"| {case[0]} | {case[1]} | {case[3] * SEQUENCE} | {hand * 1e3:.1f} | {mine * 1e3:.1f} | {beside} | {noise} "
             f"| {100 * typical.measured:.1f} % | {100 * typical.ideal:.1f} % |",
             flush=True,
         )
@@ -135,10 +121,6 @@ def main() -> None:
         f"\nA part is a micro-batch. Ratios are medians of {ROUNDS} rounds, with the lowest and the highest. The formula's "
         "bubble is that of the schedule's order of actions, each taking its mean time and messages none."
     )
-
-
-def _spread(ratios: list[float]) -> str:
-    return f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
 if __name__ == "__main__":
