@@ -6,15 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from slapo.cli.app import create_app, main
-from slapo_core import ScheduleError, hookimpl
+from slapo.versions import PACKAGES, versions
+from slapo_core import Registry, ScheduleError, hookimpl
+from slapo_core.registry import using
 from slapo_core.testing import isolated_plugins
 from tests.distributions import write_distribution
 
@@ -104,6 +109,89 @@ def test_plugins_shows_state_and_hooks() -> None:
     assert core["state"] == ours["state"] == "loaded"
     assert "trace" in core["provides"]["primitives"]
     assert ours["provides"]["hooks"] == ["slapo_commands"]
+
+
+DIALECT = """
+from slapo_core import Dialect, hookimpl
+
+class Limit:
+    asked, instead = "flying", "walk"
+
+class Good(Dialect):
+    name = "good"
+    distribution, tested, limits = "an-engine", "1.0", (Limit,)
+    @classmethod
+    def build(cls, program, **config): raise NotImplementedError
+
+class Absent(Good):
+    name, distribution = "absent", "an-engine-that-is-not-there"
+
+class Plain(Dialect):
+    name = "plain"
+    build = Good.build
+
+@hookimpl
+def slapo_dialects():
+    module = "slapo_engines_plugin"
+    names = {"good": "Good", "absent": "Absent", "plain": "Plain", "broken": "Missing"}
+    return {name: f"{module}:{target}" for name, target in names.items()}
+"""
+
+
+@pytest.fixture
+def dialects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An engine of version 1.0 and dialects for it, for one that is not there, for none, and one that does not import."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_distribution(tmp_path, "slapo-engines", DIALECT)
+    write_distribution(tmp_path, "an-engine", "", entry_points="")
+    with using(Registry()):
+        yield tmp_path
+    del sys.modules["slapo_engines_plugin"]
+
+
+def _rows(*arguments: str) -> dict[str, dict[str, Any]]:
+    result = CliRunner().invoke(create_app(), ["dialects", *arguments, "--json"], catch_exceptions=False)
+    return {row["name"]: row for row in json.loads(result.output)["dialects"]}
+
+
+@pytest.mark.usefixtures("dialects")
+def test_dialects_say_which_engine_there_is_and_why_one_is_not_usable() -> None:
+    rows = _rows()
+    facts = ("engine", "installed", "tested", "usable", "note")
+    assert [rows["good"][key] for key in facts] == ["an-engine", "1.0", "1.0", True, ""]
+    note = "an-engine-that-is-not-there is not installed; pip install an-engine-that-is-not-there==1.0"
+    assert [rows["absent"][key] for key in facts] == ["an-engine-that-is-not-there", "", "1.0", False, note]
+    assert [rows["plain"][key] for key in facts] == ["", "", "", True, ""]
+    assert not rows["broken"]["usable"]
+    assert "'broken'" in rows["broken"]["note"]
+    assert "has no attribute 'Missing'" in rows["broken"]["note"]
+    assert rows["good"]["limits"] == [{"asked": "flying", "instead": "walk"}]
+    output = CliRunner().invoke(create_app(), ["dialects"]).output
+    assert output.count("has no attribute 'Missing'") == 1
+    assert f"! absent: {note}\n" in output
+
+
+def test_another_version_than_the_tested_one_is_a_note(dialects: Path) -> None:
+    (dialects / "an_engine-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: an-engine\nVersion: 2.0\n")
+    row = _rows("good")["good"]
+    assert (row["usable"], row["installed"]) == (True, "2.0")
+    assert row["note"] == "tested with an-engine 1.0, and 2.0 is installed"
+
+
+@pytest.mark.usefixtures("dialects")
+def test_one_dialect_says_what_its_engine_cannot_do() -> None:
+    output = CliRunner().invoke(create_app(), ["dialects", "good"]).output
+    assert "absent" not in output
+    assert [line.rstrip() for line in output.splitlines()[-2:]] == ["cannot do  instead", "flying     walk"]
+    assert "plain declares nothing that its engine cannot do" in CliRunner().invoke(create_app(), ["dialects", "plain"]).output
+    result = CliRunner().invoke(create_app(), ["dialects", "god"])
+    assert "did you mean 'good'" in str(result.exception)
+
+
+def test_engines_are_among_the_versions_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions()["deepspeed"] == metadata.version("deepspeed")
+    monkeypatch.setattr("slapo.versions.ENGINES", ("an-engine-that-is-not-there",))
+    assert set(versions()) == {"python", "platform", *PACKAGES}
 
 
 def test_no_dialect_is_an_empty_list() -> None:

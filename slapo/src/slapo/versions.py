@@ -6,15 +6,28 @@ import platform
 import sys
 from importlib import metadata
 
-PACKAGES = ("slapo", "slapo-core", "slapo-sharding", "slapo-pipeline", "slapo-memory", "slapo-torch", "torch", "transformers")
+PACKAGES = (
+    "slapo",
+    "slapo-core",
+    "slapo-sharding",
+    "slapo-pipeline",
+    "slapo-memory",
+    "slapo-training",
+    "slapo-torch",
+    "torch",
+    "transformers",
+)
+ENGINES = ("slapo-deepspeed", "deepspeed", "slapo-megatron", "megatron-core")
+"""Told of where they are installed."""
 
 
 def versions() -> dict[str, str]:
-    """What is installed: Python, the platform, Slapo's distributions, torch and transformers."""
+    """What is installed: Python, the platform, Slapo's distributions, torch, transformers, and other engines."""
     found = {"python": platform.python_version(), "platform": sys.platform}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *ENGINES):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
+            if name in PACKAGES:
+                found[name] = "not installed"
     return found

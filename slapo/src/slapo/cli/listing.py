@@ -16,11 +16,17 @@ from slapo_core.entries import HOOKS, Entry
 from slapo_core.plugins import PluginRecord
 from slapo_core.registry import Registry, default_registry
 
+from .engines import EngineFacts
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
 
 
 NAMES = ("primitives", "dialects", "plugins")
 """The commands; each says itself which plugins did not load."""
+
+
+_WORD = 15
+"""A column is wide enough for words of this many letters, where the terminal is."""
 
 
 def register(app: typer.Typer) -> None:
@@ -35,9 +41,33 @@ def primitives(as_json: AsJson = False) -> None:
     _list_entries("primitive", as_json)
 
 
-def dialects(as_json: AsJson = False) -> None:
-    """List the dialects: the engines a schedule can be built for."""
-    _list_entries("dialect", as_json)
+def dialects(
+    name: Annotated[str, typer.Argument(help="Say what this one's engine cannot do, and what to do instead.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the dialects: the engines a schedule can be built for, which are installed, and why one is not usable."""
+    registry = default_registry()
+    if name:
+        registry.get("dialect", name)
+    usable = registry.importable("dialect")
+    found = [_dialect(entry, usable.get(entry.name)) for entry in registry.entries("dialect") if name in ("", entry.name)]
+    problems = [] if name else [problem for record in registry.records for problem in _problems(record)]
+    if as_json:
+        _print_json({"dialects": [{**row, **engine.data()} for row, engine in found], "problems": problems})
+        return
+    shown = [_with_engine(row, engine) for row, engine in found]
+    _print_table(("name", "summary", "distribution", "engine", "tested", "usable"), shown)
+    _print_problems(problems)
+    for row, engine in found:
+        if engine.note and engine.note not in problems:
+            Console().print(
+                _plain(f"! {row['name']}: {engine.note}"), style="yellow" if engine.usable else "red", soft_wrap=True
+            )
+        if name and engine.limits:
+            Console().print()
+            _print_table(("cannot do", "instead"), [{"cannot do": asked, "instead": way} for asked, way in engine.limits])
+        elif name:
+            Console().print(_plain(f"{name} declares nothing that its engine cannot do"))
 
 
 def plugins(as_json: AsJson = False) -> None:
@@ -71,6 +101,20 @@ def _entry_row(entry: Entry, target: type) -> dict[str, str]:
     return {"name": entry.name, "summary": summary, "distribution": distribution, "version": version}
 
 
+def _dialect(entry: Entry, target: type | None) -> tuple[dict[str, str], EngineFacts]:
+    """A dialect, and what there is of its engine; without a class for one that cannot be imported."""
+    if target is not None:
+        return _entry_row(entry, target), EngineFacts.of(target)
+    problems = (entry.record.problems if entry.record else None) or ["its class cannot be imported"]
+    return {**_entry_row(entry, object), "summary": ""}, EngineFacts(usable=False, note=problems[-1])
+
+
+def _with_engine(row: Mapping[str, str], engine: EngineFacts) -> dict[str, str]:
+    provider = f"{row['distribution']} {row['version']}".strip()
+    usable = "yes" if engine.usable else "no"
+    return {**row, "distribution": provider, "engine": engine.words, "tested": engine.tested, "usable": usable}
+
+
 def _plugin_row(registry: Registry, record: PluginRecord) -> dict[str, Any]:
     provides = {f"{kind}s": [entry.name for entry in registry.entries(kind) if entry.record is record] for kind in HOOKS}
     return {
@@ -95,9 +139,10 @@ def _flat(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table, rows = Table(box=None, header_style="bold", pad_edge=False), list(rows)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        words = [word for row in rows for word in row[column].split()]
+        table.add_column(column, overflow="fold", min_width=min(_WORD, max(map(len, words), default=0)))
     for row in rows:
         table.add_row(*(_plain(row[column]) for column in columns))
     Console().print(table)
