@@ -35,6 +35,34 @@ def test_importing_pulls_in_nothing_heavy(module: str) -> None:
         assert "slapo_core.testing" not in loaded
 
 
+ASKS = """
+import sys
+import slapo, slapo_core, torch
+from slapo.cli.app import create_app
+from typer.testing import CliRunner
+
+slapo.list_primitives(name_only=False)
+sch = slapo_core.create_schedule(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+sch["0"].checkpoint()
+targets = slapo_core.Registry().importable("dialect")
+assert "deepspeed" in targets
+for target, dialect in targets.items():
+    for kind in dialect.classes:
+        assert isinstance(slapo.get_dialect_cls(kind, target), type)
+listed = CliRunner().invoke(create_app(), ["dialects"])
+assert listed.exit_code == 0 and all(target in listed.output for target in targets), listed.output
+print(*sys.modules)
+"""
+
+
+def test_no_engine_is_imported_before_it_is_built_for() -> None:
+    result = subprocess.run([sys.executable, "-c", ASKS], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    loaded = set(result.stdout.split())
+    assert "slapo_deepspeed.engine" in loaded
+    assert loaded.isdisjoint({"deepspeed", "megatron"})
+
+
 def test_something_heavy_would_be_seen() -> None:
     """The test above could not fail if a module that is imported were not seen."""
     result = subprocess.run(
