@@ -1,0 +1,121 @@
+"""A rank that raises or is killed takes the job down with its message, though the others wait for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from .failing import MESSAGE
+
+pytestmark = pytest.mark.multiproc
+
+TOP = Path(__file__).resolve().parents[2]
+TARGETS = ("deepspeed",)
+MESSAGES = {"raises": f"ValueError: {MESSAGE}", "killed": "SIGKILL"}
+LIMIT = 30
+"""Seconds that a job may take to end; gloo's own timeout is 30 minutes."""
+
+
+def running(session: int) -> list[int]:
+    """Its processes."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            state, _parent, _group, own = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(own) == session and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def job(*command: str) -> tuple[int, str, float]:
+    """Status and output of a job that a rank ends, and how many seconds later it ended; no process of it is left."""
+    environment = {**os.environ, "PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=100)
+        ended = time.time()
+        while running(process.pid) and time.time() < ended + 10:
+            time.sleep(0.1)
+        assert running(process.pid) == []
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    (began,) = re.findall(r"ending at ([\d.]+)", output)
+    return process.returncode, output, ended - float(began)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("axis", "end", "rank"),
+    [
+        ("pp", "raises", 1),
+        ("dp", "killed", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("pp", "killed", 1), ("dp", "raises", 1), ("pp", "raises", 0), ("pp", "killed", 0)]
+        ),
+    ],
+)
+def test_a_rank_that_ends_takes_the_job_down_with_its_message(target: str, axis: str, end: str, rank: int) -> None:
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    status, output, seconds = job(*ranks, "-m", "tests.slapo_deepspeed.failing", target, axis, end, str(rank))
+    assert status != 0
+    assert seconds < LIMIT
+    assert MESSAGES[end] in output
+    assert len(re.findall(r"rank [01] took step 0", output)) == 2, output
+    assert "took step 1" not in output
+
+
+SCHEDULE = f"""
+import os, signal, time
+import torch
+
+calls = 0
+
+def fail(module, args):
+    global calls
+    calls += type(args[0]) is torch.Tensor and module.training and os.environ.get("RANK") == "1"
+    if calls > 2:  # the second step's
+        print(f"ending at {{time.time()}}", flush=True)
+        if os.environ["ENDS"] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError({MESSAGE!r})
+
+def schedule(sch):
+    sch["transformer.h.1.mlp"].mod.register_forward_pre_hook(fail)
+    if sch.mesh["pp"].size() > 1:
+        sch["transformer.h.0"].cut_pipeline_stage()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("axis", "end"), [("pp", "raises"), ("pp", "killed"), ("dp", "raises"), ("dp", "killed")])
+def test_the_command_line_says_which_rank_it_was(
+    target: str, axis: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing.py").write_text(SCHEDULE)
+    monkeypatch.setenv("ENDS", end)
+    flags = f"train --target {target} --{axis} 2 --layers 2 --hidden 16 --seq 16 --microbatches 2 --batch 8 --steps 4".split()
+    status, output, seconds = job(
+        "-c", "from slapo.cli.app import main; main()", *flags, "--schedule", str(tmp_path / "failing.py")
+    )
+    assert status != 0
+    assert seconds < LIMIT
+    expected = "slapo: rank 1: ValueError: no such luck" if end == "raises" else "slapo: rank 1 was ended by SIGKILL"
+    assert expected in output, output
