@@ -17,6 +17,7 @@ PRIMITIVES = {
     "slapo-core": CORE,
     "slapo-deepspeed": CORE,
     "slapo-example": CORE | {"freeze"},
+    "slapo-megatron": CORE,
     "slapo-memory": CORE | {"checkpoint"},
     "slapo-pipeline": CORE | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
     "slapo-sharding": CORE | {"fork_rng", "shard", "sync", "tensor_parallel"},

@@ -1,0 +1,141 @@
+"""What engines share that weigh each micro-batch while the batch runs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from slapo_core.agreement import all_reduce
+from slapo_core.engine import Engine
+from slapo_core.errors import BuildError
+from slapo_core.program import Program
+
+from .batches import Batch, check_labels, content, fingerprint, labels_of, signature, split
+from .common_batch import Cut, cut_together
+from .label_weights import LabelWeights
+from .means import EQUAL_PARTS, Counted
+from .meeting import on_all
+from .options import CommonOptions
+
+
+class MicroBatches(NamedTuple):
+    """A batch, cut for one step.
+
+    Args:
+        parts: The model's arguments for each micro-batch.
+        labels: Those of each for a loss function; None where the model makes the loss itself.
+        weights: What each weighs in the loss; None for all alike.
+    """
+
+    parts: list[Batch]
+    labels: list[Any]
+    weights: LabelWeights | None
+
+
+class BatchEngine(Engine):
+    """Cuts a batch, tells what its micro-batches weigh, and leaves the rest to an engine that sums gradients as it goes.
+
+    Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
+
+    Args:
+        program: What runs.
+        options: Those common to all engines.
+        parts: Micro-batches of a batch.
+        dtype: Of floating-point weights, and of what the model gets.
+        trains: Whether there is an optimizer.
+
+    Attributes:
+        grad_norm: Norm of all gradients of the last step before clipping; None where the engine computes none.
+    """
+
+    def __init__(self, program: Program, options: CommonOptions, parts: int, dtype: torch.dtype, trains: bool) -> None:
+        self._program, self._common, self._number, self._dtype, self._trains = program, options, parts, dtype, trains
+        self._kind: int | None = None
+        self._is_broken = False
+        self.grad_norm: float | None = None
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+
+    @abstractmethod
+    def _train(self, batch: MicroBatches) -> torch.Tensor:
+        """One step; its loss, the same on all ranks."""
+
+    @abstractmethod
+    def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Counted | None]]:
+        """The loss without gradients, the same on all ranks, and on ranks that compute losses what they are means over."""
+
+    def train_batch(self, **batch: Any) -> torch.Tensor:
+        """Forward, backward and one optimizer step; see ``Engine.train_batch``.
+
+        Raises:
+            BuildError: there is no optimizer; the batch cannot be cut into equal micro-batches; the micro-batches or ranks have
+                different numbers of labels, and which of them the loss counts cannot be told.
+        """
+        if not self._trains:
+            raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
+        if self._is_broken:
+            raise BuildError(
+                f"an error broke off a step of this engine, and {self._common.target} has kept a part of its gradients; build "
+                "another engine, and load a checkpoint"
+            )
+        cut = self._cut(batch, training=True)
+        self._is_broken = True
+        loss = self._train(cut)
+        self._is_broken = False
+        return loss
+
+    @torch.no_grad()
+    def eval_batch(self, **batch: Any) -> torch.Tensor:
+        """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
+        return self._evaluate(self._cut(batch, training=False))[0]
+
+    def _cut(self, batch: Mapping[str, Any], training: bool) -> MicroBatches:
+        """The micro-batches, their labels for a loss function, and what each weighs. Collective."""
+
+        def cut() -> Cut:
+            parts = split(batch, self._number)
+            check_labels(batch, self._program.module, self._common.loss_fn)
+            counts = labels_of(parts, self._common.ignored_label)
+            return Cut(parts, counts, fingerprint([training, signature(parts[0])]), content(batch))
+
+        parts, weights = cut_together(self._program, self.device, cut)
+        has_loss_fn = self._common.loss_fn is not None
+        labels = [part.pop("labels") if has_loss_fn else None for part in parts]
+        parts = [self._in_precision(part) for part in parts]
+        if self._kind is None and weights.is_open:
+            self._kind = self._told(parts, labels, weights)
+        weights.kind = self._kind
+        return MicroBatches(parts, labels, weights)
+
+    def _in_precision(self, part: Batch) -> Batch:
+        """A micro-batch with its floating-point tensors in the type of the weights."""
+        if self._dtype is torch.float32:
+            return part
+        dtype = self._dtype
+        return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, part)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _told(self, parts: list[Batch], labels: list[Any], weights: LabelWeights) -> int:
+        """Which labels the loss counts, by an evaluation of this batch; the same on all ranks. Collective."""
+        possible, losses = {0, 1}, self._evaluate(MicroBatches(parts, labels, None))[1]
+
+        def look() -> None:
+            for index, counted in enumerate(losses):
+                possible.intersection_update(weights.kinds_of(index, counted))
+
+        on_all(look, self._program)
+        mask = torch.tensor([int(kind in possible) for kind in (0, 1)], device=self.device)
+        found = all_reduce(mask, self._program.mesh, dist.ReduceOp.MIN).tolist()
+        if not any(found):
+            raise BuildError(
+                f"micro-batches have different numbers of labels, and losses count them differently; {EQUAL_PARTS}"
+            )
+        return found.index(1)

@@ -1,0 +1,40 @@
+"""The stages that other ranks run, in this rank's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.parameters import successor
+from slapo_core.program import Program
+
+
+def release_others(program: Program, mine: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Free the parameters that only other ranks use: their places get meta tensors of the same facts.
+
+    They and the buffers get the type that the engine gives to those of this rank's stages, so that plans of the whole model,
+    for batches of other shapes, are right.
+
+    Args:
+        program: In several stages.
+        mine: This rank's stages.
+        dtype: Of floating-point numbers.
+    """
+    kept = {id(tensor) for module in mine for tensor in [*module.parameters(), *module.buffers()]}
+    made: dict[int, Any] = {}
+    for tree in (program.module, *(stage.module for stage in program.stages)):
+        for module in tree.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is None or id(tensor) in kept:
+                        continue
+                    if (new := made.get(id(tensor))) is None:
+                        data = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+                        data = data.to("meta") if isinstance(tensor, nn.Parameter) else data
+                        new = made[id(tensor)] = successor(tensor, data)
+                        kept.add(id(new))
+                    table[name] = new

@@ -1,0 +1,80 @@
+"""Whether tensor-parallel ranks have equal gradients of what they hold whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from slapo_core.agreement import agree
+from slapo_core.errors import BuildError
+from slapo_core.parameters import facts, is_part
+from slapo_core.program import Program
+from slapo_core.whole_gradients import compare_gradients
+
+_STEPS = 10
+
+
+class WholeGradients:
+    """Looks at the gradients of the first steps as the backward makes them: an engine may leave no rank the whole of them.
+
+    A gradient may be zero at first, as behind an adapter that starts at zero; such parameters are looked at in up to ten steps.
+
+    Args:
+        program: With a mesh where parameters are sharded.
+        parameters: Those of this rank's stages, by name.
+    """
+
+    def __init__(self, program: Program, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._program = program
+        named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        is_sharded = any(map(is_part, parameters.values()))
+        self._named = named if is_sharded else {}
+        self._waiting = {name for name, parameter in self._named.items() if not is_part(parameter)}
+        self._steps = 0
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Compare the gradients of the backwards inside. Collective over the tensor-parallel ranks, behind the last of them.
+
+        Raises:
+            BuildError: on every rank; names a parameter of which each rank has a part only.
+        """
+        if not self._waiting or self._steps == _STEPS:
+            yield
+            return
+        self._steps += 1
+        found: dict[str, torch.Tensor] = {}
+        handles = [
+            parameter.register_hook(_into(found, name))  # type: ignore[no-untyped-call]
+            for name, parameter in self._named.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        named = {name: _with(found.get(name), parameter) for name, parameter in self._named.items()}
+        wrong, seen = compare_gradients(named, {name: named[name] for name in sorted(self._waiting)})
+        self._waiting -= seen
+        agree(BuildError(wrong) if wrong else None, self._program.mesh)
+
+
+def _into(found: dict[str, torch.Tensor], name: str) -> Callable[[torch.Tensor], None]:
+    def note(gradient: torch.Tensor) -> None:
+        gradient = gradient.detach()
+        found[name] = found[name] + gradient if name in found else gradient.clone()
+
+    return note
+
+
+def _with(gradient: torch.Tensor | None, parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same facts with this gradient."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # with stage 3 of ZeRO the parameter itself is empty
+    zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device) if gradient is None else gradient
+    made = nn.Parameter(torch.empty_like(zeros))
+    made.grad = None if gradient is None else gradient.to(made.dtype)
+    facts(made).spec = facts(parameter).spec
+    return made

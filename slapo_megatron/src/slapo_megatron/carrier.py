@@ -1,0 +1,162 @@
+"""What crosses from one stage to the next, as Megatron sends it: one tensor of one type whose gradient comes back.
+
+The plan of the stages is known on all ranks, so nothing of it is sent: values with a gradient come first, behind them the
+bits of all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+
+from slapo_core.errors import BuildError
+from slapo_core.program import Boundary
+
+
+class Layout:
+    """Where each value of one boundary lies in its carrier.
+
+    Args:
+        planned: What crosses.
+        dtype: Of the carrier, see ``carrier_dtype``.
+        stage: Index of the stage that gives them, for errors.
+
+    Attributes:
+        size: Elements of the carrier.
+    """
+
+    def __init__(self, planned: Sequence[Boundary], dtype: torch.dtype, stage: int) -> None:
+        self._planned, self._dtype, self._stage = tuple(planned), dtype, stage
+        self._with_gradient = [index for index, boundary in enumerate(planned) if boundary.requires_grad]
+        self._without = [index for index, boundary in enumerate(planned) if not boundary.requires_grad]
+        self._sizes = [self._elements(planned[index]) for index in (*self._with_gradient, *self._without)]
+        self.size = max(1, sum(self._sizes))
+
+    def _elements(self, boundary: Boundary) -> int:
+        """Of the carrier, for one value."""
+        number = prod(boundary.shape)
+        if boundary.requires_grad:
+            return number * (2 if boundary.dtype.is_complex else 1)
+        return -(-number * boundary.dtype.itemsize // self._dtype.itemsize)
+
+    def pack(self, values: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+        """One tensor for what a stage gives.
+
+        Args:
+            values: In the order of the plan.
+            size: Elements to send, at least those of the layout.
+
+        Raises:
+            BuildError: a value has another shape than planned, or a gradient where none was planned, or none.
+        """
+        training = torch.is_grad_enabled()
+        for value, boundary in zip(values, self._planned, strict=True):
+            _check(value, boundary, self._stage, training)
+        parts = [_real(values[index]).to(self._dtype).reshape(-1) for index in self._with_gradient]
+        parts += [_bits(values[index].detach(), self._dtype) for index in self._without]
+        if size > sum(self._sizes):
+            parts.append(parts[0].new_zeros(size - sum(self._sizes)) if parts else torch.zeros(size, dtype=self._dtype))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(1, 1, -1)
+
+    def unpack(self, carrier: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The values again."""
+        flat = carrier.view(-1)
+        rest = flat.numel() - sum(self._sizes)
+        parts = torch.split(flat, [*self._sizes, rest] if rest else self._sizes) if self._sizes else ()
+        values: dict[int, torch.Tensor] = {}
+        for index, part in zip((*self._with_gradient, *self._without), parts, strict=False):
+            boundary = self._planned[index]
+            values[index] = _valued(part, boundary) if boundary.requires_grad else _from_bits(part.detach(), boundary)
+        return tuple(values[index] for index in range(len(self._planned)))
+
+
+def carrier_dtype(boundaries: Sequence[Boundary], weights: torch.dtype) -> torch.dtype:
+    """The type that holds every value with a gradient exactly; that of the weights where there is none."""
+    found = [_real_type(boundary.dtype) for boundary in boundaries if boundary.requires_grad]
+    return reduce(torch.promote_types, found) if found else weights
+
+
+class _Reached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        ctx.shape, ctx.made = received.shape, received.new_zeros(())
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, ctx.made.expand(ctx.shape)
+
+
+class _Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor, watched: Watched) -> torch.Tensor:
+        ctx.watched = watched
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.watched.is_seen = True
+        return gradient, None
+
+
+class Watched:
+    """Sees whether a gradient comes back to what a stage receives.
+
+    Attributes:
+        is_seen: Whether one has.
+    """
+
+    def __init__(self) -> None:
+        self.is_seen = False
+
+    def __call__(self, received: torch.Tensor) -> torch.Tensor:
+        """What was received, for the stage."""
+        return _Noted.apply(received, self) if torch.is_grad_enabled() and not self.is_seen else received  # type: ignore[no-untyped-call]
+
+
+def reached(output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """The output of a stage, whose backward gives what the stage received a gradient, of zeros where nothing uses it.
+
+    The stage before waits for one.
+    """
+    return _Reached.apply(output, received)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _check(value: torch.Tensor, boundary: Boundary, stage: int, training: bool) -> None:
+    wanted = boundary.requires_grad and training
+    found = (tuple(value.shape), value.dtype, value.requires_grad and training)
+    if found != (planned := (boundary.shape, boundary.dtype, wanted)):
+        raise BuildError(
+            f"stage {stage} gives {boundary.name!r} with (shape, dtype, requires_grad) {found}, but {planned} was planned"
+        )
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(value) if value.is_complex() else value
+
+
+def _real_type(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _valued(part: torch.Tensor, boundary: Boundary) -> torch.Tensor:
+    if boundary.dtype.is_complex:
+        return torch.view_as_complex(part.view(*boundary.shape, 2).to(_real_type(boundary.dtype)))
+    return part.view(boundary.shape).to(boundary.dtype)
+
+
+def _bits(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of a tensor as numbers of this type, padded with zeros."""
+    raw = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    rest = -raw.numel() % dtype.itemsize
+    return (torch.cat([raw, raw.new_zeros(rest)]) if rest else raw).view(dtype)
+
+
+def _from_bits(part: torch.Tensor, boundary: Boundary) -> torch.Tensor:
+    """Its own memory: that of the carrier may start where this type cannot, and a module may write into it."""
+    raw = part.contiguous().view(torch.uint8)[: prod(boundary.shape) * boundary.dtype.itemsize]
+    return raw.clone().view(boundary.dtype).view(boundary.shape)

@@ -1,0 +1,259 @@
+"""The engine of the dialect ``megatron``: a program on Megatron-Core's data parallelism, schedules and optimizers."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.agreement import all_reduce, compare
+from slapo_core.errors import BuildError
+from slapo_core.program import Program
+from slapo_training.batch_engine import BatchEngine, MicroBatches
+from slapo_training.means import Counted
+from slapo_training.meeting import on_all
+from slapo_training.modes import Modes
+from slapo_training.optimizers import made, scheduled_rate
+from slapo_training.other_stages import release_others
+from slapo_training.whole_gradients import WholeGradients
+
+from . import checkpoint
+from .cpu_mode import mode_of
+from .optimizers import megatrons, optimizer_config, wrapped
+from .options import MegatronOptions
+from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
+from .starting import ParallelState, config_of, without_warnings
+
+
+class MegatronEngine(BatchEngine):
+    """Trains or evaluates a model on Megatron-Core.
+
+    Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
+
+    Attributes:
+        model: Megatron's ``DistributedDataParallel`` around each stage of this rank.
+        module: This rank's stage, or the model; with several stages a list of them.
+        optimizer: Megatron's, around the one given; None where there is none.
+        lr_scheduler: The schedule of its learning rate, or None.
+        config: Megatron's ``TransformerConfig``.
+        groups: Megatron's ``ProcessGroupCollection``.
+    """
+
+    optimizer: Any
+
+    def __init__(self, program: Program, options: MegatronOptions) -> None:
+        super().__init__(program, options, options.microbatches, options.dtype, options.trains)
+        self._options = options
+        self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
+        compare(options.agreed(), program.mesh)
+        own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
+        self._state = ParallelState(program, len(own), options.timeout_minutes)
+        self.groups = self._state.groups
+        with self._mode(), without_warnings():
+            self._make(program, own)
+
+    def _mode(self) -> AbstractContextManager[None]:
+        return mode_of(self._device_type)
+
+    def _make(self, program: Program, own: list[int]) -> None:
+        import megatron.core.transformer.multi_token_prediction  # noqa: F401  # else within the first step, with warnings
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+        pp, options = program.axis_size("pp"), self._options
+        chunks = nn.ModuleList(program.stages[index].module for index in own)
+        self.module = chunks[0] if len(own) == 1 else chunks
+        self._modes = Modes(program.module)
+        mark_shards(chunks)
+        optimizer_settings = optimizer_config(options)
+        self.config = self._transformer_config(program, len(own))
+        optimizer, self.lr_scheduler = self._of_rank(chunks)
+        chunks.to(options.dtype)
+        self._ties = Ties(program, self._state)
+        self._broadcast(chunks)
+        if len(program.stages) > 1:
+            release_others(program, chunks, options.dtype)
+        self._stages: list[RunningStage] = []
+        for index in own:
+            self._stages.append(RunningStage(program, index, options.loss_fn, self.config, self._stages))
+        self.model = [self._replicated(stage, number) for number, stage in enumerate(self._stages)]
+        self.config.finalize_model_grads_func = self._finalize
+        if options.section("ddp").get("overlap_grad_reduce"):
+            waits = [chunk.no_sync for chunk in self.model]
+            self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        if optimizer is not None:
+            self.optimizer = wrapped(optimizer, optimizer_settings, self.model, self.groups)
+        else:
+            self.optimizer = megatrons(optimizer_settings, self.model, self.groups) if options.trains else None
+        self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)
+        self._sender = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
+        self._gradients = WholeGradients(program, dict(chunks.named_parameters()))
+        self._plan: tuple[Program, Borders] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return torch.device("cpu" if self._device_type == "cpu" else torch.cuda.current_device())
+
+    def _transformer_config(self, program: Program, chunks: int) -> Any:
+        from megatron.core.transformer import TransformerConfig
+
+        given = self._options.section("transformer")
+        tp, pp = program.axis_size("tp"), program.axis_size("pp")
+        # it describes a transformer, which the program need not be; what Megatron's schedules read of it is below
+        given = {"num_layers": len(program.stages), "hidden_size": tp, "num_attention_heads": tp, **given}
+        if chunks > 1:
+            given = {"overlap_p2p_comm": True, "batch_p2p_comm": False, **given}
+        return config_of(
+            TransformerConfig,
+            {
+                "use_cpu_initialization": True,
+                **given,
+                "tensor_model_parallel_size": tp,
+                "pipeline_model_parallel_size": pp,
+                "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+                "params_dtype": self._options.dtype,
+                "pipeline_dtype": self._options.dtype,
+                "bf16": self._options.precision == "bf16",
+            },
+        )
+
+    def _of_rank(self, chunks: nn.ModuleList) -> tuple[torch.optim.Optimizer | None, Any]:
+        """The optimizer and its learning rate's schedule, where Megatron does not make them. Collective."""
+        found: list[Any] = [None, None]
+
+        def make() -> None:
+            trainable = [parameter for parameter in chunks.parameters() if parameter.requires_grad]
+            if not trainable:
+                raise BuildError("a rank has nothing to train, which Megatron's optimizers do not take; use target='torch'")
+            if self._options.optimizer is None:
+                return
+            rate = self._options.lr_scheduler
+            optimizer = made(self._options.optimizer, trainable, self._program.module, chunks)
+            found[:] = optimizer, None if rate is None else scheduled_rate(rate, optimizer)
+
+        if self._options.trains:
+            on_all(make, self._program)
+        return found[0], found[1]
+
+    def _broadcast(self, chunks: nn.ModuleList) -> None:
+        """Replicas start from the first one's numbers; Megatron takes it for granted that they are equal."""
+        if self.groups.dp.size() > 1:
+            source = dist.get_global_rank(self.groups.dp, 0)
+            for tensor in [*chunks.parameters(), *chunks.buffers()]:
+                dist.broadcast(tensor.data, source, group=self.groups.dp)
+
+    def _replicated(self, stage: RunningStage, number: int) -> Any:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        given = {"grad_reduce_in_fp32": True, **self._options.section("ddp")}
+        given["use_distributed_optimizer"] = self._options.distributed_optimizer
+        config = config_of(DistributedDataParallelConfig, given)
+        return DistributedDataParallel(self.config, config, stage, disable_bucketing=number > 0, pg_collection=self.groups)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a checkpoint of Megatron's, weights under their original names, and the random states, to the directory."""
+        with self._mode(), without_warnings():
+            checkpoint.save(self, path)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Go on from what ``save`` wrote: exactly on the same layout, and with another number of ranks along any axis.
+
+        Raises:
+            BuildError: no complete checkpoint, or one of something else.
+        """
+        with self._mode(), without_warnings():
+            checkpoint.load(self, path)
+
+    def close(self) -> None:
+        """Give back Megatron's groups, where they were made for this engine; it trains no more."""
+        self.model = []
+        self._state.close()
+
+    # ---- one step
+
+    def _train(self, batch: MicroBatches) -> torch.Tensor:
+        for chunk in self.model:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self._modes.freeze()
+        with self._mode():
+            with without_warnings():
+                self.optimizer.zero_grad()
+            with self._gradients.compared():
+                loss = self._scheduled(batch, training=True)
+            with without_warnings():
+                _, norm, _ = self.optimizer.step()
+        self.grad_norm = None if norm is None else float(norm)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        return loss
+
+    def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Counted | None]]:
+        for chunk in self.model:
+            chunk.eval()
+        with self._mode():
+            loss = self._scheduled(batch, training=False)
+        return loss, self._stages[-1].counted
+
+    def _scheduled(self, batch: MicroBatches, training: bool) -> torch.Tensor:
+        """Run all micro-batches; their mean loss over all replicas."""
+        self._begin(batch, training)
+        iterators = [numbered(batch.parts, batch.labels) for _ in self.model]
+        several = len(self.model) > 1
+        options: dict[str, Any] = {}
+        if len(self._program.stages) > 1:
+            options["p2p_communicator"] = self._sender
+            if not several:
+                sizes = self._stages[0].sizes()
+                options["adjust_tensor_shapes_fn"] = lambda *given: [[(1, 1, size)] for size in sizes]
+        losses = self._run(
+            forward_step_func=_forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=self.model,
+            num_microbatches=len(batch.parts),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=not training,
+            pg_collection=self.groups,
+            **options,
+        )
+        mean = torch.zeros((), device=self.device)
+        if self._stages[-1].post_process:
+            mean = torch.stack([loss.float() for loss in losses]).mean()
+        # each replica's last stage has it, once on every tensor-parallel rank
+        return all_reduce(mean, self._program.mesh) / (self._program.axis_size("dp") * self._program.axis_size("tp"))
+
+    def _begin(self, batch: MicroBatches, training: bool) -> None:
+        """Make the stages ready for micro-batches like these."""
+        program = self._program
+        if len(program.stages) > 1:
+            assert program.replan is not None
+            program = program.replan(training, batch.parts[0])  # the same one, unless the model has changed
+        if self._plan is None or self._plan[0] is not program:
+            self._plan = program, borders(program, self._options.dtype)
+            self.config.pipeline_dtype, self.config.hidden_size = self._plan[1].dtype, self._plan[1].size
+        for stage in self._stages:
+            stage.begin(program, self._plan[1], batch.weights)
+
+    def _finalize(self, model: Any, num_tokens: Any = None, **given: Any) -> None:
+        """Megatron's end of a step, and the ties of the program."""
+        from megatron.core.distributed import finalize_model_grads
+
+        with without_warnings():
+            finalize_model_grads(model, num_tokens, **given)
+        self._ties.reduce()
+
+
+def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    # packed outside of any module: what is sharded crosses in parts, which no module's forward may mix
+    return model.module.sent(model(*next(iterator))), _loss
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss, which Megatron divides in place, and the number to keep."""
+    return output, output.detach().clone()

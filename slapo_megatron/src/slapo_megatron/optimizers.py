@@ -1,0 +1,96 @@
+"""The optimizer of a rank in Megatron's wrappers: fp32 weights beside low ones, state shared out over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .options import MegatronOptions
+from .starting import config_of
+
+_UNBOUNDED = 1e9
+"""A largest norm that clips nothing; of 0 Megatron computes no norm either."""
+
+
+def optimizer_config(options: MegatronOptions) -> Any:
+    """Megatron's ``OptimizerConfig``."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    given = options.section("optimizer")
+    precision = {"bf16": options.precision == "bf16", "params_dtype": options.dtype}
+    given |= {"use_distributed_optimizer": options.distributed_optimizer, "clip_grad": float(options.clip) or _UNBOUNDED}
+    return config_of(OptimizerConfig, {**given, **precision})
+
+
+def megatrons(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
+    """Megatron's own optimizer, as its configuration says."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
+
+
+def wrapped(optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any], groups: Any) -> Any:
+    """An optimizer of this rank's parameters in the wrapper of Megatron's that its configuration asks for.
+
+    Args:
+        optimizer: Its parameters become views or copies of these.
+        config: Megatron's ``OptimizerConfig``.
+        chunks: Megatron's ``DistributedDataParallel`` around each stage of this rank.
+        groups: Megatron's ``ProcessGroupCollection``.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    for index, group in enumerate(optimizer.param_groups):
+        # Megatron finds a group in a checkpoint by these, so all of them together have to differ
+        group.update(is_expert_parallel=False, wd_mult=1.0, lr_mult=1.0, is_decoupled_lr=index)
+    if config.use_distributed_optimizer:
+        made = DistributedOptimizer(
+            optimizer,
+            config,
+            None,
+            prepared,
+            model_chunks=list(chunks),
+            per_model_buffers={index: chunk.buffers for index, chunk in enumerate(chunks)},
+            data_parallel_group=groups.intra_dp_cp,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=torch.distributed.get_rank(groups.mp),
+            distributed_optimizer_instance_id=0,
+        )
+        made.grad_stats_parallel_group = groups.intra_dist_opt
+    else:
+        wrapper = Float16OptimizerWithFloat16Params if config.bf16 else FP32Optimizer
+        made = wrapper(optimizer, config, *([None] if config.bf16 else []), prepared)
+        made.grad_stats_parallel_group = groups.mp
+    made.tp_group = groups.tp
+    return made
+
+
+@torch.no_grad()
+def prepared(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Let an optimizer make the state it would have after a step, to be loaded into; weights stay as they are.
+
+    Args:
+        optimizer: One that has stepped is left alone.
+        config: Not used; Megatron gives it.
+    """
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in held]
+    weights = [parameter.detach().clone() for parameter in held]
+    for parameter in held:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter, gradient, weight in zip(held, gradients, weights, strict=True):
+            parameter.grad = gradient
+            parameter.copy_(weight)

@@ -1,0 +1,198 @@
+"""Stages in Megatron's forward and backward functions: 1F1B, and with several stages on a rank interleaved 1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.parameters import is_part, shard_spec
+from slapo_core.program import Program
+from slapo_training.batches import Batch
+from slapo_training.label_weights import LabelWeights
+from slapo_training.losses import CountedLoss, LossFn, check_has_gradient
+from slapo_training.means import Counted
+
+from .carrier import Layout, Watched, carrier_dtype, reached
+from .starting import ParallelState
+
+
+class Borders(NamedTuple):
+    """How the values between the stages of one plan travel.
+
+    Args:
+        dtype: Of every carrier.
+        layouts: For each stage what it receives.
+        size: Elements of the largest carrier.
+    """
+
+    dtype: torch.dtype
+    layouts: tuple[Layout, ...]
+    size: int
+
+
+def borders(program: Program, weights: torch.dtype) -> Borders:
+    """Those of a plan; the same on every rank."""
+    dtype = carrier_dtype([boundary for stage in program.stages for boundary in stage.inputs], weights)
+    layouts = tuple(Layout(stage.inputs, dtype, stage.index - 1) for stage in program.stages)
+    return Borders(dtype, layouts, max(layout.size for layout in layouts))
+
+
+class RunningStage(nn.Module):
+    """A stage as Megatron calls it, once for each micro-batch in order.
+
+    Args:
+        program: In stages.
+        index: Which of them.
+        loss_fn: For the last stage; None takes the loss from the model's output.
+        config: Megatron's ``TransformerConfig``.
+        before: The stages of this rank before it. What these hold, too, Megatron finds in them alone: it keeps each parameter
+            and its gradient in one place.
+    """
+
+    share_embeddings_and_output_weights = False  # ties are those of the program, see ``Ties``
+
+    def __init__(
+        self, program: Program, index: int, loss_fn: LossFn | None, config: Any, before: Sequence[RunningStage]
+    ) -> None:
+        super().__init__()
+        from megatron.core.enums import ModelType
+
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        self.pre_process, self.post_process = index == 0, index == len(program.stages) - 1
+        self.stage = program.stages[index].module
+        self._index, self._elsewhere = index, {id(p) for stage in before for p in stage.stage.parameters()}
+        # with several stages on a rank Megatron sends tensors of one size only
+        self._is_alone = len(program.stages) == program.axis_size("pp")
+        self._loss_of = CountedLoss(loss_fn)
+        self._borders: Borders | None = None
+        self._names: tuple[str, ...] | None = None
+        self._weights: LabelWeights | None = None
+        self._received: torch.Tensor | None = None
+        self._flow = Watched()
+        self.counted: list[Counted | None] = []
+
+    def begin(self, program: Program, borders: Borders, weights: LabelWeights | None) -> None:
+        """Begin a step.
+
+        Args:
+            program: For the shape and mode of its micro-batches.
+            borders: Those of this program.
+            weights: What each micro-batch weighs in the loss; None for all alike.
+        """
+        stage = program.stages[self._index]
+        self._modules["stage"] = stage.module
+        if borders is not self._borders:
+            self._flow = Watched()
+        self._borders, self._weights, self.counted = borders, weights, []
+        self._names = stage.batch_inputs if len(program.stages) > 1 else None
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that no stage before it on this rank has."""
+        return (each for each in super().named_parameters(*args, **kwargs) if id(each[1]) not in self._elsewhere)
+
+    def sizes(self) -> tuple[int, int]:
+        """Elements of what this stage receives and of what it gives."""
+        assert self._borders is not None
+        layouts = self._borders.layouts
+        return layouts[self._index].size, self._borders.size if self.post_process else layouts[self._index + 1].size
+
+    def set_input_tensor(self, tensors: Any) -> None:
+        """Take what the stage before sent for the next micro-batch; Megatron calls this."""
+        (self._received,) = tensors if isinstance(tensors, list) else (tensors,)
+
+    def forward(self, index: int, part: Batch, labels: Any) -> Any:
+        """Run one micro-batch.
+
+        Args:
+            index: Its number.
+            part: The model's arguments.
+            labels: For the loss function.
+
+        Returns:
+            Its loss, in the last stage; in others the values that the next stage receives.
+        """
+        batch = part if self._names is None else {name: part[name] for name in self._names if name in part}
+        values: tuple[torch.Tensor, ...] = ()
+        if self._index:
+            assert self._borders is not None
+            assert self._received is not None
+            values = self._borders.layouts[self._index].unpack(self._flow(self._received))
+        if not self.post_process:
+            return self.stage(*values, **batch)
+        loss, counted = self._loss_of(lambda: self.stage(*values, **batch), labels)
+        check_has_gradient(loss)
+        self.counted.append(counted)
+        return loss if self._weights is None else self._weights.weighted(index, loss, counted)
+
+    def sent(self, output: Any) -> torch.Tensor:
+        """What Megatron gets of ``forward``'s result: one tensor, whose backward reaches what this stage received."""
+        one: torch.Tensor = output if self.post_process else self._packed(output)
+        if self._index and torch.is_grad_enabled() and not self._flow.is_seen:
+            assert self._received is not None
+            one = reached(one, self._received)
+        return one.clone() if self.post_process else one  # a loss of its own: Megatron divides it in place
+
+    def _packed(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        assert self._borders is not None
+        layout = self._borders.layouts[self._index + 1]
+        carrier = layout.pack(values, layout.size if self._is_alone else self._borders.size)
+        if self.config.deallocate_pipeline_outputs and carrier._is_view():
+            return carrier.clone()  # its memory is freed when it is sent
+        return carrier
+
+
+class Ties:
+    """This rank's parameters that other stages' ranks have too, each with the group of these ranks. Collective.
+
+    Args:
+        program: In stages.
+        state: Megatron's groups.
+    """
+
+    def __init__(self, program: Program, state: ParallelState) -> None:
+        self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        if not program.ties:
+            return
+        assert program.mesh is not None
+        named = dict(program.module.named_parameters(remove_duplicate=False))
+        grid = program.mesh.mesh.reshape([program.axis_size(axis) for axis in ("pp", "dp", "tp")])
+        ends = {0, grid.shape[0] - 1} if state.is_ours else set()  # a user's embedding group may have other ranks
+        for tie in program.ties:
+            places = {program.rank_of(stage) for stage in tie.stages}
+            if len(places) == 1:
+                continue
+            parameter = named[tie.names[0]]
+            for ranks in (
+                sorted(int(grid[p, dp, tp]) for p in places) for dp in range(grid.shape[1]) for tp in range(grid.shape[2])
+            ):
+                # Megatron has one of these already, whose ranks are the same on all
+                group = state.groups.embd if places == ends else dist.new_group(ranks)
+                if dist.get_rank() in ranks:
+                    parameter.shared_embedding = True  # type: ignore[attr-defined]  # its own bucket, so replicas cut all copies alike
+                    parameter.shared = dist.get_rank() != ranks[0]  # type: ignore[attr-defined]  # in the norm once
+                    self._groups.append((parameter, group))
+
+    def reduce(self) -> None:
+        """Sum the gradients of the copies."""
+        for parameter, group in self._groups:
+            if parameter.requires_grad:
+                dist.all_reduce(parameter.main_grad, group=group)  # type: ignore[attr-defined]
+
+
+def mark_shards(module: nn.Module) -> None:
+    """The attributes by which Megatron counts each shard in the norm, and what is whole once."""
+    for parameter in module.parameters():
+        spec = shard_spec(parameter)
+        is_shard = is_part(parameter)
+        parameter.tensor_model_parallel = is_shard  # type: ignore[attr-defined]
+        parameter.partition_dim = spec.dim if is_shard and spec is not None else -1  # type: ignore[attr-defined]
+        parameter.partition_stride = len(spec.blocks) if is_shard and spec is not None else 1  # type: ignore[attr-defined]
+
+
+def numbered(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:
+    """What Megatron hands to a stage's forward step, micro-batch by micro-batch."""
+    return iter([*zip(range(len(parts)), parts, labels, strict=True)])

@@ -1,0 +1,15 @@
+"""What this plugin registers."""
+
+from __future__ import annotations
+
+from slapo_core.hookspecs import hookimpl
+
+
+@hookimpl
+def slapo_dialects() -> dict[str, str]:
+    return {"megatron": "slapo_megatron.dialect:MegatronDialect"}
+
+
+@hookimpl(optionalhook=True)
+def slapo_layer_backends() -> dict[str, str]:
+    return {"megatron": "slapo_megatron.layers:engine_layer"}

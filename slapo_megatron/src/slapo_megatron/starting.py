@@ -1,0 +1,130 @@
+"""Importing Megatron-Core, and its ``parallel_state`` for the mesh of a schedule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slapo_core.errors import BuildError
+from slapo_core.program import Program
+
+_AXES = {"tp": "get_tensor_model_parallel_group", "pp": "get_pipeline_model_parallel_group", "dp": "get_data_parallel_group"}
+
+
+class ParallelState:
+    """Megatron's groups for a program: found as the user set them up, or made here. Collective.
+
+    Args:
+        program: Its mesh has all ranks, row-major over pp, dp, tp; see ``check_mesh``.
+        chunks: Stages on each rank.
+        timeout_minutes: How long one of the groups made here waits for its other ranks.
+
+    Attributes:
+        groups: Megatron's ``ProcessGroupCollection``.
+        is_ours: Whether they were made here.
+
+    Raises:
+        BuildError: it was set up for another layout.
+    """
+
+    def __init__(self, program: Program, chunks: int, timeout_minutes: int) -> None:
+        self._makes_world = not dist.is_initialized()
+        if self._makes_world:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        with without_warnings():
+            from megatron.core import parallel_state
+            from megatron.core.process_groups_config import ProcessGroupCollection
+        self._state = parallel_state
+        self.is_ours = not parallel_state.model_parallel_is_initialized()
+        if self.is_ours:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=program.axis_size("tp"),
+                pipeline_model_parallel_size=program.axis_size("pp"),
+                virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+                create_gloo_process_groups=False,
+                distributed_timeout_minutes=timeout_minutes,
+            )
+        else:
+            self._check(program, chunks)
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+
+    def _check(self, program: Program, chunks: int) -> None:
+        """Refuse groups of the user's that are not those of the mesh."""
+        for axis, getter in _AXES.items():
+            found = dist.get_process_group_ranks(getattr(self._state, getter)())
+            if found != (wanted := _ranks(program, axis)):
+                raise BuildError(
+                    f"megatron's parallel_state is set up with the ranks {found} along {axis}, and the schedule's mesh has "
+                    f"{wanted}; call initialize_model_parallel for the mesh, or leave it to build"
+                )
+        for name in ("context", "expert_model"):
+            if (size := getattr(self._state, f"get_{name}_parallel_world_size")()) != 1:
+                raise BuildError(
+                    f"megatron's parallel_state is set up with {size} ranks for {name}_parallel, which no schedule has; use 1"
+                )
+        virtual = self._state.get_virtual_pipeline_model_parallel_world_size() or 1
+        if chunks > 1 and virtual != chunks:
+            raise BuildError(
+                f"megatron's parallel_state is set up with {virtual} virtual stages on a rank, and the schedule has {chunks}; "
+                "cut as many, or leave it to build"
+            )
+
+    def close(self) -> None:
+        """Destroy what was made here; collective."""
+        if self.is_ours:
+            self._state.destroy_model_parallel()
+        if self._makes_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def check_mesh(program: Program) -> None:
+    """Refuse a mesh that Megatron would take for another one.
+
+    Raises:
+        BuildError: it leaves out ranks, or has them in another order.
+    """
+    mesh = program.mesh
+    if mesh is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise BuildError(
+                f"Megatron trains on all {dist.get_world_size()} ranks, but the schedule has no mesh; give create_schedule "
+                "mesh="
+            )
+        return
+    if not torch.equal(mesh.mesh.flatten(), torch.arange(dist.get_world_size())):
+        raise BuildError(
+            f"Megatron numbers all {dist.get_world_size()} ranks row-major over pp, dp, tp; make the mesh with "
+            f'init_device_mesh({mesh.device_type!r}, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))'
+        )
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Leave out what Megatron's own code warns of, which its authors have to mend; no code of the user's runs inside."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def config_of(kind: Any, given: dict[str, Any]) -> Any:
+    """A configuration of Megatron's, which checks what is in it.
+
+    Raises:
+        BuildError: it does not take this.
+    """
+    try:
+        return kind(**given)
+    except (TypeError, ValueError, AssertionError) as err:
+        raise BuildError(f"{kind.__name__} of megatron-core does not take this: {err}") from err
+
+
+def _ranks(program: Program, axis: str) -> list[int]:
+    mesh = program.mesh
+    if mesh is None or axis not in (mesh.mesh_dim_names or ()):
+        return [dist.get_rank()]
+    return dist.get_process_group_ranks(mesh.get_group(axis))
