@@ -48,6 +48,7 @@ gpu:
 	$(PYTHON_GPU) -m benchmarks.gpu.checkpoint
 	$(PYTHON_GPU) -m benchmarks.gpu.stages
 	$(PYTHON_GPU) -m benchmarks.gpu.blocks
+	$(PYTHON_GPU) -m benchmarks.gpu.engines
 
 clean:
 	rm -rf .venv build dist demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -16,29 +16,27 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.peers.models import Language, Sizes, adamw, batch_of, cut_blocks, loss_of, shard_blocks
+from benchmarks.peers.borders import HIDDEN, MASK, Costs, measure_border
+from benchmarks.peers.building import LAYERS, Seconds, measure_build
+from benchmarks.peers.models import Language, Sizes, adamw, batch_of, cut_blocks, loss_of, mesh_of, shard_blocks
 from benchmarks.peers.rounds import Step, check_losses, in_new_processes, in_turns, ratio, slowest, spread
 from slapo_core import build, create_schedule
+from slapo_deepspeed.starting import without_warnings
 
 ROUNDS, TURNS = 3, 5
-BY_HAND = {"deepspeed": "benchmarks.peers.deepspeed_by_hand"}
+BY_HAND = {name: f"benchmarks.peers.{name}_by_hand" for name in ("deepspeed", "megatron")}
 AXES = {"tp": "tensor_parallel", "pp": "pipeline"}
 
 
 def ours(target: str, axis: str, sizes: Sizes) -> Step:
     """An unmodified model, a schedule, and the engine."""
-    ranks, (tokens, labels) = dist.get_world_size(), batch_of(sizes)
-    mesh = init_device_mesh(
-        "cpu", tuple(ranks if axis == name else 1 for name in ("pp", "dp", "tp")), mesh_dim_names=("pp", "dp", "tp")
-    )
+    mesh, (tokens, labels) = mesh_of(axis), batch_of(sizes)
     schedule = create_schedule(Language(sizes), mesh=mesh, example_inputs={"tokens": tokens[: sizes.rows]})
     if axis == "tp":
         shard_blocks(schedule)
     else:
-        cut_blocks(schedule, ranks, sizes.layers)
+        cut_blocks(schedule, mesh["pp"].size(), sizes.layers)
     engine: Any = build(schedule, target, optimizer=adamw, loss_fn=loss_of, microbatches=sizes.microbatches)
     return lambda: float(engine.train_batch(tokens=tokens, labels=labels))
 
@@ -47,9 +45,9 @@ def measure(rank: int, target: str, axis: str, sizes: Sizes, turns: int) -> list
     """Seconds of our steps, of those by hand and of those by hand again, on this rank."""
     torch.set_num_threads(1)
     hand: Callable[[Sizes], Step] = resolve_name(f"{BY_HAND[target]}:{AXES[axis]}")
-    with redirect_stdout(io.StringIO()):  # what the engines print as they start
+    with redirect_stdout(io.StringIO()), without_warnings():  # what the engines say as they start
         sides = [ours(target, axis, sizes), hand(sizes), hand(sizes)]
-    check_losses(sides)
+        check_losses(sides)
     return in_turns(sides, turns)
 
 
@@ -66,6 +64,31 @@ def report_steps(sizes: Sizes, rounds: int, turns: int) -> None:
             ratios, noise = (spread([ratio(one[side], one[1]) for one in found]) for side in (0, 2))
             print(f"| {target} | {axis} 2 | {hand * 1e3:.1f} | {mine * 1e3:.1f} | {ratios} | {noise} |", flush=True)
     print(f"\nOf 2 gloo ranks. Ratios are medians of {rounds} rounds in new processes, with the lowest and the highest.")
+    print("Megatron-Core runs in its CPU mode on both sides, which adds to each call of torch.")
+
+
+def report_borders() -> None:
+    """The table of what crosses."""
+    print(f"\nA boundary of a pipeline: hidden states {HIDDEN} with gradient, a mask {MASK} of truth values, and None:\n")
+    print("| engine | pack (us) | unpack (us) | both (us) |\n|---|---|---|---|")
+    for target in BY_HAND:
+        costs: Costs = in_new_processes(measure_border, 1, target)[0]
+        print(f"| {target} | {costs.pack:.1f} | {costs.unpack:.1f} | {costs.both:.1f} |", flush=True)
+
+
+def report_builds() -> None:
+    """The table of how long it takes to build."""
+    print(f"\n`build` of a GPT-2 with {LAYERS} layers, the first of 2 new processes, engines imported:\n")
+    print("| engine | layout | its schedule (s) | build (s) | the engine's own start in it (s) | the rest (s) |")
+    print("|---|---|---|---|---|---|")
+    for target in BY_HAND:
+        for axis in AXES:
+            worst: Seconds = max(in_new_processes(measure_build, 2, target, axis), key=lambda one: one.build - one.engine)
+            rest = worst.build - worst.engine
+            print(
+                f"| {target} | {axis} 2 | {worst.schedule:.2f} | {worst.build:.2f} | {worst.engine:.2f} | {rest:.2f} |",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -74,6 +97,8 @@ def main() -> None:
         report_steps(Sizes(hidden=64, layers=4, vocabulary=128, rows=2, sequence=32), rounds=1, turns=1)
     else:
         report_steps(Sizes(), ROUNDS, TURNS)
+    report_borders()
+    report_builds()
 
 
 if __name__ == "__main__":

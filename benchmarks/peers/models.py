@@ -6,7 +6,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from benchmarks.sharding import blocks
@@ -25,7 +27,9 @@ class Sizes(NamedTuple):
     sequence: int = 128
 
 
-adamw = partial(torch.optim.AdamW, lr=1e-4)
+RATE = 1e-4
+adamw = partial(torch.optim.AdamW, lr=RATE, weight_decay=0.0)
+"""Without decay, of which Megatron leaves out vectors."""
 
 
 class Head(nn.Module):
@@ -64,6 +68,12 @@ def batch_of(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (2, sizes.microbatches * sizes.rows, sizes.sequence)
     tokens, labels = torch.randint(sizes.vocabulary, shape, generator=torch.Generator().manual_seed(1))
     return tokens, labels
+
+
+def mesh_of(axis: str) -> DeviceMesh:
+    """All ranks along one axis."""
+    axes = ("pp", "dp", "tp")
+    return init_device_mesh("cpu", tuple(dist.get_world_size() if name == axis else 1 for name in axes), mesh_dim_names=axes)
 
 
 def shard_blocks(schedule: Schedule) -> None:
