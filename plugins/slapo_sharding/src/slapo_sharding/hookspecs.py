@@ -1,13 +1,14 @@
-"""The hook this plugin adds for others."""
+"""The hooks this plugin adds for others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from slapo_core.hookspecs import hookspec
 
 if TYPE_CHECKING:
+    from .backends import LayerBackend
     from .rules import ShardingRule
 
 
@@ -34,4 +35,18 @@ def slapo_shard_rules() -> Sequence[ShardingRule | str]:  # type: ignore[empty-b
         >>> @hookimpl
         ... def slapo_shard_rules():
         ...     return [SCALE]
+    """
+
+
+@hookspec
+def slapo_layer_backends() -> Mapping[str, LayerBackend | str]:  # type: ignore[empty-body]
+    """Engines whose own layers may take the place of split ones: the name for ``tensor_parallel(backend=...)`` to a function.
+
+    For ``"module:NAME"`` the function is imported when a schedule first asks for it. What it is given and has to return:
+    ``slapo_sharding.backends.LayerBackend``.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_layer_backends():
+        ...     return {"megatron": "slapo_megatron.layers:engine_layer"}
     """

@@ -14,7 +14,7 @@ from slapo_core.parameters import is_part
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
-from . import attention, column_inputs, dropout
+from . import attention, backends, column_inputs, dropout
 from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
 from .derive import kind
 from .derived_plan import apply_derived, split_stack, tell_whole_attentions
@@ -47,10 +47,14 @@ class TensorParallelPrimitive(Primitive):
         sequence_parallel: Values between the sharded layers are split along the sequence, dimension 1 of ``[batch, sequence,
             width]``: norms, dropouts and residual sums run on a rank's part of it. The plan is derived, whatever is published.
             The length has to be divisible by the number of ranks at every call.
+        backend: ``"megatron"``, of slapo-megatron, or what another plugin registers: layers of this engine take the place of
+            those that the plan has split, with the same parts of the same parameters. What it has no layer for stays; a
+            warning names it. Nothing is replaced on one rank.
 
     Raises:
         ScheduleError: no plan is known or can be derived, an unknown style, a key that matches nothing, a step of the plan
-            that is illegal, or a sequence that cannot be split; the model is as before.
+            that is illegal, a sequence that cannot be split, or a backend that is unknown or has none of the layers; the
+            model is as before.
         TraceError: a plan has to be derived, but the forward cannot be traced.
     """
 
@@ -59,29 +63,48 @@ class TensorParallelPrimitive(Primitive):
 
     @staticmethod
     def check(
-        schedule: Schedule, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False
+        schedule: Schedule,
+        plan: Mapping[str, str] | None = None,
+        *,
+        sequence_parallel: bool = False,
+        backend: str | None = None,
     ) -> dict[str, str] | None:
         """Find the modules of the plan."""
+        if backend is not None:
+            _check_backend(schedule, sequence_parallel, backend)
         _check_untouched(schedule, plan)
         return _planned(schedule, plan, sequence_parallel)
 
     @staticmethod
-    def apply(schedule: Schedule, plan: Mapping[str, str] | None = None, *, sequence_parallel: bool = False) -> None:
+    def apply(
+        schedule: Schedule,
+        plan: Mapping[str, str] | None = None,
+        *,
+        sequence_parallel: bool = False,
+        backend: str | None = None,
+    ) -> None:
         """Take the steps."""
-        steps: dict[str, str] | None = schedule.checked
-        derived = steps is None
-        if steps is None:
-            apply_derived(schedule, sequence_parallel)
-            steps = dict(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
-        columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
-        for paths in column_inputs.by_parent(columns):
-            column_inputs.sum_gradients(schedule, paths)
-        if schedule.world_size > 1 and not derived:
-            dropout.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
-            if plan is None:
-                tell_whole_attentions(schedule, {}, "the plan that is published with the model leaves it out")
-        if schedule.world_size > 1:
-            _refuse_extras(schedule, sequence_parallel)
+        before = backends.split_modules(schedule) if backend is not None else set()
+        _split(schedule, schedule.checked, plan, sequence_parallel)
+        if backend is not None:
+            backends.replace_layers(schedule, backend, backends.backend_of(schedule, backend), before)
+
+
+def _split(schedule: Schedule, steps: dict[str, str] | None, plan: Mapping[str, str] | None, sequence_parallel: bool) -> None:
+    """Carry out a plan; without ``steps`` one that is derived first."""
+    derived = steps is None
+    if steps is None:
+        apply_derived(schedule, sequence_parallel)
+        steps = dict(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
+    columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
+    for paths in column_inputs.by_parent(columns):
+        column_inputs.sum_gradients(schedule, paths)
+    if schedule.world_size > 1 and not derived:
+        dropout.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
+        if plan is None:
+            tell_whole_attentions(schedule, {}, "the plan that is published with the model leaves it out")
+    if schedule.world_size > 1:
+        _refuse_extras(schedule, sequence_parallel)
 
 
 def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
@@ -137,6 +160,18 @@ def _warn_of_unknown(schedule: Schedule) -> None:
             )
             get_logger().warning(message, schedule.path, key, style)
             return
+
+
+def _check_backend(schedule: Schedule, sequence_parallel: bool, backend: str) -> None:
+    """Whether there is such a backend."""
+    backends.backend_of(schedule, backend)
+    if sequence_parallel:
+        raise ScheduleError(
+            "layers of an engine split values along its own dimension for the sequence, not along dimension 1; "
+            "leave out sequence_parallel, or backend",
+            path=schedule.path,
+            primitive="tensor_parallel",
+        )
 
 
 def _check_derivable(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
