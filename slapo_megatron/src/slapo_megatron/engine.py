@@ -39,6 +39,7 @@ class MegatronEngine(BatchEngine):
         module: This rank's stage, or the model; with several stages a list of them.
         optimizer: Megatron's, around the one given; None where there is none.
         lr_scheduler: The schedule of its learning rate, or None.
+        options: What it was built with.
         config: Megatron's ``TransformerConfig``.
         groups: Megatron's ``ProcessGroupCollection``.
     """
@@ -47,7 +48,7 @@ class MegatronEngine(BatchEngine):
 
     def __init__(self, program: Program, options: MegatronOptions) -> None:
         super().__init__(program, options, options.microbatches, options.dtype, options.trains)
-        self._options = options
+        self.options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
         compare(options.agreed(), program.mesh)
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
@@ -64,7 +65,7 @@ class MegatronEngine(BatchEngine):
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-        pp, options = program.axis_size("pp"), self._options
+        pp, options = program.axis_size("pp"), self.options
         chunks = nn.ModuleList(program.stages[index].module for index in own)
         self.module = chunks[0] if len(own) == 1 else chunks
         self._modes = Modes(program.module)
@@ -102,7 +103,7 @@ class MegatronEngine(BatchEngine):
     def _transformer_config(self, program: Program, chunks: int) -> Any:
         from megatron.core.transformer import TransformerConfig
 
-        given = self._options.section("transformer")
+        given = self.options.section("transformer")
         tp, pp = program.axis_size("tp"), program.axis_size("pp")
         # it describes a transformer, which the program need not be; what Megatron's schedules read of it is below
         given = {"num_layers": len(program.stages), "hidden_size": tp, "num_attention_heads": tp, **given}
@@ -116,9 +117,9 @@ class MegatronEngine(BatchEngine):
                 "tensor_model_parallel_size": tp,
                 "pipeline_model_parallel_size": pp,
                 "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-                "params_dtype": self._options.dtype,
-                "pipeline_dtype": self._options.dtype,
-                "bf16": self._options.precision == "bf16",
+                "params_dtype": self.options.dtype,
+                "pipeline_dtype": self.options.dtype,
+                "bf16": self.options.precision == "bf16",
             },
         )
 
@@ -130,14 +131,14 @@ class MegatronEngine(BatchEngine):
             trainable = [parameter for parameter in chunks.parameters() if parameter.requires_grad]
             if not trainable:
                 raise BuildError("a rank has nothing to train, which Megatron's optimizers do not take; use target='torch'")
-            if self._options.optimizer is None:
+            if self.options.optimizer is None:
                 return
-            rate = self._options.lr_scheduler
-            optimizer = made(self._options.optimizer, trainable, self._program.module, chunks)
+            rate = self.options.lr_scheduler
+            optimizer = made(self.options.optimizer, trainable, self.program.module, chunks)
             found[:] = optimizer, None if rate is None else scheduled_rate(rate, optimizer)
 
-        if self._options.trains:
-            on_all(make, self._program)
+        if self.options.trains:
+            on_all(make, self.program)
         return found[0], found[1]
 
     def _broadcast(self, chunks: nn.ModuleList) -> None:
@@ -150,8 +151,8 @@ class MegatronEngine(BatchEngine):
     def _replicated(self, stage: RunningStage, number: int) -> Any:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        given = {"grad_reduce_in_fp32": True, **self._options.section("ddp")}
-        given["use_distributed_optimizer"] = self._options.distributed_optimizer
+        given = {"grad_reduce_in_fp32": True, **self.options.section("ddp")}
+        given["use_distributed_optimizer"] = self.options.distributed_optimizer
         config = config_of(DistributedDataParallelConfig, given)
         return DistributedDataParallel(self.config, config, stage, disable_bucketing=number > 0, pg_collection=self.groups)
 
@@ -206,7 +207,7 @@ class MegatronEngine(BatchEngine):
         iterators = [numbered(batch.parts, batch.labels) for _ in self.model]
         several = len(self.model) > 1
         options: dict[str, Any] = {}
-        if len(self._program.stages) > 1:
+        if len(self.program.stages) > 1:
             options["p2p_communicator"] = self._sender
             if not several:
                 sizes = self._stages[0].sizes()
@@ -226,16 +227,16 @@ class MegatronEngine(BatchEngine):
         if self._stages[-1].post_process:
             mean = torch.stack([loss.float() for loss in losses]).mean()
         # each replica's last stage has it, once on every tensor-parallel rank
-        return all_reduce(mean, self._program.mesh) / (self._program.axis_size("dp") * self._program.axis_size("tp"))
+        return all_reduce(mean, self.program.mesh) / (self.program.axis_size("dp") * self.program.axis_size("tp"))
 
     def _begin(self, batch: MicroBatches, training: bool) -> None:
         """Make the stages ready for micro-batches like these."""
-        program = self._program
+        program = self.program
         if len(program.stages) > 1:
             assert program.replan is not None
             program = program.replan(training, batch.parts[0])  # the same one, unless the model has changed
         if self._plan is None or self._plan[0] is not program:
-            self._plan = program, borders(program, self._options.dtype)
+            self._plan = program, borders(program, self.options.dtype)
             self.config.pipeline_dtype, self.config.hidden_size = self._plan[1].dtype, self._plan[1].size
         for stage in self._stages:
             stage.begin(program, self._plan[1], batch.weights)

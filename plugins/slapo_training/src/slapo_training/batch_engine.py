@@ -50,11 +50,12 @@ class BatchEngine(Engine):
         trains: Whether there is an optimizer.
 
     Attributes:
+        program: What runs.
         grad_norm: Norm of all gradients of the last step before clipping; None where the engine computes none.
     """
 
     def __init__(self, program: Program, options: CommonOptions, parts: int, dtype: torch.dtype, trains: bool) -> None:
-        self._program, self._common, self._number, self._dtype, self._trains = program, options, parts, dtype, trains
+        self.program, self._common, self._number, self._dtype, self._trains = program, options, parts, dtype, trains
         self._kind: int | None = None
         self._is_broken = False
         self.grad_norm: float | None = None
@@ -102,11 +103,11 @@ class BatchEngine(Engine):
 
         def cut() -> Cut:
             parts = split(batch, self._number)
-            check_labels(batch, self._program.module, self._common.loss_fn)
+            check_labels(batch, self.program.module, self._common.loss_fn)
             counts = labels_of(parts, self._common.ignored_label)
             return Cut(parts, counts, fingerprint([training, signature(parts[0])]), content(batch))
 
-        parts, weights = cut_together(self._program, self.device, cut)
+        parts, weights = cut_together(self.program, self.device, cut)
         has_loss_fn = self._common.loss_fn is not None
         labels = [part.pop("labels") if has_loss_fn else None for part in parts]
         parts = [self._in_precision(part) for part in parts]
@@ -131,9 +132,9 @@ class BatchEngine(Engine):
             for index, counted in enumerate(losses):
                 possible.intersection_update(weights.kinds_of(index, counted))
 
-        on_all(look, self._program)
+        on_all(look, self.program)
         mask = torch.tensor([int(kind in possible) for kind in (0, 1)], device=self.device)
-        found = all_reduce(mask, self._program.mesh, dist.ReduceOp.MIN).tolist()
+        found = all_reduce(mask, self.program.mesh, dist.ReduceOp.MIN).tolist()
         if not any(found):
             raise BuildError(
                 f"micro-batches have different numbers of labels, and losses count them differently; {EQUAL_PARTS}"
