@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -292,44 +291,6 @@ def resumed(rank: int, layout: dict[str, int], zero: int, folder: str) -> tuple[
 def test_saving_and_going_on(layout: dict[str, int], zero: int, tmp_path: Path) -> None:
     for found, expected in run_distributed(resumed, 2, layout, zero, str(tmp_path)):
         assert found == expected
-
-
-def elsewhere(rank: int, zero: int, folder: str, saves: bool) -> tuple[float, str]:
-    """The loss of an evaluation, and what loading said; on as many replicas as there are ranks."""
-    mesh = mesh_of(dp=dist.get_world_size())
-    data = batches(2)[0]
-    example = my_part(data, mesh)
-    config = {"zero_optimization": {"stage": zero}}
-    engine = build(scheduled(small("gpt2"), mesh, example), "deepspeed", optimizer=adamw, config=config)
-    if saves:
-        engine.train_batch(**example)
-        engine.save(folder)
-    message = "" if saves else message_of(lambda: engine.load(folder))
-    loss = engine.eval_batch(**example).item()
-    engine.close()
-    return loss, message
-
-
-@pytest.mark.parametrize("zero", [0, 2])
-def test_other_numbers_of_replicas_load_what_was_saved_without_zero(zero: int, tmp_path: Path) -> None:
-    (saved, _), _ = run_distributed(elsewhere, 2, zero, str(tmp_path), True)
-    ((loaded, message),) = run_distributed(elsewhere, 1, zero, str(tmp_path), False)
-    if zero:
-        assert "saved with pp=1, dp=2, tp=1, zero=2, but this engine has pp=1, dp=1, tp=1, zero=2; load it on" in message
-    else:
-        assert message == "no error"
-        assert loaded == pytest.approx(saved, abs=2e-5)
-
-
-def nowhere(rank: int, folder: str) -> str:
-    mesh, data = mesh_of(dp=2), batches(2)
-    engine = build(scheduled(small("gpt2"), mesh, my_part(data[0], mesh)), "deepspeed", optimizer=adamw)
-    return message_of(lambda: engine.load(folder))
-
-
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    for message in run_distributed(nowhere, 2, str(tmp_path)):
-        assert message == f"BuildError: {str(tmp_path)!r} is no complete checkpoint of this target: it has no slapo.json"
 
 
 def printing(rank: int, layout: dict[str, int]) -> list[float]:

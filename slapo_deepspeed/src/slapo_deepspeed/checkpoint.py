@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,28 @@ import torch.distributed as dist
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training import random_state
+from slapo_training.batches import fingerprint
 from slapo_training.meeting import on_all
+
+from . import replicas
 
 _LAYOUT = "slapo.json"
 _AXES = ("pp", "dp", "tp")
+
+
+@dataclass
+class Checkpoint:
+    """One that this engine can load.
+
+    Args:
+        folder: Where DeepSpeed's files are.
+        random: This rank's random states; None for another number of replicas.
+        universal: The same for any number of replicas, where it had to be converted; removed once it is loaded.
+    """
+
+    folder: Path
+    random: Any = None
+    universal: Path | None = None
 
 
 def save(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> None:
@@ -34,57 +54,93 @@ def save(model: Any, path: str | PathLike[str], program: Program, zero_stage: in
 
     def finish() -> None:
         if dist.get_rank() == 0:
-            (folder / _LAYOUT).write_text(json.dumps(_layout(program, zero_stage)))
+            (folder / _LAYOUT).write_text(json.dumps({**_layout(program, zero_stage), "parameters": _parameters(program)}))
 
     for action in (begin, write, finish):
         on_all(action, program)
 
 
-def load(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> None:
+def checked(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> Checkpoint:
+    """Look whether a checkpoint can be loaded, and convert it for another number of replicas. Collective; changes no engine.
+
+    Raises:
+        BuildError: on every rank: it is none, of another model, or of a layout that cannot be loaded into this one.
+    """
+    found = Checkpoint(Path(path))
+    saved: dict[str, int] = {}
+
+    def check() -> None:
+        saved.update(_read(found.folder, program, zero_stage))
+        if saved["dp"] == program.axis_size("dp"):
+            found.random = torch.load(_random_file(found.folder), weights_only=True)
+            random_state.check(found.random)
+        elif zero_stage:
+            replicas.check(model, zero_stage)
+
+    on_all(check, program)
+    if zero_stage and found.random is None:
+        found.universal = replicas.converted(model, found.folder, program, saved["dp"])
+    return found
+
+
+def load(model: Any, found: Checkpoint, program: Program) -> None:
     """Read it. Collective.
 
     Raises:
-        BuildError: on every rank: it is none, or of another layout than DeepSpeed can load it into.
+        BuildError: on every rank: DeepSpeed cannot read it to its end.
     """
-    folder = Path(path)
-    found: dict[str, Any] = {}
-
-    def check() -> None:
-        found.update(_checked(folder, _layout(program, zero_stage)))
-        if found["dp"] == program.axis_size("dp"):
-            found["random"] = torch.load(_random_file(folder), weights_only=True)
-            random_state.check(found["random"])
 
     def read() -> None:
-        if model.load_checkpoint(str(folder))[0] is None:
-            raise BuildError(f"DeepSpeed finds no checkpoint in {str(folder)!r}")
+        try:
+            if found.universal is not None:
+                replicas.load(model, found.folder, found.universal)
+            elif model.load_checkpoint(str(found.folder))[0] is None:
+                raise FileNotFoundError("DeepSpeed finds no checkpoint")
+        except Exception as err:
+            raise BuildError(
+                f"{str(found.folder)!r} cannot be read: {type(err).__name__}: {err}; the weights of this engine may have "
+                "changed, load another checkpoint before it trains"
+            ) from err
 
-    def go_on() -> None:
-        if "random" in found:
-            random_state.put(found["random"])
+    try:
+        on_all(read, program)
+    finally:
+        if found.universal is not None and dist.get_rank() == 0:
+            shutil.rmtree(found.universal.parent, ignore_errors=True)
+    if found.random is not None:
+        random_state.put(found.random)
 
-    for action in (check, read, go_on):
-        on_all(action, program)
 
-
-def _checked(folder: Path, own: dict[str, int]) -> dict[str, int]:
+def _read(folder: Path, program: Program, zero_stage: int) -> dict[str, int]:
+    """The layout of a checkpoint that can be loaded."""
+    own = _layout(program, zero_stage)
     try:
         saved: dict[str, int] = json.loads((folder / _LAYOUT).read_text())
     except FileNotFoundError:
         raise BuildError(f"{str(folder)!r} is no complete checkpoint of this target: it has no {_LAYOUT}") from None
-    needed = [key for key in own if key != "dp" or own["zero"]]
+    if saved.get("parameters", _parameters(program)) != _parameters(program):
+        raise BuildError(f"{str(folder)!r} is of a model with other parameters; build an engine of the model that was saved")
+    is_flat = program.axis_size("pp") == program.axis_size("tp") == 1
+    needed = [key for key in own if key != "dp" or (own["zero"] and not is_flat)]
     if all(saved.get(key) == own[key] for key in needed):
         return saved
     words = [", ".join(f"{key}={layout.get(key)}" for key in own) for layout in (saved, own)]
     raise BuildError(
-        f"saved with {words[0]}, but this engine has {words[1]}; load it on the same layout"
-        + (", or without ZeRO at another dp" if own["zero"] else "")
-        + ", or convert it with DeepSpeed's ds_to_universal and load that by engine.model"
+        f"saved with {words[0]}, but this engine has {words[1]}; load it on the same layout, or at another dp where there is "
+        "no ZeRO, or neither a pipeline nor tensor parallelism"
     )
 
 
 def _layout(program: Program, zero_stage: int) -> dict[str, int]:
     return {**{axis: program.axis_size(axis) for axis in _AXES}, "zero": zero_stage}
+
+
+def _parameters(program: Program) -> int:
+    """A number for the names and shapes of the model's parameters; with stage 3 of ZeRO they are empty."""
+    named = program.module.named_parameters()
+    shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in named}
+    shapes.update({name: spec.full_shape for name, spec in program.shard_specs.items()})
+    return fingerprint(sorted((name, tuple(shape)) for name, shape in shapes.items()))
 
 
 def _random_file(folder: Path) -> Path:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_map_only
 
 from slapo_core.agreement import all_reduce, compare
@@ -80,7 +81,7 @@ class DeepSpeedEngine(Engine):
         self._counted: list[Counted | None] = []
         self._gradients = WholeGradients(program, self.module)
         self._kind: int | None = None
-        self._is_broken = False
+        self._is_broken = self._is_half_read = False
         self.grad_norm: float | None = None
 
     def _buffer(self, index: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -88,12 +89,19 @@ class DeepSpeedEngine(Engine):
         return torch.empty(shape, dtype=dtype, device=self.model.device)
 
     def _of_rank(self, trainable: list[nn.Parameter]) -> tuple[torch.optim.Optimizer | None, Any]:
-        """The optimizer and its learning rate's schedule, where DeepSpeed does not make them. Collective."""
+        """The optimizer and its learning rate's schedule, where DeepSpeed does not make them. Collective.
+
+        Raises:
+            BuildError: DeepSpeed cannot take them on some rank; an optimizer that was given is unchanged on all then.
+        """
         found: list[Any] = [None, None]
+        given, rate = self._options.optimizer, self._options.lr_scheduler
 
         def make() -> None:
-            optimizer = made(self._options.optimizer, trainable, self._program.module, self.module)
-            rate, held = self._options.lr_scheduler, [group for group in optimizer.param_groups if group["params"]]
+            optimizer = made(given, trainable, self._program.module, self.module)
+            held = [group for group in optimizer.param_groups if group["params"]]
+            if not held:
+                raise BuildError("optimizer= has no parameter of a rank's stage; give one of all of the model's parameters")
             if len(held) < len(optimizer.param_groups) and is_rate(rate):
                 raise BuildError(
                     "a rank's stage has no parameter of one of the optimizer's groups, which lr_scheduler= was made for; "
@@ -101,9 +109,17 @@ class DeepSpeedEngine(Engine):
                 )
             optimizer.param_groups[:] = held  # as DeepSpeed does, but before the schedule counts them
             found[:] = optimizer, None if rate is None else scheduled_rate(rate, optimizer)
+            if isinstance(found[1], ReduceLROnPlateau):
+                raise BuildError("lr_scheduler= gave a ReduceLROnPlateau, which DeepSpeed steps without the loss; give another")
 
-        if self._options.optimizer is not None:
-            on_all(make, self._program)
+        if given is not None:
+            groups = given.param_groups if isinstance(given, torch.optim.Optimizer) else []
+            before = [(group, dict(group)) for group in groups]
+            try:
+                on_all(make, self._program)
+            except Exception:
+                groups[:] = [_restored(group, facts) for group, facts in before]
+                raise
         return found[0], found[1]
 
     def train_batch(self, **batch: Any) -> torch.Tensor:
@@ -115,6 +131,7 @@ class DeepSpeedEngine(Engine):
         """
         if not self._options.trains:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
+        self._check_weights()
         if self._is_broken:
             raise BuildError(
                 "an error broke off a step of this engine, and DeepSpeed has kept a part of its gradients; build another "
@@ -131,20 +148,45 @@ class DeepSpeedEngine(Engine):
     @torch.no_grad()
     def eval_batch(self, **batch: Any) -> torch.Tensor:
         """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
+        self._check_weights()
         parts, labels, weights = self._cut(batch, training=False)
         return self._evaluate(parts, labels, weights)[0]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a checkpoint of DeepSpeed's, and the random states, to the directory ``path``."""
+        self._check_weights()
         checkpoint.save(self.model, path, self._program, self._options.zero_stage)
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Go on exactly from what ``save`` wrote; without ZeRO also with another number of replicas.
+        """Go on exactly from what ``save`` wrote.
+
+        Also with another number of replicas: without ZeRO, and without pipeline and tensor parallelism; random numbers are
+        then this engine's own.
 
         Raises:
-            BuildError: no complete checkpoint, or one of another layout.
+            BuildError: no complete checkpoint, or one of another model or layout, and nothing has changed; or DeepSpeed cannot
+                read it to its end, and the engine does nothing before another one is loaded.
         """
-        checkpoint.load(self.model, path, self._program, self._options.zero_stage)
+        found = checkpoint.checked(self.model, path, self._program, self._options.zero_stage)
+        self._is_half_read = True
+        checkpoint.load(self.model, found, self._program)
+        self._is_half_read = False
+
+    def _check_weights(self) -> None:
+        if self._is_half_read:
+            raise BuildError("a checkpoint was not read to its end, and this engine's weights may have changed; load another")
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Let this rank have its parameters whole inside, as ``Schedule.full_state`` takes them. Collective.
+
+        With stage 3 of ZeRO they are empty else; with the others nothing is done. Changes made inside are lost.
+        """
+        if self._options.zero_stage < 3:
+            yield
+            return
+        with self._deepspeed.zero.GatheredParameters(list(self.module.parameters()), modifier_rank=None):
+            yield
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off the model; it trains no more."""
@@ -253,6 +295,12 @@ class DeepSpeedEngine(Engine):
             assert self._program.mesh is not None
             dist.all_reduce(mean, group=self._program.mesh.get_group("dp"))
         return mean / dp
+
+
+def _restored(group: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    group.clear()
+    group.update(before)
+    return group
 
 
 def _mark_shards(module: nn.Module) -> None:
