@@ -236,6 +236,34 @@ def older(rank: int, folder: str) -> str:
     return message
 
 
+def clipped(rank: int, folder: str) -> list[float]:
+    """How far a step moves weights at most, in engines that clip and read a checkpoint of one that does not."""
+    found = []
+    for zero in (0, 1, 2, 3):
+        engine = engine_of(Counts(0), zero, sgd)
+        engine.save(f"{folder}/{zero}")
+        engine.close()
+        engine = engine_of(Counts(0), zero, sgd, gradient_clipping=1e-3)
+        engine.load(f"{folder}/{zero}")
+        with engine.whole_parameters():
+            before = [each.detach().clone() for each in engine.module.parameters()]
+        losses(engine, range(1))
+        with engine.whole_parameters():
+            moved = [(one - other).norm() for one, other in zip(before, engine.module.parameters(), strict=True)]
+        found.append(torch.stack(moved).norm().item())
+        engine.close()
+    return found
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def test_an_engine_clips_as_it_was_built_to_and_not_as_the_checkpoint_was(tmp_path: Path) -> None:
+    (found,) = run_distributed(clipped, 1, str(tmp_path))
+    assert found == pytest.approx([1e-3] * 4, rel=1e-2)
+
+
 def whole(rank: int, layout: dict[str, int]) -> float:
     """How far weights of stage 3 of ZeRO are from those of one process, as a schedule gives them whole."""
     mesh = mesh_of(**layout)

@@ -96,6 +96,8 @@ def load(model: Any, found: Checkpoint, program: Program) -> None:
                 replicas.load(model, found.folder, found.universal)
             elif model.load_checkpoint(str(found.folder))[0] is None:
                 raise FileNotFoundError("DeepSpeed finds no checkpoint")
+            if hasattr(model.optimizer, "clip_grad"):
+                model.optimizer.clip_grad = model.gradient_clipping()  # ZeRO takes that of the checkpoint
         except Exception as err:
             raise BuildError(
                 f"{str(found.folder)!r} cannot be read: {type(err).__name__}: {err}; the weights of this engine may have "
