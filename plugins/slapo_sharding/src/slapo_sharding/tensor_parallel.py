@@ -15,6 +15,7 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
 from . import attention, backends, column_inputs, dropout
+from . import parallel_loss as losses
 from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
 from .derive import kind
 from .derived_plan import apply_derived, split_stack, tell_whole_attentions
@@ -50,11 +51,13 @@ class TensorParallelPrimitive(Primitive):
         backend: ``"megatron"``, of slapo-megatron, or what another plugin registers: layers of this engine take the place of
             those that the plan has split, with the same parts of the same parameters. What it has no layer for stays; a
             warning names it. Nothing is replaced on one rank.
+        parallel_loss: A causal language model computes its loss from each rank's part of the logits, which are not gathered
+            then: a call that returns a loss returns None for them.
 
     Raises:
         ScheduleError: no plan is known or can be derived, an unknown style, a key that matches nothing, a step of the plan
-            that is illegal, a sequence that cannot be split, or a backend that is unknown or has none of the layers; the
-            model is as before.
+            that is illegal, a sequence that cannot be split, a backend that is unknown or has none of the layers, or a loss
+            that cannot be computed from parts; the model is as before.
         TraceError: a plan has to be derived, but the forward cannot be traced.
     """
 
@@ -68,12 +71,16 @@ class TensorParallelPrimitive(Primitive):
         *,
         sequence_parallel: bool = False,
         backend: str | None = None,
+        parallel_loss: bool = False,
     ) -> dict[str, str] | None:
         """Find the modules of the plan."""
         if backend is not None:
             _check_backend(schedule, sequence_parallel, backend)
         _check_untouched(schedule, plan)
-        return _planned(schedule, plan, sequence_parallel)
+        steps = _planned(schedule, plan, sequence_parallel)
+        if parallel_loss:
+            losses.with_parts(schedule, _vocabulary(schedule) if steps is None else steps)
+        return steps
 
     @staticmethod
     def apply(
@@ -82,20 +89,31 @@ class TensorParallelPrimitive(Primitive):
         *,
         sequence_parallel: bool = False,
         backend: str | None = None,
+        parallel_loss: bool = False,
     ) -> None:
         """Take the steps."""
-        before = backends.split_modules(schedule) if backend is not None else set()
-        _split(schedule, schedule.checked, plan, sequence_parallel)
+        before = backends.split_modules(schedule)
+        _split(schedule, schedule.checked, plan, sequence_parallel, parallel_loss)
         if backend is not None:
             backends.replace_layers(schedule, backend, backends.backend_of(schedule, backend), before)
+        if parallel_loss:
+            losses.put(schedule)
 
 
-def _split(schedule: Schedule, steps: dict[str, str] | None, plan: Mapping[str, str] | None, sequence_parallel: bool) -> None:
+def _split(
+    schedule: Schedule,
+    steps: dict[str, str] | None,
+    plan: Mapping[str, str] | None,
+    sequence_parallel: bool,
+    parallel_loss: bool,
+) -> None:
     """Carry out a plan; without ``steps`` one that is derived first."""
     derived = steps is None
     if steps is None:
         apply_derived(schedule, sequence_parallel)
-        steps = dict(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
+        steps = _vocabulary(schedule)
+    if parallel_loss:
+        steps = losses.with_parts(schedule, steps)
     columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
     for paths in column_inputs.by_parent(columns):
         column_inputs.sum_gradients(schedule, paths)
@@ -105,6 +123,10 @@ def _split(schedule: Schedule, steps: dict[str, str] | None, plan: Mapping[str, 
             tell_whole_attentions(schedule, {}, "the plan that is published with the model leaves it out")
     if schedule.world_size > 1:
         _refuse_extras(schedule, sequence_parallel)
+
+
+def _vocabulary(schedule: Schedule) -> dict[str, str]:
+    return dict(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
 
 
 def _check_untouched(schedule: Schedule, plan: Mapping[str, str] | None) -> None:
@@ -230,7 +252,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
             )
         if schedule.example_inputs is not None and (left := left_whole(schedule.mod, steps, rules_of(schedule))):
             raise error(f"the published plan splits experts and leaves {left!r} whole; give plan=")
-        steps.update(vocabulary(schedule.mod, max(schedule.world_size, 1), rules_of(schedule)))
+        steps.update(_vocabulary(schedule))
     return steps
 
 
