@@ -18,7 +18,7 @@ from .failing import MESSAGE
 pytestmark = pytest.mark.multiproc
 
 TOP = Path(__file__).resolve().parents[2]
-TARGETS = ("deepspeed",)
+TARGETS = ("deepspeed", pytest.param("megatron", marks=pytest.mark.slow))
 MESSAGES = {"raises": f"ValueError: {MESSAGE}", "killed": "SIGKILL"}
 LIMIT = 30
 """Seconds that a job may take to end; gloo's own timeout is 30 minutes."""
