@@ -95,11 +95,12 @@ class _Noted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor, watched: Watched) -> torch.Tensor:
         ctx.watched = watched
+        ctx.set_materialize_grads(False)  # None is what it is about
         return received.view_as(received)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.watched.is_seen = True
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        ctx.watched.is_seen = gradient is not None
         return gradient, None
 
 

@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
 
+from .starting import without_warnings
+
 _CPU = torch.device("cpu")
 
 
@@ -107,7 +109,8 @@ class _Done:
 
 def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Owner, name and what stands in for it: CUDA's functions, and the two of Megatron's that go past them."""
-    import megatron.core.tensor_parallel.random as megatron_random
+    with without_warnings():
+        import megatron.core.tensor_parallel.random as megatron_random
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 

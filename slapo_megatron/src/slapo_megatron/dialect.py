@@ -13,6 +13,7 @@ from slapo_training.engine_dialect import EngineDialect, Limit
 
 from .engine import MegatronEngine
 from .log_parser import MegatronLog
+from .optimizers import is_adam
 from .options import MegatronOptions
 from .pipeline import RunningStage
 from .starting import check_mesh
@@ -26,9 +27,13 @@ def _chunks(program: Program) -> int:
     return len(program.stages) // program.axis_size("pp")
 
 
-def _is_uneven(program: Program) -> bool:
-    stages, ranks = len(program.stages), program.axis_size("pp")
-    return stages % ranks != 0 or (ranks == 1 and stages > 1)
+def _leaves_ranks_idle(program: Program) -> bool:
+    trained = {
+        program.rank_of(stage.index)
+        for stage in program.stages
+        if any(parameter.requires_grad for parameter in stage.module.parameters())
+    }
+    return len(trained) < program.axis_size("pp")
 
 
 def _interleaves_batched(program: Program, options: MegatronOptions) -> bool:
@@ -57,10 +62,9 @@ class MegatronDialect(EngineDialect):
     limits = (
         Limit("fp16", "use precision='bf16', or target='torch'", lambda program, options: options.precision == "fp16"),
         Limit(
-            "stages that are not a multiple of the ranks along pp",
-            "cut as many stages as ranks, or a multiple of them, on a mesh with two ranks or more along pp; or use "
-            "target='torch'",
-            lambda program, options: _is_uneven(program),
+            "several stages on one rank along pp",
+            "leave the cuts out, or use target='torch'",
+            lambda program, options: len(program.stages) > 1 and program.axis_size("pp") == 1,
         ),
         Limit(
             "interleaved stages with batched messages",
@@ -78,6 +82,11 @@ class MegatronDialect(EngineDialect):
             lambda program, options: options.clip > 0 and _holds_copies(program),
         ),
         Limit(
+            "a rank with nothing to train",
+            "cut so that each rank has something, or use target='torch'",
+            lambda program, options: options.trains and _leaves_ranks_idle(program),
+        ),
+        Limit(
             "the distributed optimizer without an optimizer",
             "leave distributed_optimizer out",
             lambda program, options: options.distributed_optimizer and not options.trains,
@@ -88,7 +97,7 @@ class MegatronDialect(EngineDialect):
             lambda program, options: (
                 options.distributed_optimizer
                 and isinstance(options.optimizer, torch.optim.Optimizer)
-                and not isinstance(options.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+                and not is_adam(options.optimizer)
             ),
         ),
     )

@@ -23,7 +23,7 @@ from slapo_training.whole_gradients import WholeGradients
 
 from . import checkpoint
 from .cpu_mode import mode_of
-from .optimizers import megatrons, optimizer_config, wrapped
+from .optimizers import is_adam, megatrons, optimizer_config, wrapped
 from .options import MegatronOptions
 from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
 from .starting import ParallelState, config_of, without_warnings
@@ -54,8 +54,12 @@ class MegatronEngine(BatchEngine):
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
         self._state = ParallelState(program, len(own), options.timeout_minutes)
         self.groups = self._state.groups
-        with self._mode(), without_warnings():
-            self._make(program, own)
+        try:
+            with self._mode(), without_warnings():
+                self._make(program, own)
+        except BaseException:
+            self._state.close()  # a next engine would take it for the user's
+            raise
 
     def _mode(self) -> AbstractContextManager[None]:
         return mode_of(self._device_type)
@@ -92,7 +96,8 @@ class MegatronEngine(BatchEngine):
             self.optimizer = megatrons(optimizer_settings, self.model, self.groups) if options.trains else None
         self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)
         self._sender = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
-        self._gradients = WholeGradients(program, dict(chunks.named_parameters()))
+        named = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
+        self._gradients = WholeGradients(program, named)
         self._plan: tuple[Program, Borders] | None = None
 
     @property
@@ -129,15 +134,16 @@ class MegatronEngine(BatchEngine):
 
         def make() -> None:
             trainable = [parameter for parameter in chunks.parameters() if parameter.requires_grad]
-            if not trainable:
-                raise BuildError("a rank has nothing to train, which Megatron's optimizers do not take; use target='torch'")
-            if self.options.optimizer is None:
-                return
             rate = self.options.lr_scheduler
             optimizer = made(self.options.optimizer, trainable, self.program.module, chunks)
+            if self.options.distributed_optimizer and not is_adam(optimizer):
+                raise BuildError(
+                    "target 'megatron' cannot do the distributed optimizer with another optimizer than Adam or AdamW; give one "
+                    "of these, or leave distributed_optimizer out"
+                )
             found[:] = optimizer, None if rate is None else scheduled_rate(rate, optimizer)
 
-        if self.options.trains:
+        if self.options.optimizer is not None:
             on_all(make, self.program)
         return found[0], found[1]
 
@@ -178,6 +184,7 @@ class MegatronEngine(BatchEngine):
     # ---- one step
 
     def _train(self, batch: MicroBatches) -> torch.Tensor:
+        self._begin(batch, training=True)
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -195,6 +202,7 @@ class MegatronEngine(BatchEngine):
         return loss
 
     def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Counted | None]]:
+        self._begin(batch, training=False)
         for chunk in self.model:
             chunk.eval()
         with self._mode():
@@ -203,7 +211,6 @@ class MegatronEngine(BatchEngine):
 
     def _scheduled(self, batch: MicroBatches, training: bool) -> torch.Tensor:
         """Run all micro-batches; their mean loss over all replicas."""
-        self._begin(batch, training)
         iterators = [numbered(batch.parts, batch.labels) for _ in self.model]
         several = len(self.model) > 1
         options: dict[str, Any] = {}

@@ -68,6 +68,11 @@ def wrapped(optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any]
     return made
 
 
+def is_adam(optimizer: Any) -> bool:
+    """Whether Megatron's distributed optimizer takes it."""
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+
+
 @torch.no_grad()
 def prepared(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     """Let an optimizer make the state it would have after a step, to be loaded into; weights stay as they are.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
+from slapo_training.meeting import on_all
 
 _AXES = {"tp": "get_tensor_model_parallel_group", "pp": "get_pipeline_model_parallel_group", "dp": "get_data_parallel_group"}
 
@@ -50,17 +51,16 @@ class ParallelState:
                 distributed_timeout_minutes=timeout_minutes,
             )
         else:
-            self._check(program, chunks)
+            on_all(lambda: self._check(program, chunks), program)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
 
     def _check(self, program: Program, chunks: int) -> None:
         """Refuse groups of the user's that are not those of the mesh."""
         for axis, getter in _AXES.items():
-            found = dist.get_process_group_ranks(getattr(self._state, getter)())
-            if found != (wanted := _ranks(program, axis)):
+            if dist.get_process_group_ranks(getattr(self._state, getter)()) != _ranks(program, axis):
                 raise BuildError(
-                    f"megatron's parallel_state is set up with the ranks {found} along {axis}, and the schedule's mesh has "
-                    f"{wanted}; call initialize_model_parallel for the mesh, or leave it to build"
+                    f"megatron's parallel_state is set up with other groups along {axis} than the schedule's mesh; call "
+                    "initialize_model_parallel for the mesh, or leave it to build"
                 )
         for name in ("context", "expert_model"):
             if (size := getattr(self._state, f"get_{name}_parallel_world_size")()) != 1:

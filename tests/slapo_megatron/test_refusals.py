@@ -1,0 +1,151 @@
+"""What Megatron cannot do, and what makes no sense, is one sentence, the same on all ranks, before anything is built."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from slapo_core.build import build
+from slapo_core.errors import BuildError
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+from slapo_megatron.dialect import MegatronDialect
+from slapo_megatron.options import MegatronOptions
+from tests.slapo_torch.layouts import adamw, mesh_of, message_of
+
+from .layouts import PLUGINS
+
+README = Path(__file__).parents[2] / "slapo_megatron" / "README.md"
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"distributed_optimiser": True}, "did you mean 'distributed_optimizer'"),
+        ({"distributed_optimizer": 1}, "distributed_optimizer is 1; give True or False"),
+        ({"timeout_minutes": 0}, "timeout_minutes is 0; give a whole number from 1 on"),
+        ({"precision": "int8"}, "precision is 'int8'"),
+        ({"config": 3}, "config is a int; give a dict"),
+        ({"config": {"dpp": {}}}, "did you mean 'ddp'"),
+        ({"config": {"ddp": 3}}, r"config\['ddp'\] is 3; give keyword arguments"),
+        ({"config": {"optimizer": {"clip_grad": 1.0}}}, r"clip_grad in config\['optimizer'\] is told by clip=; leave it out"),
+        ({"config": {"transformer": {"bf16": True}}}, "is told by precision=; leave it out"),
+        ({"optimizer": adamw, "config": {"optimizer": {"optimizer": "adam"}}}, "are two; give one of them"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        MegatronOptions.of(options)
+
+
+def test_a_plateau_needs_the_loss() -> None:
+    rate = torch.optim.lr_scheduler.ReduceLROnPlateau(adamw(model().parameters()))
+    with pytest.raises(BuildError, match="ReduceLROnPlateau needs"):
+        MegatronOptions.of({"optimizer": adamw, "lr_scheduler": rate})
+
+
+def test_the_table_in_the_readme_is_what_is_declared() -> None:
+    table = README.read_text().partition("| asked | instead |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in table.splitlines()]
+    assert rows == [(limit.asked, limit.instead) for limit in MegatronDialect.limits]
+
+
+def asked(rank: int) -> dict[str, str]:
+    """The messages of what cannot be built, each of a new schedule, and how many process groups were made."""
+    mesh, flat, example = mesh_of(pp=2), mesh_of(dp=2), {"input": torch.zeros(2, 4)}
+
+    def attempt(stages: int, made: Any = mesh, **options: Any) -> str:
+        schedule = create_schedule(model(), mesh=made, example_inputs=example, plugins=PLUGINS)
+        for layer in range(stages - 1):
+            schedule[str(layer)].cut_pipeline_stage()
+        given = {"loss_fn": nn.functional.mse_loss, "optimizer": adamw, **options}
+        return message_of(lambda: build(schedule, "megatron", **given))
+
+    frozen = model()
+    frozen[:2].requires_grad_(False)
+    schedule = create_schedule(frozen, mesh=mesh, example_inputs={"input": torch.zeros(2, 4)}, plugins=PLUGINS)
+    schedule["1"].cut_pipeline_stage()
+    turned = DeviceMesh("cpu", [1, 0], mesh_dim_names=("dp",))
+    batched = {"transformer": {"batch_p2p_comm": True, "overlap_p2p_comm": False}}
+    before = dist.new_group([0, 1]).group_name
+    found = {
+        "fp16": attempt(1, flat, precision="fp16"),
+        "one rank": attempt(2, flat),
+        "idle": message_of(lambda: build(schedule, "megatron", loss_fn=nn.functional.mse_loss, optimizer=adamw)),
+        "batched": attempt(4, microbatches=2, config=batched),
+        "micro-batches": attempt(4, microbatches=3),
+        "no optimizer": attempt(1, flat, optimizer=None, distributed_optimizer=True),
+        "another optimizer": attempt(
+            1, flat, distributed_optimizer=True, optimizer=torch.optim.SGD(model().parameters(), lr=0.1)
+        ),
+        "turned": attempt(1, turned),
+        "no mesh": attempt(1, None),
+        "sum": attempt(1, flat, loss_fn=nn.MSELoss(reduction="sum")),
+    }
+    assert int(dist.new_group([0, 1]).group_name) == int(before) + 1, "groups are numbered"
+    return found
+
+
+def asked_as_it_is_built(rank: int) -> list[str]:
+    """What Megatron itself refuses, and what shows on one rank alone; nothing is left behind that a next build would meet."""
+    flat = mesh_of(dp=2)
+
+    def attempt(**options: Any) -> str:
+        schedule = create_schedule(model(), mesh=flat, plugins=PLUGINS)
+        given = {"loss_fn": nn.functional.mse_loss, "optimizer": adamw, **options}
+        return message_of(lambda: build(schedule, "megatron", **given).close())
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    return [
+        attempt(config={"ddp": {"overlap_gradient_reduce": True}}),
+        attempt(config={"transformer": {"num_layers": "many"}}),
+        attempt(optimizer=sgd, distributed_optimizer=True),
+        attempt(),
+    ]
+
+
+@pytest.mark.multiproc
+def test_what_megatron_cannot_do_is_refused_before_any_group_is_made() -> None:
+    first, second = run_distributed(asked, 2)
+    assert first == second
+    limits = {limit.asked for limit in MegatronDialect.limits}
+    expected = {
+        "fp16": "fp16",
+        "one rank": "several stages on one rank along pp",
+        "idle": "a rank with nothing to train",
+        "batched": "interleaved stages with batched messages",
+        "micro-batches": "interleaved stages with a number of micro-batches that the ranks along pp do not divide",
+        "no optimizer": "the distributed optimizer without an optimizer",
+        "another optimizer": "the distributed optimizer with another optimizer than Adam or AdamW",
+        "turned": "Megatron numbers all 2 ranks row-major over pp, dp, tp",
+        "no mesh": "Megatron trains on all 2 ranks, but the schedule has no mesh",
+        "sum": "loss_fn has reduction='sum'",
+    }
+    for what, words in expected.items():
+        sentence = f"target 'megatron' cannot do {words}; " if words in limits else words
+        assert sentence in first[what], first[what]
+        assert first[what].startswith("BuildError: ")
+
+
+@pytest.mark.multiproc
+def test_what_shows_as_it_is_built_leaves_nothing_behind() -> None:
+    first, second = run_distributed(asked_as_it_is_built, 2)
+    assert first == second
+    assert re.search("DistributedDataParallelConfig of megatron-core does not take this: .*overlap_gradient_reduce", first[0])
+    assert "TransformerConfig of megatron-core does not take this" in first[1]
+    assert "target 'megatron' cannot do the distributed optimizer with another optimizer than Adam or AdamW" in first[2]
+    assert first[3] == "no error"
