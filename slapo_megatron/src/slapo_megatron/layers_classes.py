@@ -54,7 +54,7 @@ def layer_classes() -> dict[str, Any]:
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             _check_indices(input, self.num_embeddings)
-            output = _once(super().forward(input))
+            output = _like(input.unsqueeze(-1), _once(super().forward(input)))
             if self.padding_idx is None:
                 return output
             return torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)
@@ -100,7 +100,9 @@ def _two_dimensional(input: torch.Tensor) -> torch.Tensor:
 
 
 def _like(input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    return output.view(*input.shape[:-1], output.shape[-1])
+    """The output in the input's shape; unlike a view of what a function of Megatron's returned, it may be changed in place."""
+    shaped: torch.Tensor = torch.ops.aten._unsafe_view(output, (*input.shape[:-1], output.shape[-1]))
+    return shaped
 
 
 def _once(output: torch.Tensor) -> torch.Tensor:
