@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,24 @@ def falling(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
 
 
-def engine_of(model: nn.Module, zero: int, optimizer: Any = grouped, precision: str = "fp32", **config: Any) -> Any:
-    """On as many replicas as there are ranks; with stage 3 of ZeRO no parameter stays whole."""
+def count_again(rank: int) -> None:
+    """DeepSpeed numbers parameters and modules in a process; one that was alone has counted further than the other one."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    # a process that was alone has counted further than the other one
     Init.param_id = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _counters() -> Iterator[None]:
+    """The processes go on to tests of other files."""
+    yield
+    run_distributed(count_again, 2)
+
+
+def engine_of(model: nn.Module, zero: int, optimizer: Any = grouped, precision: str = "fp32", **config: Any) -> Any:
+    """On as many replicas as there are ranks; with stage 3 of ZeRO no parameter stays whole."""
+    count_again(dist.get_rank())
     options = {"stage": zero, "stage3_param_persistence_threshold": 1}
     return build(
         create_schedule(model, mesh=mesh_of(dp=dist.get_world_size()), plugins=PLUGINS),
@@ -266,6 +278,7 @@ def test_an_engine_clips_as_it_was_built_to_and_not_as_the_checkpoint_was(tmp_pa
 
 def whole(rank: int, layout: dict[str, int]) -> float:
     """How far weights of stage 3 of ZeRO are from those of one process, as a schedule gives them whole."""
+    count_again(rank)
     mesh = mesh_of(**layout)
     model, reference = Counts(0), Counts(0)
     schedule = create_schedule(model, mesh=mesh, plugins=PLUGINS)
@@ -278,6 +291,7 @@ def whole(rank: int, layout: dict[str, int]) -> float:
     assert not any(parameter.numel() for parameter in model.parameters())
     with engine.whole_parameters():
         weights = schedule.full_state()
+    engine.close()
     optimizer = adamw(reference.parameters())
     F.mse_loss(reference(X[0]), X[0]).backward()
     optimizer.step()
