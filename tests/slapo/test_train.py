@@ -82,6 +82,22 @@ def test_on_deepspeed_it_equals_the_unmodified_model(tmp_path: Path, flags: str)
     assert largest_difference(train(tmp_path, f"{flags} {sizes} --target deepspeed")) <= 1e-4
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model gpt2 --pp 2 --schedule-kind interleaved",
+        *(
+            pytest.param(f"--model {model} {layout}", marks=pytest.mark.slow)
+            for model in ("gpt2", "llama", "t5")
+            for layout in ("--dp 2", "--tp 2", "--pp 2", "--pp 2 --tp 2 --schedule-kind interleaved", "--pp 2 --dp 2")
+        ),
+    ],
+)
+def test_on_megatron_it_equals_the_unmodified_model(tmp_path: Path, flags: str):
+    sizes = "--layers 4 --hidden 32 --seq 32 --steps 4 --reference"
+    assert largest_difference(train(tmp_path, f"{flags} {sizes} --target megatron")) <= 1e-4
+
+
 def test_report_and_schedule_of_a_run(tmp_path: Path):
     flags = f"--tp 2 --pp 2 {SMALL} --dropout 0.2 --seed 3"
     record = train(tmp_path, flags)

@@ -47,6 +47,8 @@ FAMILIES = [
         ({"lr": float("nan")}, r"--lr nan: not a learning rate; use a positive number"),
         ({"lr": -1.0}, r"--lr -1.0: not a learning rate"),
         ({"data_parallel": "fsdp", "target": "deepspeed"}, r"--data-parallel fsdp: target 'deepspeed' has no such option"),
+        ({"schedule_kind": "zbv", "target": "megatron"}, r"--schedule-kind zbv: target 'megatron' has 1f1b and interleaved"),
+        ({"schedule_kind": "interleaved", "target": "deepspeed"}, r"--schedule-kind interleaved: target 'deepspeed' has 1f1b"),
         ({"seed": 2**63}, r"--seed 9223372036854775808: out of range"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

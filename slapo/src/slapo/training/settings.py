@@ -18,6 +18,10 @@ ONE_STAGE_PER_RANK = ("1f1b", "gpipe")
 """Values of ``--schedule-kind`` that have one stage on each rank; the others get two."""
 
 
+_KINDS = {"deepspeed": ("1f1b",), "megatron": ("1f1b", "interleaved")}
+"""What ``schedule_kind`` may be for targets that have no such option: the number of stages says it."""
+
+
 class SettingsError(SlapoError):
     """A flag of ``slapo train`` whose value cannot work; nothing was started."""
 
@@ -31,7 +35,8 @@ class Settings:
         batch: Sequences in one optimizer step, over all data-parallel ranks.
         microbatches: Equal parts each data-parallel rank cuts its share of the batch into.
         data: Files to read; empty means the Python standard library's source.
-        schedule_kind: Order of the micro-batches in the pipeline, as ``pipeline_schedule`` of target ``"torch"``.
+        schedule_kind: Order of the micro-batches in the pipeline, as ``pipeline_schedule`` of target ``"torch"``; of other
+            targets as their number of stages makes it.
         data_parallel: How data-parallel ranks keep their parameters, as ``data_parallel`` of target ``"torch"``.
         schedule: A Python file with ``def schedule(sch)`` or a saved ``.json``; empty means the default schedule.
         device: ``"cpu"`` or ``"cuda"``.
@@ -104,6 +109,12 @@ class Settings:
             )
         if self.data_parallel != "ddp" and self.target != "torch":
             raise SettingsError(f"--data-parallel {self.data_parallel}: target {self.target!r} has no such option; use torch")
+        kinds = _KINDS.get(self.target, (self.schedule_kind,))
+        if self.schedule_kind not in kinds:
+            raise SettingsError(
+                f"--schedule-kind {self.schedule_kind}: target {self.target!r} has {' and '.join(kinds)}; use one of these, or "
+                "--target torch"
+            )
         if not self.schedule:
             self._check_default_schedule()
 

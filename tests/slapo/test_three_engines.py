@@ -1,0 +1,58 @@
+"""One schedule file on three engines: the same losses, which are those of the unmodified model in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo
+from slapo_core.replay import load_schedule
+from slapo_core.testing import run_distributed
+from tests.slapo_deepspeed.layouts import batches, in_one_process, my_part, scheduled, small
+from tests.slapo_torch.layouts import adamw, mesh_of
+
+pytestmark = pytest.mark.multiproc
+
+TARGETS = ("torch", "deepspeed", "megatron")
+TWO = ({"tp": 2}, {"pp": 2}, {"dp": 2})
+FOUR = ({"pp": 2, "tp": 2}, {"pp": 2, "dp": 2})
+SHORT = [("gpt2", TWO[0]), ("llama", TWO[1]), ("t5", TWO[1])]
+
+
+def on_each(rank: int, name: str, layout: dict[str, int], folder: str) -> dict[str, list[float]]:
+    """Five losses and an evaluation, with clipping, of each engine and of one process."""
+    mesh, data = mesh_of(**layout), batches(layout.get("dp", 1))
+    file, example = Path(folder, f"{rank}.json"), my_part(data[0], mesh)
+    scheduled(small(name), mesh, example).save(file)
+    found = {}
+    for target in TARGETS:
+        schedule = load_schedule(small(name), file, mesh=mesh, example_inputs=example)
+        engine: Any = slapo.build(schedule, target, optimizer=adamw, microbatches=2, clip=0.1)
+        found[target] = [engine.train_batch(**my_part(batch, mesh)).item() for batch in data]
+        found[target].append(engine.eval_batch(**example).item())
+        engine.close()
+    reference: nn.Module = small(name)
+    found["one process"] = [loss for loss, _ in in_one_process(reference, data, 0.1)]
+    found["one process"].append(reference.eval()(**data[0]).loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[pytest.mark.slow] * ((name, layout) not in SHORT), id=f"{name}-{layout}")
+        for name in ("gpt2", "llama", "t5")
+        for layout in (*TWO, *FOUR)
+    ],
+)
+def test_they_agree(name: str, layout: dict[str, int], tmp_path: Path) -> None:
+    ranks = 4 if layout in FOUR else 2
+    for found in run_distributed(on_each, ranks, name, layout, str(tmp_path), timeout=110):
+        expected = torch.tensor(found.pop("one process"))
+        assert set(found) == set(TARGETS)
+        for target, losses in found.items():
+            torch.testing.assert_close(torch.tensor(losses), expected, atol=2e-5, rtol=0, msg=target)
