@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import slapo
+from slapo.training.progress import follow
 from slapo_core.replay import load_schedule
 from slapo_core.testing import run_distributed
 from tests.slapo_deepspeed.layouts import batches, in_one_process, my_part, scheduled, small
@@ -56,3 +59,20 @@ def test_they_agree(name: str, layout: dict[str, int], tmp_path: Path) -> None:
         assert set(found) == set(TARGETS)
         for target, losses in found.items():
             torch.testing.assert_close(torch.tensor(losses), expected, atol=2e-5, rtol=0, msg=target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_each_has_every_kind_of_class(target: str) -> None:
+    for kind in ("pipeline_stage", "pipeline_engine", "runtime_engine", "log_parser"):
+        assert isinstance(slapo.get_dialect_cls(kind, target), type)
+
+
+def test_what_a_run_prints_is_read() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False)
+    losses = [4.0 - 0.125 * step for step in range(20)]
+    assert [*follow(console, "reference", [5.0], 1), *follow(console, "training", losses, 20)] == [5.0, *losses]
+    parser: Any = slapo.get_dialect_cls("log_parser", "torch")
+    steps = parser.parse(console.file.getvalue().splitlines())
+    assert [step.step for step in steps] == [1, *range(2, 21, 2)]
+    assert [step.loss for step in steps] == pytest.approx([losses[step.step - 1] for step in steps], abs=1e-4)
+    assert parser.parse(console.file.getvalue().splitlines(), run="reference") == [(1, 5.0)]

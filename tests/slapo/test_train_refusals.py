@@ -33,7 +33,7 @@ def refusal(*flags: str) -> str:
         ("--pp 5", "--pp 5: the model has 4 layers, fewer than 5 stages; use --layers 5 or more, or a smaller --pp"),
         ("--pp 4 --microbatches 2", "needs at least as many micro-batches as stages, got 2 for 4"),
         ("--data /no/such/file", "--data /no/such/file: cannot be read, no such file or directory; give a readable file"),
-        ("--target trch", "no dialect 'trch'; did you mean 'torch'\\?; available: deepspeed, torch"),
+        ("--target trch", "no dialect 'trch'; did you mean 'torch'\\?; available: deepspeed, megatron, torch"),
         ("--model gtp2", r"has no language model of this type; try .*gpt2.* or another of its \d+"),
         ("--schedule /no/such/file.py", "cannot read the schedule '/no/such/file.py'"),
         ("--device cuda --tp 4 --dp 4 --batch 32", r"--device cuda: 16 ranks, but \d+ GPUs?; use fewer ranks or --device cpu"),

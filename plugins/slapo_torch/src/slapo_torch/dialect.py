@@ -12,6 +12,7 @@ from slapo_core.program import Program
 
 from .engine import TorchEngine
 from .fsdp_units import check_shardable
+from .log_parser import TorchLog
 from .options import Options
 from .schedules import placement
 from .stage_call import StageCall
@@ -28,6 +29,7 @@ class TorchDialect(Dialect):
         "runtime_engine": TorchEngine,
         "pipeline_engine": TorchEngine,
         "pipeline_stage": StageCall,
+        "log_parser": TorchLog,
     }
 
     @classmethod
