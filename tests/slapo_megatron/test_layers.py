@@ -389,6 +389,30 @@ def test_it_trains_on_the_dialect(layout, precision, tolerance):
         assert max(found.values()) < tolerance
 
 
+def _resumed(rank: int, folder: str) -> list[list[float]]:
+    """Losses after a checkpoint: of the engine that wrote it, of one without Megatron's layers, and of one with them."""
+    mesh, data, found = mesh_of(tp=2), batches(1), []
+    for backend in ("megatron", None, "megatron"):
+        schedule = create_schedule(small("llama"), mesh=mesh, example_inputs=data[0], plugins=PLUGINS)
+        schedule.tensor_parallel(backend=backend)
+        engine: Any = build(schedule, "megatron", optimizer=adamw, microbatches=2, clip=0.1)
+        if found:
+            engine.load(folder)
+        else:
+            for batch in data[:2]:
+                engine.train_batch(**batch)
+            engine.save(folder)
+        found.append([engine.train_batch(**batch).item() for batch in data[2:]])
+        engine.close()
+    return found
+
+
+@pytest.mark.slow
+def test_checkpoints_know_no_difference(tmp_path):
+    for first, *others in run_distributed(_resumed, 2, str(tmp_path / "saved"), timeout=100):
+        assert others == [pytest.approx(first, abs=1e-6)] * 2
+
+
 def _losses(rank: int) -> None:
     """Megatron's own loss takes no group and writes over its input, so the sharded one is used; they are the same number."""
     from megatron.core import parallel_state

@@ -1,7 +1,13 @@
 """Megatron-Core's own parallel layers in the place of split ones: ``tensor_parallel(backend="megatron")``.
 
 A layer of Megatron's is made without weights and takes those of the split layer. It is given the schedule's group, so that
-Megatron's ``parallel_state`` need not be set up.
+Megatron's ``parallel_state`` need not be set up. A column-parallel layer that is alone with its input sums the gradient of that
+while it computes its weight's, as Megatron does; layers that share an input leave the sum to the schedule, one for all of them.
+
+Norms stay as they are. Without Apex and Transformer Engine Megatron's are ``torch.nn.LayerNorm``, which models have, and
+``torch.nn.RMSNorm``, which rounds otherwise than theirs in low precision. The loss from parts of the logits,
+``tensor_parallel(parallel_loss=True)``, is the same number as Megatron's, computed by ``slapo_sharding``: Megatron's own function
+knows no other group than that of ``parallel_state`` and writes over its input, and the fused one rounds gradients to bfloat16.
 """
 
 from __future__ import annotations
