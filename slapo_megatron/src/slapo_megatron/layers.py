@@ -6,8 +6,8 @@ while it computes its weight's, as Megatron does; layers that share an input lea
 
 Norms stay as they are. Without Apex and Transformer Engine Megatron's are ``torch.nn.LayerNorm``, which models have, and
 ``torch.nn.RMSNorm``, which rounds otherwise than theirs in low precision. The loss from parts of the logits,
-``tensor_parallel(parallel_loss=True)``, is the same number as Megatron's, computed by ``slapo_sharding``: Megatron's own function
-knows no other group than that of ``parallel_state`` and writes over its input, and the fused one rounds gradients to bfloat16.
+``tensor_parallel(parallel_loss=True)``, is the same number as Megatron's, computed by ``slapo_sharding``: Megatron's function
+knows no group but that of ``parallel_state`` and writes over float32 logits, and its fused one rounds gradients to bfloat16.
 """
 
 from __future__ import annotations
