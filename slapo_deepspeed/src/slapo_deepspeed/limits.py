@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from slapo_core.program import Program
-from slapo_training.engine_dialect import Limit
+from slapo_training.engine_dialect import ALL_RANKS, NO_PLATEAU, Limit
 
 from .options import DeepSpeedOptions
-
-
-def _has_no_mesh(program: Program, options: DeepSpeedOptions) -> str:
-    ranks = dist.get_world_size() if program.mesh is None and dist.is_initialized() else 1
-    return f"{ranks} ranks" if ranks > 1 else ""
-
-
-def _has_another_order(program: Program, options: DeepSpeedOptions) -> bool:
-    return program.mesh is not None and not torch.equal(program.mesh.mesh.flatten(), torch.arange(dist.get_world_size()))
 
 
 def _is_half_on_cpu(program: Program, options: DeepSpeedOptions) -> bool:
@@ -54,10 +41,6 @@ def _has_nothing_to_train(program: Program, options: DeepSpeedOptions) -> str:
     return ""
 
 
-def _needs_the_loss(program: Program, options: DeepSpeedOptions) -> bool:
-    return isinstance(options.lr_scheduler, ReduceLROnPlateau)
-
-
 def _recomputes(program: Program, options: DeepSpeedOptions) -> bool:
     return bool(options.section("pipeline").get("activation_checkpoint_interval"))
 
@@ -67,12 +50,7 @@ def _accumulates_nothing(program: Program, options: DeepSpeedOptions) -> bool:
 
 
 LIMITS = (
-    Limit("several ranks without a mesh", "give create_schedule mesh=", _has_no_mesh),
-    Limit(
-        "a mesh that leaves out ranks, or has them in another order than row-major over pp, dp, tp",
-        "make it with init_device_mesh(device, (pp, dp, tp), mesh_dim_names=('pp', 'dp', 'tp'))",
-        _has_another_order,
-    ),
+    *ALL_RANKS,
     Limit("fp16 on a CPU", "use precision='bf16'", _is_half_on_cpu),
     Limit("stages 1 to 3 of ZeRO without an optimizer", "give optimizer=, or stage 0", _shares_out_nothing),
     Limit(
@@ -88,7 +66,7 @@ LIMITS = (
         _shares_out_stages,
     ),
     Limit("a stage with nothing to train", "cut elsewhere, or use target='torch'", _has_nothing_to_train),
-    Limit("ReduceLROnPlateau, as it steps a learning rate's schedule without the loss", "use another one", _needs_the_loss),
+    NO_PLATEAU,
     Limit("activation_checkpoint_interval, which runs a stage twice", "use checkpoint() of the schedule", _recomputes),
     Limit("managed_gradient_accumulation off, as micro-batches are accumulated", "leave it on", _accumulates_nothing),
 )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.parameters import is_part, successor
+from slapo_core.parameters import is_part
 from slapo_core.program import Boundary, Program
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
@@ -72,34 +72,6 @@ class RunningStage(nn.Module):
         check_has_gradient(loss)
         self.counted.append(counted)
         return loss if self._weights is None else self._weights.weighted(index, loss, counted)
-
-
-def release_others(program: Program, mine: nn.Module, dtype: torch.dtype) -> None:
-    """Free the parameters that only other stages use: their places get meta tensors of the same facts.
-
-    They and the buffers get the type that DeepSpeed gives to those of this rank's stage, so that plans of the whole model, for
-    batches of other shapes, are right.
-
-    Args:
-        program: In several stages.
-        mine: This rank's.
-        dtype: Of floating-point numbers.
-    """
-    kept = {id(tensor) for tensor in [*mine.parameters(), *mine.buffers()]}
-    made: dict[int, Any] = {}
-    for tree in (program.module, *(stage.module for stage in program.stages)):
-        for module in tree.modules():
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
-                for name, tensor in table.items():
-                    if tensor is None or id(tensor) in kept:
-                        continue
-                    if (new := made.get(id(tensor))) is None:
-                        data = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-                        data = data.to("meta") if isinstance(tensor, nn.Parameter) else data
-                        new = made[id(tensor)] = successor(tensor, data)
-                        kept.add(id(new))
-                    table[name] = new
 
 
 def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:

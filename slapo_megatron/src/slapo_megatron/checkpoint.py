@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,8 +52,13 @@ def save(engine: MegatronEngine, path: str | PathLike[str]) -> None:
         on_all(action, program)
 
 
-def load(engine: MegatronEngine, path: str | PathLike[str]) -> None:
+def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> None:
     """Read it. Collective.
+
+    Args:
+        engine: What it is read into.
+        path: The directory.
+        reading: Around what changes the engine.
 
     Raises:
         BuildError: on every rank: it is none, or of something else than this engine trains; the engine is as before then.
@@ -92,8 +98,10 @@ def load(engine: MegatronEngine, path: str | PathLike[str]) -> None:
         if "random" in found:
             random_state.put(found["random"])
 
-    for action in (check, read_weights, read_rest):
+    for action in (check, read_weights):
         on_all(action, program)
+    with reading():
+        on_all(read_rest, program)
 
 
 def _state(engine: MegatronEngine, held: Held, has_stepped: bool, is_loading: bool) -> dict[str, Any]:

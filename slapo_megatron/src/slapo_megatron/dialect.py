@@ -9,18 +9,13 @@ import torch
 from slapo_core.engine import Engine
 from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
-from slapo_training.engine_dialect import EngineDialect, Limit
+from slapo_training.engine_dialect import ALL_RANKS, NO_PLATEAU, EngineDialect, Limit
 
 from .engine import MegatronEngine
 from .log_parser import MegatronLog
 from .optimizers import is_adam
 from .options import MegatronOptions
 from .pipeline import RunningStage
-from .starting import check_mesh
-
-
-def _device(program: Program) -> str:
-    return program.mesh.device_type if program.mesh is not None else "cpu"
 
 
 def _chunks(program: Program) -> int:
@@ -60,6 +55,7 @@ class MegatronDialect(EngineDialect):
     distribution = "megatron-core"
     tested = "0.16.1"
     limits = (
+        *ALL_RANKS,
         Limit("fp16", "use precision='bf16', or target='torch'", lambda program, options: options.precision == "fp16"),
         Limit(
             "several stages on one rank along pp",
@@ -86,6 +82,7 @@ class MegatronDialect(EngineDialect):
             "cut so that each rank has something, or use target='torch'",
             lambda program, options: options.trains and _leaves_ranks_idle(program),
         ),
+        NO_PLATEAU,
         Limit(
             "the distributed optimizer without an optimizer",
             "leave distributed_optimizer out",
@@ -108,7 +105,6 @@ class MegatronDialect(EngineDialect):
         options = MegatronOptions.of(config)
         cls.check_limits(program, options)
         super().check(program, **config)
-        check_mesh(program)
         options.check_mean(options.microbatches * program.axis_size("dp"))
 
     @classmethod

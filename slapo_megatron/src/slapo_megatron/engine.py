@@ -15,9 +15,8 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.means import Counted
-from slapo_training.meeting import on_all
 from slapo_training.modes import Modes
-from slapo_training.optimizers import made, scheduled_rate
+from slapo_training.optimizers import made_on_all
 from slapo_training.other_stages import release_others
 from slapo_training.whole_gradients import WholeGradients
 
@@ -76,7 +75,7 @@ class MegatronEngine(BatchEngine):
         mark_shards(chunks)
         optimizer_settings = optimizer_config(options)
         self.config = self._transformer_config(program, len(own))
-        optimizer, self.lr_scheduler = self._of_rank(chunks)
+        optimizer, self.lr_scheduler = made_on_all(options, program, chunks, self._fit)
         chunks.to(options.dtype)
         self._ties = Ties(program, self._state)
         self._broadcast(chunks)
@@ -128,24 +127,13 @@ class MegatronEngine(BatchEngine):
             },
         )
 
-    def _of_rank(self, chunks: nn.ModuleList) -> tuple[torch.optim.Optimizer | None, Any]:
-        """The optimizer and its learning rate's schedule, where Megatron does not make them. Collective."""
-        found: list[Any] = [None, None]
-
-        def make() -> None:
-            trainable = [parameter for parameter in chunks.parameters() if parameter.requires_grad]
-            rate = self.options.lr_scheduler
-            optimizer = made(self.options.optimizer, trainable, self.program.module, chunks)
-            if self.options.distributed_optimizer and not is_adam(optimizer):
-                raise BuildError(
-                    "target 'megatron' cannot do the distributed optimizer with another optimizer than Adam or AdamW; give one "
-                    "of these, or leave distributed_optimizer out"
-                )
-            found[:] = optimizer, None if rate is None else scheduled_rate(rate, optimizer)
-
-        if self.options.optimizer is not None:
-            on_all(make, self.program)
-        return found[0], found[1]
+    def _fit(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what the distributed optimizer does not take, as only a rank's own optimizer may show it."""
+        if self.options.distributed_optimizer and not is_adam(optimizer):
+            raise BuildError(
+                "target 'megatron' cannot do the distributed optimizer with another optimizer than Adam or AdamW; give one of "
+                "these, or leave distributed_optimizer out"
+            )
 
     def _broadcast(self, chunks: nn.ModuleList) -> None:
         """Replicas start from the first one's numbers; Megatron takes it for granted that they are equal."""
@@ -165,16 +153,18 @@ class MegatronEngine(BatchEngine):
     def save(self, path: str | PathLike[str]) -> None:
         """Write a checkpoint of Megatron's, weights under their original names, and the random states, to the directory."""
         with self._mode(), without_warnings():
+            self._check_weights()
             checkpoint.save(self, path)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Go on from what ``save`` wrote: exactly on the same layout, and with another number of ranks along any axis.
 
         Raises:
-            BuildError: no complete checkpoint, or one of something else.
+            BuildError: no complete checkpoint, or one of something else, and nothing has changed; or Megatron cannot read it to
+                its end, and the engine does nothing before another one is loaded.
         """
         with self._mode(), without_warnings():
-            checkpoint.load(self, path)
+            checkpoint.load(self, path, self._reading)
 
     def close(self) -> None:
         """Give back Megatron's groups, where they were made for this engine; it trains no more."""

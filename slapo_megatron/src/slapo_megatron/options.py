@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.errors import BuildError, UnknownNameError
 from slapo_training.options import CommonOptions
@@ -75,8 +74,6 @@ class MegatronOptions(CommonOptions):
             raise BuildError(f"distributed_optimizer is {self.distributed_optimizer!r}; give True or False")
         if type(self.timeout_minutes) is not int or self.timeout_minutes < 1:
             raise BuildError(f"timeout_minutes is {self.timeout_minutes!r}; give a whole number from 1 on")
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
-            raise BuildError("a learning rate's schedule is stepped without the loss, which ReduceLROnPlateau needs")
         for name in self._given():
             if name not in SECTIONS:
                 raise BuildError(str(UnknownNameError.of("section of config of target 'megatron'", str(name), SECTIONS)))

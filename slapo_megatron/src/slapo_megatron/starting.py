@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from slapo_core.errors import BuildError
@@ -21,7 +20,7 @@ class ParallelState:
     """Megatron's groups for a program: found as the user set them up, or made here. Collective.
 
     Args:
-        program: Its mesh has all ranks, row-major over pp, dp, tp; see ``check_mesh``.
+        program: Its mesh has all ranks, row-major over pp, dp, tp.
         chunks: Stages on each rank.
         timeout_minutes: How long one of the groups made here waits for its other ranks.
 
@@ -80,27 +79,6 @@ class ParallelState:
             self._state.destroy_model_parallel()
         if self._makes_world and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def check_mesh(program: Program) -> None:
-    """Refuse a mesh that Megatron would take for another one.
-
-    Raises:
-        BuildError: it leaves out ranks, or has them in another order.
-    """
-    mesh = program.mesh
-    if mesh is None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise BuildError(
-                f"Megatron trains on all {dist.get_world_size()} ranks, but the schedule has no mesh; give create_schedule "
-                "mesh="
-            )
-        return
-    if not torch.equal(mesh.mesh.flatten(), torch.arange(dist.get_world_size())):
-        raise BuildError(
-            f"Megatron numbers all {dist.get_world_size()} ranks row-major over pp, dp, tp; make the mesh with "
-            f'init_device_mesh({mesh.device_type!r}, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))'
-        )
 
 
 @contextmanager

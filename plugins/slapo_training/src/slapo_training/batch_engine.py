@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class BatchEngine(Engine):
     def __init__(self, program: Program, options: CommonOptions, parts: int, dtype: torch.dtype, trains: bool) -> None:
         self.program, self._common, self._number, self._dtype, self._trains = program, options, parts, dtype, trains
         self._kind: int | None = None
-        self._is_broken = False
+        self._is_broken = self._is_half_read = False
         self.grad_norm: float | None = None
 
     @property
@@ -82,6 +83,7 @@ class BatchEngine(Engine):
         """
         if not self._trains:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
+        self._check_weights()
         if self._is_broken:
             raise BuildError(
                 f"an error broke off a step of this engine, and {self._common.target} has kept a part of its gradients; build "
@@ -96,7 +98,19 @@ class BatchEngine(Engine):
     @torch.no_grad()
     def eval_batch(self, **batch: Any) -> torch.Tensor:
         """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
+        self._check_weights()
         return self._evaluate(self._cut(batch, training=False))[0]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """While a checkpoint is put into the engine: if that breaks off, it does nothing before another one is loaded."""
+        self._is_half_read = True
+        yield
+        self._is_half_read = False
+
+    def _check_weights(self) -> None:
+        if self._is_half_read:
+            raise BuildError("a checkpoint was not read to its end, and this engine's weights may have changed; load another")
 
     def _cut(self, batch: Mapping[str, Any], training: bool) -> MicroBatches:
         """The micro-batches, their labels for a loss function, and what each weighs. Collective."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from slapo_core.dialect import Dialect
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
@@ -23,6 +27,33 @@ class Limit(NamedTuple):
     asked: str
     instead: str
     applies: Callable[[Program, Any], bool | str]
+
+
+def _has_no_mesh(program: Program, options: Any) -> str:
+    ranks = dist.get_world_size() if program.mesh is None and dist.is_initialized() else 1
+    return f"{ranks} ranks" if ranks > 1 else ""
+
+
+def _has_another_order(program: Program, options: Any) -> bool:
+    return program.mesh is not None and not torch.equal(program.mesh.mesh.flatten(), torch.arange(dist.get_world_size()))
+
+
+def _needs_the_loss(program: Program, options: Any) -> bool:
+    return isinstance(options.lr_scheduler, ReduceLROnPlateau)
+
+
+ALL_RANKS = (
+    Limit("several ranks without a mesh", "give create_schedule mesh=", _has_no_mesh),
+    Limit(
+        "a mesh that leaves out ranks, or has them in another order than row-major over pp, dp, tp",
+        "make it with init_device_mesh(device, (pp, dp, tp), mesh_dim_names=('pp', 'dp', 'tp'))",
+        _has_another_order,
+    ),
+)
+"""Of engines that take all ranks of the job, numbered as they number them."""
+NO_PLATEAU = Limit(
+    "ReduceLROnPlateau, as it steps a learning rate's schedule without the loss", "use another one", _needs_the_loss
+)
 
 
 class EngineDialect(Dialect):
