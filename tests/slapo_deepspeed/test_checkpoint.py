@@ -289,6 +289,7 @@ def whole(rank: int, layout: dict[str, int]) -> float:
     part = X[0].chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
     engine.train_batch(x=part, labels=part)
     assert not any(parameter.numel() for parameter in model.parameters())
+    assert "a parameter has become empty, as in ZeRO-3" in message_of(schedule.full_state)
     with engine.whole_parameters():
         weights = schedule.full_state()
     engine.close()

@@ -126,11 +126,10 @@ def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
 
 
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, detached; not one of FSDP2's, which takes a part of a part for a part of the whole."""
-    if hasattr(tensor, "placements"):
-        raise ScheduleError(
-            "a parameter has become a DTensor, as in FSDP2, and how the schedule split it is lost; leave FSDP2 out"
-        )
+    """The tensor, detached; not one of FSDP2's, which takes a part of a part for a part of the whole, nor an empty one."""
+    became = "a DTensor, as in FSDP2" if hasattr(tensor, "placements") else "empty, as in ZeRO-3"
+    if hasattr(tensor, "placements") or getattr(tensor, "ds_shape", None) not in (None, getattr(tensor, "shape", None)):
+        raise ScheduleError(f"a parameter has become {became}; leave that out, or ask inside of engine.whole_parameters()")
     return tensor.detach() if tensor is not None else None
 
 
