@@ -24,7 +24,7 @@ from benchmarks.peers.rounds import Step, check_losses, in_new_processes, in_tur
 from slapo_core import build, create_schedule
 from slapo_deepspeed.starting import without_warnings
 
-ROUNDS, TURNS = 3, 5
+ROUNDS, TURNS = 3, 6
 BY_HAND = {name: f"benchmarks.peers.{name}_by_hand" for name in ("deepspeed", "megatron")}
 AXES = {"tp": "tensor_parallel", "pp": "pipeline"}
 

@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
 
     hidden: int = 256
     heads: int = 8
-    layers: int = 8
+    layers: int = 6
     vocabulary: int = 1024
     microbatches: int = 4
     rows: int = 4
