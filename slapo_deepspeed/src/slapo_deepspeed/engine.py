@@ -21,6 +21,7 @@ from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.options import is_rate
 from slapo_training.other_stages import release_others
+from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 
 from . import checkpoint
@@ -28,6 +29,7 @@ from .groups import MeshGroups
 from .options import DTYPES, DeepSpeedOptions
 from .pipeline import RunningStage, in_pipeline, steps
 from .starting import start, without_warnings
+from .used_parameters import UsedParameters
 
 
 class DeepSpeedEngine(BatchEngine):
@@ -72,7 +74,9 @@ class DeepSpeedEngine(BatchEngine):
             self.model._allocate_or_extend_buffers = self._buffer
         self._loss = CountedLoss(options.loss_fn)
         self._counted: list[Counted | None] = []
-        self._gradients = WholeGradients(program, dict(self.module.named_parameters()))
+        named = dict(self.module.named_parameters())
+        self._gradients, self._unused = WholeGradients(program, named), Unused(program, named, options.target)
+        self._used = UsedParameters(program, named, options.zero_stage)
 
     def _buffer(self, index: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for one received tensor. DeepSpeed would give activations and gradients the same, whatever their types."""
@@ -156,12 +160,15 @@ class DeepSpeedEngine(BatchEngine):
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training=True)
-            with self._gradients.compared():
+            with self._unused.watched(), self._gradients.compared():
                 loss = torch.as_tensor(self.model.train_batch(steps(len(batch.parts)))).detach().float()
+            self._used.check()
         else:
             self.model.train()
             self._modes.freeze()
-            loss = self._mean([self._train_part(index, batch) for index in range(len(batch.parts))])
+            with self._unused.watched():
+                losses = [self._train_part(index, batch) for index in range(len(batch.parts))]
+            loss = self._mean(losses)
         norm = self.model.get_global_grad_norm()
         self.grad_norm = None if norm is None else float(norm)
         return loss
@@ -171,6 +178,9 @@ class DeepSpeedEngine(BatchEngine):
         check_has_gradient(loss)
         with self._gradients.compared() if index == 0 else nullcontext():
             self.model.backward(loss)
+        self._used.end_micro_batch()
+        if index == len(batch.parts) - 1:
+            self._used.check()
         self.model.step()
         return loss.detach()
 

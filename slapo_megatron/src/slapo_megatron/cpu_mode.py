@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import BuildError
@@ -38,7 +39,8 @@ def cpu_mode() -> Iterator[None]:
         yield
         return
     if not _Depth.told:
-        get_logger().warning("megatron-core runs in Slapo's CPU mode: for tests and dry runs, it says nothing about speed")
+        say = get_logger().warning if not dist.is_initialized() or dist.get_rank() == 0 else get_logger().debug
+        say("megatron-core runs in Slapo's CPU mode: for tests and dry runs, it says nothing about speed")
         _Depth.told = True
     with ExitStack() as stack:
         for owner, name, stand_in in _stand_ins():

@@ -18,6 +18,7 @@ from slapo_training.means import Counted
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.other_stages import release_others
+from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 
 from . import checkpoint
@@ -96,7 +97,7 @@ class MegatronEngine(BatchEngine):
         self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)
         self._sender = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
         named = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
-        self._gradients = WholeGradients(program, named)
+        self._gradients, self._unused = WholeGradients(program, named), Unused(program, named, options.target)
         self._plan: tuple[Program, Borders] | None = None
 
     @property
@@ -182,7 +183,7 @@ class MegatronEngine(BatchEngine):
         with self._mode():
             with without_warnings():
                 self.optimizer.zero_grad()
-            with self._gradients.compared():
+            with self._unused.watched(), self._gradients.compared():
                 loss = self._scheduled(batch, training=True)
             with without_warnings():
                 _, norm, _ = self.optimizer.step()

@@ -1,0 +1,69 @@
+"""Parameters that a step does not use, on engines that take zeros for their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.logger import get_logger
+from slapo_core.program import Program
+
+
+class Unused:
+    """Warns of parameters that no micro-batch of the first step used on any replica.
+
+    In one process they have no gradient, and the optimizer leaves them as they are. With zeros weight decay shrinks them.
+
+    Args:
+        program: Its replicas are asked.
+        parameters: Those of this rank's stages, by name.
+        target: Name of the dialect.
+    """
+
+    def __init__(self, program: Program, parameters: Mapping[str, nn.Parameter], target: str) -> None:
+        self._program, self._target = program, target
+        self._named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self._is_done = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the backwards inside, the first time. Collective over the replicas, behind the last of them."""
+        if self._is_done:
+            yield
+            return
+        self._is_done = True
+        used = dict.fromkeys(self._named, False)
+
+        def note(name: str) -> None:
+            used[name] = True
+
+        handles = [
+            parameter.register_hook(lambda gradient, name=name: note(name))  # type: ignore[no-untyped-call]
+            for name, parameter in self._named.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._warn(used)
+
+    def _warn(self, used: dict[str, bool]) -> None:
+        mesh = self._program.mesh
+        found = torch.tensor([*used.values()], dtype=torch.uint8, device=mesh.device_type if mesh is not None else "cpu")
+        if mesh is not None and self._program.axis_size("dp") > 1 and used:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group("dp"))
+        unused = [name for name, is_used in zip(used, found.tolist(), strict=True) if not is_used]
+        if unused:
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            get_logger().warning(
+                "%r%s got no gradient in the first step; target %r takes zeros for it, which weight decay and momentum act "
+                "on, while target 'torch' and one process leave it alone; freeze it if it is not to be trained",
+                unused[0],
+                more,
+                self._target,
+            )

@@ -1,0 +1,83 @@
+"""Whether replicas and micro-batches use the same parameters: ZeRO reduces gradients as they come, and mixes them up else."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.agreement import all_reduce
+from slapo_core.errors import BuildError
+from slapo_core.program import Program
+
+_NOTHING = -(2**40)
+
+
+class UsedParameters:
+    """Notes in which order gradients of parameters are made, in each step.
+
+    Stages 1 and 2 of ZeRO put gradients of several parameters together as they are made and add them to those of other
+    replicas, which have to have the same ones there. Stage 3 loses those of parameters that only some of a step's micro-batches use.
+
+    Args:
+        program: Its replicas are compared.
+        parameters: Those of this rank, by name.
+        zero_stage: Nothing is noted without ZeRO.
+    """
+
+    def __init__(self, program: Program, parameters: Mapping[str, nn.Parameter], zero_stage: int) -> None:
+        self._program, self._zero_stage = program, zero_stage
+        self._order, self._used = 0, set[int]()
+        self._first: set[int] | None = None
+        self._differs = False
+        self._compares = zero_stage in (1, 2) and program.axis_size("dp") > 1
+        if self._compares or zero_stage == 3:
+            for index, parameter in enumerate(parameters.values()):
+                if parameter.requires_grad:
+                    parameter.register_hook(self._noting(index))  # type: ignore[no-untyped-call]
+
+    def _noting(self, index: int) -> Callable[[torch.Tensor], None]:
+        word = index.to_bytes(4, "little")
+
+        def note(gradient: torch.Tensor) -> None:
+            self._order = zlib.crc32(word, self._order)
+            self._used.add(index)
+
+        return note
+
+    def end_micro_batch(self) -> None:
+        """The backward of one micro-batch is over."""
+        if self._zero_stage == 3:
+            self._differs |= self._first is not None and self._used != self._first
+            self._first, self._used = self._first if self._first is not None else self._used, set()
+
+    def check(self) -> None:
+        """Compare, and begin anew. Collective over the mesh with ZeRO, behind the backward of the last micro-batch.
+
+        Raises:
+            BuildError: on every rank: they differ, and the gradients may be wrong.
+        """
+        order, differs = self._order, self._differs
+        self._order, self._differs, self._first = 0, False, None
+        self._used.clear()
+        mesh = self._program.mesh
+        if not self._compares and self._zero_stage != 3:
+            return
+        slots = [_NOTHING] * (2 * self._program.axis_size("pp") * self._program.axis_size("tp"))
+        own = 2 * (self._program.axis_rank("pp") * self._program.axis_size("tp") + self._program.axis_rank("tp"))
+        slots[own : own + 2] = order, -order
+        row = torch.tensor([int(differs), *slots], device=mesh.device_type if mesh is not None else "cpu")
+        some, *found = all_reduce(row, mesh, dist.ReduceOp.MAX).tolist()
+        if some:
+            raise BuildError(
+                "micro-batches of one step use different parameters, whose gradients stage 3 of ZeRO would lose; use stage 0 "
+                "to 2, or microbatches=1"
+            )
+        if self._compares and any(high != -low for high, low in zip(found[::2], found[1::2], strict=True)):
+            raise BuildError(
+                f"replicas use different parameters, or in another order, and stage {self._zero_stage} of ZeRO would add up "
+                "gradients of one to those of another; use stage 0, or target='torch' or 'megatron'"
+            )
