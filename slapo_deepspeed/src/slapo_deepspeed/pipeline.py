@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -105,7 +107,8 @@ def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
 
     own = program.axis_rank("pp")
     layers = [stage if index == own else LayerSpec(nn.Identity) for index in range(sizes["pp"])]
-    made = Stages(layers, topology=topology, loss_fn=None, partition_method="uniform")
+    with redirect_stdout(io.StringIO()):  # it prints these layers, which are none of the model's
+        made = Stages(layers, topology=topology, loss_fn=None, partition_method="uniform")
     for parameter in stage.parameters():
         # without ZeRO the norm leaves out what is not marked on every stage but the first, and counts what is marked anywhere
         is_first = not getattr(parameter, "ds_pipe_replicated", False)

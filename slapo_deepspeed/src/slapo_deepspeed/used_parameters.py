@@ -20,7 +20,8 @@ class UsedParameters:
     """Notes in which order gradients of parameters are made, in each step.
 
     Stages 1 and 2 of ZeRO put gradients of several parameters together as they are made and add them to those of other
-    replicas, which have to have the same ones there. Stage 3 loses those of parameters that only some of a step's micro-batches use.
+    replicas, which have to have the same ones there. Stage 3 loses those of parameters that only some of a step's
+    micro-batches use.
 
     Args:
         program: Its replicas are compared.
