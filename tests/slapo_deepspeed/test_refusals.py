@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_deepspeed.plugin
 import slapo_pipeline.plugin
+import slapo_sharding.plugin
 from slapo_core.build import build
 from slapo_core.errors import BuildError
 from slapo_core.registry import Registry
@@ -92,6 +93,14 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
+def one_key_head() -> nn.Module:
+    """Two tensor-parallel ranks both need its keys and values."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, **heads, use_cache=False))
+
+
 def asked(rank: int) -> dict[str, str]:
     """The messages of what cannot be built, each of a new schedule, and how many process groups were made."""
     mesh, example = mesh_of(pp=2), {"input": torch.zeros(2, 4)}
@@ -118,6 +127,11 @@ def asked(rank: int) -> dict[str, str]:
     unscaled = create_schedule(Scaled(), mesh=flat, plugins=PLUGINS)
     summed = create_schedule(model(), mesh=flat, plugins=PLUGINS)
     plain = create_schedule(whole, mesh=flat, plugins=PLUGINS)
+    doubled = create_schedule(model().double(), mesh=flat, plugins=PLUGINS)
+    shared = create_schedule(
+        one_key_head(), mesh=mesh_of(tp=2), plugins=Registry([slapo_deepspeed.plugin, slapo_sharding.plugin])
+    )
+    shared.tensor_parallel()
     before = dist.new_group([0, 1]).group_name
     found = {
         "ZeRO-2": attempt(2, config={"zero_optimization": {"stage": 2}}),
@@ -133,6 +147,8 @@ def asked(rank: int) -> dict[str, str]:
         "plateau": message_of(lambda: build(plain, "deepspeed", optimizer=given, lr_scheduler=plateau(given))),
         "recomputes": attempt(1, flat, config={"pipeline": {"activation_checkpoint_interval": 1}}),
         "accumulates": attempt(1, flat, config={"managed_gradient_accumulation": False}),
+        "type": message_of(lambda: build(doubled, "deepspeed")),
+        "copies": message_of(lambda: build(shared, "deepspeed", optimizer=adamw, clip=1.0)),
         "sum": message_of(lambda: build(summed, "deepspeed", loss_fn=nn.MSELoss(reduction="sum"))),
     }
     assert int(dist.new_group([0, 1]).group_name) == int(before) + 1, "groups are numbered"
@@ -147,6 +163,8 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_group_is_made() -> None:
         "ZeRO-2": "stage 2 or 3 of ZeRO with a pipeline (stage 2); use stage 1, or target='torch' with data_parallel='fsdp'",
         "ZeRO-3": "stage 2 or 3 of ZeRO with a pipeline (stage 3); use stage 1",
         "several": "several stages on a rank (4 stages with pp=2); make pp as large",
+        "type": "parameters of 8 bytes or complex ones (0.weight is torch.float64); turn the model into float32",
+        "copies": "clipping where several ranks hold the same part of a parameter",
         "fp16": "fp16 on a CPU; use precision='bf16'",
         "bf16": "bf16 with stage 0 of ZeRO, which steps the optimizer once as it is made; use stage 1",
         "no optimizer": "stages 1 to 3 of ZeRO without an optimizer (stage 2); give optimizer=, or stage 0",

@@ -39,7 +39,7 @@ def train_beside_reference(
     expected = [*in_one_process(reference, data, clip)]
     weights = {key: value.detach() for key, value in reference.named_parameters(remove_duplicate=False)}
     last = reference.eval()(**data[0]).loss.item()
-    worst: dict[str, float] = {}
+    worst: dict[str, float] = {"scale": max(loss for loss, _ in expected)}
 
     def note(what: str, difference: float) -> None:
         worst[what] = max(worst.get(what, 0.0), difference)
@@ -52,10 +52,8 @@ def train_beside_reference(
             note(f"loss {shared}", abs(engine.train_batch(**my_part(batch, mesh)).item() - loss))
             note(f"norm {shared}", abs(engine.grad_norm - norm))
         note(f"evaluation {shared}", abs(engine.eval_batch(**my_part(data[0], mesh)).item() - last))
-        if layout.get("tp", 1) == 1:
-            own = engine.module if chunks > 1 else [engine.module]
-            for stage in own:
-                for key, value in stage.named_parameters():
-                    note(f"weight {shared}", float((value.detach().float() - weights[key]).abs().max()))
+        for key, value in schedule.full_state().items():
+            assert value is not None
+            note(f"weight {shared}", float((value.float() - weights[key]).abs().max()))
         engine.close()
     return worst

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from slapo_core.build import build
+from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from tests.slapo_deepspeed.layouts import batches, my_part, small
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
-from .layouts import scheduled
+from .layouts import PLUGINS, scheduled
 
 pytestmark = pytest.mark.multiproc
 
@@ -74,10 +79,137 @@ def elsewhere(rank: int, layout: dict[str, int], chunks: int, options: dict[str,
 def test_any_other_layout_goes_on(shared: bool, tmp_path: Path) -> None:
     options = {"distributed_optimizer": shared, "lr_scheduler": None}
     expected = run_distributed(elsewhere, 2, {"dp": 2}, 1, options, str(tmp_path), True)[0]
+    options["distributed_optimizer"] = True  # also where it was not saved with it
     for layout, chunks in (({"dp": 1}, 1), ({"tp": 2}, 1), ({"pp": 2}, 1), ({"pp": 2}, 2)):
         ranks = 2 if layout != {"dp": 1} else 1
         found = run_distributed(elsewhere, ranks, layout, chunks, options, str(tmp_path), False)[0]
         assert found == pytest.approx(expected, abs=2e-5), layout
+
+
+def falling(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def plain(parameters: Any) -> torch.optim.Optimizer:
+    """It keeps no state."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def grouped(parameters: Any) -> torch.optim.Optimizer:
+    held = [*parameters]
+    groups = [
+        {"params": [p for p in held if p.dim() > 1], "lr": 2e-2},
+        {"params": [p for p in held if p.dim() < 2], "lr": 1e-3},
+    ]
+    return torch.optim.AdamW(groups, eps=1e-3)
+
+
+class Padded(nn.Module):
+    """Its tie and its odd sizes make several buckets with padding between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)).relu()) * self.scale
+
+
+def padded(rank: int, layout: dict[str, int], folder: str) -> list[tuple[list[float], list[float]]]:
+    """Losses behind a load into another engine and into the same one, and those that went before."""
+    mesh, x = mesh_of(**layout), torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0))
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        schedule = create_schedule(Padded(), mesh=mesh, example_inputs={"x": x[0, :2]}, plugins=PLUGINS)
+        if layout.get("pp", 1) > 1:
+            schedule["middle"].cut_pipeline_stage()
+        config = {} if layout.get("pp", 1) > 1 else {"ddp": {"overlap_grad_reduce": True, "bucket_size": 20}}
+        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "distributed_optimizer": True, "config": config}
+        return build(schedule, "megatron", optimizer=partial(adamw_of, amsgrad=True), microbatches=2, **options)
+
+    def trained(engine: Any, which: range) -> list[float]:
+        return [engine.train_batch(x=x[index], labels=x[index]).item() for index in which]
+
+    engine = made()
+    trained(engine, range(3))
+    engine.save(folder)
+    expected = trained(engine, range(3, 6))
+    engine.load(folder)
+    again = trained(engine, range(3, 6))
+    engine.close()
+    engine = made()
+    engine.load(folder)
+    other = trained(engine, range(3, 6))
+    engine.close()
+    return [(again, expected), (other, expected)]
+
+
+def adamw_of(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}], ids=str)
+def test_padding_between_buckets_is_none_of_the_weights(layout: dict[str, int], tmp_path: Path) -> None:
+    for runs in run_distributed(padded, 2, layout, str(tmp_path)):
+        for found, expected in runs:
+            assert found == expected
+
+
+def before_any_step(rank: int, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of an engine that was saved before its first step, and of one that had stepped and loaded that."""
+    data = batches(2)
+    engine, mesh = engine_of({"dp": 2}, lr_scheduler=falling, distributed_optimizer=True, precision="bf16")
+    engine.save(folder)
+    expected = [engine.train_batch(**my_part(batch, mesh)).item() for batch in data[:2]]
+    engine.load(folder)
+    found = [engine.train_batch(**my_part(batch, mesh)).item() for batch in data[:2]]
+    engine.close()
+    return found, expected
+
+
+def test_what_was_saved_before_the_first_step_begins_anew(tmp_path: Path) -> None:
+    for found, expected in run_distributed(before_any_step, 2, str(tmp_path)):
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(plain, {"precision": "bf16"}), (grouped, {"distributed_optimizer": True})],
+    ids=["no state", "groups"],
+)
+def test_rates_groups_and_masters_go_on(optimizer: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    options = {"optimizer": optimizer, "lr_scheduler": falling, **options}
+    for found, expected in run_distributed(resumed, 2, {"dp": 2}, 1, options, str(tmp_path)):
+        assert found == expected
+
+
+def per_stage(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2 * (1 + dist.get_rank()))
+
+
+def unsavable(rank: int, folder: str) -> list[str]:
+    """What saving says of an optimizer with other groups on each stage, and of one whose state has other shapes."""
+    messages = []
+    for layout, optimizer in (({"pp": 2}, per_stage), ({"dp": 2}, torch.optim.Adafactor)):
+        engine, mesh = engine_of(layout, optimizer=optimizer)
+        engine.train_batch(**my_part(batches(2)[0], mesh))
+        messages.append(message_of(lambda engine=engine: engine.save(folder)))
+        engine.close()
+        messages.append(message_of(lambda engine=engine, mesh=mesh: engine.train_batch(**my_part(batches(2)[0], mesh))))
+    return messages
+
+
+def test_what_a_checkpoint_of_megatrons_cannot_hold_is_refused_before_it_is_begun(tmp_path: Path) -> None:
+    first, second = run_distributed(unsavable, 2, str(tmp_path / "none"))
+    assert first == second
+    assert "what Megatron's checkpoint has once for all ranks," in first[0]
+    assert "Adafactor keeps" in first[2]
+    assert "in another shape than its parameter's, which cannot be written here" in first[2]
+    assert first[1] == first[3] == "BuildError: this engine is closed; build another one"
+    assert not (tmp_path / "none").exists()
 
 
 def refused(rank: int, folder: str) -> list[str]:
@@ -85,7 +217,7 @@ def refused(rank: int, folder: str) -> list[str]:
     messages = [message_of(lambda: engine.load(folder))]
     engine.save(folder)
     engine.close()
-    for options in ({"distributed_optimizer": True}, {"name": "llama"}, {"precision": "bf16"}):
+    for options in ({"optimizer": plain}, {"name": "llama"}, {"precision": "bf16"}):
         engine, _ = engine_of({"dp": 2}, **options)
         messages.append(message_of(lambda engine=engine: engine.load(folder)))
         engine.close()
@@ -96,6 +228,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     first, second = run_distributed(refused, 2, str(tmp_path))
     assert first == second
     assert "is no complete checkpoint of this target: it has no slapo.json" in first[0]
-    assert "saved with False for distributed_optimizer, but this engine has True; build with the same" in first[1]
+    assert "saved with 'AdamW' for the optimizer, but this engine has 'SGD'; build with the same" in first[1]
     assert "is in the model, not the checkpoint; load it into the same model" in first[2]
     assert "saved with 'fp32' for precision, but this engine has 'bf16'" in first[3]

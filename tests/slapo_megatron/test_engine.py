@@ -10,7 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+import slapo_deepspeed.plugin
+import slapo_megatron.plugin
+import slapo_sharding.plugin
 from slapo_core.build import build, get_dialect_cls
+from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from tests.slapo_deepspeed.layouts import batches, my_part, small
@@ -166,7 +170,7 @@ def unreached(rank: int) -> tuple[list[float], list[float]]:
     [
         (uneven, ({"dp": 2},)),
         (uneven, ({"pp": 2},)),
-        (groups_and_rates, ({"dp": 2}, True, False, {"overlap_grad_reduce": True, "overlap_param_gather": True})),
+        (groups_and_rates, ({"dp": 2}, True, False, {"overlap_grad_reduce": True, "average_in_collective": True})),
         (groups_and_rates, ({"dp": 2}, False, True, {"overlap_grad_reduce": True})),
         (groups_and_rates, ({"pp": 2}, True, True, {})),
         (structures, (2,)),
@@ -202,6 +206,96 @@ def test_a_part_of_a_gradient_is_not_taken_for_the_whole(shared: bool) -> None:
     for message, after in run_distributed(parts_of_a_gradient, 2, shared):
         assert "the gradient of 'gate', which is whole, differs between tensor-parallel ranks" in message
         assert "an error broke off a step of this engine" in after
+
+
+class Turned(nn.Module):
+    """Has a complex buffer, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4) + 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(self.up(x).float().reshape(-1, 4, 2))
+        return self.down(torch.view_as_real(pairs * self.turn).reshape(-1, 8).to(x.dtype))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 2e-2)])
+def test_complex_buffers_stay_complex(precision: str, tolerance: float) -> None:
+    torch.manual_seed(0)
+    model, reference, x = Turned(), Turned(), torch.randn(4, 4)
+    reference.load_state_dict(model.state_dict())
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "precision": precision}
+    engine = build(create_schedule(model, plugins=PLUGINS), "megatron", optimizer=adamw, **options)
+    found = [engine.train_batch(x=x, labels=x).item() for _ in range(3)]
+    engine.close()
+    expected = alone(reference, adamw(reference.parameters()), None, [lambda model: F.mse_loss(model(x), x)] * 3)
+    assert found == pytest.approx(expected, abs=tolerance)
+
+
+class Halves(nn.Module):
+    """What is sharded is in its first half alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm, self.last = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.down(self.up(x).relu())))
+
+
+def half_sharded(rank: int) -> tuple[list[float], list[float]]:
+    """Losses where one stage has shards and the other has none, and those of one process."""
+    mesh, x = mesh_of(pp=2, tp=2), torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model, reference = Halves(), Halves()
+    reference.load_state_dict(model.state_dict())
+    schedule = create_schedule(model, mesh=mesh, example_inputs={"x": x[0, :2]}, plugins=PLUGINS)
+    schedule.tensor_parallel({"up": "colwise", "down": "rowwise"})
+    schedule["down"].cut_pipeline_stage()
+    engine = build(schedule, "megatron", optimizer=adamw, loss_fn=F.mse_loss, microbatches=2)
+    found = [engine.train_batch(x=each, labels=each).item() for each in x]
+    engine.close()
+    each = [lambda model, one=one: F.mse_loss(model(one), one) for one in x]
+    return found, alone(reference, adamw(reference.parameters()), None, each)
+
+
+def test_a_stage_without_shards_beside_one_with() -> None:
+    for found, expected in run_distributed(half_sharded, 4):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def started_apart(rank: int, target: str, layout: dict[str, int]) -> str:
+    """What building says where ranks made models of other weights."""
+    mesh = mesh_of(**layout)
+    torch.manual_seed(rank)
+    plugins = Registry([slapo_deepspeed.plugin, slapo_megatron.plugin, slapo_sharding.plugin])
+    schedule = create_schedule(Halves(), mesh=mesh, plugins=plugins)
+    if layout.get("tp", 1) > 1:
+        schedule.tensor_parallel({"up": "colwise", "down": "rowwise"})
+    return message_of(lambda: build(schedule, target, optimizer=adamw, loss_fn=F.mse_loss, check=False))
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "megatron"])
+@pytest.mark.parametrize(("axis", "ranks"), [("dp", "replicas"), ("tp", "tensor-parallel ranks")])
+def test_ranks_that_start_from_other_numbers_are_refused(target: str, axis: str, ranks: str) -> None:
+    for message in run_distributed(started_apart, 2, target, {axis: 2}):
+        assert f"the {ranks} start from different values of" in message
+        assert "seed all ranks alike" in message
+
+
+def test_what_is_frozen_after_build_is_refused_in_training_alone() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = build(create_schedule(model, plugins=PLUGINS), "megatron", optimizer=adamw, loss_fn=F.mse_loss)
+    batch = {"input": torch.ones(2, 4), "labels": torch.ones(2, 4)}
+    engine.train_batch(**batch)
+    model[1].bias.requires_grad_(False)
+    assert message_of(lambda: engine.train_batch(**batch)).startswith("BuildError: '1.bias' was frozen after build")
+    assert message_of(lambda: engine.eval_batch(**batch)) == "no error"
+    model[1].bias.requires_grad_(True)
+    assert message_of(lambda: engine.train_batch(**batch)) == "no error"
+    engine.close()
 
 
 def megatrons_optimizer(rank: int) -> tuple[list[float], str, list[float]]:

@@ -319,7 +319,7 @@ def test_no_optimizer_only_evaluates() -> None:
 
 def test_the_dialects_classes() -> None:
     assert get_dialect_cls("runtime_engine", "torch", plugins=PLUGINS).__name__ == "TorchEngine"
-    assert get_dialect_cls("log_parser", "torch", allow_none=True, plugins=PLUGINS) is None
+    assert get_dialect_cls("log_parser", "torch", plugins=PLUGINS).__name__ == "TorchLog"
 
 
 def test_importing_the_dialect_leaves_torchs_pipelining_alone() -> None:

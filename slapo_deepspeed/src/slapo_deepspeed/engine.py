@@ -15,12 +15,15 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
 from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
+from slapo_training.engine_dialect import holds_copies
 from slapo_training.losses import CountedLoss, check_has_gradient
 from slapo_training.means import Counted
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.options import is_rate
 from slapo_training.other_stages import release_others
+from slapo_training.quiet import without_warnings
+from slapo_training.same_start import check_same_start
 from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 
@@ -28,7 +31,7 @@ from . import checkpoint
 from .groups import MeshGroups
 from .options import DTYPES, DeepSpeedOptions
 from .pipeline import RunningStage, in_pipeline, steps
-from .starting import start, without_warnings
+from .starting import start
 from .used_parameters import UsedParameters
 
 
@@ -50,17 +53,18 @@ class DeepSpeedEngine(BatchEngine):
         self._options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
         compare(options.agreed(), program.mesh)
-        self._deepspeed, self._is_alone = start(self._device_type)
+        self._deepspeed, self._world = start(self._device_type)
         self.module: nn.Module = program.stages[program.axis_rank("pp")].module
         _mark_shards(self.module)
         self._modes = Modes(program.module)
         self._stage = RunningStage(program, options.loss_fn, dtype) if len(program.stages) > 1 else None
         self._plan: Program | None = None
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        check_same_start(program, dict(self.module.named_parameters()))
         optimizer, rate = made_on_all(options, program, self.module, self._fit)
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
-            release_others(program, [self.module], dtype)
+            release_others(program, [self.module], lambda x: x.to(dtype) if x.is_floating_point() else x)
         with without_warnings():
             self.model, self.optimizer, _, self.lr_scheduler = self._deepspeed.initialize(
                 model=pipelined or self.module,
@@ -132,8 +136,11 @@ class DeepSpeedEngine(BatchEngine):
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off the model; it trains no more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.model.destroy()
-        if self._is_alone and dist.is_initialized():
+        if self._world.leave():
             self._deepspeed.comm.destroy_process_group()  # it forgets its groups with it
 
     # ---- one step
@@ -169,7 +176,7 @@ class DeepSpeedEngine(BatchEngine):
             with self._unused.watched():
                 losses = [self._train_part(index, batch) for index in range(len(batch.parts))]
             loss = self._mean(losses)
-        norm = self.model.get_global_grad_norm()
+        norm = None if holds_copies(self.program) else self.model.get_global_grad_norm()
         self.grad_norm = None if norm is None else float(norm)
         return loss
 

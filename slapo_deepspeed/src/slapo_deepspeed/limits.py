@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slapo_core.program import Program
-from slapo_training.engine_dialect import ALL_RANKS, NO_PLATEAU, Limit
+from slapo_training.engine_dialect import ALL_RANKS, NO_PLATEAU, Limit, holds_copies
 
 from .options import DeepSpeedOptions
 
@@ -22,6 +22,14 @@ def _is_bf16_without_zero(program: Program, options: DeepSpeedOptions) -> bool:
 
 def _has_no_dimensions(program: Program, options: DeepSpeedOptions) -> str:
     return next((repr(name) for name, parameter in program.module.named_parameters() if parameter.dim() == 0), "")
+
+
+def _odd_type(program: Program, options: DeepSpeedOptions) -> str:
+    named = program.module.named_parameters()
+    odd = (
+        f"{name} is {parameter.dtype}" for name, parameter in named if parameter.element_size() > 4 or parameter.is_complex()
+    )
+    return next(odd, "")
 
 
 def _has_several_stages(program: Program, options: DeepSpeedOptions) -> str:
@@ -67,6 +75,12 @@ LIMITS = (
     ),
     Limit("a stage with nothing to train", "cut elsewhere, or use target='torch'", _has_nothing_to_train),
     NO_PLATEAU,
+    Limit("parameters of 8 bytes or complex ones", "turn the model into float32, or use target='torch'", _odd_type),
+    Limit(
+        "clipping where several ranks hold the same part of a parameter, as of shared key and value heads",
+        "its norm would count them several times; use clip=0, or target='torch'",
+        lambda program, options: options.largest_norm > 0 and holds_copies(program),
+    ),
     Limit("activation_checkpoint_interval, which runs a stage twice", "use checkpoint() of the schedule", _recomputes),
     Limit("managed_gradient_accumulation off, as micro-batches are accumulated", "leave it on", _accumulates_nothing),
 )

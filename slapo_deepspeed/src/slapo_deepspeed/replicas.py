@@ -18,8 +18,7 @@ from slapo_core.agreement import gather
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training.meeting import on_all
-
-from .starting import without_warnings
+from slapo_training.quiet import without_warnings
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
 _STATE = "optimizer_state_dict"

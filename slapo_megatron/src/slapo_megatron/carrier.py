@@ -24,13 +24,14 @@ class Layout:
         planned: What crosses.
         dtype: Of the carrier, see ``carrier_dtype``.
         stage: Index of the stage that gives them, for errors.
+        device: Where this rank sends from.
 
     Attributes:
         size: Elements of the carrier.
     """
 
-    def __init__(self, planned: Sequence[Boundary], dtype: torch.dtype, stage: int) -> None:
-        self._planned, self._dtype, self._stage = tuple(planned), dtype, stage
+    def __init__(self, planned: Sequence[Boundary], dtype: torch.dtype, stage: int, device: torch.device) -> None:
+        self._planned, self._dtype, self._stage, self._device = tuple(planned), dtype, stage, device
         self._with_gradient = [index for index, boundary in enumerate(planned) if boundary.requires_grad]
         self._without = [index for index, boundary in enumerate(planned) if not boundary.requires_grad]
         self._sizes = [self._elements(planned[index]) for index in (*self._with_gradient, *self._without)]
@@ -57,9 +58,9 @@ class Layout:
         for value, boundary in zip(values, self._planned, strict=True):
             _check(value, boundary, self._stage, training)
         parts = [_real(values[index]).to(self._dtype).reshape(-1) for index in self._with_gradient]
-        parts += [_bits(values[index].detach(), self._dtype) for index in self._without]
+        parts += [_bits(values[index].detach().to(self._device), self._dtype) for index in self._without]
         if size > sum(self._sizes):
-            parts.append(parts[0].new_zeros(size - sum(self._sizes)) if parts else torch.zeros(size, dtype=self._dtype))
+            parts.append(torch.zeros(size - sum(self._sizes), dtype=self._dtype, device=self._device))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(1, 1, -1)
 
     def unpack(self, carrier: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -89,34 +90,6 @@ class _Reached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return gradient, ctx.made.expand(ctx.shape)
-
-
-class _Noted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, received: torch.Tensor, watched: Watched) -> torch.Tensor:
-        ctx.watched = watched
-        ctx.set_materialize_grads(False)  # None is what it is about
-        return received.view_as(received)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        ctx.watched.is_seen = gradient is not None
-        return gradient, None
-
-
-class Watched:
-    """Sees whether a gradient comes back to what a stage receives.
-
-    Attributes:
-        is_seen: Whether one has.
-    """
-
-    def __init__(self) -> None:
-        self.is_seen = False
-
-    def __call__(self, received: torch.Tensor) -> torch.Tensor:
-        """What was received, for the stage."""
-        return _Noted.apply(received, self) if torch.is_grad_enabled() and not self.is_seen else received  # type: ignore[no-untyped-call]
 
 
 def reached(output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:

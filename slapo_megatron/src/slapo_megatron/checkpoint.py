@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from slapo_core.agreement import compare
 from slapo_core.errors import BuildError
 from slapo_training import random_state
 from slapo_training.meeting import on_all
 
-from .optimizers import prepared
+from .optimizer_state import OptimizerState
 from .repairs import repaired
 from .sharded_state import Held
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from .engine import MegatronEngine
 
 _ABOUT = "slapo.json"
-_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def save(engine: MegatronEngine, path: str | PathLike[str]) -> None:
@@ -34,20 +34,27 @@ def save(engine: MegatronEngine, path: str | PathLike[str]) -> None:
     folder, program = Path(path), engine.program
     held = Held(program)
 
+    state: dict[str, Any] = {"model": held.sharded(held.tensors), "common": _common(engine)}
+
     def begin() -> None:
+        if engine.optimizer is not None:
+            OptimizerState(engine, held).check()
         folder.mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
             (folder / _ABOUT).unlink(missing_ok=True)
 
     def write() -> None:
+        if engine.optimizer is not None:
+            state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
         with repaired():
-            dist_checkpointing.save(_state(engine, held, _has_stepped(engine), is_loading=False), str(folder))
+            dist_checkpointing.save(state, str(folder))
         torch.save(random_state.packed(), _random_file(folder))
 
     def finish() -> None:
         if dist.get_rank() == 0:
             (folder / _ABOUT).write_text(json.dumps(_about(engine, held)))
 
+    compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
     for action in (begin, write, finish):
         on_all(action, program)
 
@@ -74,50 +81,46 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
             found["random"] = torch.load(_random_file(folder), weights_only=True)
             random_state.check(found["random"])
 
-    def read_weights() -> None:
+    def read() -> None:
         fresh = {key: torch.empty_like(tensor) for key, tensor in held.tensors.items()}
+        state: dict[str, Any] = {"model": held.sharded(fresh)}
+        if engine.optimizer is not None:
+            state["optimizer"], found["take"] = OptimizerState(engine, held).sharded(found["has_stepped"], is_loading=True)
         with repaired():
-            found["weights"] = dist_checkpointing.load({"model": held.sharded(fresh)}, str(folder))["model"]
+            found["state"] = dist_checkpointing.load(state, str(folder))
 
-    def read_rest() -> None:
-        if engine.optimizer is not None and not found["has_stepped"]:
-            engine.optimizer.optimizer.state.clear()
+    def put() -> None:
+        state = found["state"]
         with torch.no_grad():
             for key, tensor in held.tensors.items():
-                tensor.copy_(found["weights"][key])
-        with repaired():
-            rest = _state(engine, held, found["has_stepped"], is_loading=True)
-            del rest["model"]
-            loaded = dist_checkpointing.load(rest, str(folder))
-            if engine.optimizer is not None and found["has_stepped"]:
-                engine.optimizer.load_state_dict(loaded["optimizer"])
-            elif engine.optimizer is not None:
-                engine.optimizer.reload_model_params()
+                tensor.copy_(state["model"][key])
+        if (inner := _inner(engine)) is not None:
+            if not found["has_stepped"]:
+                inner.state.clear()
+            found["take"](state["optimizer"])
+            for group, saved in zip(inner.param_groups, state["common"]["groups"], strict=True):
+                group.update(saved)
         if engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(loaded["rate"])
+            engine.lr_scheduler.load_state_dict(state["common"]["rate"])
         if "random" in found:
             random_state.put(found["random"])
+        engine.has_stepped = found["has_stepped"]
 
-    for action in (check, read_weights):
-        on_all(action, program)
-    with reading():
-        on_all(read_rest, program)
-
-
-def _state(engine: MegatronEngine, held: Held, has_stepped: bool, is_loading: bool) -> dict[str, Any]:
-    """Everything of a checkpoint, as Megatron wants it. Collective."""
-    state: dict[str, Any] = {"model": held.sharded(held.tensors)}
-    if engine.optimizer is not None and has_stepped:
-        if is_loading:
-            prepared(engine.optimizer.optimizer)
-        state["optimizer"] = engine.optimizer.sharded_state_dict(state["model"], is_loading, metadata=_RESHARDABLE)
-    if engine.lr_scheduler is not None:
-        state["rate"] = engine.lr_scheduler.state_dict()
-    return state
+    on_all(check, program)
+    with reading():  # the optimizer's state is made in it
+        for action in (read, put):
+            on_all(action, program)
 
 
-def _has_stepped(engine: MegatronEngine) -> bool:
-    return engine.optimizer is not None and bool(engine.optimizer.optimizer.state)
+def _inner(engine: MegatronEngine) -> Any:
+    return None if engine.optimizer is None else engine.optimizer.optimizer
+
+
+def _common(engine: MegatronEngine) -> dict[str, Any]:
+    """What Megatron writes of the first rank alone: options of the optimizer's groups, and the learning rate's schedule."""
+    inner, rate = _inner(engine), engine.lr_scheduler
+    groups = [] if inner is None else [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
+    return {"groups": groups, "rate": None if rate is None else rate.state_dict()}
 
 
 def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
@@ -125,19 +128,17 @@ def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
     kind = None if optimizer is None else type(optimizer.optimizer).__name__
     return {
         "precision": engine.options.precision,
-        "distributed_optimizer": engine.options.distributed_optimizer,
         "optimizer": kind,
         "lr_scheduler": None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__,
         "groups": 0 if optimizer is None else len(optimizer.param_groups),
         "shapes": held.shapes,
         "layout": _layout(engine),
-        "has_stepped": _has_stepped(engine),
+        "has_stepped": engine.has_stepped,
     }
 
 
 _WORDS = {
     "precision": "precision",
-    "distributed_optimizer": "distributed_optimizer",
     "optimizer": "the optimizer",
     "lr_scheduler": "the learning rate's schedule",
     "groups": "the number of the optimizer's groups",

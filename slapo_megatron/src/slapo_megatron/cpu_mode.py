@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
-
-from .starting import without_warnings
+from slapo_training.quiet import without_warnings
 
 _CPU = torch.device("cpu")
 
@@ -28,7 +27,7 @@ def cpu_mode() -> Iterator[None]:
     """Let Megatron-Core run on this process's CPU inside; may be entered again within itself.
 
     Limits: its random states are those of the CPU, so that dropout which Megatron draws by itself differs from that on a GPU;
-    streams and events are done at once, so that nothing overlaps.
+    there are no streams.
 
     Raises:
         BuildError: there is a CUDA device.
@@ -87,28 +86,6 @@ class _NoCuda(TorchFunctionMode):
         return func(*args, **given)
 
 
-class _Done:
-    """A stream or an event of which everything is done."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Done()
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
 def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Owner, name and what stands in for it: CUDA's functions, and the two of Megatron's that go past them."""
     with without_warnings():
@@ -132,11 +109,6 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         "get_rng_state": state,
         "set_rng_state": put,
         "manual_seed": seed,
-        "Stream": _Done,
-        "Event": _Done,
-        "stream": lambda stream: nullcontext(),
-        "current_stream": _Done,
-        "default_stream": _Done,
     }
     yield from ((torch.cuda, name, stand_in) for name, stand_in in of_cuda.items())
     yield megatron_random, "_get_cuda_rng_state", state
@@ -144,24 +116,10 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _for_megatron(original: Any, stand_in: Callable[..., Any]) -> Any:
-    if isinstance(original, type):
-        return _class_for_megatron(original, stand_in)
-
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return (stand_in if _is_megatron(sys._getframe(1)) else original)(*args, **kwargs)
 
     return chosen
-
-
-def _class_for_megatron(original: type, stand_in: Callable[..., Any]) -> type:
-    """A class that stays one for ``isinstance`` and as a base."""
-
-    class Chosen(original):  # type: ignore[misc]
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            return (stand_in if _is_megatron(sys._getframe(1)) else original)(*args, **kwargs)
-
-    Chosen.__name__, Chosen.__qualname__ = original.__name__, original.__qualname__
-    return Chosen
 
 
 def _is_megatron(frame: Any) -> bool:

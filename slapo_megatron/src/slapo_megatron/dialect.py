@@ -7,15 +7,15 @@ from typing import Any, ClassVar
 import torch
 
 from slapo_core.engine import Engine
-from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
-from slapo_training.engine_dialect import ALL_RANKS, NO_PLATEAU, EngineDialect, Limit
+from slapo_training.engine_dialect import ALL_RANKS, NO_PLATEAU, EngineDialect, Limit, holds_copies
 
 from .engine import MegatronEngine
 from .log_parser import MegatronLog
-from .optimizers import is_adam
+from .optimizers import is_shared_out
 from .options import MegatronOptions
 from .pipeline import RunningStage
+from .starting import device_of
 
 
 def _chunks(program: Program) -> int:
@@ -36,9 +36,21 @@ def _interleaves_batched(program: Program, options: MegatronOptions) -> bool:
     return _chunks(program) > 1 and (given["batch_p2p_comm"] or not given["overlap_p2p_comm"])
 
 
-def _holds_copies(program: Program) -> bool:
-    specs = [shard_spec(parameter) for parameter in program.module.parameters()]
-    return any(spec is not None and sum(spec.sizes) > spec.full_shape[spec.dim] for spec in specs)
+def _odd_type(program: Program, options: MegatronOptions) -> str:
+    kinds = (torch.float32, torch.bfloat16) if options.precision == "bf16" else (torch.float32,)
+    named = program.module.named_parameters()
+    return next((f"{name} is {parameter.dtype}" for name, parameter in named if parameter.dtype not in kinds), "")
+
+
+def _is_on_cpu_beside_cuda(program: Program, options: MegatronOptions) -> bool:
+    return device_of(program) == "cpu" and torch.cuda.is_available()
+
+
+def _shares_out_another(program: Program, options: MegatronOptions) -> bool:
+    given, named = options.optimizer, options.section("optimizer").get("optimizer", "adam")
+    return options.distributed_optimizer and (
+        named != "adam" or (isinstance(given, torch.optim.Optimizer) and not is_shared_out(given))
+    )
 
 
 class MegatronDialect(EngineDialect):
@@ -68,6 +80,11 @@ class MegatronDialect(EngineDialect):
             _interleaves_batched,
         ),
         Limit(
+            "overlap_p2p_comm without interleaved stages",
+            "leave it out of config['transformer'], or cut several stages for each rank",
+            lambda program, options: _chunks(program) == 1 and bool(options.section("transformer").get("overlap_p2p_comm")),
+        ),
+        Limit(
             "interleaved stages with a number of micro-batches that the ranks along pp do not divide",
             "give microbatches= as a multiple of these ranks, or cut one stage for each rank",
             lambda program, options: _chunks(program) > 1 and options.microbatches % program.axis_size("pp") != 0,
@@ -75,7 +92,7 @@ class MegatronDialect(EngineDialect):
         Limit(
             "clipping where several ranks hold the same part of a parameter, as of shared key and value heads",
             "its norm would count them several times; use clip=0, or target='torch'",
-            lambda program, options: options.clip > 0 and _holds_copies(program),
+            lambda program, options: options.clip > 0 and holds_copies(program),
         ),
         Limit(
             "a rank with nothing to train",
@@ -91,11 +108,17 @@ class MegatronDialect(EngineDialect):
         Limit(
             "the distributed optimizer with another optimizer than Adam or AdamW",
             "give one of these, or leave distributed_optimizer out",
-            lambda program, options: (
-                options.distributed_optimizer
-                and isinstance(options.optimizer, torch.optim.Optimizer)
-                and not is_adam(options.optimizer)
-            ),
+            _shares_out_another,
+        ),
+        Limit(
+            "parameters of another type than float32, or with bf16 bfloat16",
+            "turn the model into float32, or use target='torch'",
+            _odd_type,
+        ),
+        Limit(
+            "training on a CPU where there is CUDA",
+            "make the mesh of 'cuda', or hide the devices with CUDA_VISIBLE_DEVICES=",
+            _is_on_cpu_beside_cuda,
         ),
     )
 

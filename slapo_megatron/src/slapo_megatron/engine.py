@@ -7,26 +7,28 @@ from os import PathLike
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from slapo_core.agreement import all_reduce, compare
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
+from slapo_training.engine_dialect import holds_copies
 from slapo_training.means import Counted
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.other_stages import release_others
+from slapo_training.quiet import without_warnings
+from slapo_training.same_start import check_same_start
 from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 
 from . import checkpoint
 from .cpu_mode import mode_of
-from .optimizers import is_adam, megatrons, optimizer_config, wrapped
+from .optimizers import is_shared_out, megatrons, optimizer_config, wrapped
 from .options import MegatronOptions
 from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
-from .starting import ParallelState, config_of, without_warnings
+from .starting import ParallelState, config_of, device_of
 
 
 class MegatronEngine(BatchEngine):
@@ -40,6 +42,7 @@ class MegatronEngine(BatchEngine):
         optimizer: Megatron's, around the one given; None where there is none.
         lr_scheduler: The schedule of its learning rate, or None.
         options: What it was built with.
+        has_stepped: Whether the optimizer has, here or before the checkpoint that was loaded.
         config: Megatron's ``TransformerConfig``.
         groups: Megatron's ``ProcessGroupCollection``.
     """
@@ -49,39 +52,44 @@ class MegatronEngine(BatchEngine):
     def __init__(self, program: Program, options: MegatronOptions) -> None:
         super().__init__(program, options, options.microbatches, options.dtype, options.trains)
         self.options = options
-        self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
+        self._device_type = device_of(program)
+        self.has_stepped = False
         compare(options.agreed(), program.mesh)
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
         self._state = ParallelState(program, len(own), options.timeout_minutes)
         self.groups = self._state.groups
         try:
+            chunks = nn.ModuleList(program.stages[index].module for index in own)
+            self.module = chunks[0] if len(own) == 1 else chunks
+            check_same_start(program, _named(chunks))
+            optimizer, self.lr_scheduler = made_on_all(options, program, chunks, self._fit)
             with self._mode(), without_warnings():
-                self._make(program, own)
+                self._make(program, own, chunks, optimizer)
         except BaseException:
             self._state.close()  # a next engine would take it for the user's
             raise
 
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the type of the weights, where it is an ordinary number."""
+        return tensor.to(self.options.dtype) if tensor.dtype is torch.float32 else tensor
+
     def _mode(self) -> AbstractContextManager[None]:
         return mode_of(self._device_type)
 
-    def _make(self, program: Program, own: list[int]) -> None:
+    def _make(self, program: Program, own: list[int], chunks: nn.ModuleList, optimizer: torch.optim.Optimizer | None) -> None:
         import megatron.core.transformer.multi_token_prediction  # noqa: F401  # else within the first step, with warnings
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
         pp, options = program.axis_size("pp"), self.options
-        chunks = nn.ModuleList(program.stages[index].module for index in own)
-        self.module = chunks[0] if len(own) == 1 else chunks
         self._modes = Modes(program.module)
         mark_shards(chunks)
         optimizer_settings = optimizer_config(options)
         self.config = self._transformer_config(program, len(own))
-        optimizer, self.lr_scheduler = made_on_all(options, program, chunks, self._fit)
-        chunks.to(options.dtype)
+        chunks._apply(self._cast)  # type: ignore[no-untyped-call]
         self._ties = Ties(program, self._state)
-        self._broadcast(chunks)
         if len(program.stages) > 1:
-            release_others(program, chunks, options.dtype)
+            release_others(program, chunks, self._cast)
         self._stages: list[RunningStage] = []
         for index in own:
             self._stages.append(RunningStage(program, index, options.loss_fn, self.config, self._stages))
@@ -96,8 +104,9 @@ class MegatronEngine(BatchEngine):
             self.optimizer = megatrons(optimizer_settings, self.model, self.groups) if options.trains else None
         self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)
         self._sender = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
-        named = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
+        named = _named(chunks)
         self._gradients, self._unused = WholeGradients(program, named), Unused(program, named, options.target)
+        self._trained = {name: (parameter, parameter.requires_grad) for name, parameter in named.items()}
         self._plan: tuple[Program, Borders] | None = None
 
     @property
@@ -129,19 +138,14 @@ class MegatronEngine(BatchEngine):
         )
 
     def _fit(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse what the distributed optimizer does not take, as only a rank's own optimizer may show it."""
-        if self.options.distributed_optimizer and not is_adam(optimizer):
+        """Leave out what is frozen; refuse what the distributed optimizer does not take, as a rank's own may show alone."""
+        if self.options.distributed_optimizer and not is_shared_out(optimizer):
             raise BuildError(
-                "target 'megatron' cannot do the distributed optimizer with another optimizer than Adam or AdamW; give one of "
-                "these, or leave distributed_optimizer out"
+                "target 'megatron' cannot do the distributed optimizer with another optimizer than Adam or AdamW; give "
+                "one of these, or leave distributed_optimizer out"
             )
-
-    def _broadcast(self, chunks: nn.ModuleList) -> None:
-        """Replicas start from the first one's numbers; Megatron takes it for granted that they are equal."""
-        if self.groups.dp.size() > 1:
-            source = dist.get_global_rank(self.groups.dp, 0)
-            for tensor in [*chunks.parameters(), *chunks.buffers()]:
-                dist.broadcast(tensor.data, source, group=self.groups.dp)
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
 
     def _replicated(self, stage: RunningStage, number: int) -> Any:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -169,7 +173,7 @@ class MegatronEngine(BatchEngine):
 
     def close(self) -> None:
         """Give back Megatron's groups, where they were made for this engine; it trains no more."""
-        self.model = []
+        self._is_closed = True
         self._state.close()
 
     # ---- one step
@@ -187,7 +191,8 @@ class MegatronEngine(BatchEngine):
                 loss = self._scheduled(batch, training=True)
             with without_warnings():
                 _, norm, _ = self.optimizer.step()
-        self.grad_norm = None if norm is None else float(norm)
+        self.has_stepped = True
+        self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         return loss
@@ -227,6 +232,14 @@ class MegatronEngine(BatchEngine):
         # each replica's last stage has it, once on every tensor-parallel rank
         return all_reduce(mean, self.program.mesh) / (self.program.axis_size("dp") * self.program.axis_size("tp"))
 
+    def _check_model(self) -> None:
+        for name, (parameter, is_trained) in self._trained.items():
+            if parameter.requires_grad != is_trained:
+                what = "frozen" if is_trained else "unfrozen"
+                raise BuildError(
+                    f"{name!r} was {what} after build, which Megatron's optimizer does not see; build another engine"
+                )
+
     def _begin(self, batch: MicroBatches, training: bool) -> None:
         """Make the stages ready for micro-batches like these."""
         program = self.program
@@ -234,7 +247,7 @@ class MegatronEngine(BatchEngine):
             assert program.replan is not None
             program = program.replan(training, batch.parts[0])  # the same one, unless the model has changed
         if self._plan is None or self._plan[0] is not program:
-            self._plan = program, borders(program, self.options.dtype)
+            self._plan = program, borders(program, self.options.dtype, self.device)
             self.config.pipeline_dtype, self.config.hidden_size = self._plan[1].dtype, self._plan[1].size
         for stage in self._stages:
             stage.begin(program, self._plan[1], batch.weights)
@@ -246,6 +259,11 @@ class MegatronEngine(BatchEngine):
         with without_warnings():
             finalize_model_grads(model, num_tokens, **given)
         self._ties.reduce()
+
+
+def _named(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
+    """The parameters of this rank's stages by their names in the model."""
+    return {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
 
 
 def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from slapo_core.parameters import ShardSpec, shard_spec
+from slapo_training.quiet import without_warnings
 
 from .layers_classes import layer_classes
-from .starting import without_warnings
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
 

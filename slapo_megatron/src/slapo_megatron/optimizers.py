@@ -10,9 +10,6 @@ import torch
 from .options import MegatronOptions
 from .starting import config_of
 
-_UNBOUNDED = 1e9
-"""A largest norm that clips nothing; of 0 Megatron computes no norm either."""
-
 
 def optimizer_config(options: MegatronOptions) -> Any:
     """Megatron's ``OptimizerConfig``."""
@@ -20,7 +17,10 @@ def optimizer_config(options: MegatronOptions) -> Any:
 
     given = options.section("optimizer")
     precision = {"bf16": options.precision == "bf16", "params_dtype": options.dtype}
-    given |= {"use_distributed_optimizer": options.distributed_optimizer, "clip_grad": float(options.clip) or _UNBOUNDED}
+    given |= {
+        "use_distributed_optimizer": options.distributed_optimizer,
+        "clip_grad": float(options.clip) or float("inf"),
+    }  # of 0 it computes no norm
     return config_of(OptimizerConfig, {**given, **precision})
 
 
@@ -28,7 +28,9 @@ def megatrons(config: Any, chunks: Sequence[Any], groups: Any) -> Any:
     """Megatron's own optimizer, as its configuration says."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
+    made = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=groups)
+    several = getattr(made, "chained_optimizers", [])
+    return several[0] if len(several) == 1 else made
 
 
 def wrapped(optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any], groups: Any) -> Any:
@@ -43,9 +45,8 @@ def wrapped(optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any]
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-    for index, group in enumerate(optimizer.param_groups):
-        # Megatron finds a group in a checkpoint by these, so all of them together have to differ
-        group.update(is_expert_parallel=False, wd_mult=1.0, lr_mult=1.0, is_decoupled_lr=index)
+    for group in optimizer.param_groups:
+        group.update(is_expert_parallel=False, wd_mult=1.0, lr_mult=1.0, is_decoupled_lr=False)  # which Megatron looks for
     if config.use_distributed_optimizer:
         made = DistributedOptimizer(
             optimizer,
@@ -68,7 +69,7 @@ def wrapped(optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any]
     return made
 
 
-def is_adam(optimizer: Any) -> bool:
+def is_shared_out(optimizer: torch.optim.Optimizer) -> bool:
     """Whether Megatron's distributed optimizer takes it."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 

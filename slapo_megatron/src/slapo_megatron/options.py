@@ -16,35 +16,36 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECTIONS = ("transformer", "ddp", "optimizer")
 """Of ``config``: keyword arguments of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig."""
 
-_OURS = {
-    "transformer": {
-        "tensor_model_parallel_size": "the mesh's axis tp",
-        "pipeline_model_parallel_size": "the mesh's axis pp",
-        "virtual_pipeline_model_parallel_size": "the number of stages",
-        "params_dtype": "precision=",
-        "pipeline_dtype": "what crosses between stages",
-        "bf16": "precision=",
-        "fp16": "precision=",
-        "sequence_parallel": "tensor_parallel(sequence_parallel=True) of the schedule",
-        "variable_seq_lengths": "the shapes of the batch",
-        "context_parallel_size": "the mesh, which has no such axis",
-        "expert_model_parallel_size": "the mesh, which has no such axis",
-        "finalize_model_grads_func": "the engine",
-        "grad_scale_func": "the engine",
-        "no_sync_func": "the engine",
-        "grad_sync_func": "the engine",
-        "param_sync_func": "the engine",
-    },
-    "ddp": {"use_distributed_optimizer": "distributed_optimizer="},
-    "optimizer": {
-        "use_distributed_optimizer": "distributed_optimizer=",
-        "clip_grad": "clip=",
-        "bf16": "precision=",
-        "fp16": "precision=",
-        "params_dtype": "precision=",
-    },
+TAKEN = {
+    "transformer": (
+        "overlap_p2p_comm",
+        "batch_p2p_comm",
+        "batch_p2p_sync",
+        "overlap_p2p_comm_warmup_flush",
+        "microbatch_group_size_per_vp_stage",
+        "deallocate_pipeline_outputs",
+    ),
+    "ddp": (
+        "grad_reduce_in_fp32",
+        "overlap_grad_reduce",
+        "check_for_nan_in_grad",
+        "check_for_large_grads",
+        "bucket_size",
+        "pad_buckets_for_high_nccl_busbw",
+        "average_in_collective",
+    ),
+    "optimizer": (
+        "optimizer",
+        "lr",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+        "decoupled_weight_decay",
+        "sgd_momentum",
+    ),
 }
-"""What ``config`` may not say, and what says it."""
+"""What each section may say; all else follows from the schedule and the other options, or describes a model of Megatron's."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class MegatronOptions(CommonOptions):
     Args:
         distributed_optimizer: Share out the optimizer's state, and with bf16 the fp32 weights, over the replicas.
         config: Megatron's own configurations, ``{"transformer": {...}, "ddp": {...}, "optimizer": {...}}``, each the keyword
-            arguments of its ``TransformerConfig``, ``DistributedDataParallelConfig`` or ``OptimizerConfig``, which checks them.
-            With ``"optimizer"`` that names one and without ``optimizer=``, the optimizer is Megatron's own.
+            arguments of its ``TransformerConfig``, ``DistributedDataParallelConfig`` or ``OptimizerConfig`` that are in
+            ``TAKEN``. With ``"optimizer"`` that names one and without ``optimizer=``, the optimizer is Megatron's own.
         timeout_minutes: How long a process group that Megatron makes waits for its other ranks.
     """
 
@@ -79,10 +80,19 @@ class MegatronOptions(CommonOptions):
                 raise BuildError(str(UnknownNameError.of("section of config of target 'megatron'", str(name), SECTIONS)))
         for name in SECTIONS:
             for key in self.section(name):
-                if key in _OURS[name]:
-                    raise BuildError(f"{key} in config[{name!r}] is told by {_OURS[name][key]}; leave it out")
-        if self.optimizer is not None and "optimizer" in self.section("optimizer"):
-            raise BuildError("optimizer= and the optimizer in config['optimizer'] are two; give one of them")
+                if key not in TAKEN[name]:
+                    raise BuildError(
+                        f"{UnknownNameError.of(f'key of config[{name!r}] of target', key, TAKEN[name])}; the schedule and the "
+                        "other options say all else"
+                    )
+        if self.optimizer is not None and self.section("optimizer"):
+            raise BuildError("optimizer= and config['optimizer'] are two optimizers; give one of them")
+        own = self.section("optimizer")
+        if own and (own.get("optimizer") not in ("adam", "sgd") or not isinstance(own.get("lr"), (int, float))):
+            raise BuildError(
+                "config['optimizer'] is no optimizer of Megatron's; give it 'optimizer': 'adam' or 'sgd', and 'lr', or give "
+                "optimizer="
+            )
 
     @property
     def trains(self) -> bool:

@@ -16,7 +16,7 @@ from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, LossFn, check_has_gradient
 from slapo_training.means import Counted
 
-from .carrier import Layout, Watched, carrier_dtype, reached
+from .carrier import Layout, carrier_dtype, reached
 from .starting import ParallelState
 
 
@@ -34,10 +34,10 @@ class Borders(NamedTuple):
     size: int
 
 
-def borders(program: Program, weights: torch.dtype) -> Borders:
+def borders(program: Program, weights: torch.dtype, device: torch.device) -> Borders:
     """Those of a plan; the same on every rank."""
     dtype = carrier_dtype([boundary for stage in program.stages for boundary in stage.inputs], weights)
-    layouts = tuple(Layout(stage.inputs, dtype, stage.index - 1) for stage in program.stages)
+    layouts = tuple(Layout(stage.inputs, dtype, stage.index - 1, device) for stage in program.stages)
     return Borders(dtype, layouts, max(layout.size for layout in layouts))
 
 
@@ -72,7 +72,6 @@ class RunningStage(nn.Module):
         self._names: tuple[str, ...] | None = None
         self._weights: LabelWeights | None = None
         self._received: torch.Tensor | None = None
-        self._flow = Watched()
         self.counted: list[Counted | None] = []
 
     def begin(self, program: Program, borders: Borders, weights: LabelWeights | None) -> None:
@@ -85,8 +84,6 @@ class RunningStage(nn.Module):
         """
         stage = program.stages[self._index]
         self._modules["stage"] = stage.module
-        if borders is not self._borders:
-            self._flow = Watched()
         self._borders, self._weights, self.counted = borders, weights, []
         self._names = stage.batch_inputs if len(program.stages) > 1 else None
 
@@ -120,7 +117,7 @@ class RunningStage(nn.Module):
         if self._index:
             assert self._borders is not None
             assert self._received is not None
-            values = self._borders.layouts[self._index].unpack(self._flow(self._received))
+            values = self._borders.layouts[self._index].unpack(self._received)
         if not self.post_process:
             return self.stage(*values, **batch)
         loss, counted = self._loss_of(lambda: self.stage(*values, **batch), labels)
@@ -131,18 +128,17 @@ class RunningStage(nn.Module):
     def sent(self, output: Any) -> torch.Tensor:
         """What Megatron gets of ``forward``'s result: one tensor, whose backward reaches what this stage received."""
         one: torch.Tensor = output if self.post_process else self._packed(output)
-        if self._index and torch.is_grad_enabled() and not self._flow.is_seen:
+        if self._index and torch.is_grad_enabled():
             assert self._received is not None
             one = reached(one, self._received)
-        return one.clone() if self.post_process else one  # a loss of its own: Megatron divides it in place
+        # Megatron divides a loss in place, and may free what it has sent
+        is_changed = self.post_process or self.config.deallocate_pipeline_outputs
+        return one.clone() if is_changed else one
 
     def _packed(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         assert self._borders is not None
         layout = self._borders.layouts[self._index + 1]
-        carrier = layout.pack(values, layout.size if self._is_alone else self._borders.size)
-        if self.config.deallocate_pipeline_outputs and carrier._is_view():
-            return carrier.clone()  # its memory is freed when it is sent
-        return carrier
+        return layout.pack(values, layout.size if self._is_alone else self._borders.size)
 
 
 class Ties:

@@ -39,11 +39,26 @@ class Held:
                     self.tensors[key] = tensor
         self._copy = {key: sorted(places[key]).index(own) for key in self.tensors}
 
-    def sharded(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """These tensors, each in the place of one that is held, for Megatron."""
-        return {key: self._one(key, tensor) for key, tensor in tensors.items()}
+    def sharded(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
+        """These tensors, each in the place of one that is held, for Megatron.
 
-    def _one(self, key: str, tensor: torch.Tensor) -> Any:
+        Args:
+            tensors: By the keys of those held.
+            prefix: Of the names in the checkpoint.
+        """
+        return {key: self._one(key, tensor, prefix) for key, tensor in tensors.items()}
+
+    def alike(self, numbers: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+        """Tensors that are the same on all ranks that hold something of these keys."""
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        axes = self._program.axis_rank("tp"), self._program.axis_rank("dp")
+        return {
+            key: ShardedTensor.from_rank_offsets(prefix + key, number, replica_id=(self._copy[key], *axes))
+            for key, number in numbers.items()
+        }
+
+    def _one(self, key: str, tensor: torch.Tensor, prefix: str) -> Any:
         from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
         held = self.tensors[key]
@@ -56,7 +71,7 @@ class Held:
         def put_together(parts: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat(parts, spec.dim) if spec is not None else parts[0].view(held.shape)
 
-        return ShardedTensorFactory(key, tensor, taken_apart, put_together, copies)
+        return ShardedTensorFactory(prefix + key, tensor, taken_apart, put_together, copies)
 
 
 def _parts(key: str, tensor: torch.Tensor, spec: ShardSpec | None, copies: tuple[int, int, int]) -> Iterator[Any]:

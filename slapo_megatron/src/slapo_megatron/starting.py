@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +9,8 @@ import torch.distributed as dist
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training.meeting import on_all
+from slapo_training.own_world import OwnWorld
+from slapo_training.quiet import without_warnings
 
 _AXES = {"tp": "get_tensor_model_parallel_group", "pp": "get_pipeline_model_parallel_group", "dp": "get_data_parallel_group"}
 
@@ -32,16 +31,18 @@ class ParallelState:
         BuildError: it was set up for another layout.
     """
 
+    _users = 0
+
     def __init__(self, program: Program, chunks: int, timeout_minutes: int) -> None:
-        self._makes_world = not dist.is_initialized()
-        if self._makes_world:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        self._world = OwnWorld()
         with without_warnings():
             from megatron.core import parallel_state
             from megatron.core.process_groups_config import ProcessGroupCollection
         self._state = parallel_state
-        self.is_ours = not parallel_state.model_parallel_is_initialized()
-        if self.is_ours:
+        is_new = not parallel_state.model_parallel_is_initialized()
+        ParallelState._users = 0 if is_new else ParallelState._users
+        self.is_ours = is_new or ParallelState._users > 0
+        if is_new:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=program.axis_size("tp"),
                 pipeline_model_parallel_size=program.axis_size("pp"),
@@ -51,6 +52,7 @@ class ParallelState:
             )
         else:
             on_all(lambda: self._check(program, chunks), program)
+        ParallelState._users += self.is_ours
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
 
     def _check(self, program: Program, chunks: int) -> None:
@@ -66,6 +68,8 @@ class ParallelState:
                 raise BuildError(
                     f"megatron's parallel_state is set up with {size} ranks for {name}_parallel, which no schedule has; use 1"
                 )
+        if dist.get_world_size(self._state.get_intra_distributed_optimizer_instance_group()) != dist.get_world_size():
+            raise BuildError("megatron's parallel_state has several instances of the distributed optimizer; use one")
         virtual = self._state.get_virtual_pipeline_model_parallel_world_size() or 1
         if chunks > 1 and virtual != chunks:
             raise BuildError(
@@ -74,19 +78,21 @@ class ParallelState:
             )
 
     def close(self) -> None:
-        """Destroy what was made here; collective."""
+        """Let Megatron forget what was made here, with the last engine of this process that uses it. Collective."""
         if self.is_ours:
-            self._state.destroy_model_parallel()
-        if self._makes_world and dist.is_initialized():
+            self.is_ours = False
+            ParallelState._users -= 1
+            if ParallelState._users == 0:
+                self._state.destroy_model_parallel()
+        if self._world.leave():
             dist.destroy_process_group()
 
 
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Leave out what Megatron's own code warns of, which its authors have to mend; no code of the user's runs inside."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def device_of(program: Program) -> str:
+    """Type of the device that a program runs on: the mesh's, or without one that of its parameters."""
+    if program.mesh is not None:
+        return program.mesh.device_type
+    return next((parameter.device.type for parameter in program.module.parameters()), "cpu")
 
 
 def config_of(kind: Any, given: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from slapo_core.parameters import is_part, successor
 from slapo_core.program import Program
 from slapo_core.whole_gradients import compare_gradients
 from slapo_training.batches import fingerprint
+from slapo_training.same_start import different
 
 from .gradients import average_gradients, by_ranks, sum_gradients
 from .replica_spec import as_replicas_see, in_replica, replica_spec
@@ -134,7 +135,7 @@ class Holdings:
             )
         if axis == "dp":  # of what is sharded over replicas each has other rows
             named = {name: parameter for name, parameter in named.items() if replica_spec(parameter) is None}
-        wrong = _different(list(named.values()), group, mesh.device_type) if named else []
+        wrong = different(list(named.values()), group, mesh.device_type) if named else []
         if not wrong:
             return None
         return BuildError(f"the {ranks} start from different values of {list(named)[wrong[0]]!r}; seed all ranks alike")
@@ -144,7 +145,7 @@ class Holdings:
         if mesh is None or len(self._program.stages) == 1 or not ties:
             return None
         held = {tie.names: parameter for _, tie, parameter in self._mine}
-        wrong = _different([held.get(tie.names) for tie in ties], mesh["pp"].get_group(), mesh.device_type)
+        wrong = different([held.get(tie.names) for tie in ties], mesh["pp"].get_group(), mesh.device_type)
         if not wrong:
             return None
         tie = ties[wrong[0]]
@@ -181,28 +182,3 @@ class Holdings:
 
 def _is_sparse(parameter: nn.Parameter) -> bool:
     return parameter.grad is not None and parameter.grad.layout != torch.strided
-
-
-def _different(parameters: Sequence[nn.Parameter | None], group: dist.ProcessGroup, device: str) -> list[int]:
-    """Indices of the parameters that are not the same on all ranks of a group that hold them. Collective."""
-    absent = torch.full((3,), -torch.inf, dtype=torch.float64, device=device)
-    marks = [None if parameter is None else _marks(parameter) for parameter in parameters]
-    high = torch.stack([absent if mark is None else mark for mark in marks])
-    low = torch.stack([absent if mark is None else -mark for mark in marks])
-    largest = torch.stack([high, low])
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return [index for index, same in enumerate((largest[0] == -largest[1]).all(1).tolist()) if not same]
-
-
-def _marks(parameter: nn.Parameter) -> torch.Tensor:
-    """Three numbers that differ where values or requires_grad do."""
-    values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-    if not values.is_floating_point() or values.element_size() == 1:
-        values = values.double()  # norms of these types are not to be had
-    return torch.stack(
-        [
-            values.sum(dtype=torch.float64),
-            torch.linalg.vector_norm(values, dtype=torch.float64),
-            torch.tensor(parameter.requires_grad, dtype=torch.float64, device=values.device),
-        ]
-    )

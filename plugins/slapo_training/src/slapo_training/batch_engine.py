@@ -58,7 +58,7 @@ class BatchEngine(Engine):
     def __init__(self, program: Program, options: CommonOptions, parts: int, dtype: torch.dtype, trains: bool) -> None:
         self.program, self._common, self._number, self._dtype, self._trains = program, options, parts, dtype, trains
         self._kind: int | None = None
-        self._is_broken = self._is_half_read = False
+        self._is_broken = self._is_half_read = self._is_closed = False
         self.grad_norm: float | None = None
 
     @property
@@ -109,6 +109,8 @@ class BatchEngine(Engine):
         self._is_half_read = False
 
     def _check_weights(self) -> None:
+        if self._is_closed:
+            raise BuildError("this engine is closed; build another one")
         if self._is_half_read:
             raise BuildError("a checkpoint was not read to its end, and this engine's weights may have changed; load another")
 
@@ -116,6 +118,8 @@ class BatchEngine(Engine):
         """The micro-batches, their labels for a loss function, and what each weighs. Collective."""
 
         def cut() -> Cut:
+            if training:
+                self._check_model()
             parts = split(batch, self._number)
             check_labels(batch, self.program.module, self._common.loss_fn)
             counts = labels_of(parts, self._common.ignored_label)
@@ -129,6 +133,9 @@ class BatchEngine(Engine):
             self._kind = self._told(parts, labels, weights)
         weights.kind = self._kind
         return MicroBatches(parts, labels, weights)
+
+    def _check_model(self) -> None:
+        """Raise ``BuildError`` for a model that has changed in a way the engine does not see; one rank alone."""
 
     def _in_precision(self, part: Batch) -> Batch:
         """A micro-batch with its floating-point tensors in the type of the weights."""

@@ -56,6 +56,11 @@ NO_PLATEAU = Limit(
 )
 
 
+def holds_copies(program: Program) -> bool:
+    """Whether several ranks hold the same part of a parameter, so that a sum over ranks counts it several times."""
+    return any(sum(spec.sizes) > spec.full_shape[spec.dim] for spec in program.shard_specs.values())
+
+
 class EngineDialect(Dialect):
     """A dialect for the engine of another project.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from slapo_core.parameters import successor
 from slapo_core.program import Program
 
 
-def release_others(program: Program, mine: Iterable[nn.Module], dtype: torch.dtype) -> None:
+def release_others(program: Program, mine: Iterable[nn.Module], cast: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Free the parameters that only other ranks use: their places get meta tensors of the same facts.
 
     They and the buffers get the type that the engine gives to those of this rank's stages, so that plans of the whole model,
@@ -21,7 +21,7 @@ def release_others(program: Program, mine: Iterable[nn.Module], dtype: torch.dty
     Args:
         program: In several stages.
         mine: This rank's stages.
-        dtype: Of floating-point numbers.
+        cast: To the type that the engine gives a tensor.
     """
     kept = {id(tensor) for module in mine for tensor in [*module.parameters(), *module.buffers()]}
     made: dict[int, Any] = {}
@@ -33,7 +33,7 @@ def release_others(program: Program, mine: Iterable[nn.Module], dtype: torch.dty
                     if tensor is None or id(tensor) in kept:
                         continue
                     if (new := made.get(id(tensor))) is None:
-                        data = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+                        data = cast(tensor.detach())
                         data = data.to("meta") if isinstance(tensor, nn.Parameter) else data
                         new = made[id(tensor)] = successor(tensor, data)
                         kept.add(id(new))

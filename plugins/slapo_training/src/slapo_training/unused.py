@@ -44,6 +44,7 @@ class Unused:
         handles = [
             parameter.register_hook(lambda gradient, name=name: note(name))  # type: ignore[no-untyped-call]
             for name, parameter in self._named.items()
+            if parameter.requires_grad
         ]
         try:
             yield

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from slapo_core.agreement import agree
+from slapo_core.agreement import agree, gather
 from slapo_core.errors import BuildError
 from slapo_core.parameters import facts, is_part
 from slapo_core.program import Program
@@ -34,6 +34,7 @@ class WholeGradients:
         self._named = named if is_sharded else {}
         self._waiting = {name for name, parameter in self._named.items() if not is_part(parameter)}
         self._steps = 0
+        self._is_done = not program.shard_specs  # the same on every rank
 
     @contextmanager
     def compared(self) -> Iterator[None]:
@@ -42,7 +43,7 @@ class WholeGradients:
         Raises:
             BuildError: on every rank; names a parameter of which each rank has a part only.
         """
-        if not self._waiting or self._steps == _STEPS:
+        if self._is_done or self._steps == _STEPS:
             yield
             return
         self._steps += 1
@@ -50,6 +51,7 @@ class WholeGradients:
         handles = [
             parameter.register_hook(_into(found, name))  # type: ignore[no-untyped-call]
             for name, parameter in self._named.items()
+            if parameter.requires_grad
         ]
         try:
             yield
@@ -60,6 +62,8 @@ class WholeGradients:
         wrong, seen = compare_gradients(named, {name: named[name] for name in sorted(self._waiting)})
         self._waiting -= seen
         agree(BuildError(wrong) if wrong else None, self._program.mesh)
+        # other stages and replicas may wait for gradients that this one has seen
+        self._is_done = not any(gather(bool(self._waiting), self._program.mesh))
 
 
 def _into(found: dict[str, torch.Tensor], name: str) -> Callable[[torch.Tensor], None]:

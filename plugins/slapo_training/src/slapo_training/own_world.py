@@ -1,0 +1,30 @@
+"""A process group of one process alone, for engines that want one."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+class OwnWorld:
+    """Makes it where there is none, and takes it away with the last engine of this process that uses it.
+
+    Attributes:
+        is_ours: Whether the group was made by one of these.
+    """
+
+    _users = 0
+
+    def __init__(self) -> None:
+        self.is_ours = not dist.is_initialized() or OwnWorld._users > 0
+        if not dist.is_initialized():
+            OwnWorld._users = 0
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        OwnWorld._users += self.is_ours
+
+    def leave(self) -> bool:
+        """This engine needs it no more; whether nobody does, and it has to be destroyed."""
+        if not self.is_ours:
+            return False
+        self.is_ours = False
+        OwnWorld._users -= 1
+        return OwnWorld._users == 0 and dist.is_initialized()

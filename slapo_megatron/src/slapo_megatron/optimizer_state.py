@@ -1,0 +1,133 @@
+"""What Megatron's optimizers keep for each parameter, whole in the shape of this rank's shard, whichever replica has it.
+
+Megatron's own way of writing it loses what is behind padding between the buckets of its distributed optimizer, and knows
+Adam alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from slapo_core.agreement import gather
+from slapo_core.errors import BuildError
+
+from .optimizers import prepared
+from .sharded_state import Held
+
+if TYPE_CHECKING:
+    from .engine import MegatronEngine
+
+MASTER = "fp32"
+"""The name under which weights are kept in the optimizer, where the model has them in bf16."""
+
+
+class _Part(NamedTuple):
+    """What this rank's optimizer has of a parameter: a tensor of it, and which of the parameter's elements it is."""
+
+    parameter: torch.Tensor
+    main: torch.Tensor | None
+    start: int
+    stop: int
+
+
+class OptimizerState:
+    """The state of an engine's optimizer by the names of parameters.
+
+    Args:
+        engine: Has an optimizer.
+        held: What its rank holds.
+
+    Raises:
+        BuildError: it keeps something else than tensors of its parameters' shapes and single numbers.
+    """
+
+    def __init__(self, engine: MegatronEngine, held: Held) -> None:
+        self._inner: torch.optim.Optimizer = engine.optimizer.optimizer
+        self._wrapper, self._held, self._groups = engine.optimizer, held, engine.groups
+        self._is_shared_out = engine.options.distributed_optimizer
+        self._has_masters = engine.options.precision == "bf16"
+        self._mesh = engine.program.mesh
+        trained = ((key, tensor) for key, tensor in held.tensors.items() if tensor.requires_grad)
+        self._parts = {key: self._part(parameter) for key, parameter in trained}
+
+    def _part(self, parameter: torch.Tensor) -> _Part:
+        if not self._is_shared_out:
+            return _Part(parameter, getattr(parameter, "main_param", parameter), 0, parameter.numel())
+        if parameter not in self._wrapper.model_param_group_index_map:
+            return _Part(parameter, None, 0, 0)
+        group, order = self._wrapper.model_param_group_index_map[parameter]
+        found = self._wrapper._get_model_param_range_map(parameter)["param"]
+        return _Part(parameter, self._inner.param_groups[group]["params"][order], found.start, found.end)
+
+    def check(self) -> None:
+        """Raise ``BuildError`` for what cannot be written."""
+        kind = type(self._inner).__name__
+        for main, state in self._inner.state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape in (main.shape, torch.Size()):
+                    continue
+                raise BuildError(
+                    f"{kind} keeps {name!r} in another shape than its parameter's, which cannot be written here; use another "
+                    "optimizer, or target='torch'"
+                )
+
+    def sharded(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
+        """What Megatron writes or reads, and what takes over what was read. Collective.
+
+        Args:
+            has_state: Whether there is a state beside the weights.
+            is_loading: Whether tensors of their own are to be read into.
+        """
+        if is_loading and has_state:
+            prepared(self._inner)
+        whole, single = self._names() if has_state else ([], [])
+        tensors = {name: self._whole(name, is_loading) for name in [*whole, *([MASTER] if self._has_masters else [])]}
+        numbers = {name: self._single(name) for name in single}
+        state: dict[str, Any] = {name: self._held.sharded(each, f"optimizer.{name}.") for name, each in tensors.items()}
+        state |= {name: self._held.alike(each, f"optimizer.{name}.") for name, each in numbers.items()}
+        return state, self._take
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        """Of what is kept for each parameter: tensors of its shape, and single numbers; the same on every rank."""
+        own = {
+            (name, value.dim() == 0 and main.dim() > 0)
+            for main, state in self._inner.state.items()
+            for name, value in state.items()
+        }
+        found = {each for names in gather(sorted(own), self._mesh) for each in names}
+        return sorted(n for n, single in found if not single), sorted(n for n, single in found if single)
+
+    def _whole(self, name: str, is_loading: bool) -> dict[str, torch.Tensor]:
+        whole = {}
+        for key, (parameter, main, start, stop) in self._parts.items():
+            full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+            if main is not None and not is_loading:
+                full[start:stop] = (main if name == MASTER else self._inner.state[main][name]).detach().reshape(-1)
+            if self._is_shared_out and not is_loading:
+                dist.all_reduce(full, group=self._groups.dp)
+            whole[key] = full.view(parameter.shape)
+        return whole
+
+    def _single(self, name: str) -> dict[str, torch.Tensor]:
+        numbers = {}
+        for key, (parameter, main, _, _) in self._parts.items():
+            own = 0.0 if main is None else float(self._inner.state[main][name])
+            numbers[key] = torch.tensor([own], dtype=torch.float64, device=parameter.device)
+            if self._is_shared_out:  # a replica without a part does not know it
+                dist.all_reduce(numbers[key], dist.ReduceOp.MAX, group=self._groups.dp)
+        return numbers
+
+    @torch.no_grad()
+    def _take(self, read: dict[str, Any]) -> None:
+        for name, each in read.items():
+            for key, value in each.items():
+                _, main, start, stop = self._parts[key]
+                if main is None:
+                    continue
+                kept = main if name == MASTER else self._inner.state[main][name]
+                own = value if kept.dim() == 0 else value.reshape(-1)[start:stop]
+                kept.copy_(own.reshape(kept.shape))
