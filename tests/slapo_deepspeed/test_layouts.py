@@ -20,7 +20,7 @@ LONG = [("llama", "dp"), ("t5", "tp")]
     ("name", "axis"),
     [
         ("gpt2", "dp"),
-        ("gpt2", "tp"),
+        pytest.param("gpt2", "tp", marks=pytest.mark.slow),
         ("llama", "tp"),
         ("t5", "dp"),
         *(pytest.param(*it, marks=pytest.mark.slow) for it in LONG),

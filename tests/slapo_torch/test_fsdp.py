@@ -34,8 +34,8 @@ FSDP = {"data_parallel": "fsdp"}
     ("layout", "per_rank", "config"),
     [
         ({"dp": 2}, 1, {"microbatches": 2, "clip": 0.1}),
-        ({"dp": 2, "tp": 2}, 1, {"microbatches": 2, "clip": 0.1}),
-        ({"pp": 2, "dp": 2}, 1, {"microbatches": 2, "clip": 0.1}),
+        pytest.param({"dp": 2, "tp": 2}, 1, {"microbatches": 2, "clip": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2}, 1, {"microbatches": 2, "clip": 0.1}, marks=pytest.mark.slow),
         ({"pp": 2, "dp": 2}, 2, {"microbatches": 4, "clip": 0.1, "pipeline_schedule": "interleaved"}),
         pytest.param({"dp": 3}, 1, {"microbatches": 1}, marks=pytest.mark.slow),
         pytest.param({"dp": 2}, 1, {"fsdp_units": []}, marks=pytest.mark.slow),

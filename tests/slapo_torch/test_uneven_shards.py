@@ -86,7 +86,7 @@ def _beside_reference(rank: int, layout: dict[str, int], path: str, kind: str = 
         {"tp": 2},
         pytest.param({"tp": 4}, marks=pytest.mark.slow),
         pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow),
-        {"pp": 2, "tp": 2},
+        pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
