@@ -97,9 +97,10 @@ def train_beside_reference(
             if engine.grad_norm is not None:
                 note(f"norm {zero}", abs(engine.grad_norm - norm))
         note(f"evaluation {zero}", abs(engine.eval_batch(**my_part(data[0], mesh)).item() - last))
-        if zero < 3 and layout.get("tp", 1) == 1:
-            own = {key: value.detach().float() for key, value in engine.module.named_parameters()}
-            note(f"weight {zero}", max(float((value - weights[key]).abs().max()) for key, value in own.items()))
+        with engine.whole_parameters():
+            for key, value in schedule.full_state().items():
+                assert value is not None
+                note(f"weight {zero}", float((value.float() - weights[key]).abs().max()))
         engine.close()
     return worst
 

@@ -237,6 +237,33 @@ def test_what_crosses_a_boundary_may_be_anything(stages: int) -> None:
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
+def offloaded(rank: int, zero: int) -> tuple[list[float], list[float]]:
+    """Losses with the optimizer's state, and with stage 3 the weights, kept in the host's memory, and those of one process."""
+    mesh, data = mesh_of(dp=2), batches(2)
+    section: dict[str, Any] = {"stage": zero, "offload_optimizer": {"device": "cpu"}}
+    if zero == 3:
+        section["offload_param"] = {"device": "cpu"}
+    config = {"zero_optimization": section, "zero_force_ds_cpu_optimizer": False}
+    engine = build(scheduled(small("gpt2"), mesh, my_part(data[0], mesh)), "deepspeed", optimizer=adamw, config=config)
+    found = [engine.train_batch(**my_part(batch, mesh)).item() for batch in data]
+    engine.close()
+    reference, expected = small("gpt2"), []
+    optimizer = adamw(reference.parameters())
+    for batch in data:
+        optimizer.zero_grad()
+        loss = reference(**batch).loss
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    return found, expected
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_state_in_the_hosts_memory(zero: int) -> None:
+    for found, expected in run_distributed(offloaded, 2, zero):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
 def own_optimizer(rank: int) -> tuple[list[float], float, str]:
     """Losses with DeepSpeed's optimizer and schedule, its learning rate at the end, and what an engine without one says."""
     mesh, data = mesh_of(dp=2), batches(2)

@@ -28,7 +28,7 @@ LONG = [("llama", "dp"), ("t5", "tp")]
 )
 def test_every_stage_of_zero(name: str, axis: str) -> None:
     for worst in run_distributed(train_beside_reference, 2, name, {axis: 2}, [0, 1, 2, 3], timeout=100):
-        assert {what.split()[0] for what in worst} >= {"loss", "norm", "evaluation"}
+        assert {what.split()[0] for what in worst} == {"loss", "norm", "evaluation", "weight"}
         assert all(difference < 2e-5 for difference in worst.values()), worst
 
 
@@ -49,5 +49,7 @@ def test_four_ranks(name: str, layout: dict[str, int]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16(name: str, layout: dict[str, int], zeros: list[int]) -> None:
     for worst in run_distributed(train_beside_reference, 2, name, layout, zeros, "bf16", timeout=100):
-        found = {what: value for what, value in worst.items() if what.startswith(("loss", "evaluation"))}
+        # T5 draws its weights five times as large as their steps allow to be told apart in bf16
+        told = ("loss", "evaluation", "weight") if name != "t5" else ("loss", "evaluation")
+        found = {what: value for what, value in worst.items() if what.startswith(told)}
         assert all(difference < 2e-2 for difference in found.values()), worst

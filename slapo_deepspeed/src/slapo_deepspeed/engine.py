@@ -60,7 +60,7 @@ class DeepSpeedEngine(BatchEngine):
         self._stage = RunningStage(program, options.loss_fn, dtype) if len(program.stages) > 1 else None
         self._plan: Program | None = None
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        check_same_start(program, dict(self.module.named_parameters()))
+        check_same_start(program, dict(self.module.named_parameters()), replicas=False)
         optimizer, rate = made_on_all(options, program, self.module, self._fit)
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from os import PathLike
 from typing import Any
 
@@ -173,8 +174,17 @@ class MegatronEngine(BatchEngine):
 
     def close(self) -> None:
         """Give back Megatron's groups, where they were made for this engine; it trains no more."""
-        self._is_closed = True
-        self._state.close()
+        if not self._is_closed:
+            self._is_closed = True
+            for chunk in self.model:
+                chunk.grad_accs.clear()  # its hooks hold it, and it them, out of the garbage collector's sight
+            # all that holds groups, which end their threads with the last reference
+            self.model, self._stages, self.optimizer, self._sender, self._run = [], [], None, None, None
+            self.config.finalize_model_grads_func = self.config.no_sync_func = None
+            self._ties.close()
+            self._state.close()
+            for field in fields(self.groups):
+                setattr(self.groups, field.name, None)
 
     # ---- one step
 

@@ -17,7 +17,7 @@ from slapo_training.losses import CountedLoss, LossFn, check_has_gradient
 from slapo_training.means import Counted
 
 from .carrier import Layout, carrier_dtype, reached
-from .starting import ParallelState
+from .starting import ParallelState, destroy
 
 
 class Borders(NamedTuple):
@@ -151,6 +151,7 @@ class Ties:
 
     def __init__(self, program: Program, state: ParallelState) -> None:
         self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self._made: list[Any] = []
         if not program.ties:
             return
         assert program.mesh is not None
@@ -167,10 +168,16 @@ class Ties:
             ):
                 # Megatron has one of these already, whose ranks are the same on all
                 group = state.groups.embd if places == ends else dist.new_group(ranks)
+                self._made += [] if places == ends else [group]
                 if dist.get_rank() in ranks:
                     parameter.shared_embedding = True  # type: ignore[attr-defined]  # its own bucket, so replicas cut all copies alike
                     parameter.shared = dist.get_rank() != ranks[0]  # type: ignore[attr-defined]  # in the norm once
                     self._groups.append((parameter, group))
+
+    def close(self) -> None:
+        """Destroy the groups that were made for them."""
+        destroy(self._made)
+        self._made, self._groups = [], []
 
     def reduce(self) -> None:
         """Sum the gradients of the copies."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch.distributed as dist
@@ -78,14 +80,22 @@ class ParallelState:
             )
 
     def close(self) -> None:
-        """Let Megatron forget what was made here, with the last engine of this process that uses it. Collective."""
+        """Destroy what was made here, with the last engine of this process that uses it. Collective."""
         if self.is_ours:
             self.is_ours = False
             ParallelState._users -= 1
             if ParallelState._users == 0:
-                self._state.destroy_model_parallel()
+                self._state.destroy_model_parallel()  # which forgets the groups, and leaves them running
+                destroy(getattr(self.groups, field.name, None) for field in fields(self.groups))
         if self._world.leave():
             dist.destroy_process_group()
+
+
+def destroy(groups: Iterable[Any]) -> None:
+    """Give back what process groups hold, threads and sockets; what is no group of this rank's is passed over."""
+    found = {id(group): group for group in groups if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD}
+    for group in found.values():
+        dist.destroy_process_group(group)
 
 
 def device_of(program: Program) -> str:

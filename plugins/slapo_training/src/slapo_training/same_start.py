@@ -16,7 +16,7 @@ from slapo_core.program import Program
 from .batches import fingerprint
 
 
-def check_same_start(program: Program, named: Mapping[str, nn.Parameter]) -> None:
+def check_same_start(program: Program, named: Mapping[str, nn.Parameter], replicas: bool = True) -> None:
     """Refuse to train when ranks that hold the same parameters start from different numbers. Collective.
 
     Compares replicas, what tensor-parallel ranks hold whole, and the stages of a tie.
@@ -24,11 +24,12 @@ def check_same_start(program: Program, named: Mapping[str, nn.Parameter]) -> Non
     Args:
         program: Whose ranks.
         named: The parameters of this rank's stages, by name.
+        replicas: Whether these are compared; some engines give all of them the first one's.
 
     Raises:
         BuildError: on every rank; names a parameter, or says that the replicas' parameters are not the same ones.
     """
-    error = _equal(program, "dp", "replicas", named)
+    error = _equal(program, "dp", "replicas", named) if replicas else None
     error = _equal(program, "tp", "tensor-parallel ranks", {n: p for n, p in named.items() if not is_part(p)}) or error
     agree(_tied(program, named) or error, program.mesh)
 
