@@ -65,7 +65,7 @@ def _deepspeed() -> Pair:
 def _megatron() -> Pair:
     from slapo_megatron.carrier import Layout
 
-    layout = Layout(PLANNED, torch.float32, 0)
+    layout = Layout(PLANNED, torch.float32, 0, torch.device("cpu"))
     return lambda values: layout.pack(values, layout.size), layout.unpack
 
 
