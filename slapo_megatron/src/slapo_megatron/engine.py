@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from os import PathLike
 from typing import Any
 
@@ -183,8 +182,6 @@ class MegatronEngine(BatchEngine):
             self.config.finalize_model_grads_func = self.config.no_sync_func = None
             self._ties.close()
             self._state.close()
-            for field in fields(self.groups):
-                setattr(self.groups, field.name, None)
 
     # ---- one step
 

@@ -99,7 +99,8 @@ class OptimizerState:
             for name, value in state.items()
         }
         found = {each for names in gather(sorted(own), self._mesh) for each in names}
-        return sorted(n for n, single in found if not single), sorted(n for n, single in found if single)
+        numbers = {name for name, is_single in found if is_single}  # of a parameter without dimensions all is one
+        return sorted({name for name, _ in found} - numbers), sorted(numbers)
 
     def _whole(self, name: str, is_loading: bool) -> dict[str, torch.Tensor]:
         whole = {}

@@ -87,6 +87,8 @@ class ParallelState:
             if ParallelState._users == 0:
                 self._state.destroy_model_parallel()  # which forgets the groups, and leaves them running
                 destroy(getattr(self.groups, field.name, None) for field in fields(self.groups))
+        for field in fields(self.groups):
+            setattr(self.groups, field.name, None)  # their threads end with the last reference
         if self._world.leave():
             dist.destroy_process_group()
 

@@ -12,6 +12,8 @@ from torch import nn
 from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
+from .whole_gradients import gradients_told
+
 
 class Unused:
     """Warns of parameters that no micro-batch of the first step used on any replica.
@@ -41,16 +43,8 @@ class Unused:
         def note(name: str) -> None:
             used[name] = True
 
-        handles = [
-            parameter.register_hook(lambda gradient, name=name: note(name))  # type: ignore[no-untyped-call]
-            for name, parameter in self._named.items()
-            if parameter.requires_grad
-        ]
-        try:
+        with gradients_told(self._named, lambda name, gradient: note(name)):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         self._warn(used)
 
     def _warn(self, used: dict[str, bool]) -> None:

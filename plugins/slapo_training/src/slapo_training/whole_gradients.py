@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -48,16 +49,13 @@ class WholeGradients:
             return
         self._steps += 1
         found: dict[str, torch.Tensor] = {}
-        handles = [
-            parameter.register_hook(_into(found, name))  # type: ignore[no-untyped-call]
-            for name, parameter in self._named.items()
-            if parameter.requires_grad
-        ]
-        try:
+
+        def note(name: str, gradient: torch.Tensor) -> None:
+            gradient = gradient.detach()
+            found[name] = found[name] + gradient if name in found else gradient.clone()
+
+        with gradients_told(self._named, note):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         named = {name: _with(found.get(name), parameter) for name, parameter in self._named.items()}
         wrong, seen = compare_gradients(named, {name: named[name] for name in sorted(self._waiting)})
         self._waiting -= seen
@@ -66,12 +64,19 @@ class WholeGradients:
         self._is_done = not any(gather(bool(self._waiting), self._program.mesh))
 
 
-def _into(found: dict[str, torch.Tensor], name: str) -> Callable[[torch.Tensor], None]:
-    def note(gradient: torch.Tensor) -> None:
-        gradient = gradient.detach()
-        found[name] = found[name] + gradient if name in found else gradient.clone()
-
-    return note
+@contextmanager
+def gradients_told(parameters: Mapping[str, nn.Parameter], tell: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Tell each gradient of these parameters that a backward inside makes, with its parameter's name."""
+    handles = [
+        parameter.register_hook(partial(tell, name))  # type: ignore[no-untyped-call]
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _with(gradient: torch.Tensor | None, parameter: nn.Parameter) -> nn.Parameter:
