@@ -17,6 +17,7 @@ PRIMITIVES = {
     "slapo-core": CORE,
     "slapo-deepspeed": CORE,
     "slapo-example": CORE | {"freeze"},
+    "slapo-fusion": CORE | {"compile", "fuse"},
     "slapo-megatron": CORE,
     "slapo-memory": CORE | {"checkpoint"},
     "slapo-pipeline": CORE | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
@@ -24,7 +25,7 @@ PRIMITIVES = {
     "slapo-torch": CORE,
     "slapo-training": CORE,
     "slapo": CORE
-    | {"checkpoint", "cut_at_marks", "cut_pipeline_stage", "fork_rng", "pipeline", "shard", "sync", "tensor_parallel"},
+    | {"checkpoint", "compile", "fuse", "cut_at_marks", "cut_pipeline_stage", "fork_rng", "pipeline", "shard", "sync", "tensor_parallel"},
 }
 """What ``list_primitives()`` shows when a distribution is installed alone."""
 

@@ -310,6 +310,9 @@ def test_twice_is_an_error() -> None:
         sch["blocks.0"].checkpoint()
 
 
-def test_a_container_is_an_error() -> None:
-    with pytest.raises(ScheduleError, match=r"checkpoint\('blocks'\): a ModuleList has no forward"):
-        create_schedule(Model())["blocks"].checkpoint()
+def test_a_container_that_is_no_list_is_an_error() -> None:
+    model = Model()
+    model.both = nn.Module()
+    model.both.add_module("blocks", model.blocks)
+    with pytest.raises(ScheduleError, match=r"checkpoint\('both'\): a Module has no forward"):
+        create_schedule(model)["both"].checkpoint()

@@ -12,6 +12,7 @@ PACKAGES = (
     "slapo-sharding",
     "slapo-pipeline",
     "slapo-memory",
+    "slapo-fusion",
     "slapo-training",
     "slapo-torch",
     "torch",

@@ -10,9 +10,10 @@ from slapo_core import graph_edit
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
-from slapo_core.wrapping import forward_wrappers, wrap_forward
+from slapo_core.wrapping import wrap_forward
 
-from .recompute import checkpointed
+from .policies import contexts_of
+from .recompute import Checkpointed, is_checkpointed
 
 
 class CheckpointPrimitive(Primitive):
@@ -33,37 +34,71 @@ class CheckpointPrimitive(Primitive):
     Args:
         subgraph: One match, or a list of matches, of ``sch.find`` in this traced module. Each becomes a submodule
             ``checkpointed``; modules in it must have no weights, as these would change their names.
+        policy: What is kept all the same. None: nothing. ``"matmuls"``: the results of products of matrices, convolutions and
+            attention, so that the cheap rest is recomputed. A list of operators, ``torch.ops.aten.mm.default`` for one, or a
+            function as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it.
+        ratio: On a list of modules: the share of them that is checkpointed, spread evenly over the list; all by default.
 
     Raises:
         ScheduleError: already checkpointed, or a container that has no forward; a subgraph that holds weights, is gone, or
-            cannot be one call.
+            cannot be one call; an unknown policy; a ratio outside of 0 to 1, of nothing, or of what is no list.
     """
 
     name = "checkpoint"
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule, subgraph: Any = None) -> None:
+    def check(schedule: Schedule, subgraph: Any = None, *, policy: Any = None, ratio: float | None = None) -> None:
+        try:
+            contexts_of(policy)
+        except ValueError as error:
+            raise _error(schedule, str(error)) from error
         if subgraph is None:
-            _check_module(schedule)
+            for chosen in _chosen(schedule, ratio):
+                _check_module(chosen)
             return
+        if ratio is not None:
+            raise _error(schedule, "a ratio is of a list of modules; leave it out beside a subgraph")
         for match in _matches(schedule, subgraph):
             _check_subgraph(schedule, match)
 
     @staticmethod
-    def apply(schedule: Schedule, subgraph: Any = None) -> None:
+    def apply(schedule: Schedule, subgraph: Any = None, *, policy: Any = None, ratio: float | None = None) -> None:
+        wrapper = Checkpointed(policy)
         if subgraph is None:
-            wrap_forward(schedule.mod, checkpointed)
+            for chosen in _chosen(schedule, ratio):
+                schedule.touch(chosen.mod)
+                wrap_forward(chosen.mod, wrapper)
             return
         for match in _matches(schedule, subgraph):
             body = graph_edit.extract(graph_edit.traced_module_of(schedule, match), match)
-            wrap_forward(body, checkpointed)
+            wrap_forward(body, wrapper)
             graph_edit.replace_subgraph(schedule, match, body, name="checkpointed")
+
+
+def _chosen(schedule: Schedule, ratio: float | None) -> list[Schedule]:
+    """This module; of a list the share of its modules, spread evenly."""
+    mod = schedule.mod
+    if not isinstance(mod, (nn.ModuleList, nn.ModuleDict)) or type(mod).forward is not nn.Module.forward:
+        if ratio is not None:
+            raise _error(schedule, f"a ratio is of a list of modules, and this is a {type(mod).__name__}")
+        return [schedule]
+    children = [*schedule.child.values()]
+    if ratio is None:
+        ratio = 1.0
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+        raise _error(schedule, f"ratio is {ratio!r}; give a share above 0, up to 1")
+    count = round(ratio * len(children))
+    if not count:
+        raise _error(schedule, f"a ratio of {ratio} is none of {len(children)} modules; give a larger one, or leave it out")
+    return [
+        child for index, child in enumerate(children) if (index + 1) * count // len(children) > index * count // len(children)
+    ]
 
 
 def _check_module(schedule: Schedule) -> None:
     mod = schedule.mod
-    if checkpointed in forward_wrappers(mod):
+    if is_checkpointed(mod):
         raise _error(schedule, "is checkpointed already; once is enough")
     if type(mod).forward is nn.Module.forward and "forward" not in mod.__dict__:
         raise _error(schedule, f"a {type(mod).__name__} has no forward of its own; checkpoint the modules in it")
@@ -75,7 +110,7 @@ def _check_subgraph(schedule: Schedule, match: list[tuple[str, fx.Node]]) -> Non
         if node.op != "call_module":
             continue
         module = traced.get_submodule(str(node.target))
-        if checkpointed in forward_wrappers(module):
+        if is_checkpointed(module):
             raise _error(schedule, f"{node.target!r} in the subgraph is checkpointed already; once is enough")
         if module.state_dict():
             advice = "checkpoint a module that contains it, or a subgraph of operations"

@@ -12,7 +12,10 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from slapo_core.wrapping import forward_wrappers
+
 from .arguments import Arguments
+from .policies import contexts_of
 from .randomness import RandomState
 from .state import StartState
 
@@ -48,12 +51,28 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
     return torch_checkpoint.checkpoint(region, *tensors, use_reentrant=use_reentrant, **options)
 
 
-def checkpointed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward wrapper that ``sch.checkpoint()`` puts around a module; every keyword is the module's."""
-    if not torch.is_grad_enabled():
-        return call(*args, **kwargs)
-    region = _Region(call, args, kwargs, _modules_in(call, set()))
-    return torch_checkpoint.checkpoint(region, *region.arguments.tensors, use_reentrant=False)
+class Checkpointed:
+    """The forward wrapper that ``sch.checkpoint()`` puts around a module; every keyword is the module's.
+
+    Args:
+        policy: What is kept, see ``contexts_of``.
+    """
+
+    def __init__(self, policy: Any = None) -> None:
+        contexts = contexts_of(policy)
+        self._options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+
+    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward, and again in the backward."""
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        region = _Region(call, args, kwargs, _modules_in(call, set()))
+        return torch_checkpoint.checkpoint(region, *region.arguments.tensors, use_reentrant=False, **self._options)
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether ``sch.checkpoint()`` has wrapped a module's forward."""
+    return any(isinstance(wrapper, Checkpointed) for wrapper in forward_wrappers(module))
 
 
 class _Region:

@@ -109,7 +109,8 @@ class Sandbox:
 def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
     """Empties the ``lru_cache`` of every function near the modules that the run has added to: it holds stand-ins."""
     classes = {cls for module in modules for cls in type(module).__mro__}
-    spaces = [vars(thing) for thing in [*classes, *{sys.modules[cls.__module__] for cls in classes}, *modules]]
+    # code that was executed has no module
+    spaces = [vars(each) for each in [*classes, *{sys.modules.get(cls.__module__, cls) for cls in classes}, *modules]]
     values = [getattr(value, "__func__", value) for space in spaces for value in space.values()]
     cells = [cell for value in values if isinstance(value, FunctionType) for cell in value.__closure__ or ()]
     values += [cell.cell_contents for cell in cells if cell != CellType()]  # a decorator around the cache

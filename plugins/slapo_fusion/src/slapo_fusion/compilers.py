@@ -1,0 +1,106 @@
+"""What makes one function of a region of a model."""
+
+from __future__ import annotations
+
+import difflib
+import pkgutil
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from slapo_core.causes import reason
+from slapo_core.errors import PluginError, ScheduleError
+from slapo_core.schedule import Schedule
+
+
+class Compiler(Protocol):
+    """What a plugin registers by ``slapo_compilers``."""
+
+    def __call__(self, region: fx.GraphModule) -> Callable[..., Any]:
+        """A function that computes what the region does, gradients included, from the same positional arguments.
+
+        Args:
+            region: Without parameters. A layer of the model is one of its arguments, and called in it: the compiled function
+                gets the layer as it is at that time.
+
+        Raises:
+            ScheduleError: this region cannot be compiled.
+        """
+
+
+def inductor(region: fx.GraphModule) -> Callable[..., Any]:
+    """``torch.compile`` of the region: compiled at its first call, and again for shapes or dtypes it has not seen."""
+    compiled: Callable[..., Any] = torch.compile(region)
+    return compiled
+
+
+def torchscript(region: fx.GraphModule) -> Callable[..., Any]:
+    """``torch.jit.script`` of the region, which takes operations on tensors alone.
+
+    Raises:
+        ScheduleError: the region calls a layer that holds weights, or an operation TorchScript does not know.
+    """
+    layers = [str(node.args[0]) for node in region.graph.nodes if node.target is call_layer]
+    if layers:
+        raise ScheduleError(
+            f"TorchScript takes no layers with weights, as {layers[0]!r}; leave these out of the subgraph, or use 'inductor'"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch advises torch.compile, which is the default here
+            return torch.jit.script(region)
+    except Exception as error:  # whatever its compiler raises
+        raise ScheduleError(f"TorchScript cannot compile the subgraph: {reason(error)}; use 'inductor'") from error
+
+
+def eager(region: fx.GraphModule) -> Callable[..., Any]:
+    """The region as it is."""
+    return region
+
+
+def call_layer(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A layer called as it is now, with its hooks."""
+    return layer(*args, **kwargs)
+
+
+def compiler_of(schedule: Schedule, name: object) -> Compiler:
+    """The compiler of this name, imported now.
+
+    Raises:
+        ScheduleError: no plugin registers it.
+        PluginError: a plugin's hook fails, two register one name, or it cannot be imported.
+    """
+    found: dict[str, tuple[Any, str]] = {}
+    owners = {id(record.plugin): str(record) for record in schedule.registry.records}
+    for implementation in schedule.registry.hook.slapo_compilers.get_hookimpls():
+        owner = owners[id(implementation.plugin)]
+        for each, compiler in _registered(implementation.function, owner).items():
+            if each in found:
+                raise PluginError(f"compiler {each!r} is registered by {found[each][1]} and {owner}; disable one", owner=owner)
+            found[each] = compiler, owner
+    if not isinstance(name, str) or name not in found:
+        near = difflib.get_close_matches(str(name), found, n=1)
+        guess = f"did you mean {near[0]!r}? " if near else ""
+        known = ", ".join(map(repr, sorted(found)))
+        raise ScheduleError(f"no compiler {name!r}; {guess}available: {known}, None", path=schedule.path, primitive="fuse")
+    given, owner = found[name]
+    try:
+        compiler = pkgutil.resolve_name(given) if isinstance(given, str) else given
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"compiler {name!r} of {owner} cannot be imported: {reason(error)}", owner=owner) from error
+    if not callable(compiler):
+        raise PluginError(f"compiler {name!r} of {owner} is {compiler!r}; give a function", owner=owner)
+    return compiler  # type: ignore[no-any-return]
+
+
+def _registered(hook: Any, owner: str) -> Mapping[str, Any]:
+    try:
+        given = hook()
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"slapo_compilers of {owner} failed: {reason(error)}", owner=owner) from error
+    if not isinstance(given, Mapping):
+        raise PluginError(f"slapo_compilers of {owner} returned {given!r}; return {{name: compiler}}", owner=owner)
+    return given

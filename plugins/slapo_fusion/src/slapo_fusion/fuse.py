@@ -1,0 +1,217 @@
+"""``sch.fuse(subgraph)``: operations of a traced module as one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from slapo_core import graph_edit
+from slapo_core.errors import ScheduleError
+from slapo_core.matching import Match
+from slapo_core.primitive import Primitive
+from slapo_core.schedule import Schedule
+from slapo_core.wrapping import is_opaque
+
+from .compilers import Compiler, call_layer, compiler_of, eager
+
+
+class FusePrimitive(Primitive):
+    """Run a subgraph of this traced module as one call, compiled.
+
+    Rewrite:
+        sch.fuse(match):      y = gelu(x + bias)      -->  y = fused(x, bias)
+        sch.fuse(match):      q, k = wq(x), wk(x)     -->  q, k = fused(x, wq, wk)
+
+    Layers with weights stay where they are and keep their names; the fused call gets them as arguments. Their values, replaced
+    layers and hooks put on them later are those of the time of the call.
+
+    Args:
+        subgraph: One match, or a list of matches, of ``sch.find`` in this traced module: one operation behind the other or
+            several side by side. Equal matches share what is compiled.
+        compiler: ``"inductor"``: ``torch.compile``. ``"torchscript"``: ``torch.jit.script``. None: nothing is compiled, and a
+            chain of modules without weights is an ``nn.Sequential``. Others come from plugins, by ``slapo_compilers``.
+        name: Of the new submodules, ``fused`` by default; one that is taken gets a number.
+
+    Raises:
+        ScheduleError: no match, one that is gone or cannot be one call, that calls a layer which is sharded, hooked or wrapped,
+            an unknown compiler, or one that cannot compile it.
+    """
+
+    name = "fuse"
+    scope = "module"
+
+    @staticmethod
+    def check(schedule: Schedule, subgraph: Any, compiler: str | None = "inductor", name: str | None = None) -> list[Any]:
+        if name is not None and not (isinstance(name, str) and name.isidentifier()):
+            raise _error(schedule, f"name is {name!r}; give a name a submodule can have")
+        make = eager if compiler is None else compiler_of(schedule, compiler)
+        prepared = []
+        for match in _matches(schedule, subgraph):
+            traced = graph_edit.traced_module_of(schedule, match)
+            _check_layers(schedule, traced, match)
+            graph_edit.check_replace(schedule, match, lambda *inputs: inputs)
+            prepared.append((match, *_region(traced, match)))
+        _check_apart(schedule, [match for match, _, _ in prepared])
+        functions: dict[Any, RegionFunction] = {}
+        for _, region, _ in prepared:
+            try:
+                functions.setdefault(_same(region), RegionFunction(make, region)).make()
+            except ScheduleError as error:
+                raise _error(schedule, str(error)) from error
+        made = [Fused(region, functions[_same(region)]) for _, region, _ in prepared]
+        chains = [_chain(region) if compiler is None else None for _, region, _ in prepared]
+        return [
+            (match, chain or fused, layers) for (match, _, layers), fused, chain in zip(prepared, made, chains, strict=True)
+        ]
+
+    @staticmethod
+    def apply(schedule: Schedule, subgraph: Any, compiler: str | None = "inductor", name: str | None = None) -> None:
+        for match, fused, layers in schedule.checked:
+            _put(schedule, match, fused, layers, name or "fused")
+
+
+class RegionFunction:
+    """A compiled region, which copies of it compile anew.
+
+    Args:
+        compiler: What compiles it.
+        region: What it computes.
+    """
+
+    def __init__(self, compiler: Compiler, region: fx.GraphModule) -> None:
+        self._compiler, self._region = compiler, region
+        self._function: Callable[..., Any] | None = None
+
+    def make(self) -> Callable[..., Any]:
+        """The compiled function."""
+        if self._function is None:
+            self._function = self._compiler(self._region)
+        return self._function
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_function": None}
+
+
+class Fused(nn.Module):
+    """One call for a region of a traced module.
+
+    Args:
+        region: What it computes, without weights; a traced module of its own, which nobody finds.
+        function: The same, compiled.
+    """
+
+    def __init__(self, region: fx.GraphModule, function: RegionFunction) -> None:
+        super().__init__()
+        self._function = function
+        for name, child in region.named_children():
+            self.add_module(name, child)
+
+    def forward(self, *args: Any) -> Any:
+        """What the region computes."""
+        return self._function.make()(*args)
+
+
+def _matches(schedule: Schedule, subgraph: Any) -> list[Any]:
+    """One match or several as a list."""
+    given = [subgraph] if isinstance(subgraph, Match) or (subgraph and isinstance(subgraph[0], tuple)) else list(subgraph or ())
+    if not given or not all(given):
+        raise _error(schedule, "the subgraph is empty; give what sch.find() returned")
+    return given
+
+
+def _check_apart(schedule: Schedule, matches: Sequence[Any]) -> None:
+    seen: set[fx.Node] = set()
+    for match in matches:
+        nodes = {node for _, node in match}
+        if nodes & seen:
+            raise _error(schedule, f"node {(nodes & seen).pop().name!r} is in two of the subgraphs; fuse one after the other")
+        seen |= nodes
+
+
+def _check_layers(schedule: Schedule, traced: fx.GraphModule, match: Any) -> None:
+    for node in graph_edit.resolve(traced, match):
+        if node.op == "call_module" and is_opaque(traced.get_submodule(str(node.target))):
+            raise _error(
+                schedule, f"{node.target!r} in the subgraph is sharded, hooked or wrapped; leave it out, or fuse first"
+            )
+
+
+def _region(traced: fx.GraphModule, match: Any) -> tuple[fx.GraphModule, list[str]]:
+    """The nodes as a module without weights, and the paths of the layers it takes as further arguments."""
+    paths = [str(node.target) for node in graph_edit.resolve(traced, match) if node.op == "call_module"]
+    weighted = [path for path in dict.fromkeys(paths) if traced.get_submodule(path).state_dict()]
+    body = graph_edit.extract(traced, match)
+    graph = body.graph
+    last = graph.find_nodes(op="placeholder")[-1:]
+    layers: list[str] = []
+    of_module = {id(traced.get_submodule(path)): path for path in weighted}
+    arguments: dict[str, fx.Node] = {}
+    for node in graph.find_nodes(op="call_module"):
+        path = of_module.get(id(body.get_submodule(str(node.target))))
+        if path is None:
+            continue
+        if path not in arguments:
+            with graph.inserting_after(*last) if last else graph.inserting_before():
+                arguments[path] = graph.placeholder(f"layer_{len(layers)}")
+            last = [arguments[path]]
+            layers.append(path)
+        with graph.inserting_before(node):
+            called = graph.call_function(call_layer, (arguments[path], *node.args), node.kwargs)
+        called.meta.update(node.meta)
+        node.replace_all_uses_with(called)
+        graph.erase_node(node)
+    return fx.GraphModule(body, graph, "Region"), layers  # with those modules that the graph still calls
+
+
+def _same(region: fx.GraphModule) -> Any:
+    """What equal regions have in common; one with modules in it, whose settings may differ, is its own."""
+    if list(region.children()):
+        return id(region)
+    number = {node: index for index, node in enumerate(region.graph.nodes)}
+
+    def told(node: fx.Node) -> Any:
+        arguments = fx.map_arg((node.args, node.kwargs), lambda other: f"%{number[other]}")
+        return node.op, node.target if node.op.startswith("call") else None, repr(arguments)
+
+    return tuple(map(told, region.graph.nodes))
+
+
+def _chain(region: fx.GraphModule) -> nn.Sequential | None:
+    """A chain of modules as a ``Sequential``; None where the region is more than that."""
+    nodes = [node for node in region.graph.nodes if node.op not in ("placeholder", "output")]
+    previous, *others = region.graph.find_nodes(op="placeholder")
+    for node in nodes:
+        if others or node.op != "call_module" or node.args != (previous,) or node.kwargs:
+            return None
+        previous = node
+    if region.graph.output_node().args != (previous,):
+        return None
+    return nn.Sequential(*(region.get_submodule(str(node.target)) for node in nodes))
+
+
+def _put(schedule: Schedule, match: Any, fused: nn.Module, layers: Sequence[str], name: str) -> None:
+    """Put the call in the place of the match, and hand it its layers."""
+    traced = graph_edit.traced_module_of(schedule, match)
+    graph = traced.graph
+    first = min(graph_edit.resolve(traced, match))
+    made: list[fx.Node] = []
+
+    def erase() -> None:
+        for node in graph_edit.resolve(traced, [("", node) for node in made]):
+            graph.erase_node(node)
+        traced.recompile()
+
+    schedule.on_undo(erase)
+    for path in layers:
+        with graph.inserting_before(first):
+            made.append(graph.create_node("get_attr", path))
+    path = graph_edit.replace_subgraph(schedule, match, fused, name=name)
+    call = next(node for node in graph.find_nodes(op="call_module") if node.target == path)
+    call.args = (*call.args, *made)
+    traced.recompile()
+
+
+def _error(schedule: Schedule, message: str) -> ScheduleError:
+    return ScheduleError(message, path=schedule.path, primitive="fuse")

@@ -1,0 +1,25 @@
+"""What slapo-fusion registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slapo_core.hookspecs import hookimpl
+
+from . import hookspecs
+
+
+@hookimpl
+def slapo_primitives() -> dict[str, str]:
+    return {"compile": "slapo_fusion.compile:CompilePrimitive", "fuse": "slapo_fusion.fuse:FusePrimitive"}
+
+
+@hookimpl
+def slapo_add_hookspecs(manager: Any) -> None:
+    """``slapo_compilers``."""
+    manager.add_hookspecs(hookspecs)
+
+
+@hookimpl(trylast=True)
+def slapo_compilers() -> dict[str, str]:
+    return {name: f"slapo_fusion.compilers:{name}" for name in ("inductor", "torchscript")}

@@ -1,0 +1,127 @@
+"""``sch.compile()``: equal numbers, one compilation for identical layers, hooks and names as they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_fusion.plugin
+import slapo_memory.plugin
+from slapo_core.errors import ScheduleError
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import assert_equivalent, isolated_plugins
+
+# of inputs that are no leaves: torch's compiler asks, and tells nobody but where warnings are errors
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@pytest.fixture(autouse=True)
+def plugins() -> Iterator[None]:
+    torch.compiler.reset()
+    with isolated_plugins(slapo_fusion.plugin, slapo_memory.plugin):
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x + scale * self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 12) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return x
+
+
+X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Counting:
+    """A backend of ``torch.compile`` that counts what it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph
+
+
+def test_every_layer_of_a_list_is_compiled_and_identical_ones_once() -> None:
+    before, count = Model(), Counting()
+    sch = create_schedule(copy.deepcopy(before))
+    names = list(sch.mod.state_dict())
+    sch["layers"].compile(backend=count, fullgraph=True)
+    assert_equivalent(before, sch.mod, X)
+    assert count.graphs == 1
+    assert list(sch.mod.state_dict()) == names
+
+
+def test_the_default_compiler_gives_the_same_numbers() -> None:
+    before = Model(2)
+    sch = create_schedule(copy.deepcopy(before))
+    sch["layers"].compile(dynamic=False)
+    assert_equivalent(before, sch.mod, X)
+    assert_equivalent(before, copy.deepcopy(sch.mod), X)
+
+
+@pytest.mark.parametrize("first", ["compile", "checkpoint"])
+def test_with_checkpoints_in_either_order(first: str) -> None:
+    before, count = Model(3), Counting()
+    sch = create_schedule(copy.deepcopy(before))
+    if first == "compile":
+        sch["layers"].compile(backend=count)
+    for layer in sch["layers"].child.values():
+        layer.checkpoint()
+    if first != "compile":
+        sch["layers"].compile(backend=count)
+    assert_equivalent(before, sch.mod, X)
+    assert count.graphs
+
+
+def test_hooks_stay_outside_and_undo_takes_it_back() -> None:
+    before, count = Model(2), Counting()
+    sch = create_schedule(copy.deepcopy(before))
+    sch["layers.0"].compile(backend=count)
+    seen: list[bool] = []
+    sch["layers.0"].mod.register_forward_hook(lambda module, args, output: seen.append(torch.compiler.is_compiling()))
+    sch.mod(X)
+    assert seen == [False]
+    assert count.graphs == 1
+    sch.undo()
+    sch.mod(X)
+    assert count.graphs == 1
+    assert "forward" not in vars(sch["layers.0"].mod)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("layers.0", {"mod": "x"}, "torch.compile has no option 'mod'"),
+        ("layers.0", {"backend": "nothing"}, "torch.compile does not take these options"),
+        ("layers.0", {"mode": "fast"}, "torch.compile does not take these options"),
+        ("layers.1", {}, "'layers.1' is compiled already"),
+        ("layers", {}, "'layers.1' is compiled already"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(path: str, options: dict[str, Any], message: str) -> None:
+    sch = create_schedule(Model(2))
+    sch["layers.1"].compile(backend="eager")
+    with pytest.raises(ScheduleError, match=message):
+        sch[path].compile(**options)
+    assert "forward" not in vars(sch["layers.0"].mod)

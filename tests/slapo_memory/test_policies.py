@@ -1,0 +1,145 @@
+"""``sch.checkpoint(policy=..., ratio=...)``: what is kept, which of a list, and the same numbers always."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+import slapo_memory.plugin
+from slapo_core.errors import ScheduleError
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import assert_equivalent, isolated_plugins
+
+
+@pytest.fixture(autouse=True)
+def only_memory() -> Iterator[None]:
+    with isolated_plugins(slapo_memory.plugin):
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.up, self.down, self.norm = nn.Linear(8, 24), nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Ran(TorchDispatchMode):
+    """Counts operators as they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] = self.counts.get(str(func), 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def ran_in(model: nn.Module, x: torch.Tensor) -> dict[str, int]:
+    """How often each operator of a forward ran in a step."""
+    with Ran() as ran:
+        model(x).sum().backward()
+    return ran.counts
+
+
+def scheduled(layers: int = 4) -> tuple[Model, Schedule]:
+    before = Model(layers)
+    return before, create_schedule(copy.deepcopy(before))
+
+
+X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+MATMULS, ATTENTION = "aten.addmm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
+CHEAP = ("aten.gelu.default", "aten.native_layer_norm.default")
+
+
+def only_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if str(op) == ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    ("policy", "again"),
+    [
+        (None, {MATMULS: 2, ATTENTION: 2, CHEAP[0]: 2, CHEAP[1]: 2}),
+        ("matmuls", {MATMULS: 1, ATTENTION: 1, CHEAP[0]: 2, CHEAP[1]: 2}),
+        ([torch.ops.aten.addmm.default], {MATMULS: 1, ATTENTION: 2, CHEAP[0]: 2, CHEAP[1]: 2}),
+        (only_attention, {MATMULS: 2, ATTENTION: 1, CHEAP[0]: 2, CHEAP[1]: 2}),
+    ],
+    ids=["all again", "matmuls", "operators", "function"],
+)
+def test_what_is_kept_runs_once_and_the_rest_again(policy: Any, again: dict[str, int]) -> None:
+    before, sch = scheduled()
+    plain = ran_in(copy.deepcopy(before), X)
+    sch["layers"].checkpoint(policy=policy)
+    found = ran_in(sch.mod, X)
+    assert {op: found[op] for op in again} == {op: times * plain[op] for op, times in again.items()}
+    sch.mod.zero_grad()
+    assert_equivalent(before, sch.mod, X, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "layers", "chosen"),
+    [(0.5, 4, [1, 3]), (0.5, 5, [2, 4]), (0.25, 8, [3, 7]), (1, 3, [0, 1, 2]), (None, 3, [0, 1, 2]), (0.4, 5, [2, 4])],
+)
+def test_a_ratio_of_a_list_is_spread_evenly(ratio: float | None, layers: int, chosen: list[int]) -> None:
+    before, sch = scheduled(layers)
+    sch["layers"].checkpoint(ratio=ratio)
+    assert [index for index, layer in enumerate(sch["layers"].mod) if "forward" in vars(layer)] == chosen
+    assert_equivalent(before, sch.mod, X, atol=0, rtol=0)
+    sch.undo()
+    assert not any("forward" in vars(layer) for layer in sch["layers"].mod)
+
+
+def test_a_policy_for_a_subgraph() -> None:
+    before, sch = scheduled(2)
+    sch = create_schedule(sch.mod, example_inputs=(X,)).trace(flatten=True, leaf_modules=["Linear", "LayerNorm", "Dropout"])
+    found = sch.find(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert len(found) == 2
+    sch.checkpoint(found, policy="matmuls")
+    assert ran_in(sch.mod, X)[ATTENTION] == 2
+    sch.mod.zero_grad()
+    assert_equivalent(before, sch.mod, X, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("layers", {"policy": "mats"}, "policy is 'mats'; give None, 'matmuls', a list of operators"),
+        ("layers", {"policy": [torch.mm]}, r"policy is \[<built-in method mm"),
+        ("layers", {"policy": []}, r"policy is \[\]; give"),
+        ("layers", {"ratio": 0}, "ratio is 0; give a share above 0, up to 1"),
+        ("layers", {"ratio": 1.5}, "ratio is 1.5; give a share"),
+        ("layers", {"ratio": True}, "ratio is True; give a share"),
+        ("layers", {"ratio": 0.1}, "a ratio of 0.1 is none of 4 modules"),
+        ("layers.0", {"ratio": 0.5}, "a ratio is of a list of modules, and this is a Block"),
+    ],
+)
+def test_what_is_no_policy_or_ratio_is_refused(path: str, options: dict[str, Any], message: str) -> None:
+    _, sch = scheduled()
+    with pytest.raises(ScheduleError, match=message):
+        sch[path].checkpoint(**options)
+    assert not any("forward" in vars(layer) for layer in sch["layers"].mod)
