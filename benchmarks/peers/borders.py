@@ -11,12 +11,9 @@ import torch
 
 from slapo_core.program import Boundary
 
-HIDDEN, MASK = (4, 512, 256), (4, 1, 1, 512)
-PLANNED = (
-    Boundary("hidden", HIDDEN, torch.float32, requires_grad=True),
-    Boundary("mask", MASK, torch.bool, requires_grad=False),
-)
-"""Of ``(hidden, mask, None)``: what is no tensor is in the stages' plan and does not cross."""
+Shape = tuple[int, int, int]
+HIDDEN: dict[str, Shape] = {"128 KiB": (1, 128, 256), "2 MiB": (4, 512, 256)}
+"""Shapes of the hidden states, (rows, tokens, features)."""
 
 
 class Costs(NamedTuple):
@@ -28,11 +25,13 @@ class Costs(NamedTuple):
     copy: float
 
 
-def measure_border(rank: int, target: str) -> Costs:
-    """In this process."""
+def measure_border(rank: int, target: str, shape: Shape) -> Costs:
+    """In this process; of ``(hidden, mask, None)``, where what is no tensor is in the stages' plan and does not cross."""
     torch.set_num_threads(1)
-    values = (torch.randn(HIDDEN, requires_grad=True), torch.ones(MASK, dtype=torch.bool))
-    pack, unpack = _BORDERS[target]()
+    values = (torch.randn(shape, requires_grad=True), torch.ones(shape[0], 1, 1, shape[1], dtype=torch.bool))
+    names = zip(("hidden", "mask"), values, strict=True)
+    planned = tuple(Boundary(name, tuple(of.shape), of.dtype, requires_grad=of.requires_grad) for name, of in names)
+    pack, unpack = _BORDERS[target](planned)
     sent = pack(values)
     for found, given in zip(unpack(sent), values, strict=True):
         assert torch.equal(found, given)
@@ -53,20 +52,21 @@ def _microseconds(function: Callable[[], Any], calls: int = 500, rounds: int = 9
     return median(found[1:])
 
 
+Planned = tuple[Boundary, ...]
 Pair = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
-def _deepspeed() -> Pair:
+def _deepspeed(planned: Planned) -> Pair:
     from slapo_deepspeed.border import pack, unpack
 
-    return lambda values: pack(values, PLANNED, 0), lambda sent: unpack(sent, PLANNED, torch.float32)
+    return lambda values: pack(values, planned, 0), lambda sent: unpack(sent, planned, torch.float32)
 
 
-def _megatron() -> Pair:
+def _megatron(planned: Planned) -> Pair:
     from slapo_megatron.carrier import Layout
 
-    layout = Layout(PLANNED, torch.float32, 0, torch.device("cpu"))
+    layout = Layout(planned, torch.float32, 0, torch.device("cpu"))
     return lambda values: layout.pack(values, layout.size), layout.unpack
 
 
-_BORDERS: dict[str, Callable[[], Pair]] = {"deepspeed": _deepspeed, "megatron": _megatron}
+_BORDERS: dict[str, Callable[[Planned], Pair]] = {"deepspeed": _deepspeed, "megatron": _megatron}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers.models import Language, Sizes, adamw, batch_of, loss_of
+from benchmarks.peers.models import CLIP, Language, Sizes, adamw, batch_of, loss_of
 from benchmarks.peers.rounds import Step
 from benchmarks.sharding import by_hand
 from slapo_deepspeed.starting import start, without_warnings
@@ -15,7 +15,7 @@ def _config(sizes: Sizes) -> dict[str, object]:
     return {
         "train_micro_batch_size_per_gpu": sizes.rows,
         "gradient_accumulation_steps": sizes.microbatches,
-        "gradient_clipping": 0.0,
+        "gradient_clipping": CLIP,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }

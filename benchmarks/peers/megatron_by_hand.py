@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.peers.models import RATE, Language, Sizes, batch_of, loss_of
+from benchmarks.peers.models import CLIP, RATE, Language, Sizes, batch_of, loss_of
 from benchmarks.peers.rounds import Step
 from slapo_megatron.cpu_mode import cpu_mode
 from slapo_megatron.starting import without_warnings
@@ -118,7 +118,7 @@ def _trained(sizes: Sizes, config: Any, layers: nn.Module) -> Step:
             return self.layers(tokens if is_first else self._received)
 
     model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), Stage())
-    settings = OptimizerConfig(optimizer="adam", lr=RATE, weight_decay=0.0, adam_eps=1e-8, clip_grad=0.0)
+    settings = OptimizerConfig(optimizer="adam", lr=RATE, weight_decay=0.0, adam_eps=1e-8, clip_grad=CLIP)
     optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
     run = get_forward_backward_func()
     tokens, labels = batch_of(sizes)

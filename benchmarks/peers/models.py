@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
     sequence: int = 128
 
 
-RATE = 1e-4
+RATE, CLIP = 1e-4, 1.0
 adamw = partial(torch.optim.AdamW, lr=RATE, weight_decay=0.0)
 """Without decay, of which Megatron leaves out vectors."""
 

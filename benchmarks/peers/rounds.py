@@ -6,6 +6,7 @@ differ by some percent from process to process, so there are several rounds, eac
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -39,10 +40,14 @@ def check_losses(sides: Sequence[Step], steps: int = 2, limit: float = 2e-5) -> 
 
 
 def in_turns(sides: Sequence[Step], turns: int, after: Callable[[], None] = lambda: None) -> list[list[float]]:
-    """Seconds of each side's steps on this rank; ``after`` is called at the end of a turn. Collective."""
+    """Seconds of each side's steps on this rank; ``after`` is called at the end of a turn. Collective.
+
+    The order within a turn is drawn, alike on all ranks: what a side follows has a part in its time.
+    """
     times: list[list[float]] = [[] for _ in sides]
-    for turn in range(turns):
-        for side in ((turn + offset) % len(sides) for offset in range(len(sides))):
+    drawn = random.Random(0)
+    for _ in range(turns):
+        for side in drawn.sample(range(len(sides)), len(sides)):
             dist.barrier()
             start = time.perf_counter()
             sides[side]()

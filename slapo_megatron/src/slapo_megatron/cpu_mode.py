@@ -46,12 +46,26 @@ def cpu_mode() -> Iterator[None]:
             original = getattr(owner, name)
             stack.callback(setattr, owner, name, original)
             setattr(owner, name, _for_megatron(original, stand_in))
-        stack.enter_context(_NoCuda())
+        _Depth.mode = stack.enter_context(_NoCuda())
         _Depth.now += 1
         try:
             yield
         finally:
-            _Depth.now -= 1
+            _Depth.now, _Depth.mode = _Depth.now - 1, None
+
+
+@contextmanager
+def without_mode() -> Iterator[None]:
+    """Leave the CPU mode for code that is not Megatron's, whose calls of torch it would slow; back in it behind."""
+    if (mode := _Depth.mode) is None:
+        yield
+        return
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    _Depth.mode = None
+    try:
+        yield
+    finally:
+        _Depth.mode = mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 def mode_of(device_type: str) -> AbstractContextManager[None]:
@@ -64,6 +78,7 @@ class _Depth:
 
     now = 0
     told = False
+    mode: TorchFunctionMode | None = None
 
 
 class _NoCuda(TorchFunctionMode):
