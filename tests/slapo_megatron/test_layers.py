@@ -300,7 +300,7 @@ def test_what_cannot_be_right_is_an_error():
     assert first == second
     uneven = "transformer.wte, lm_head: its parts are not equal on all ranks, or some are copies"
     assert first == [
-        "a layer of Megatron-Core has no gradient of its gradient, as create_graph=True asks for; leave out backend",
+        "what Megatron-Core computes has no gradient of its gradient, as create_graph=True asks for; leave out backend",
         "layers of Megatron-Core do not run under autocast on a CPU; give the model the dtype itself, or leave out backend",
         f"tensor_parallel(''): backend 'megatron' has no layer for any that is split: {uneven}; {CONV1D}; leave out backend",
         "tensor_parallel(''): layers of an engine split values along its own dimension for the sequence, not along "
@@ -414,7 +414,7 @@ def test_checkpoints_know_no_difference(tmp_path):
 
 
 def _losses(rank: int) -> None:
-    """Megatron's own loss takes no group and writes over its input, so the sharded one is used; they are the same number."""
+    """Megatron's own loss takes no group and writes over its input, so the sharded one is used for float32; they are equal."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_core import ScheduleError, create_schedule
+from slapo_core import Registry, ScheduleError, create_schedule, hookimpl
 from slapo_core.build import build, build_program
 from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_sharding import plugin
 from slapo_training.losses import CountedLoss
 from tests.zoo.families import FAMILIES
 
@@ -157,3 +159,65 @@ def _one(rank: int) -> None:
 
 def test_one_rank_changes_nothing():
     run_distributed(_one, 1)
+
+
+def _unequal(rank: int) -> None:
+    model, batch = _model("llama", {})
+    before = copy.deepcopy(model)
+    create_schedule(model).tensor_parallel(parallel_loss=True)
+    half = batch["labels"].shape[1] // 2
+    with pytest.raises(ValueError, match="batch_size"):
+        before(**batch, logits_to_keep=half)
+    with pytest.raises(ValueError, match=rf"there are logits of {half * 2} tokens and {half * 4} labels"):
+        model(**batch, logits_to_keep=half)
+
+
+def test_fewer_logits_than_labels_are_refused_as_by_the_model():
+    run_distributed(_unequal, 2)
+
+
+class OwnLosses(nn.Module):
+    """A stranger's losses: twice those that were there."""
+
+    def __init__(self, others: nn.Module) -> None:
+        super().__init__()
+        self.others = others
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        assert logits.shape == (target.shape[0], 32)
+        return 2 * self.others(logits, target, ignore_index)
+
+
+class OwnColumns(nn.Module):
+    """A stranger's layer."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def _backend(module: Any, kind: str, spec: Any, *, sums_gradient: bool) -> nn.Module | str:
+    if kind == "loss":
+        return OwnLosses(module)
+    return OwnColumns(module.weight) if kind == "columns" and not sums_gradient else "there is none"
+
+
+def _strange(rank: int) -> None:
+    @hookimpl
+    def slapo_layer_backends() -> Any:
+        return {"own": _backend}
+
+    model, batch = _model("llama", {})
+    before = copy.deepcopy(model)
+    registry = Registry([plugin, SimpleNamespace(__name__="stranger", slapo_layer_backends=slapo_layer_backends)])
+    sch = create_schedule(model, plugins=registry)
+    sch.tensor_parallel(backend="own", parallel_loss=True)
+    build(sch)
+    torch.testing.assert_close(model(**batch).loss, 2 * before(**batch).loss)
+
+
+def test_a_backend_may_compute_the_losses_of_tokens():
+    run_distributed(_strange, 2)

@@ -5,9 +5,8 @@ Megatron's ``parallel_state`` need not be set up. A column-parallel layer that i
 while it computes its weight's, as Megatron does; layers that share an input leave the sum to the schedule, one for all of them.
 
 Norms stay as they are. Without Apex and Transformer Engine Megatron's are ``torch.nn.LayerNorm``, which models have, and
-``torch.nn.RMSNorm``, which rounds otherwise than theirs in low precision. The loss from parts of the logits,
-``tensor_parallel(parallel_loss=True)``, is the same number as Megatron's, computed by ``slapo_sharding``: Megatron's function
-knows no group but that of ``parallel_state`` and writes over float32 logits, and its fused one rounds gradients to bfloat16.
+``torch.nn.RMSNorm``, which rounds otherwise than theirs in low precision. The loss of ``tensor_parallel(parallel_loss=True)``
+is Megatron's fused one where it is right, from logits in bfloat16: ``layers_loss``.
 """
 
 from __future__ import annotations
@@ -18,11 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.logger import get_logger
 from slapo_core.parameters import ShardSpec, shard_spec
 from slapo_training.quiet import without_warnings
 
 from .layers_classes import layer_classes
+from .layers_loss import FusedLosses
 
+_UNEVEN = "its parts are not equal on all ranks, or some are copies"
 _OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
 
 
@@ -31,10 +33,13 @@ def engine_layer(module: nn.Module, kind: str, spec: ShardSpec, *, sums_gradient
 
     Args:
         module: The split layer.
-        kind: ``"columns"``, ``"rows"`` or ``"vocabulary"``.
-        spec: How its weight was split.
+        kind: ``"columns"``, ``"rows"``, ``"vocabulary"``, or ``"loss"`` of what computes the losses of tokens.
+        spec: How its weight was split; of a loss, that of the head.
         sums_gradient: Of columns: whether the layer has to sum the gradient of its input.
     """
+    _tell_of_norms()
+    if kind == "loss":
+        return FusedLosses(module, spec) if spec.dealt is None else _UNEVEN
     if (why := _unlike(module, kind, spec)) is not None:
         return why
     layer = _made(module, kind, spec, sums_gradient)
@@ -48,12 +53,21 @@ def engine_layer(module: nn.Module, kind: str, spec: ShardSpec, *, sums_gradient
     return layer
 
 
+@cache
+def _tell_of_norms() -> None:
+    with without_warnings():
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+        from megatron.core.fusions.fused_layer_norm import HAVE_FUSED_LAYER_NORM
+    if HAVE_TE or HAVE_FUSED_LAYER_NORM:
+        get_logger().info("norms stay the model's own, though Megatron-Core has fused ones here")
+
+
 def _unlike(module: nn.Module, kind: str, spec: ShardSpec) -> str | None:
     """Why no layer of Megatron's computes exactly this."""
     if type(module) is not (nn.Embedding if kind == "vocabulary" else nn.Linear):
         return f"Megatron-Core has no layer for a {type(module).__name__}"
     if spec.dealt is not None:
-        return "its parts are not equal on all ranks, or some are copies"
+        return _UNEVEN
     if len(spec.blocks) > 1:
         return f"it is fused of {len(spec.blocks)} blocks, each split for itself"
     if {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}:

@@ -35,7 +35,7 @@ def layer_classes() -> dict[str, Any]:
             _check_autocast(input)
             self.allreduce_dgrad = input.requires_grad and not self.disable_grad_reduce
             output, bias = super().forward(_two_dimensional(input))
-            output = _like(input, _once(output))
+            output = _like(input, once(output))
             return output if bias is None else output + bias
 
     class RowParallel(_Copied, megatron.RowParallelLinear, _Linear):  # type: ignore[misc]
@@ -43,7 +43,7 @@ def layer_classes() -> dict[str, Any]:
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             _check_autocast(input)
-            return _like(input, _once(super().forward(_two_dimensional(input))[0]))
+            return _like(input, once(super().forward(_two_dimensional(input))[0]))
 
         def _forward_impl(self, *args: Any, **given: Any) -> Any:
             return super()._forward_impl(*args, **{**given, "tp_group": self.tp_group})  # else it looks for a global one
@@ -53,7 +53,7 @@ def layer_classes() -> dict[str, Any]:
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             _check_indices(input, self.num_embeddings)
-            output = _like(input.unsqueeze(-1), _once(super().forward(input)))
+            output = _like(input.unsqueeze(-1), once(super().forward(input)))
             if self.padding_idx is None:
                 return output
             return torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)
@@ -104,7 +104,7 @@ def _like(input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     return shaped
 
 
-def _once(output: torch.Tensor) -> torch.Tensor:
+def once(output: torch.Tensor) -> torch.Tensor:
     """The output, of whose gradient no graph can be made."""
     if output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
@@ -114,7 +114,7 @@ def _once(output: torch.Tensor) -> torch.Tensor:
 def _refuse_graph(grad: torch.Tensor) -> None:
     if torch.is_grad_enabled():
         raise ScheduleError(
-            "a layer of Megatron-Core has no gradient of its gradient, as create_graph=True asks for; leave out backend"
+            "what Megatron-Core computes has no gradient of its gradient, as create_graph=True asks for; leave out backend"
         )
 
 

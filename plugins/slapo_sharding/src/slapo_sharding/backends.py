@@ -1,4 +1,4 @@
-"""Layers of an engine's own in the place of layers that a plan has split.
+"""Layers of an engine's own in the place of layers that a plan has split, and of the loss that is computed from parts.
 
 The plan is carried out first, so parts, facts and syncs are what they are without a backend. A layer of the engine then takes
 the very parameters of the one it replaces, and does of its collectives those that are its own work: a sync of the module that
@@ -24,10 +24,11 @@ from slapo_core.schedule import Schedule
 from slapo_core.wrapping import forward_wrappers
 
 from .derive import kind as kind_of_path
+from .parallel_loss import ParallelLoss
 from .rules import AppliedCut, record_cut, split_of
 from .syncing import Sync, map_input, syncs_of
 
-Kind = Literal["columns", "rows", "vocabulary"]
+Kind = Literal["columns", "rows", "vocabulary", "loss"]
 _KINDS: dict[tuple[str, str], Kind] = {
     ("replicated", "sharded"): "columns",
     ("sharded", "partial"): "rows",
@@ -42,10 +43,14 @@ class LayerBackend(Protocol):
         """The engine's layer for one that is split, or why there is none, as the end of a sentence.
 
         Args:
-            module: The split layer; nothing of it may be changed but attributes of its parameters.
+            module: The split layer; nothing of it may be changed but attributes of its parameters. Of a loss: what computes
+                the losses of tokens so far, which the new module may keep and call where it cannot do better.
             kind: ``"columns"``: its output is sharded. ``"rows"``: its input is, and the new layer has to return the sum over
                 the ranks, with the bias once. ``"vocabulary"``: a table whose rows are sharded, and the sum likewise.
-            spec: How its weight was split.
+                ``"loss"``: called as ``(logits [tokens, columns], target [tokens], ignore_index)``, it returns each token's
+                cross entropy in float32, equal on all ranks, 0 and without a gradient where the target is ``ignore_index``;
+                any other one outside of the vocabulary is an ``IndexError``. Others may follow: return a str for these.
+            spec: How its weight was split; of a loss: how the head's was.
             sums_gradient: Of columns: whether the new layer has to sum the gradient of its input over the ranks. If not,
                 somebody else does, and it must leave it a part.
 
@@ -120,7 +125,9 @@ def split_modules(schedule: Schedule) -> set[nn.Module]:
     return {module for module in schedule.mod.modules() if split_of(module) is not None}
 
 
-def replace_layers(schedule: Schedule, name: str, backend: LayerBackend, before: set[nn.Module]) -> None:
+def replace_layers(
+    schedule: Schedule, name: str, backend: LayerBackend, before: set[nn.Module], loss: ParallelLoss | None
+) -> None:
     """Put the engine's layers in the places of those split by this step; say once what stays, and why.
 
     Args:
@@ -128,6 +135,7 @@ def replace_layers(schedule: Schedule, name: str, backend: LayerBackend, before:
         name: Of the backend, for messages.
         backend: Makes the layers.
         before: What was split before this step, and stays as it is.
+        loss: What computes the model's loss from parts, if this step has put it.
 
     Raises:
         ScheduleError: there is none for any of the layers.
@@ -145,6 +153,12 @@ def replace_layers(schedule: Schedule, name: str, backend: LayerBackend, before:
         else:
             _put(schedule[path] if path else schedule, applied, made)
             replaced = True
+    if loss is not None:
+        made = _asked(name, backend, loss.losses, "loss", loss.spec)
+        if isinstance(made, str):
+            reasons["loss_function"] = made
+        else:
+            loss.losses = made.train(loss.training)
     if schedule.world_size > 1 and not replaced:
         what = _told(reasons) or "nothing is split"
         raise ScheduleError(
@@ -174,8 +188,14 @@ def _made(name: str, backend: LayerBackend, module: nn.Module, applied: AppliedC
     moved = list(syncs_of(module, "fwd_post"))
     if what != "columns" and [(sync.op, sync.fn) for sync in moved] != [("all_reduce", None)]:
         return f"its output is not made whole by one all_reduce of its own, but by {[sync.op for sync in moved] or 'others'}"
+    return _asked(name, backend, module, what, applied.spec, sums_gradient=_own_sum(module) is not None)
+
+
+def _asked(
+    name: str, backend: LayerBackend, module: nn.Module, what: Kind, spec: ShardSpec, *, sums_gradient: bool = False
+) -> nn.Module | str:
     try:
-        made = backend(module, what, applied.spec, sums_gradient=_own_sum(module) is not None)
+        made = backend(module, what, spec, sums_gradient=sums_gradient)
     except (Exception, SystemExit) as error:
         raise PluginError(f"backend {name!r} failed on a {type(module).__name__}: {reason(error)}", owner=name) from error
     if isinstance(made, nn.Module) and _held(made) != _held(module):

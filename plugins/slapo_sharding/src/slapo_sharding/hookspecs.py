@@ -42,6 +42,8 @@ def slapo_shard_rules() -> Sequence[ShardingRule | str]:  # type: ignore[empty-b
 def slapo_layer_backends() -> Mapping[str, LayerBackend | str]:  # type: ignore[empty-body]
     """Engines whose own layers may take the place of split ones: the name for ``tensor_parallel(backend=...)`` to a function.
 
+    With ``parallel_loss=True`` the function is asked for what computes a loss from parts of the logits as well.
+
     For ``"module:NAME"`` the function is imported when a schedule first asks for it. What it is given and has to return:
     ``slapo_sharding.backends.LayerBackend``.
 

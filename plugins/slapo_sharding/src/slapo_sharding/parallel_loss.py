@@ -44,14 +44,16 @@ def with_parts(schedule: Schedule, steps: dict[str, str]) -> dict[str, str]:
     return {**steps, head: "colwise"}
 
 
-def put(schedule: Schedule) -> None:
-    """Let the model, whose head is split, compute its loss from parts."""
+def put(schedule: Schedule) -> ParallelLoss | None:
+    """Let the model, whose head is split, compute its loss from parts; None where it is whole, on one rank."""
     model: Any = schedule.mod
     applied = split_of(_head(model))
     if applied is None:
-        return
-    type(model).loss_function.fset(model, ParallelLoss(applied.spec))  # else it would be a child of that name
+        return None
+    loss = ParallelLoss(applied.spec)
+    type(model).loss_function.fset(model, loss)  # else it would be a child of that name
     model.register_forward_hook(LossOrLogits())
+    return loss
 
 
 def _head(model: Any) -> Any:
@@ -85,6 +87,25 @@ class _Gather(Sync):
         return super().run(x, self.size)
 
 
+class TokenLosses(nn.Module):
+    """The cross entropy of each token, by ``parallel_cross_entropy``; layers of an engine may take its place.
+
+    Args:
+        spec: How the weight of the head is split.
+    """
+
+    def __init__(self, spec: ShardSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        """``[tokens]`` in float32 of ``[tokens, columns]`` and ids out of the whole vocabulary; 0 where it is ignored."""
+        size = self.spec.full_shape[0] if self.spec.dealt is not None else None
+        return parallel_cross_entropy(
+            logits.float(), target, self.spec.group, ignore_index=ignore_index, reduction="none", vocab_size=size
+        )
+
+
 class ParallelLoss(nn.Module):
     """What ``ForCausalLMLoss`` computes, from this rank's columns of the logits.
 
@@ -95,6 +116,7 @@ class ParallelLoss(nn.Module):
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.losses: nn.Module = TokenLosses(spec)
         self.whole = nn.Identity()
         gather = _Gather("fwd_post", "all_gather", -1, spec.group, size=self._size if spec.dealt is not None else None)
         self.whole.register_forward_hook(gather, with_kwargs=True)
@@ -120,12 +142,10 @@ class ParallelLoss(nn.Module):
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         target = shift_labels.reshape(-1).to(logits.device)
+        if logits.shape[:-1].numel() != target.shape[0]:
+            raise ValueError(f"there are logits of {logits.shape[:-1].numel()} tokens and {target.shape[0]} labels")
         with no_functions():  # the first run, which is looked at, would see a part used for the whole
-            rows = logits.float().view(target.shape[0], -1)
-            size = self._size if self.spec.dealt is not None else None
-            losses = parallel_cross_entropy(
-                rows, target, self.spec.group, ignore_index=ignore_index, reduction="none", vocab_size=size
-            )
+            losses: torch.Tensor = self.losses(logits.reshape(target.shape[0], logits.shape[-1]), target, ignore_index)
         counted = torch.where(target == ignore_index, _IGNORED, 0)
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = F.nll_loss(-losses.unsqueeze(-1), counted, ignore_index=_IGNORED, reduction=reduction)

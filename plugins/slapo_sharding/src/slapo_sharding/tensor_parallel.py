@@ -50,7 +50,8 @@ class TensorParallelPrimitive(Primitive):
             The length has to be divisible by the number of ranks at every call.
         backend: ``"megatron"``, of slapo-megatron, or what another plugin registers: layers of this engine take the place of
             those that the plan has split, with the same parts of the same parameters. What it has no layer for stays; a
-            warning names it. Nothing is replaced on one rank.
+            warning names it. Nothing is replaced on one rank. With ``parallel_loss`` it may compute the losses of tokens, too,
+            as that of Megatron does from logits in bfloat16.
         parallel_loss: A causal language model computes its loss from each rank's part of the logits, which are not gathered
             then: a call that returns a loss returns None for them.
 
@@ -94,10 +95,9 @@ class TensorParallelPrimitive(Primitive):
         """Take the steps."""
         before = backends.split_modules(schedule)
         _split(schedule, schedule.checked, plan, sequence_parallel, parallel_loss)
+        loss = losses.put(schedule) if parallel_loss else None
         if backend is not None:
-            backends.replace_layers(schedule, backend, backends.backend_of(schedule, backend), before)
-        if parallel_loss:
-            losses.put(schedule)
+            backends.replace_layers(schedule, backend, backends.backend_of(schedule, backend), before, loss)
 
 
 def _split(
