@@ -113,7 +113,7 @@ def test_hooks_on_a_fused_layer_fire() -> None:
     assert seen == [X.shape]
 
 
-@pytest.mark.parametrize("compiler", ["torchscript", None])
+@pytest.mark.parametrize("compiler", ["inductor", "torchscript", None])
 def test_dropout_in_it_draws_the_same_mask(compiler: str | None) -> None:
     before, sch = traced()
     sch.fuse(sch.find(tail), compiler=compiler)

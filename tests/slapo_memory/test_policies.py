@@ -143,3 +143,15 @@ def test_what_is_no_policy_or_ratio_is_refused(path: str, options: dict[str, Any
     with pytest.raises(ScheduleError, match=message):
         sch[path].checkpoint(**options)
     assert not any("forward" in vars(layer) for layer in sch["layers"].mod)
+
+
+def test_the_recompute_runs_eagerly_where_the_forward_did() -> None:
+    """This fails where torch has moved what ``runs_eagerly`` reads."""
+    sch, compiling = create_schedule(Model(1)), []
+    sch["layers.0.up"].mod.register_forward_hook(lambda *given: compiling.append(torch.compiler.is_compiling()))
+    sch["layers.0.up"].mod.compile(backend="eager")
+    sch["layers"].checkpoint()
+    with torch.compiler.set_stance("force_eager"):
+        loss = sch.mod(X.clone().requires_grad_()).sum()
+    loss.backward()
+    assert compiling == [False, False]

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import forward_wrappers, wrap_forward
+
+from ._torch_private import is_dry_run
+from .compilers import SAME_DRAWS
 
 
 class CompilePrimitive(Primitive):
@@ -27,7 +31,9 @@ class CompilePrimitive(Primitive):
     run outside, in whatever order these were put on.
 
     Args:
-        **options: Those of ``torch.compile``: ``mode``, ``dynamic``, ``fullgraph``, ``backend``, ``options``.
+        **options: Those of ``torch.compile``: ``mode``, ``dynamic``, ``fullgraph``, ``backend``, ``options``. Without ``mode``,
+            ``backend`` and ``options``, dropout draws the masks of the unmodified model for the same seed; with them torch's
+            compiler draws its own, unless ``options`` has ``fallback_random``.
 
     Raises:
         ScheduleError: compiled already, no forward of its own, or options that ``torch.compile`` does not take.
@@ -83,12 +89,13 @@ class Compiled:
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-        self._made: dict[Any, Callable[..., Any]] = {}
+        self._options = dict(options)
+        if options.keys().isdisjoint({"backend", "mode", "options"}):
+            self._options["options"] = dict(SAME_DRAWS)
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward."""
-        if torch.compiler.is_compiling():  # what is around is compiled, too
+        if torch.compiler.is_compiling() or is_dry_run():  # what is around is compiled, too
             return call(*args, **kwargs)
         return self._inside(call)(*args, **kwargs)
 
@@ -102,12 +109,14 @@ class Compiled:
         return self._of(call)
 
     def _of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if function not in self._made:
-            self._made[function] = torch.compile(function, **self._options)
-        return self._made[function]
+        made = _made.setdefault(self, {})
+        if function not in made:
+            made[function] = torch.compile(function, **self._options)
+        return made[function]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_options": self._options, "_made": {}}  # made again where it is loaded or copied
+
+# beside the wrappers: these are part of a model, whose state a run must not change
+_made: WeakKeyDictionary[Compiled, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

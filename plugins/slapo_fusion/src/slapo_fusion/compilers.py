@@ -15,6 +15,9 @@ from slapo_core.causes import reason
 from slapo_core.errors import PluginError, ScheduleError
 from slapo_core.schedule import Schedule
 
+SAME_DRAWS = {"fallback_random": True}
+"""An option of inductor, whose own numbers are others than torch's."""
+
 
 class Compiler(Protocol):
     """What a plugin registers by ``slapo_compilers``."""
@@ -32,8 +35,11 @@ class Compiler(Protocol):
 
 
 def inductor(region: fx.GraphModule) -> Callable[..., Any]:
-    """``torch.compile`` of the region: compiled at its first call, and again for shapes or dtypes it has not seen."""
-    compiled: Callable[..., Any] = torch.compile(region)
+    """``torch.compile`` of the region: compiled at its first call, and again for shapes or dtypes it has not seen.
+
+    What it draws, as dropout does, is what the unmodified model draws from the same random state.
+    """
+    compiled: Callable[..., Any] = torch.compile(region, options=dict(SAME_DRAWS))
     return compiled
 
 

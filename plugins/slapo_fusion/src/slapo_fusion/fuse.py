@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import fx, nn
 
@@ -14,6 +15,7 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import is_opaque
 
+from ._torch_private import is_dry_run
 from .compilers import Compiler, call_layer, compiler_of, eager
 
 
@@ -81,17 +83,17 @@ class RegionFunction:
     """
 
     def __init__(self, compiler: Compiler, region: fx.GraphModule) -> None:
-        self._compiler, self._region = compiler, region
-        self._function: Callable[..., Any] | None = None
+        self._compiler, self.region = compiler, region
 
     def make(self) -> Callable[..., Any]:
         """The compiled function."""
-        if self._function is None:
-            self._function = self._compiler(self._region)
-        return self._function
+        if self not in _made:
+            _made[self] = self._compiler(self.region)
+        return _made[self]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_function": None}
+
+# beside them, as they are part of a model, whose state a run must not change
+_made: WeakKeyDictionary[RegionFunction, Callable[..., Any]] = WeakKeyDictionary()
 
 
 class Fused(nn.Module):
@@ -110,7 +112,7 @@ class Fused(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """What the region computes."""
-        return self._function.make()(*args)
+        return (self._function.region if is_dry_run() else self._function.make())(*args)
 
 
 def _matches(schedule: Schedule, subgraph: Any) -> list[Any]:

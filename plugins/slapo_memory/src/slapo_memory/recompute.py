@@ -14,6 +14,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from slapo_core.wrapping import forward_wrappers
 
+from ._torch_private import runs_eagerly
 from .arguments import Arguments
 from .policies import contexts_of
 from .randomness import RandomState
@@ -91,6 +92,7 @@ class _Region:
         self._original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._random = RandomState() if preserve_rng_state else None
         self._state = StartState(modules)
+        self._is_eager = runs_eagerly()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._original is not None:  # the forward: what it does to its arguments, the caller sees
@@ -99,7 +101,9 @@ class _Region:
             self._state.keep_changed()
             return result
         args, kwargs = self.arguments.rebuild(tensors)
-        with self._random.again() if self._random else nullcontext(), self._state.again():
+        # what is compiled saves other tensors than the same code that runs as it is
+        stance = torch.compiler.set_stance("force_eager") if self._is_eager and not runs_eagerly() else nullcontext()
+        with self._random.again() if self._random else nullcontext(), self._state.again(), stance:
             return self.function(*args, **kwargs)
 
 

@@ -1,0 +1,11 @@
+"""The one place that knows what torch does not document."""
+
+from __future__ import annotations
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+def is_dry_run() -> bool:
+    """Whether tensors are without numbers, as while a model is traced: torch would give up compiling for good."""
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
