@@ -17,7 +17,7 @@ PRIMITIVES = {
     "slapo-core": CORE,
     "slapo-deepspeed": CORE,
     "slapo-example": CORE | {"freeze"},
-    "slapo-fusion": CORE | {"compile", "fuse"},
+    "slapo-fusion": CORE | {"compile", "decompose", "fuse"},
     "slapo-megatron": CORE,
     "slapo-memory": CORE | {"checkpoint"},
     "slapo-pipeline": CORE | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
@@ -25,7 +25,7 @@ PRIMITIVES = {
     "slapo-torch": CORE,
     "slapo-training": CORE,
     "slapo": CORE
-    | {"checkpoint", "compile", "fuse", "cut_at_marks", "cut_pipeline_stage", "fork_rng", "pipeline", "shard", "sync", "tensor_parallel"},
+    | {"checkpoint", "compile", "decompose", "fuse", "cut_at_marks", "cut_pipeline_stage", "fork_rng", "pipeline", "shard", "sync", "tensor_parallel"},
 }
 """What ``list_primitives()`` shows when a distribution is installed alone."""
 

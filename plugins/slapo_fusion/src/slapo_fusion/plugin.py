@@ -11,7 +11,7 @@ from . import hookspecs
 
 @hookimpl
 def slapo_primitives() -> dict[str, str]:
-    return {"compile": "slapo_fusion.compile:CompilePrimitive", "fuse": "slapo_fusion.fuse:FusePrimitive"}
+    return {name: f"slapo_fusion.{name}:{name.title()}Primitive" for name in ("compile", "decompose", "fuse")}
 
 
 @hookimpl
