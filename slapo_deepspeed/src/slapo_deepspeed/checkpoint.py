@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
-from slapo_training import random_state
+from slapo_training import engine_checkpoint, random_state
 from slapo_training.batches import fingerprint
 from slapo_training.meeting import on_all
 
 from . import replicas
-
-_LAYOUT = "slapo.json"
-_AXES = ("pp", "dp", "tp")
+from .groups import whole_shape
 
 
 @dataclass
@@ -41,23 +37,8 @@ class Checkpoint:
 
 def save(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> None:
     """Write DeepSpeed's checkpoint and what belongs to it. Collective; a directory without ``slapo.json`` is not complete."""
-    folder = Path(path)
-
-    def begin() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if dist.get_rank() == 0:
-            (folder / _LAYOUT).unlink(missing_ok=True)
-
-    def write() -> None:
-        model.save_checkpoint(str(folder))
-        torch.save(random_state.packed(), _random_file(folder))
-
-    def finish() -> None:
-        if dist.get_rank() == 0:
-            (folder / _LAYOUT).write_text(json.dumps({**_layout(program, zero_stage), "parameters": _parameters(program)}))
-
-    for action in (begin, write, finish):
-        on_all(action, program)
+    folder, about = Path(path), {**_layout(program, zero_stage), "parameters": _parameters(program)}
+    engine_checkpoint.write(folder, program, about, lambda: model.save_checkpoint(str(folder)))
 
 
 def checked(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> Checkpoint:
@@ -72,8 +53,7 @@ def checked(model: Any, path: str | PathLike[str], program: Program, zero_stage:
     def check() -> None:
         saved.update(_read(found.folder, program, zero_stage))
         if saved["dp"] == program.axis_size("dp"):
-            found.random = torch.load(_random_file(found.folder), weights_only=True)
-            random_state.check(found.random)
+            found.random = engine_checkpoint.read_random(found.folder)
         elif zero_stage:
             replicas.check(model, zero_stage)
 
@@ -116,10 +96,7 @@ def load(model: Any, found: Checkpoint, program: Program) -> None:
 def _read(folder: Path, program: Program, zero_stage: int) -> dict[str, int]:
     """The layout of a checkpoint that can be loaded."""
     own = _layout(program, zero_stage)
-    try:
-        saved: dict[str, int] = json.loads((folder / _LAYOUT).read_text())
-    except FileNotFoundError:
-        raise BuildError(f"{str(folder)!r} is no complete checkpoint of this target: it has no {_LAYOUT}") from None
+    saved = engine_checkpoint.read_about(folder)
     if saved.get("parameters", _parameters(program)) != _parameters(program):
         raise BuildError(f"{str(folder)!r} is of a model with other parameters; build an engine of the model that was saved")
     is_flat = program.axis_size("pp") == program.axis_size("tp") == 1
@@ -134,16 +111,11 @@ def _read(folder: Path, program: Program, zero_stage: int) -> dict[str, int]:
 
 
 def _layout(program: Program, zero_stage: int) -> dict[str, int]:
-    return {**{axis: program.axis_size(axis) for axis in _AXES}, "zero": zero_stage}
+    return {**engine_checkpoint.layout_of(program), "zero": zero_stage}
 
 
 def _parameters(program: Program) -> int:
-    """A number for the names and shapes of the model's parameters; with stage 3 of ZeRO they are empty."""
-    named = program.module.named_parameters()
-    shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in named}
-    shapes.update({name: spec.full_shape for name, spec in program.shard_specs.items()})
-    return fingerprint(sorted((name, tuple(shape)) for name, shape in shapes.items()))
-
-
-def _random_file(folder: Path) -> Path:
-    return folder / f"random-{dist.get_rank()}.pt"
+    """A number for the names and shapes of the model's parameters."""
+    shapes = {name: tuple(whole_shape(parameter)) for name, parameter in program.module.named_parameters()}
+    shapes |= {name: tuple(spec.full_shape) for name, spec in program.shard_specs.items()}
+    return fingerprint(sorted(shapes.items()))

@@ -28,7 +28,7 @@ from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 
 from . import checkpoint
-from .groups import MeshGroups
+from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
 from .pipeline import RunningStage, in_pipeline, steps
 from .starting import start
@@ -79,7 +79,8 @@ class DeepSpeedEngine(BatchEngine):
         self._loss = CountedLoss(options.loss_fn)
         self._counted: list[Counted | None] = []
         named = dict(self.module.named_parameters())
-        self._gradients, self._unused = WholeGradients(program, named), Unused(program, named, options.target)
+        self._gradients = WholeGradients(program, named, whole_shape)
+        self._unused = Unused(program, named, options.target)
         self._used = UsedParameters(program, named, options.zero_stage)
 
     def _buffer(self, index: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:

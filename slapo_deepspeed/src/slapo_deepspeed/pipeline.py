@@ -18,6 +18,7 @@ from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, LossFn, check_has_gradient
 from slapo_training.means import Counted
 from slapo_training.modes import Modes
+from slapo_training.other_stages import copies
 
 from .border import pack, unpack
 
@@ -119,19 +120,8 @@ def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
 
 def _ties(program: Program) -> list[tuple[nn.Parameter, dist.ProcessGroup, int]]:
     """This rank's tied parameters, each with the ranks that have it and the first of these. Collective."""
-    assert program.mesh is not None
-    named = dict(program.module.named_parameters(remove_duplicate=False))
-    grid = program.mesh.mesh.reshape([program.axis_size(axis) for axis in ("pp", "dp", "tp")])
-    found = []
-    for tie in program.ties:
-        stages = [program.rank_of(stage) for stage in tie.stages]
-        for dp in range(grid.shape[1]):
-            for tp in range(grid.shape[2]):
-                ranks = sorted({int(grid[stage, dp, tp]) for stage in stages})
-                group = dist.new_group(ranks)
-                if dist.get_rank() in ranks:
-                    found.append((named[tie.names[0]], group, ranks[0]))
-    return found
+    found = [(parameter, dist.new_group(ranks), ranks) for parameter, _, ranks in copies(program)]
+    return [(parameter, group, ranks[0]) for parameter, group, ranks in found if dist.get_rank() in ranks]
 
 
 def steps(number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from slapo_core.agreement import compare
 from slapo_core.errors import BuildError
-from slapo_training import random_state
+from slapo_training import engine_checkpoint, random_state
 from slapo_training.meeting import on_all
 
 from .optimizer_state import OptimizerState
@@ -24,8 +22,6 @@ from .sharded_state import Held
 if TYPE_CHECKING:
     from .engine import MegatronEngine
 
-_ABOUT = "slapo.json"
-
 
 def save(engine: MegatronEngine, path: str | PathLike[str]) -> None:
     """Write Megatron's checkpoint and what belongs to it. Collective; a directory without ``slapo.json`` is not complete."""
@@ -33,30 +29,21 @@ def save(engine: MegatronEngine, path: str | PathLike[str]) -> None:
 
     folder, program = Path(path), engine.program
     held = Held(program)
-
     state: dict[str, Any] = {"model": held.sharded(held.tensors), "common": _common(engine)}
 
-    def begin() -> None:
+    def check() -> None:
         if engine.optimizer is not None:
             OptimizerState(engine, held).check()
-        folder.mkdir(parents=True, exist_ok=True)
-        if dist.get_rank() == 0:
-            (folder / _ABOUT).unlink(missing_ok=True)
 
-    def write() -> None:
+    def fill() -> None:
         if engine.optimizer is not None:
             state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
         with repaired():
             dist_checkpointing.save(state, str(folder))
-        torch.save(random_state.packed(), _random_file(folder))
-
-    def finish() -> None:
-        if dist.get_rank() == 0:
-            (folder / _ABOUT).write_text(json.dumps(_about(engine, held)))
 
     compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
-    for action in (begin, write, finish):
-        on_all(action, program)
+    on_all(check, program)
+    engine_checkpoint.write(folder, program, _about(engine, held), fill)
 
 
 def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> None:
@@ -78,8 +65,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     def check() -> None:
         found.update(_checked(folder, _about(engine, held)))
         if found["layout"] == _layout(engine):
-            found["random"] = torch.load(_random_file(folder), weights_only=True)
-            random_state.check(found["random"])
+            found["random"] = engine_checkpoint.read_random(folder)
 
     def read() -> None:
         fresh = {key: torch.empty_like(tensor) for key, tensor in held.tensors.items()}
@@ -146,10 +132,7 @@ _WORDS = {
 
 
 def _checked(folder: Path, own: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        saved: dict[str, Any] = json.loads((folder / _ABOUT).read_text())
-    except FileNotFoundError:
-        raise BuildError(f"{str(folder)!r} is no complete checkpoint of this target: it has no {_ABOUT}") from None
+    saved = engine_checkpoint.read_about(folder)
     for key, word in _WORDS.items():
         if key not in saved:
             raise BuildError(f"{str(folder)!r} is a checkpoint of another target; load it there")
@@ -166,9 +149,4 @@ def _checked(folder: Path, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layout(engine: MegatronEngine) -> dict[str, int]:
-    program = engine.program
-    return {**{axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}, "stages": len(program.stages)}
-
-
-def _random_file(folder: Path) -> Path:
-    return folder / f"random-{dist.get_rank()}.pt"
+    return {**engine_checkpoint.layout_of(engine.program), "stages": len(engine.program.stages)}

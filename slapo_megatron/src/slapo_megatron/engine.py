@@ -25,6 +25,7 @@ from slapo_training.whole_gradients import WholeGradients
 
 from . import checkpoint
 from .cpu_mode import mode_of
+from .limits import ANOTHER_OPTIMIZER
 from .optimizers import is_shared_out, megatrons, optimizer_config, wrapped
 from .options import MegatronOptions
 from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
@@ -140,10 +141,7 @@ class MegatronEngine(BatchEngine):
     def _fit(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave out what is frozen; refuse what the distributed optimizer does not take, as a rank's own may show alone."""
         if self.options.distributed_optimizer and not is_shared_out(optimizer):
-            raise BuildError(
-                "target 'megatron' cannot do the distributed optimizer with another optimizer than Adam or AdamW; give "
-                "one of these, or leave distributed_optimizer out"
-            )
+            raise ANOTHER_OPTIMIZER.error(self.options.target)
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
 

@@ -15,9 +15,11 @@ from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, LossFn, check_has_gradient
 from slapo_training.means import Counted
+from slapo_training.other_stages import copies
 
 from .carrier import Layout, carrier_dtype, reached
-from .starting import ParallelState, destroy
+from .cpu_mode import without_mode
+from .starting import ParallelState
 
 
 class Borders(NamedTuple):
@@ -118,9 +120,10 @@ class RunningStage(nn.Module):
             assert self._borders is not None
             assert self._received is not None
             values = self._borders.layouts[self._index].unpack(self._received)
-        if not self.post_process:
-            return self.stage(*values, **batch)
-        loss, counted = self._loss_of(lambda: self.stage(*values, **batch), labels)
+        with without_mode():
+            if not self.post_process:
+                return self.stage(*values, **batch)
+            loss, counted = self._loss_of(lambda: self.stage(*values, **batch), labels)
         check_has_gradient(loss)
         self.counted.append(counted)
         return loss if self._weights is None else self._weights.weighted(index, loss, counted)
@@ -146,38 +149,23 @@ class Ties:
 
     Args:
         program: In stages.
-        state: Megatron's groups.
+        state: Megatron's groups, which ends those that are made here.
     """
 
     def __init__(self, program: Program, state: ParallelState) -> None:
         self._groups: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        self._made: list[Any] = []
-        if not program.ties:
-            return
-        assert program.mesh is not None
-        named = dict(program.module.named_parameters(remove_duplicate=False))
-        grid = program.mesh.mesh.reshape([program.axis_size(axis) for axis in ("pp", "dp", "tp")])
-        ends = {0, grid.shape[0] - 1} if state.is_ours else set()  # a user's embedding group may have other ranks
-        for tie in program.ties:
-            places = {program.rank_of(stage) for stage in tie.stages}
-            if len(places) == 1:
-                continue
-            parameter = named[tie.names[0]]
-            for ranks in (
-                sorted(int(grid[p, dp, tp]) for p in places) for dp in range(grid.shape[1]) for tp in range(grid.shape[2])
-            ):
-                # Megatron has one of these already, whose ranks are the same on all
-                group = state.groups.embd if places == ends else dist.new_group(ranks)
-                self._made += [] if places == ends else [group]
-                if dist.get_rank() in ranks:
-                    parameter.shared_embedding = True  # type: ignore[attr-defined]  # its own bucket, so replicas cut all copies alike
-                    parameter.shared = dist.get_rank() != ranks[0]  # type: ignore[attr-defined]  # in the norm once
-                    self._groups.append((parameter, group))
+        ends = (0, program.axis_size("pp") - 1) if state.is_ours else ()  # a user's embedding group may have other ranks
+        for parameter, places, ranks in copies(program):
+            # Megatron has one of the ends already, whose ranks are the same on all
+            group = state.groups.embd if places == ends else state.group(ranks)
+            if dist.get_rank() in ranks:
+                parameter.shared_embedding = True  # type: ignore[attr-defined]  # its own bucket, so replicas cut all copies alike
+                parameter.shared = dist.get_rank() != ranks[0]  # type: ignore[attr-defined]  # in the norm once
+                self._groups.append((parameter, group))
 
     def close(self) -> None:
-        """Destroy the groups that were made for them."""
-        destroy(self._made)
-        self._made, self._groups = [], []
+        """Forget them."""
+        self._groups.clear()
 
     def reduce(self) -> None:
         """Sum the gradients of the copies."""

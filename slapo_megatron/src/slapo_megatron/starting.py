@@ -36,7 +36,14 @@ class ParallelState:
     _users = 0
 
     def __init__(self, program: Program, chunks: int, timeout_minutes: int) -> None:
-        self._world = OwnWorld()
+        self._world, self._made = OwnWorld(), list[Any]()
+        try:
+            self._find(program, chunks, timeout_minutes)
+        except BaseException:
+            self._leave_world()
+            raise
+
+    def _find(self, program: Program, chunks: int, timeout_minutes: int) -> None:
         with without_warnings():
             from megatron.core import parallel_state
             from megatron.core.process_groups_config import ProcessGroupCollection
@@ -54,8 +61,8 @@ class ParallelState:
             )
         else:
             on_all(lambda: self._check(program, chunks), program)
-        ParallelState._users += self.is_ours
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        ParallelState._users += self.is_ours
 
     def _check(self, program: Program, chunks: int) -> None:
         """Refuse groups of the user's that are not those of the mesh."""
@@ -79,8 +86,15 @@ class ParallelState:
                 "cut as many, or leave it to build"
             )
 
+    def group(self, ranks: list[int]) -> Any:
+        """A group of these ranks for this engine alone; what torch gives others where this rank is none of them. Collective."""
+        self._made.append(dist.new_group(ranks))
+        return self._made[-1]
+
     def close(self) -> None:
-        """Destroy what was made here, with the last engine of this process that uses it. Collective."""
+        """Destroy what was made here, Megatron's groups with the last engine of this process that uses them. Collective."""
+        destroy(self._made)
+        self._made.clear()
         if self.is_ours:
             self.is_ours = False
             ParallelState._users -= 1
@@ -89,6 +103,9 @@ class ParallelState:
                 destroy(getattr(self.groups, field.name, None) for field in fields(self.groups))
         for field in fields(self.groups):
             setattr(self.groups, field.name, None)  # their threads end with the last reference
+        self._leave_world()
+
+    def _leave_world(self) -> None:
         if self._world.leave():
             dist.destroy_process_group()
 

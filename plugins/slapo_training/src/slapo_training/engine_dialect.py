@@ -28,6 +28,11 @@ class Limit(NamedTuple):
     instead: str
     applies: Callable[[Program, Any], bool | str]
 
+    def error(self, target: str, found: bool | str = True) -> BuildError:
+        """What is said where it applies, with what ``applies`` found."""
+        what = f"{self.asked} ({found})" if isinstance(found, str) else self.asked
+        return BuildError(f"target {target!r} cannot do {what}; {self.instead}")
+
 
 def _has_no_mesh(program: Program, options: Any) -> str:
     ranks = dist.get_world_size() if program.mesh is None and dist.is_initialized() else 1
@@ -79,5 +84,4 @@ class EngineDialect(Dialect):
         """Raise ``BuildError`` for the first limit that applies."""
         for limit in cls.limits:
             if found := limit.applies(program, options):
-                what = f"{limit.asked} ({found})" if isinstance(found, str) else limit.asked
-                raise BuildError(f"target {cls.name!r} cannot do {what}; {limit.instead}")
+                raise limit.error(cls.name, found)

@@ -1,8 +1,8 @@
-"""The stages that other ranks run, in this rank's memory."""
+"""The stages that other ranks run: freed in this rank's memory, and the parameters that several ranks have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,3 +38,19 @@ def release_others(program: Program, mine: Iterable[nn.Module], cast: Callable[[
                         new = made[id(tensor)] = successor(tensor, data)
                         kept.add(id(new))
                     table[name] = new
+
+
+def copies(program: Program) -> Iterator[tuple[nn.Parameter, tuple[int, ...], list[int]]]:
+    """The parameters that several ranks along ``pp`` have, each once for every replica and tensor-parallel rank.
+
+    Yields:
+        The parameter, these ranks along ``pp``, and their numbers in the job, both ascending; the same on every rank.
+    """
+    if program.mesh is None:
+        return
+    named = dict(program.module.named_parameters(remove_duplicate=False))
+    grid = program.mesh.mesh.reshape([program.axis_size(axis) for axis in ("pp", "dp", "tp")])
+    for tie in program.ties:
+        places = tuple(sorted({program.rank_of(stage) for stage in tie.stages}))
+        for ranks in grid[list(places)].flatten(1).T.tolist() if len(places) > 1 else ():
+            yield named[tie.names[0]], places, ranks

@@ -38,21 +38,17 @@ class Unused:
             yield
             return
         self._is_done = True
-        used = dict.fromkeys(self._named, False)
-
-        def note(name: str) -> None:
-            used[name] = True
-
-        with gradients_told(self._named, lambda name, gradient: note(name)):
+        used = set[str]()
+        with gradients_told(self._named, lambda name, gradient: used.add(name)):
             yield
         self._warn(used)
 
-    def _warn(self, used: dict[str, bool]) -> None:
-        mesh = self._program.mesh
-        found = torch.tensor([*used.values()], dtype=torch.uint8, device=mesh.device_type if mesh is not None else "cpu")
-        if mesh is not None and self._program.axis_size("dp") > 1 and used:
+    def _warn(self, used: set[str]) -> None:
+        mesh, own = self._program.mesh, [name in used for name in self._named]
+        found = torch.tensor(own, dtype=torch.uint8, device=mesh.device_type if mesh is not None else "cpu")
+        if mesh is not None and self._program.axis_size("dp") > 1 and own:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group("dp"))
-        unused = [name for name, is_used in zip(used, found.tolist(), strict=True) if not is_used]
+        unused = [name for name, is_used in zip(self._named, found.tolist(), strict=True) if not is_used]
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             get_logger().warning(

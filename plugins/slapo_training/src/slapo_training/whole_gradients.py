@@ -26,10 +26,16 @@ class WholeGradients:
     Args:
         program: With a mesh where parameters are sharded.
         parameters: Those of this rank's stages, by name.
+        shape_of: What shape a parameter's gradient has, where an engine empties the parameter itself.
     """
 
-    def __init__(self, program: Program, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._program = program
+    def __init__(
+        self,
+        program: Program,
+        parameters: Mapping[str, nn.Parameter],
+        shape_of: Callable[[nn.Parameter], torch.Size] = lambda parameter: parameter.shape,
+    ) -> None:
+        self._program, self._shape_of = program, shape_of
         named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         is_sharded = any(map(is_part, parameters.values()))
         self._named = named if is_sharded else {}
@@ -56,12 +62,22 @@ class WholeGradients:
 
         with gradients_told(self._named, note):
             yield
-        named = {name: _with(found.get(name), parameter) for name, parameter in self._named.items()}
+        named = {name: self._with(found.get(name), parameter) for name, parameter in self._named.items()}
         wrong, seen = compare_gradients(named, {name: named[name] for name in sorted(self._waiting)})
         self._waiting -= seen
         agree(BuildError(wrong) if wrong else None, self._program.mesh)
         # other stages and replicas may wait for gradients that this one has seen
         self._is_done = not any(gather(bool(self._waiting), self._program.mesh))
+
+    def _with(self, gradient: torch.Tensor | None, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter of the same facts with this gradient."""
+        if gradient is None:
+            made = nn.Parameter(torch.empty(self._shape_of(parameter), dtype=parameter.dtype, device=parameter.device))
+        else:
+            made = nn.Parameter(torch.empty_like(gradient))
+            made.grad = gradient
+        facts(made).spec = facts(parameter).spec
+        return made
 
 
 @contextmanager
@@ -77,13 +93,3 @@ def gradients_told(parameters: Mapping[str, nn.Parameter], tell: Callable[[str, 
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _with(gradient: torch.Tensor | None, parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same facts with this gradient."""
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # with stage 3 of ZeRO the parameter itself is empty
-    zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device) if gradient is None else gradient
-    made = nn.Parameter(torch.empty_like(zeros))
-    made.grad = None if gradient is None else gradient.to(made.dtype)
-    facts(made).spec = facts(parameter).spec
-    return made
