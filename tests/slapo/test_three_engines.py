@@ -15,7 +15,8 @@ import slapo
 from slapo.training.progress import follow
 from slapo_core.replay import load_schedule
 from slapo_core.testing import run_distributed
-from tests.slapo_deepspeed.layouts import batches, in_one_process, my_part, scheduled, small
+from tests.engine_models import batches, my_part, small
+from tests.engines import in_one_process, scheduled
 from tests.slapo_torch.layouts import adamw, mesh_of
 
 pytestmark = pytest.mark.multiproc

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from slapo_core.testing import run_distributed
-
-from .layouts import train_beside_reference
+from tests.engines import FACTS, train_beside_reference, zero
 
 pytestmark = pytest.mark.multiproc
 
@@ -14,6 +15,13 @@ MODELS = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lla
 FOUR = [{"pp": 2, "tp": 2}]
 FOUR += [pytest.param(layout, marks=pytest.mark.slow) for layout in ({"pp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2})]
 LONG = [("llama", "dp"), ("t5", "tp")]
+
+
+def differences(ranks: int, name: str, layout: dict[str, int], zeros: list[int], *options: Any) -> list[dict[str, float]]:
+    """Of each rank, with each of the stages of ZeRO."""
+    variants = {str(stage): zero(stage) for stage in zeros}
+    found = run_distributed(train_beside_reference, ranks, "deepspeed", name, layout, variants, *options, timeout=100)
+    return [worst for worst, _ in found]
 
 
 @pytest.mark.parametrize(
@@ -27,28 +35,28 @@ LONG = [("llama", "dp"), ("t5", "tp")]
     ],
 )
 def test_every_stage_of_zero(name: str, axis: str) -> None:
-    for worst in run_distributed(train_beside_reference, 2, name, {axis: 2}, [0, 1, 2, 3], timeout=100):
-        assert {what.split()[0] for what in worst} == {"loss", "norm", "evaluation", "weight"}
+    for worst in differences(2, name, {axis: 2}, [0, 1, 2, 3]):
+        assert {what.split()[0] for what in worst} == FACTS
         assert all(difference < 2e-5 for difference in worst.values()), worst
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_a_pipeline(name: str) -> None:
-    for worst in run_distributed(train_beside_reference, 2, name, {"pp": 2}, [0, 1], timeout=100):
+    for worst in differences(2, name, {"pp": 2}, [0, 1]):
         assert all(difference < 2e-5 for difference in worst.values()), worst
 
 
 @pytest.mark.parametrize("layout", FOUR, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_four_ranks(name: str, layout: dict[str, int]) -> None:
-    for worst in run_distributed(train_beside_reference, 4, name, layout, [0, 1], timeout=100):
+    for worst in differences(4, name, layout, [0, 1]):
         assert all(difference < 2e-5 for difference in worst.values()), worst
 
 
 @pytest.mark.parametrize(("layout", "zeros"), [({"dp": 2}, [1, 2, 3]), ({"tp": 2}, [1]), ({"pp": 2}, [1])], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16(name: str, layout: dict[str, int], zeros: list[int]) -> None:
-    for worst in run_distributed(train_beside_reference, 2, name, layout, zeros, "bf16", timeout=100):
+    for worst in differences(2, name, layout, zeros, "bf16"):
         # T5 draws its weights five times as large as their steps allow to be told apart in bf16
         told = ("loss", "evaluation", "weight") if name != "t5" else ("loss", "evaluation")
         found = {what: value for what, value in worst.items() if what.startswith(told)}

@@ -14,10 +14,9 @@ from torch import nn
 from slapo_core.build import build
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
-from tests.slapo_deepspeed.layouts import batches, my_part, small
+from tests.engine_models import batches, my_part, small
+from tests.engines import PLUGINS, scheduled
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
-
-from .layouts import PLUGINS, scheduled
 
 pytestmark = pytest.mark.multiproc
 

@@ -19,8 +19,8 @@ from slapo_core.schedule import create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_core.weights import init_empty_weights
 from slapo_sharding.cross_entropy import parallel_cross_entropy
-from tests.slapo_deepspeed.layouts import batches, in_one_process, small
-from tests.slapo_megatron.layouts import PLUGINS
+from tests.engine_models import batches, small
+from tests.engines import PLUGINS, in_one_process
 from tests.slapo_sharding.told import warnings_told
 from tests.slapo_torch.layouts import adamw, mesh_of
 from tests.zoo.families import FAMILIES

@@ -12,9 +12,8 @@ from slapo_core.errors import BuildError
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_megatron.starting import ParallelState
+from tests.engines import PLUGINS
 from tests.slapo_torch.layouts import mesh_of, message_of
-
-from .layouts import PLUGINS
 
 
 def test_refused_groups_do_not_keep_the_process_group_of_one_process() -> None:

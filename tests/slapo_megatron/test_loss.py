@@ -17,8 +17,8 @@ from slapo_core.errors import ScheduleError
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_training.quiet import without_warnings
-from tests.slapo_deepspeed.layouts import batches, in_one_process, small
-from tests.slapo_megatron.layouts import PLUGINS
+from tests.engine_models import batches, small
+from tests.engines import PLUGINS, in_one_process
 from tests.slapo_megatron.test_layers import CONV1D, UNEVEN, Collectives
 from tests.slapo_sharding.told import warnings_told
 from tests.slapo_torch.layouts import adamw, mesh_of

@@ -17,9 +17,8 @@ from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_megatron.dialect import MegatronDialect
 from slapo_megatron.options import MegatronOptions
+from tests.engines import PLUGINS
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
-
-from .layouts import PLUGINS
 
 README = Path(__file__).parents[2] / "slapo_megatron" / "README.md"
 
