@@ -54,6 +54,13 @@ class DeepSpeedEngine(BatchEngine):
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
         compare(options.agreed(), program.mesh)
         self._deepspeed, self._world = start(self._device_type)
+        try:
+            self._make(program, options, dtype)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _make(self, program: Program, options: DeepSpeedOptions, dtype: torch.dtype) -> None:
         self.module: nn.Module = program.stages[program.axis_rank("pp")].module
         _mark_shards(self.module)
         self._modes = Modes(program.module)
@@ -141,6 +148,11 @@ class DeepSpeedEngine(BatchEngine):
             return
         self._is_closed = True
         self.model.destroy()
+        self._used.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give back the process group of this process alone, if it was made for this engine."""
         if self._world.leave():
             self._deepspeed.comm.destroy_process_group()  # it forgets its groups with it
 

@@ -25,8 +25,7 @@ def start(device_type: str) -> tuple[Any, OwnWorld]:
     """
     if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    world = OwnWorld()
-    local = torch.cuda.current_device() if device_type == "cuda" else dist.get_rank()
+    local = torch.cuda.current_device() if device_type == "cuda" else dist.get_rank() if dist.is_initialized() else 0
     os.environ.setdefault("LOCAL_RANK", str(local))
     with without_warnings():
         import deepspeed
@@ -40,5 +39,6 @@ def start(device_type: str) -> tuple[Any, OwnWorld]:
         )
     if device_type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    world = OwnWorld()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     return deepspeed, world

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
@@ -35,10 +36,16 @@ class UsedParameters:
         self._first: set[int] | None = None
         self._differs = False
         self._compares = zero_stage in (1, 2) and program.axis_size("dp") > 1
+        self._handles: list[RemovableHandle] = []
         if self._compares or zero_stage == 3:
             for index, parameter in enumerate(parameters.values()):
                 if parameter.requires_grad:
-                    parameter.register_hook(self._noting(index))  # type: ignore[no-untyped-call]
+                    self._handles.append(parameter.register_hook(self._noting(index)))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Note nothing more."""
+        for handle in self._handles:
+            handle.remove()
 
     def _noting(self, index: int) -> Callable[[torch.Tensor], None]:
         word = index.to_bytes(4, "little")
