@@ -25,7 +25,8 @@ PRIMITIVES = {
     "slapo-torch": CORE,
     "slapo-training": CORE,
     "slapo": CORE
-    | {"checkpoint", "compile", "decompose", "fuse", "cut_at_marks", "cut_pipeline_stage", "fork_rng", "pipeline", "shard", "sync", "tensor_parallel"},
+    | {"checkpoint", "compile", "decompose", "fuse"}
+    | {"cut_at_marks", "cut_pipeline_stage", "fork_rng", "pipeline", "shard", "sync", "tensor_parallel"},
 }
 """What ``list_primitives()`` shows when a distribution is installed alone."""
 

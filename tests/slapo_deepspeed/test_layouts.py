@@ -21,7 +21,9 @@ def differences(ranks: int, name: str, layout: dict[str, int], zeros: list[int],
     """Of each rank, with each of the stages of ZeRO."""
     variants = {str(stage): zero(stage) for stage in zeros}
     found = run_distributed(train_beside_reference, ranks, "deepspeed", name, layout, variants, *options, timeout=100)
-    return [worst for worst, _ in found]
+    # T5 computes its own loss in bf16, whose numbers are 0.03 apart there: of it the difference is a share of the loss
+    share = name == "t5" and "bf16" in options
+    return [{what: value / (scale if share else 1.0) for what, value in worst.items()} for worst, scale in found]
 
 
 @pytest.mark.parametrize(
@@ -53,11 +55,20 @@ def test_four_ranks(name: str, layout: dict[str, int]) -> None:
         assert all(difference < 2e-5 for difference in worst.values()), worst
 
 
-@pytest.mark.parametrize(("layout", "zeros"), [({"dp": 2}, [1, 2, 3]), ({"tp": 2}, [1]), ({"pp": 2}, [1])], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_bf16(name: str, layout: dict[str, int], zeros: list[int]) -> None:
+# of T5 one stage has a copy of the bias of positions that it does not use
+ALWAYS = [("gpt2", "dp"), ("gpt2", "tp"), ("gpt2", "pp"), ("t5", "pp")]
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        pytest.param(name, axis, marks=[pytest.mark.slow] * ((name, axis) not in ALWAYS))
+        for name in ("gpt2", "llama", "t5")
+        for axis in ("dp", "tp", "pp")
+    ],
+)
+def test_bf16(name: str, axis: str) -> None:
+    layout, zeros = {axis: 2}, [1, 2, 3] if axis == "dp" else [1]
     for worst in differences(2, name, layout, zeros, "bf16"):
-        # T5 draws its weights five times as large as their steps allow to be told apart in bf16
-        told = ("loss", "evaluation", "weight") if name != "t5" else ("loss", "evaluation")
-        found = {what: value for what, value in worst.items() if what.startswith(told)}
+        found = {what: value for what, value in worst.items() if what.startswith(("loss", "evaluation", "weight"))}
         assert all(difference < 2e-2 for difference in found.values()), worst

@@ -15,7 +15,6 @@ from tests.engines import (
     PLUGINS,
     alone,
     complex_buffer,
-    frozen_after_build,
     frozen_modes,
     groups_and_rates,
     half_sharded,
@@ -84,12 +83,6 @@ def test_complex_buffers_stay_complex(precision: str, tolerance: float) -> None:
 def test_one_process_alone() -> None:
     found, expected = in_its_process("megatron")
     assert found == pytest.approx(expected, abs=2e-5)
-
-
-def test_what_is_frozen_after_build_is_refused_in_training_alone() -> None:
-    refusal, evaluated, after = frozen_after_build("megatron")
-    assert refusal.startswith("BuildError: '1.bias' was frozen after build")
-    assert (evaluated, after) == ("no error", "no error")
 
 
 def megatrons_optimizer(rank: int) -> tuple[list[float], str]:

@@ -86,6 +86,7 @@ class DeepSpeedEngine(BatchEngine):
         self._loss = CountedLoss(options.loss_fn)
         self._counted: list[Counted | None] = []
         named = dict(self.module.named_parameters())
+        self._remember_trained(named)
         self._gradients = WholeGradients(program, named, whole_shape)
         self._unused = Unused(program, named, options.target)
         self._used = UsedParameters(program, named, options.zero_stage)

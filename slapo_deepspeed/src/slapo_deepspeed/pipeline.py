@@ -104,7 +104,11 @@ def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
                 dist.broadcast(parameter.data, first, group=group)
 
         def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-            return [(parameter, group) for parameter, group, _ in ties if parameter.requires_grad]
+            found = [(parameter, group) for parameter, group, _ in ties if parameter.requires_grad]
+            for parameter, _ in found:
+                if parameter.grad is None:  # DeepSpeed would leave out the sum on this rank alone, which others wait for
+                    parameter.grad = torch.zeros_like(parameter)
+            return found
 
     own = program.axis_rank("pp")
     layers = [stage if index == own else LayerSpec(nn.Identity) for index in range(sizes["pp"])]

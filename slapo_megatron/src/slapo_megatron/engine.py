@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from slapo_core.agreement import all_reduce, compare
-from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_dialect import holds_copies
@@ -107,7 +106,7 @@ class MegatronEngine(BatchEngine):
         self._sender = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
         named = _named(chunks)
         self._gradients, self._unused = WholeGradients(program, named), Unused(program, named, options.target)
-        self._trained = {name: (parameter, parameter.requires_grad) for name, parameter in named.items()}
+        self._remember_trained(named)
         self._plan: tuple[Program, Borders] | None = None
 
     @property
@@ -236,14 +235,6 @@ class MegatronEngine(BatchEngine):
             mean = torch.stack([loss.float() for loss in losses]).mean()
         # each replica's last stage has it, once on every tensor-parallel rank
         return all_reduce(mean, self.program.mesh) / (self.program.axis_size("dp") * self.program.axis_size("tp"))
-
-    def _check_model(self) -> None:
-        for name, (parameter, is_trained) in self._trained.items():
-            if parameter.requires_grad != is_trained:
-                what = "frozen" if is_trained else "unfrozen"
-                raise BuildError(
-                    f"{name!r} was {what} after build, which Megatron's optimizer does not see; build another engine"
-                )
 
     def _begin(self, batch: MicroBatches, training: bool) -> None:
         """Make the stages ready for micro-batches like these."""

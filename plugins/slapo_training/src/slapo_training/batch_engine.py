@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from slapo_core.agreement import all_reduce
@@ -60,6 +61,11 @@ class BatchEngine(Engine):
         self._kind: int | None = None
         self._is_broken = self._is_half_read = self._is_closed = False
         self.grad_norm: float | None = None
+        self._trained: dict[str, tuple[nn.Parameter, bool]] = {}
+
+    def _remember_trained(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Which of this rank's parameters are trained from now on."""
+        self._trained = {name: (parameter, parameter.requires_grad) for name, parameter in named.items()}
 
     @property
     @abstractmethod
@@ -119,7 +125,7 @@ class BatchEngine(Engine):
 
         def cut() -> Cut:
             if training:
-                self._check_model()
+                self._check_frozen()
             parts = split(batch, self._number)
             check_labels(batch, self.program.module, self._common.loss_fn)
             counts = labels_of(parts, self._common.ignored_label)
@@ -134,8 +140,15 @@ class BatchEngine(Engine):
         weights.kind = self._kind
         return MicroBatches(parts, labels, weights)
 
-    def _check_model(self) -> None:
-        """Raise ``BuildError`` for a model that has changed in a way the engine does not see; one rank alone."""
+    def _check_frozen(self) -> None:
+        """Raise ``BuildError`` where it has changed what is trained, which the optimizer does not see; one rank alone."""
+        for name, (parameter, is_trained) in self._trained.items():
+            if parameter.requires_grad != is_trained:
+                what = "frozen" if is_trained else "unfrozen"
+                raise BuildError(
+                    f"{name!r} was {what} after build, which the optimizer of target {self._common.target!r} does not see; "
+                    "build another engine"
+                )
 
     def _in_precision(self, part: Batch) -> Batch:
         """A micro-batch with its floating-point tensors in the type of the weights."""

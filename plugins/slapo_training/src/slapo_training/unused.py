@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slapo_core.agreement import gather
 from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
@@ -33,7 +34,7 @@ class Unused:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the backwards inside, the first time. Collective over the replicas, behind the last of them."""
+        """Watch the backwards inside, the first time. Collective over the mesh, behind the last of them."""
         if self._is_done:
             yield
             return
@@ -44,7 +45,11 @@ class Unused:
         self._warn(used)
 
     def _warn(self, used: set[str]) -> None:
-        mesh, own = self._program.mesh, [name in used for name in self._named]
+        mesh, ties = self._program.mesh, self._program.ties
+        if ties:  # one stage's use of a parameter is all that the others' copies need
+            told = zip(*gather([bool(used.intersection(tie.names)) for tie in ties], mesh), strict=True)
+            used = used.union(*(tie.names for tie, each in zip(ties, told, strict=True) if any(each)))
+        own = [name in used for name in self._named]
         found = torch.tensor(own, dtype=torch.uint8, device=mesh.device_type if mesh is not None else "cpu")
         if mesh is not None and self._program.axis_size("dp") > 1 and own:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group("dp"))
