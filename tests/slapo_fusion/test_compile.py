@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,6 +91,19 @@ def test_with_checkpoints_in_either_order(first: str) -> None:
         layer.checkpoint()
     if first != "compile":
         sch["layers"].compile(backend=count)
+    assert_equivalent(before, sch.mod, X)
+    assert count.graphs
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_forward_that_somebody_has_put_on_a_module(wrapped: bool) -> None:
+    before, count = Model(2), Counting()
+    for layer in before.layers:
+        layer.forward = partial(type(layer).forward, layer)  # as some libraries do
+    sch = create_schedule(copy.deepcopy(before))
+    if wrapped:
+        sch["layers"].checkpoint()
+    sch["layers"].compile(backend=count)
     assert_equivalent(before, sch.mod, X)
     assert count.graphs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import slapo_fusion.plugin
 from slapo_core.errors import ScheduleError
 from slapo_core.hookspecs import hookimpl
 from slapo_core.patterns import call_module
+from slapo_core.replay import load_schedule
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import assert_equivalent, isolated_plugins
 
@@ -159,6 +161,17 @@ def test_undo_gives_the_graph_and_the_modules_back() -> None:
     assert str(sch.mod.graph) == code
     assert sorted(name for name, _ in sch.mod.named_modules()) == sorted(modules)
     assert_equivalent(before, sch.mod, X)
+
+
+@pytest.mark.parametrize("ending", ["json", "py"])
+def test_a_saved_schedule_does_the_same_to_another_model(ending: str, tmp_path: Path) -> None:
+    before, sch = traced()
+    sch.fuse(sch.find(bias_gelu), compiler=None, name="bias_gelu")
+    sch.fuse(sch.find(side_by_side), compiler=None)
+    sch.save(tmp_path / f"fused.{ending}")
+    again = load_schedule(copy.deepcopy(before), tmp_path / f"fused.{ending}", example_inputs=(X,))
+    assert str(again.mod.graph) == str(sch.mod.graph)
+    assert_equivalent(before, again.mod, X)
 
 
 def hooked(sch: Schedule) -> None:

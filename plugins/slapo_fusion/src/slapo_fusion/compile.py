@@ -59,10 +59,11 @@ class CompilePrimitive(Primitive):
 
     @staticmethod
     def apply(schedule: Schedule, **options: Any) -> None:
-        compiled = Compiled(options)
+        shared: dict[int, Compiled] = {}
         for _, module in _targets(schedule):
+            inside = len(forward_wrappers(module))
             schedule.touch(module)
-            wrap_forward(module, compiled)
+            wrap_forward(module, shared.setdefault(inside, Compiled(options, inside)))
 
 
 _OPTIONS = {"backend", "dynamic", "fullgraph", "mode", "options"}
@@ -86,10 +87,11 @@ class Compiled:
 
     Args:
         options: Of ``torch.compile``.
+        inside: How many wrappers there are between this one and the forward; they run as they are.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = dict(options)
+    def __init__(self, options: dict[str, Any], inside: int = 0) -> None:
+        self._options, self._between = dict(options), inside
         if options.keys().isdisjoint({"backend", "mode", "options"}):
             self._options["options"] = dict(SAME_DRAWS)
 
@@ -97,13 +99,12 @@ class Compiled:
         """Run the compiled forward."""
         if torch.compiler.is_compiling() or is_dry_run():  # what is around is compiled, too
             return call(*args, **kwargs)
-        return self._inside(call)(*args, **kwargs)
+        return self._inside(call, self._between)(*args, **kwargs)
 
-    def _inside(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call with its innermost forward compiled; wrappers around that, such as a checkpoint, run as they are."""
-        if isinstance(call, partial):
-            wrapper, inner = call.func, call.args[0]
-            return partial(wrapper, self._inside(inner))
+    def _inside(self, call: Any, wrappers: int) -> Callable[..., Any]:
+        """The call with its innermost forward compiled."""
+        if wrappers:
+            return partial(call.func, self._inside(call.args[0], wrappers - 1))
         if isinstance(call, types.MethodType):
             return partial(self._of(call.__func__), call.__self__)
         return self._of(call)
