@@ -27,7 +27,7 @@ def losses_of(folder: Path, script: str, ranks: int) -> list[float]:
     (folder / "train.py").write_text(script, encoding="utf-8")
     run = torchrun(folder, "--nproc-per-node", str(ranks), "train.py")
     assert run.returncode == 0, run.stderr
-    return [float(line.split()[1]) for line in run.stdout.splitlines()]
+    return [float(line.split()[1]) for line in run.stdout.splitlines() if re.match(r"\d ", line)]
 
 
 def training_script() -> str:
@@ -45,10 +45,23 @@ def test_the_readmes_script_trains_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_the_readmes_loop_trains_the_model_of_its_script(tmp_path: Path) -> None:
-    (loop,) = blocks("py")
+    loop, _ = blocks("py")
     before, step, _ = training_script().replace("(2, 1, 2)", "(1, 1, 2)").partition("sch.tensor_parallel()")
     shown = "    if dist.get_rank() == 0:\n        print(step, loss.item())\n"
     losses = losses_of(tmp_path, f"{before}{step}\n{loop}{shown}dist.destroy_process_group()\n", 2)
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("target", ["deepspeed", "megatron"])
+def test_the_readmes_engines_train_the_model_of_its_script(target: str, tmp_path: Path) -> None:
+    _, engines = blocks("py")
+    rate, *lines = engines.splitlines()
+    (line,) = (line for line in lines if f'"{target}"' in line)
+    script = re.sub(r"^engine = .*$", f"{rate}\n{line}", training_script(), flags=re.MULTILINE)
+    losses = losses_of(tmp_path, script, 4)
     assert len(losses) == 5
     assert losses[-1] < losses[0]
 
