@@ -163,7 +163,7 @@ class DeepSpeedEngine(BatchEngine):
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training=False)
-            loss = torch.as_tensor(self.model.eval_batch(steps(len(batch.parts)))).detach().float()
+            loss = torch.as_tensor(self.model.eval_batch(steps(len(batch.parts)))).detach().float().reshape(())
             return loss, self._stage.counted
         self.model.eval()
         return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
