@@ -154,7 +154,9 @@ def train_beside_reference(
             note(f"loss {variant}", abs(engine.train_batch(**my_part(batch, mesh)).item() - loss))
             if engine.grad_norm is not None:
                 note(f"norm {variant}", abs(engine.grad_norm - norm))
-        note(f"evaluation {variant}", abs(engine.eval_batch(**my_part(data[0], mesh)).item() - last))
+        evaluated = engine.eval_batch(**my_part(data[0], mesh))
+        assert evaluated.shape == ()
+        note(f"evaluation {variant}", abs(evaluated.item() - last))
         with engine.whole_parameters() if target == "deepspeed" else nullcontext():
             for key, value in schedule.full_state().items():
                 assert value is not None

@@ -181,7 +181,7 @@ def hooked(sch: Schedule) -> None:
 @pytest.mark.parametrize(
     ("pattern", "options", "before", "message"),
     [
-        (bias_gelu, {"compiler": "inducter"}, None, r"no compiler 'inducter'; did you mean 'inductor'\? available: "),
+        (bias_gelu, {"compiler": "inducter"}, None, r"no compiler 'inducter'; did you mean 'inductor'\?; available: "),
         (bias_gelu, {"name": "a.b"}, None, "name is 'a.b'; give a name a submodule can have"),
         (vertical, {"compiler": "torchscript"}, None, "TorchScript takes no layers with weights, as 'layer_0'"),
         (vertical, {}, hooked, "'layers.1.down' in the subgraph is sharded, hooked or wrapped"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slapo_core.errors import BuildError
-from slapo_megatron.cpu_mode import cpu_mode
+from slapo_megatron.cpu_mode import cpu_mode, without_mode
 from tests.slapo_sharding.told import warnings_told
 
 NAMES = ("current_device", "synchronize", "empty_cache", "get_rng_state", "set_rng_state", "manual_seed")
@@ -34,6 +34,23 @@ def test_megatron_gets_the_cpu_and_nobody_else() -> None:
             ask()
         with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
             torch.cuda.current_device()
+
+
+def test_a_users_model_runs_without_it_and_megatron_with_it_again() -> None:
+    modes = torch.overrides._get_current_function_mode_stack
+
+    def fail() -> None:
+        with without_mode():
+            assert len(modes()) == 0
+            raise KeyError("within")
+
+    with cpu_mode():
+        with pytest.raises(KeyError):
+            fail()
+        assert len(modes()) == 1
+        assert ASK()[1] == torch.device("cpu")
+    with without_mode():
+        assert len(modes()) == 0
 
 
 def test_nothing_of_it_is_left() -> None:

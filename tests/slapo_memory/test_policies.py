@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,6 +115,22 @@ def test_a_ratio_of_a_list_is_spread_evenly(ratio: float | None, layers: int, ch
     assert not any("forward" in vars(layer) for layer in sch["layers"].mod)
 
 
+def test_a_module_that_a_list_has_twice_is_checkpointed_once() -> None:
+    before = Model(1)
+    before.layers.append(before.layers[0])
+    sch = create_schedule(copy.deepcopy(before))
+    plain = ran_in(copy.deepcopy(before), X)
+    sch["layers"].checkpoint()
+    assert ran_in(sch.mod, X)[CHEAP[0]] == 2 * plain[CHEAP[0]]
+
+
+def test_a_model_with_a_policy_can_be_copied_and_pickled() -> None:
+    before, sch = scheduled(2)
+    sch["layers"].checkpoint(policy="matmuls")
+    for model in (copy.deepcopy(sch.mod), pickle.loads(pickle.dumps(sch.mod))):  # noqa: S301  our own
+        assert_equivalent(before, model, X, atol=0, rtol=0)
+
+
 def test_a_policy_for_a_subgraph() -> None:
     before, sch = scheduled(2)
     sch = create_schedule(sch.mod, example_inputs=(X,)).trace(flatten=True, leaf_modules=["Linear", "LayerNorm", "Dropout"])
@@ -135,11 +152,14 @@ def test_a_policy_for_a_subgraph() -> None:
         ("layers", {"ratio": 1.5}, "ratio is 1.5; give a share"),
         ("layers", {"ratio": True}, "ratio is True; give a share"),
         ("layers", {"ratio": 0.1}, "a ratio of 0.1 is none of 4 modules"),
+        ("empty", {}, "the list is empty"),
         ("layers.0", {"ratio": 0.5}, "a ratio is of a list of modules, and this is a Block"),
     ],
 )
 def test_what_is_no_policy_or_ratio_is_refused(path: str, options: dict[str, Any], message: str) -> None:
-    _, sch = scheduled()
+    model = Model()
+    model.empty = nn.ModuleList()
+    sch = create_schedule(model)
     with pytest.raises(ScheduleError, match=message):
         sch[path].checkpoint(**options)
     assert not any("forward" in vars(layer) for layer in sch["layers"].mod)

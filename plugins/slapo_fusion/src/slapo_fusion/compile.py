@@ -44,7 +44,9 @@ class CompilePrimitive(Primitive):
 
     @staticmethod
     def check(schedule: Schedule, **options: Any) -> None:
-        for path, module in _targets(schedule):
+        if not (targets := _targets(schedule)):
+            raise _error(schedule, "the list is empty; there is nothing to compile")
+        for path, module in targets:
             if any(isinstance(wrapper, Compiled) for wrapper in forward_wrappers(module)):
                 raise _error(schedule, f"{path or 'the model'!r} is compiled already; once is enough")
             if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
@@ -61,9 +63,9 @@ class CompilePrimitive(Primitive):
     def apply(schedule: Schedule, **options: Any) -> None:
         shared: dict[int, Compiled] = {}
         for _, module in _targets(schedule):
-            inside = len(forward_wrappers(module))
+            between = len(forward_wrappers(module))
             schedule.touch(module)
-            wrap_forward(module, shared.setdefault(inside, Compiled(options, inside)))
+            wrap_forward(module, shared.setdefault(between, Compiled(options, between)))
 
 
 _OPTIONS = {"backend", "dynamic", "fullgraph", "mode", "options"}
@@ -87,11 +89,11 @@ class Compiled:
 
     Args:
         options: Of ``torch.compile``.
-        inside: How many wrappers there are between this one and the forward; they run as they are.
+        between: How many wrappers there are between this one and the forward; they run as they are.
     """
 
-    def __init__(self, options: dict[str, Any], inside: int = 0) -> None:
-        self._options, self._between = dict(options), inside
+    def __init__(self, options: dict[str, Any], between: int) -> None:
+        self._options, self._between = dict(options), between
         if options.keys().isdisjoint({"backend", "mode", "options"}):
             self._options["options"] = dict(SAME_DRAWS)
 

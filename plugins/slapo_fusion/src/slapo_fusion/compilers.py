@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import pkgutil
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -12,7 +10,8 @@ import torch
 from torch import fx
 
 from slapo_core.causes import reason
-from slapo_core.errors import PluginError, ScheduleError
+from slapo_core.entries import Entry, conflict
+from slapo_core.errors import PluginError, ScheduleError, UnknownNameError
 from slapo_core.schedule import Schedule
 
 SAME_DRAWS = {"fallback_random": True}
@@ -79,27 +78,19 @@ def compiler_of(schedule: Schedule, name: object) -> Compiler:
         ScheduleError: no plugin registers it.
         PluginError: a plugin's hook fails, two register one name, or it cannot be imported.
     """
-    found: dict[str, tuple[Any, str]] = {}
-    owners = {id(record.plugin): str(record) for record in schedule.registry.records}
+    found: dict[str, list[Entry]] = {}
+    records = {id(record.plugin): record for record in schedule.registry.records}
     for implementation in schedule.registry.hook.slapo_compilers.get_hookimpls():
-        owner = owners[id(implementation.plugin)]
-        for each, compiler in _registered(implementation.function, owner).items():
-            if each in found:
-                raise PluginError(f"compiler {each!r} is registered by {found[each][1]} and {owner}; disable one", owner=owner)
-            found[each] = compiler, owner
+        record = records[id(implementation.plugin)]
+        for each, compiler in _registered(implementation.function, str(record)).items():
+            found.setdefault(each, []).append(Entry("compiler", each, compiler, record))
     if not isinstance(name, str) or name not in found:
-        near = difflib.get_close_matches(str(name), found, n=1)
-        guess = f"did you mean {near[0]!r}? " if near else ""
-        known = ", ".join(map(repr, sorted(found)))
-        raise ScheduleError(f"no compiler {name!r}; {guess}available: {known}, None", path=schedule.path, primitive="fuse")
-    given, owner = found[name]
-    try:
-        compiler = pkgutil.resolve_name(given) if isinstance(given, str) else given
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"compiler {name!r} of {owner} cannot be imported: {reason(error)}", owner=owner) from error
-    if not callable(compiler):
-        raise PluginError(f"compiler {name!r} of {owner} is {compiler!r}; give a function", owner=owner)
-    return compiler  # type: ignore[no-any-return]
+        unknown = UnknownNameError.of("compiler", str(name), found, ["None compiles nothing"])
+        raise ScheduleError(str(unknown), path=schedule.path, primitive="fuse")
+    entry, *others = found[name]
+    if others:
+        raise conflict(found[name])
+    return entry.load()  # type: ignore[no-any-return]
 
 
 def _registered(hook: Any, owner: str) -> Mapping[str, Any]:

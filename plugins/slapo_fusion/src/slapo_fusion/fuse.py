@@ -57,16 +57,16 @@ class FusePrimitive(Primitive):
             prepared.append((match, *_region(traced, match)))
         _check_apart(schedule, [match for match, _, _ in prepared])
         functions: dict[Any, RegionFunction] = {}
-        for _, region, _ in prepared:
+        steps = []
+        for match, region, layers in prepared:
+            function = functions.setdefault(_same(region), RegionFunction(make, region))
             try:
-                functions.setdefault(_same(region), RegionFunction(make, region)).make()
+                function.make()
             except ScheduleError as error:
                 raise _error(schedule, str(error)) from error
-        made = [Fused(region, functions[_same(region)]) for _, region, _ in prepared]
-        chains = [_chain(region) if compiler is None else None for _, region, _ in prepared]
-        return [
-            (match, chain or fused, layers) for (match, _, layers), fused, chain in zip(prepared, made, chains, strict=True)
-        ]
+            chain = _chain(region) if compiler is None else None
+            steps.append((match, chain or Fused(region, function), layers))
+        return steps
 
     @staticmethod
     def apply(schedule: Schedule, subgraph: Any, compiler: str | None = "inductor", name: str | None = None) -> None:

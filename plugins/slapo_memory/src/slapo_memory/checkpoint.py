@@ -35,8 +35,9 @@ class CheckpointPrimitive(Primitive):
         subgraph: One match, or a list of matches, of ``sch.find`` in this traced module. Each becomes a submodule
             ``checkpointed``; modules in it must have no weights, as these would change their names.
         policy: What is kept all the same. None: nothing. ``"matmuls"``: the results of products of matrices, convolutions and
-            attention, so that the cheap rest is recomputed. A list of operators, ``torch.ops.aten.mm.default`` for one, or a
-            function as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it.
+            ``scaled_dot_product_attention``, so that the cheap rest is recomputed. A list of operators,
+            ``torch.ops.aten.mm.default`` for one, or a function as
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it.
         ratio: On a list of modules: the share of them that is checkpointed, spread evenly over the list; all by default.
 
     Raises:
@@ -83,7 +84,9 @@ def _chosen(schedule: Schedule, ratio: float | None) -> list[Schedule]:
         if ratio is not None:
             raise _error(schedule, f"a ratio is of a list of modules, and this is a {type(mod).__name__}")
         return [schedule]
-    children = [*schedule.child.values()]
+    children = [*{id(child.mod): child for child in schedule.child.values()}.values()]  # one may be in a list twice
+    if not children:
+        raise _error(schedule, "the list is empty; there is nothing to checkpoint")
     if ratio is None:
         ratio = 1.0
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:

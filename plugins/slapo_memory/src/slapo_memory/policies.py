@@ -10,18 +10,18 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 KEPT = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
-    "aten::baddbmm",
-    "aten::convolution",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
 )
-"""Operators whose outputs ``"matmuls"`` keeps: all products of matrices, and attention."""
+"""Operators of ``torch.ops.aten`` whose outputs ``"matmuls"`` keeps."""
 
 Contexts = Callable[[], Any]
 """``context_fn`` of ``torch.utils.checkpoint.checkpoint``."""
@@ -52,6 +52,6 @@ def contexts_of(policy: Any) -> Contexts | None:
 
 def _overloads() -> Iterator[Any]:
     for name in KEPT:
-        packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)  # some are new in torch
+        packet = getattr(torch.ops.aten, name, None)  # some are new in torch
         if packet is not None:
             yield packet.default

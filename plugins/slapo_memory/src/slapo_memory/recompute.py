@@ -60,15 +60,16 @@ class Checkpointed:
     """
 
     def __init__(self, policy: Any = None) -> None:
-        contexts = contexts_of(policy)
-        self._options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        self._policy = policy  # what it is to torch cannot be pickled with the model
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward, and again in the backward."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         region = _Region(call, args, kwargs, _modules_in(call, set()))
-        return torch_checkpoint.checkpoint(region, *region.arguments.tensors, use_reentrant=False, **self._options)
+        contexts = contexts_of(self._policy)
+        options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        return torch_checkpoint.checkpoint(region, *region.arguments.tensors, use_reentrant=False, **options)
 
 
 def is_checkpointed(module: nn.Module) -> bool:

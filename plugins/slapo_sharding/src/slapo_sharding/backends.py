@@ -8,7 +8,6 @@ does the same is told to the checks from then on, and no longer runs.
 from __future__ import annotations
 
 import difflib
-import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Protocol
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from slapo_core.causes import reason
+from slapo_core.entries import Entry, conflict
 from slapo_core.errors import PluginError, ScheduleError
 from slapo_core.logger import get_logger
 from slapo_core.parameters import ShardSpec
@@ -78,17 +78,18 @@ def backend_of(schedule: Schedule, name: object) -> LayerBackend:
         ScheduleError: no plugin registers it.
         PluginError: a plugin's hook fails, two register one name, or it cannot be imported.
     """
-    found: dict[str, tuple[Any, str]] = {}
-    owners = {id(record.plugin): str(record) for record in schedule.registry.records}
+    found: dict[str, list[Entry]] = {}
+    records = {id(record.plugin): record for record in schedule.registry.records}
     for implementation in schedule.registry.hook.slapo_layer_backends.get_hookimpls():
-        owner = owners[id(implementation.plugin)]
-        for each, backend in _registered(implementation.function, owner).items():
-            if each in found:
-                raise PluginError(f"backend {each!r} is registered by {found[each][1]} and {owner}; disable one", owner=owner)
-            found[each] = backend, owner
+        record = records[id(implementation.plugin)]
+        for each, backend in _registered(implementation.function, str(record)).items():
+            found.setdefault(each, []).append(Entry("backend", each, backend, record))
     if not isinstance(name, str) or name not in found:
         raise ScheduleError(_unknown(schedule, name, found), path=schedule.path, primitive="tensor_parallel")
-    return _imported(name, *found[name])
+    entry, *others = found[name]
+    if others:
+        raise conflict(found[name])
+    return entry.load()  # type: ignore[no-any-return]
 
 
 def _registered(hook: Any, owner: str) -> Mapping[str, Any]:
@@ -99,16 +100,6 @@ def _registered(hook: Any, owner: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise PluginError(f"slapo_layer_backends of {owner} returned {given!r}; return {{name: backend}}", owner=owner)
     return given
-
-
-def _imported(name: str, given: Any, owner: str) -> LayerBackend:
-    try:
-        backend = pkgutil.resolve_name(given) if isinstance(given, str) else given
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"backend {name!r} of {owner} cannot be imported: {reason(error)}", owner=owner) from error
-    if not callable(backend):
-        raise PluginError(f"backend {name!r} of {owner} is {backend!r}; give a function", owner=owner)
-    return backend  # type: ignore[no-any-return]
 
 
 def _unknown(schedule: Schedule, name: object, found: Iterable[str]) -> str:

@@ -73,7 +73,7 @@ def job(*command: str) -> tuple[int, str, float]:
 )
 def test_a_rank_that_ends_takes_the_job_down_with_its_message(target: str, axis: str, end: str, rank: int) -> None:
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    status, output, seconds = job(*ranks, "-m", "tests.slapo_deepspeed.failing", target, axis, end, str(rank))
+    status, output, seconds = job(*ranks, "-m", "tests.slapo.failing", target, axis, end, str(rank))
     assert status != 0
     assert seconds < LIMIT
     assert MESSAGES[end] in output

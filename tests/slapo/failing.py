@@ -1,4 +1,4 @@
-"""What each rank of a job does that one of them ends: ``torchrun -m tests.slapo_deepspeed.failing TARGET AXIS END RANK``."""
+"""What each rank of a job does that one of them ends: ``torchrun -m tests.slapo.failing TARGET AXIS END RANK``."""
 
 from __future__ import annotations
 
