@@ -8,7 +8,7 @@ import torch.distributed as dist
 from benchmarks.peers.models import CLIP, Language, Sizes, adamw, batch_of, loss_of
 from benchmarks.peers.rounds import Step
 from benchmarks.sharding import by_hand
-from slapo_deepspeed.starting import start, without_warnings
+from slapo_deepspeed.starting import imported, start, without_warnings
 
 
 def _config(sizes: Sizes) -> dict[str, object]:
@@ -50,7 +50,8 @@ class Ranks:
 
 def tensor_parallel(sizes: Sizes) -> Step:
     """Column- and row-parallel layers written by hand, on DeepSpeed's engine."""
-    deepspeed, _ = start("cpu")
+    deepspeed = imported("cpu")
+    start(deepspeed)
     model, (tokens, labels) = Language(sizes), batch_of(sizes)
     by_hand(model.blocks)
     with without_warnings():
@@ -70,7 +71,8 @@ def tensor_parallel(sizes: Sizes) -> Step:
 
 def pipeline(sizes: Sizes) -> Step:
     """The model as a list of layers, in DeepSpeed's ``PipelineModule``."""
-    deepspeed, _ = start("cpu")
+    deepspeed = imported("cpu")
+    start(deepspeed)
     from deepspeed.pipe import PipelineModule
 
     model, (tokens, labels) = Language(sizes), batch_of(sizes)

@@ -17,7 +17,7 @@ from slapo_core.replay import load_schedule
 from slapo_core.testing import run_distributed
 from tests.engine_models import batches, my_part, small
 from tests.engines import in_one_process, scheduled
-from tests.slapo_torch.layouts import adamw, mesh_of
+from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
 pytestmark = pytest.mark.multiproc
 
@@ -60,6 +60,38 @@ def test_they_agree(name: str, layout: dict[str, int], tmp_path: Path) -> None:
         assert set(found) == set(TARGETS)
         for target, losses in found.items():
             torch.testing.assert_close(torch.tensor(losses), expected, atol=2e-5, rtol=0, msg=target)
+
+
+def exchanged(rank: int, folder: str) -> dict[str, str]:
+    """What each engine says of the checkpoints of the others."""
+    found = {}
+
+    def engine_of(target: str) -> Any:
+        return slapo.build(slapo.create_schedule(nn.Linear(2, 2)), target, optimizer=adamw)
+
+    for target in TARGETS:
+        engine = engine_of(target)
+        engine.save(Path(folder, target))
+        engine.close()
+    for target in TARGETS:
+        engine = engine_of(target)
+        for other in set(TARGETS) - {target}:
+            found[f"{other} in {target}"] = message_of(lambda engine=engine, other=other: engine.load(Path(folder, other)))
+        engine.close()
+    return found
+
+
+def test_a_checkpoint_of_another_target_is_refused_by_name(tmp_path: Path) -> None:
+    (found,) = run_distributed(exchanged, 1, str(tmp_path))
+    assert len(found) == 6
+    for pair, message in found.items():
+        other, target = pair.split(" in ")
+        if "torch" in (other, target):  # whose checkpoint is a file
+            assert message.startswith("BuildError: "), (pair, message)
+            assert "checkpoint" in message
+        else:
+            whose = f"is a checkpoint of target {other!r}, and this engine is of {target!r}; load it there"
+            assert whose in message, (pair, message)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from slapo.training.models import build_model
+from slapo.training.rehearsal import rehearse
 from slapo.training.schedules import apply_default, find_layers
 from slapo.training.settings import Settings, SettingsError
 from slapo_core.schedule import create_schedule
@@ -51,3 +55,13 @@ def test_a_model_without_layers_is_refused():
         model = build_model(Settings(layers=2))
     with pytest.raises(SettingsError, match="--model gpt2: it has no list of 3 layers; say with --schedule FILE"):
         find_layers(model, settings)
+
+
+@pytest.mark.multiproc
+def test_the_schedule_file_in_the_readme_fits_the_command_below_it(tmp_path: Path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    ((source, tp, pp),) = re.findall(
+        r"\$ cat mine.py\n(.*?)\$ slapo train --schedule mine.py --tp (\d) --pp (\d)", readme, re.DOTALL
+    )
+    (tmp_path / "mine.py").write_text(source)
+    rehearse(Settings(schedule=str(tmp_path / "mine.py"), tp=int(tp), pp=int(pp)))

@@ -175,7 +175,7 @@ def test_a_program_of_one_stage_runs_the_model() -> None:
 def test_classes_of_a_dialect() -> None:
     assert get_dialect_cls("runtime_engine", "toy") is Recorded
     assert get_dialect_cls("log_parser", "toy", allow_none=True) is None
-    with pytest.raises(UnknownNameError, match="no toy dialect class 'log_parser'; available: runtime_engine"):
+    with pytest.raises(UnknownNameError, match="no dialect class 'log_parser' of target 'toy'; available: runtime_engine"):
         get_dialect_cls("log_parser", "toy")
 
 

@@ -28,7 +28,7 @@ from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
 PLUGINS = Registry([slapo_deepspeed.plugin, slapo_pipeline.plugin])
 TOP = Path(__file__).resolve().parents[2]
-ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
 
 
 def model() -> nn.Module:
@@ -38,7 +38,7 @@ def model() -> nn.Module:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"zero_stage": 2}, "no option of target 'deepspeed' 'zero_stage'"),
+        ({"zero_stage": 2}, "no option 'zero_stage' of target 'deepspeed'"),
         ({"microbatchs": 2}, "did you mean 'microbatches'"),
         ({"microbatches": 2, "config": {"gradient_accumulation_steps": 4}}, "microbatches=2, but DeepSpeed's config says"),
         ({"clip": 1.0, "config": {"gradient_clipping": 0.5}}, "clip=1.0, but DeepSpeed's config says gradient_clipping=0.5"),
@@ -49,6 +49,11 @@ def model() -> nn.Module:
         ({"optimizer": adamw, "config": ADAMW}, "optimizer= and the optimizer in DeepSpeed's config are two"),
         ({"config": {"zero_optimization": True}}, "zero_optimization in DeepSpeed's config is True; it has to be an object"),
         ({"config": {"gradient_accumulation_steps": 0}}, "it has to be 1 or more"),
+        (
+            {"config": {"gradient_accumulation_steps": "two"}},
+            "gradient_accumulation_steps in DeepSpeed's config is 'two'; it has",
+        ),
+        ({"config": {"gradient_clipping": "x"}}, "gradient_clipping in DeepSpeed's config is 'x'; it has to be a number"),
         ({"config": "no/such.json"}, "'no/such.json' cannot be read"),
         ({"config": 3}, "config is a int"),
     ],
@@ -137,6 +142,7 @@ def asked(rank: int) -> dict[str, str]:
         "ZeRO-2": attempt(2, config={"zero_optimization": {"stage": 2}}),
         "ZeRO-3": attempt(2, config={"zero_optimization": {"stage": 3}}),
         "several": attempt(4),
+        "no cuts": attempt(1),
         "fp16": attempt(1, flat, precision="fp16"),
         "bf16": attempt(1, flat, precision="bf16", config={"zero_optimization": {"stage": 0}}),
         "no optimizer": message_of(lambda: build(summed, "deepspeed", config={"zero_optimization": {"stage": 2}})),
@@ -163,6 +169,7 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_group_is_made() -> None:
         "ZeRO-2": "stage 2 or 3 of ZeRO with a pipeline (stage 2); use stage 1, or target='torch' with data_parallel='fsdp'",
         "ZeRO-3": "stage 2 or 3 of ZeRO with a pipeline (stage 3); use stage 1",
         "several": "several stages on a rank (4 stages with pp=2); make pp as large",
+        "no cuts": "a number of stages that is no multiple of pp (1 stage with pp=2); cut the model into as many stages as pp",
         "type": "parameters of 8 bytes or complex ones (0.weight is torch.float64); turn the model into float32",
         "copies": "clipping where several ranks hold the same part of a parameter",
         "fp16": "fp16 on a CPU; use precision='bf16'",
@@ -183,6 +190,64 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_group_is_made() -> None:
         assert first[what].startswith("BuildError: target 'deepspeed' cannot do ")
     for limit in DeepSpeedDialect.limits:
         assert any(limit.asked in message for message in first.values()), f"nothing asks for {limit.asked}"
+
+
+def misread(rank: int, file: str) -> dict[str, str]:
+    """What is said of configurations that DeepSpeed passes over or refuses, and of batches that are others than configured."""
+    flat, x = mesh_of(dp=2), torch.zeros(4, 4)
+
+    def attempt(config: Any, rows: int = 4) -> str:
+        def run() -> None:
+            schedule = create_schedule(model(), mesh=flat, plugins=PLUGINS)
+            own = None if isinstance(config, dict) and "optimizer" in config else adamw
+            given = {"loss_fn": nn.functional.mse_loss, "optimizer": own, "microbatches": 2}
+            engine: Any = build(schedule, "deepspeed", **given, config=config)
+            try:
+                engine.train_batch(input=x[:rows], labels=x[:rows])
+            finally:
+                engine.close()
+
+        return message_of(run)
+
+    return {
+        "top": attempt({"zero_optimisation": {"stage": 2}}),
+        "file": attempt(file),
+        "section": attempt({"optimizer": {"type": "AdamW", "parms": {"lr": 1e-2}}}),
+        "ours": attempt({"zero_optimization": {"stag": 1}}),
+        "inner": attempt({"zero_optimization": {"stage": 1, "offload_optimizer": {"devic": "cpu"}}}),
+        "value": attempt({"zero_optimization": {"stage": 7}}),
+        "removed": attempt({"sparse_attention": {}}),
+        "size": attempt({"train_batch_size": 7}),
+        "rows": attempt({"train_micro_batch_size_per_gpu": 4}),
+        "all rows": attempt({"train_batch_size": 8}, rows=2),
+        "right": attempt({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "wandb": {"enabled": False}}),
+        "its own": attempt({**ADAMW, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}),
+    }
+
+
+@pytest.mark.multiproc
+def test_what_deepspeed_would_pass_over_in_its_config_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"gradient_clippin": 1.0}))
+    first, second = run_distributed(misread, 2, str(file))
+    assert first == second
+    refuses = "DeepSpeed refuses its config: "
+    expected = {
+        "top": "no key 'zero_optimisation' of DeepSpeed's config; did you mean 'zero_optimization'?; available: ",
+        "file": "no key 'gradient_clippin' of DeepSpeed's config; did you mean 'gradient_clipping'?",
+        "section": "no key 'parms' of optimizer in DeepSpeed's config; did you mean 'params'?",
+        "ours": f"{refuses}zero_optimization.stag: Extra inputs are not permitted, did you mean 'stage'?",
+        "inner": f"{refuses}zero_optimization.offload_optimizer.devic: Extra inputs are not permitted, did you mean 'device'?",
+        "value": f"{refuses}zero_optimization.stage: Input should be 0, 1, 2",
+        "removed": f"{refuses}DeepSpeed Sparse Attention has been removed",
+        "size": f"{refuses}Check batch related parameters",
+        "rows": "a micro-batch has 2 rows, but by train_micro_batch_size_per_gpu in DeepSpeed's config it has 4; leave it out",
+        "all rows": "a micro-batch has 1 rows, but by train_batch_size in DeepSpeed's config it has 2; leave it out",
+    }
+    assert first.pop("right") == first.pop("its own") == "no error"
+    assert set(first) == set(expected)
+    for what, message in expected.items():
+        assert first[what].startswith(f"BuildError: {message}"), first[what]
 
 
 def test_the_readme_has_the_limits_that_are_declared() -> None:

@@ -122,6 +122,27 @@ def set_up_by_the_user(rank: int) -> tuple[float, float, str, bool]:
     return loss, small("gpt2")(**data[0]).loss.item(), message, outlives
 
 
+def left_open(rank: int) -> tuple[str, str]:
+    """What is said while an engine for another mesh is open, and once it is closed."""
+    mesh, flat = mesh_of(tp=2), mesh_of(dp=2)
+    engine = build(scheduled(small("gpt2"), mesh, batches(1)[0]), "megatron", optimizer=adamw)
+
+    def again() -> str:
+        schedule = scheduled(small("gpt2"), flat, my_part(batches(2)[0], flat))
+        return message_of(lambda: build(schedule, "megatron", optimizer=adamw).close())
+
+    while_open = again()
+    engine.close()
+    return while_open, again()
+
+
+def test_an_engine_left_open_is_named() -> None:
+    for while_open, closed in run_distributed(left_open, 2):
+        assert "for another mesh or other stages is still open in this process" in while_open
+        assert while_open.endswith("call its engine.close() first")
+        assert closed == "no error"
+
+
 def test_groups_that_the_user_set_up() -> None:
     for loss, expected, message, outlives in run_distributed(set_up_by_the_user, 2):
         assert loss == pytest.approx(expected, abs=2e-5)

@@ -37,7 +37,7 @@ def model() -> nn.Module:
         ({"config": 3}, "config is a int; give a dict"),
         ({"config": {"dpp": {}}}, "did you mean 'ddp'"),
         ({"config": {"ddp": 3}}, r"config\['ddp'\] is 3; give keyword arguments"),
-        ({"config": {"optimizer": {"clip_grad": 1.0}}}, "no key of config\\['optimizer'\\] of target 'clip_grad'"),
+        ({"config": {"optimizer": {"clip_grad": 1.0}}}, "no key 'clip_grad' of config\\['optimizer'\\] of target 'megatron'"),
         ({"config": {"transformer": {"calculate_per_token_loss": True}}}, "the schedule and the other options say all else"),
         ({"config": {"ddp": {"overlap_gradient_reduce": True}}}, "did you mean 'overlap_grad_reduce'"),
         ({"optimizer": adamw, "config": {"optimizer": {"lr": 1.0}}}, "are two optimizers; give one of them"),
@@ -79,6 +79,7 @@ def asked(rank: int) -> dict[str, str]:
     found = {
         "fp16": attempt(1, flat, precision="fp16"),
         "one rank": attempt(2, flat),
+        "no cuts": attempt(1),
         "idle": message_of(lambda: build(schedule, "megatron", loss_fn=nn.functional.mse_loss, optimizer=adamw)),
         "overlap": attempt(2, config={"transformer": {"overlap_p2p_comm": True}}),
         "batched": attempt(4, microbatches=2, config=batched),
@@ -124,6 +125,7 @@ def test_what_megatron_cannot_do_is_refused_before_any_group_is_made() -> None:
     expected = {
         "fp16": "fp16",
         "one rank": "several stages on one rank along pp",
+        "no cuts": "a number of stages that is no multiple of pp (1 stage with pp=2)",
         "idle": "a rank with nothing to train",
         "overlap": "overlap_p2p_comm without interleaved stages",
         "batched": "interleaved stages with batched messages",

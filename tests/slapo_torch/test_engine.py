@@ -122,7 +122,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"micro_batches": 2}, "no option of target 'torch' 'micro_batches'; did you mean 'microbatches'"),
+        ({"micro_batches": 2}, "no option 'micro_batches' of target 'torch'; did you mean 'microbatches'"),
         ({"microbatches": 0}, "microbatches is 0; give a whole number from 1 on"),
         ({"clip": -1.0}, "clip is -1.0"),
         ({"ignore_index": "pad"}, "ignore_index is 'pad'; give the label value"),

@@ -49,7 +49,7 @@ class Dialect(ABC):
     def get(cls, kind: str) -> type:
         """The class of a classic kind."""
         if kind not in cls.classes:
-            raise UnknownNameError.of(f"{cls.name} dialect class", kind, cls.classes)
+            raise UnknownNameError.of("dialect class", kind, cls.classes, whose=f"target {cls.name!r}")
         return cls.classes[kind]
 
     @classmethod

@@ -37,10 +37,10 @@ class UnknownNameError(SlapoError, LookupError):
     """A primitive, dialect, path or option nobody provides."""
 
     @classmethod
-    def of(cls, kind: str, name: str, available: Iterable[str], notes: Iterable[str] = ()) -> UnknownNameError:
-        """Say what was asked for, the nearest known name, what is available, and ``notes`` (e.g. plugins that failed)."""
+    def of(cls, kind: str, name: str, available: Iterable[str], notes: Iterable[str] = (), whose: str = "") -> UnknownNameError:
+        """Say what was asked for (and ``whose`` it would be), the nearest known name, what is available, and ``notes``."""
         known = sorted(available)
-        parts = [f"no {kind} {name!r}"]
+        parts = [f"no {kind} {name!r}" + (whose and f" of {whose}")]
         if near := difflib.get_close_matches(name, known, n=1):
             parts.append(f"did you mean {near[0]!r}?")
         parts.append(f"available: {', '.join(known) or 'none'}")

@@ -18,6 +18,9 @@ from slapo_training.meeting import on_all
 
 from . import replicas
 from .groups import whole_shape
+from .options import DeepSpeedOptions
+
+TARGET = DeepSpeedOptions.target
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Checkpoint:
 def save(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> None:
     """Write DeepSpeed's checkpoint and what belongs to it. Collective; a directory without ``slapo.json`` is not complete."""
     folder, about = Path(path), {**_layout(program, zero_stage), "parameters": _parameters(program)}
-    engine_checkpoint.write(folder, program, about, lambda: model.save_checkpoint(str(folder)))
+    engine_checkpoint.write(folder, TARGET, program, about, lambda: model.save_checkpoint(str(folder)))
 
 
 def checked(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> Checkpoint:
@@ -96,7 +99,7 @@ def load(model: Any, found: Checkpoint, program: Program) -> None:
 def _read(folder: Path, program: Program, zero_stage: int) -> dict[str, int]:
     """The layout of a checkpoint that can be loaded."""
     own = _layout(program, zero_stage)
-    saved = engine_checkpoint.read_about(folder)
+    saved = engine_checkpoint.read_about(folder, TARGET)
     if saved.get("parameters", _parameters(program)) != _parameters(program):
         raise BuildError(f"{str(folder)!r} is of a model with other parameters; build an engine of the model that was saved")
     is_flat = program.axis_size("pp") == program.axis_size("tp") == 1
@@ -105,8 +108,8 @@ def _read(folder: Path, program: Program, zero_stage: int) -> dict[str, int]:
         return saved
     words = [", ".join(f"{key}={layout.get(key)}" for key in own) for layout in (saved, own)]
     raise BuildError(
-        f"saved with {words[0]}, but this engine has {words[1]}; load it on the same layout, or at another dp where there is "
-        "no ZeRO, or neither a pipeline nor tensor parallelism"
+        f"saved with {words[0]}, but this engine has {words[1]}; load it on the same layout with the same stage of ZeRO, or at "
+        "another dp where that is 0, or where there is neither a pipeline nor tensor parallelism"
     )
 
 

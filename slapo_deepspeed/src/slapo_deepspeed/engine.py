@@ -15,6 +15,7 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
 from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
+from slapo_training.batches import Batch, rows_of
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.losses import CountedLoss, check_has_gradient
 from slapo_training.means import Counted
@@ -28,10 +29,11 @@ from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 
 from . import checkpoint
+from .config_reading import check_config
 from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
 from .pipeline import RunningStage, in_pipeline, steps
-from .starting import start
+from .starting import imported, start
 from .used_parameters import UsedParameters
 
 
@@ -53,8 +55,10 @@ class DeepSpeedEngine(BatchEngine):
         self._options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
         compare(options.agreed(), program.mesh)
-        self._deepspeed, self._world = start(self._device_type)
+        self._deepspeed = imported(self._device_type)
+        self._world = start(self._deepspeed)
         try:
+            check_config(options.settled(), options.given, program.axis_size("dp"))
             self._make(program, options, dtype)
         except BaseException:
             self._leave()
@@ -83,6 +87,8 @@ class DeepSpeedEngine(BatchEngine):
             )
         if self._stage is not None:
             self.model._allocate_or_extend_buffers = self._buffer
+        self._clipped_norm: float | None = None
+        self.model.clip_fp32_gradients = self._clip
         self._loss = CountedLoss(options.loss_fn)
         self._counted: list[Counted | None] = []
         named = dict(self.module.named_parameters())
@@ -94,6 +100,21 @@ class DeepSpeedEngine(BatchEngine):
     def _buffer(self, index: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for one received tensor. DeepSpeed would give activations and gradients the same, whatever their types."""
         return torch.empty(shape, dtype=dtype, device=self.model.device)
+
+    def _clip(self) -> None:
+        """What DeepSpeed does without ZeRO, which throws the norm away."""
+        from deepspeed.runtime.utils import clip_grad_norm_
+
+        norm = clip_grad_norm_(self.module.parameters(), self.model.gradient_clipping(), mpu=self.model.mpu)
+        self._clipped_norm = float(norm)
+
+    def _check_trained(self, part: Batch) -> None:
+        size, rows = self._options.configured_rows(self.program.axis_size("dp")), rows_of(part)
+        if size is not None and rows is not None and rows != size[1]:
+            raise BuildError(
+                f"a micro-batch has {rows} rows, but by {size[0]} in DeepSpeed's config it has {size[1]}; leave it out of the "
+                "config, or give batches of that size"
+            )
 
     def _fit(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave out groups without a parameter of this rank, as DeepSpeed does, but before a schedule counts them."""
@@ -190,8 +211,8 @@ class DeepSpeedEngine(BatchEngine):
             with self._unused.watched():
                 losses = [self._train_part(index, batch) for index in range(len(batch.parts))]
             loss = self._mean(losses)
-        norm = None if holds_copies(self.program) else self.model.get_global_grad_norm()
-        self.grad_norm = None if norm is None else float(norm)
+        norm = self.model.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm
+        self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
         return loss
 
     def _train_part(self, index: int, batch: MicroBatches) -> torch.Tensor:

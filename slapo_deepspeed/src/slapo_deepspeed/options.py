@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from slapo_core.errors import BuildError
 from slapo_training.options import CommonOptions
+
+Number = TypeVar("Number", int, float)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Precision to the type of floating-point weights."""
@@ -107,7 +109,7 @@ class DeepSpeedOptions(CommonOptions):
         Raises:
             BuildError: ``microbatches`` and the configuration differ.
         """
-        return int(self._one("microbatches", self.microbatches, 1, "gradient_accumulation_steps"))
+        return self._one("microbatches", self.microbatches, 1, "gradient_accumulation_steps", int)
 
     @property
     def largest_norm(self) -> float:
@@ -116,7 +118,15 @@ class DeepSpeedOptions(CommonOptions):
         Raises:
             BuildError: ``clip`` and the configuration differ.
         """
-        return float(self._one("clip", self.clip, 0.0, "gradient_clipping"))
+        return self._one("clip", float(self.clip), 0.0, "gradient_clipping", float)
+
+    def configured_rows(self, dp: int) -> tuple[str, int] | None:
+        """The rows of a micro-batch by the configuration, behind the key that says it; None where it says nothing."""
+        if (rows := self.given.get("train_micro_batch_size_per_gpu")) is not None:
+            return "train_micro_batch_size_per_gpu", int(rows)
+        if (rows := self.given.get("train_batch_size")) is not None:
+            return "train_batch_size", int(rows) // (self.parts * dp)
+        return None
 
     def settled(self) -> dict[str, Any]:
         """DeepSpeed's configuration, with what it has to be told explicitly; the sizes of batches are those of one row each.
@@ -143,9 +153,14 @@ class DeepSpeedOptions(CommonOptions):
         """What has to be the same on all ranks."""
         return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().agreed()]
 
-    def _one(self, name: str, ours: float, default: float, key: str) -> Any:
-        configured = self.given.get(key, "auto")
-        if configured == "auto" or configured == ours:
+    def _one(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:
+        if key not in self.given:
+            return ours
+        configured = self.given[key]
+        if isinstance(configured, bool) or not isinstance(configured, (int, kind)):
+            raise BuildError(f"{key} in DeepSpeed's config is {configured!r}; it has to be a number")
+        configured = kind(configured)
+        if configured == ours:
             return ours
         if ours == default:
             return configured

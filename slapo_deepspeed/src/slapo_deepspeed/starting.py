@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from slapo_core.errors import BuildError
 from slapo_training.own_world import OwnWorld
 from slapo_training.quiet import without_warnings
 
+_OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+"""What torch says of the collectives that ZeRO calls."""
 
-def start(device_type: str) -> tuple[Any, OwnWorld]:
-    """DeepSpeed, on the process group of this process, or one of this process alone where there is none.
+
+def imported(device_type: str) -> Any:
+    """DeepSpeed for this type of device.
 
     DeepSpeed looks for its accelerator as it is imported, and takes the environment's ``DS_ACCELERATOR`` for it; it reads
     ``LOCAL_RANK``. Both are set here where they are not. On a CPU its own shared-memory collective, which it would compile with
@@ -31,6 +35,8 @@ def start(device_type: str) -> tuple[Any, OwnWorld]:
         import deepspeed
         import deepspeed.ops
         from deepspeed.accelerator import get_accelerator
+    # not within the step: leaving catch_warnings would show all warnings of the user's model again, every step
+    warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning)
     found = get_accelerator().device_name()
     if found != device_type:
         raise BuildError(
@@ -39,6 +45,12 @@ def start(device_type: str) -> tuple[Any, OwnWorld]:
         )
     if device_type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def start(deepspeed: Any) -> OwnWorld:
+    """Hand DeepSpeed the process group of this process, or one of this process alone where there is none."""
     world = OwnWorld()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
-    return deepspeed, world
+    deepspeed.utils.groups.mpu = None  # what an engine before this one was given, which one without a mesh would take
+    return world

@@ -43,7 +43,7 @@ def save(engine: MegatronEngine, path: str | PathLike[str]) -> None:
 
     compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
     on_all(check, program)
-    engine_checkpoint.write(folder, program, _about(engine, held), fill)
+    engine_checkpoint.write(folder, engine.options.target, program, _about(engine, held), fill)
 
 
 def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> None:
@@ -63,7 +63,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     held, found = Held(program), dict[str, Any]()
 
     def check() -> None:
-        found.update(_checked(folder, _about(engine, held)))
+        found.update(_checked(folder, engine.options.target, _about(engine, held)))
         if found["layout"] == _layout(engine):
             found["random"] = engine_checkpoint.read_random(folder)
 
@@ -131,11 +131,9 @@ _WORDS = {
 }
 
 
-def _checked(folder: Path, own: Mapping[str, Any]) -> dict[str, Any]:
-    saved = engine_checkpoint.read_about(folder)
+def _checked(folder: Path, target: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    saved = engine_checkpoint.read_about(folder, target)
     for key, word in _WORDS.items():
-        if key not in saved:
-            raise BuildError(f"{str(folder)!r} is a checkpoint of another target; load it there")
         if saved[key] != own[key]:
             raise BuildError(f"saved with {saved[key]!r} for {word}, but this engine has {own[key]!r}; build with the same")
     shapes: dict[str, Any] = saved["shapes"]

@@ -77,13 +77,14 @@ class MegatronOptions(CommonOptions):
             raise BuildError(f"timeout_minutes is {self.timeout_minutes!r}; give a whole number from 1 on")
         for name in self._given():
             if name not in SECTIONS:
-                raise BuildError(str(UnknownNameError.of("section of config of target 'megatron'", str(name), SECTIONS)))
+                raise BuildError(str(UnknownNameError.of("section", str(name), SECTIONS, whose="config of target 'megatron'")))
         for name in SECTIONS:
+            whose = f"config[{name!r}] of target 'megatron'"
             for key in self.section(name):
                 if key not in TAKEN[name]:
                     raise BuildError(
-                        f"{UnknownNameError.of(f'key of config[{name!r}] of target', key, TAKEN[name])}; the schedule and the "
-                        "other options say all else"
+                        f"{UnknownNameError.of('key', str(key), TAKEN[name], whose=whose)}; the schedule and the other options "
+                        "say all else"
                     )
         if self.optimizer is not None and self.section("optimizer"):
             raise BuildError("optimizer= and config['optimizer'] are two optimizers; give one of them")

@@ -60,9 +60,20 @@ class ParallelState:
                 distributed_timeout_minutes=timeout_minutes,
             )
         else:
-            on_all(lambda: self._check(program, chunks), program)
+            on_all(lambda: self._check_found(program, chunks), program)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         ParallelState._users += self.is_ours
+
+    def _check_found(self, program: Program, chunks: int) -> None:
+        try:
+            self._check(program, chunks)
+        except BuildError as err:
+            if not self.is_ours:
+                raise
+            raise BuildError(
+                "an engine of target 'megatron' for another mesh or other stages is still open in this process, and megatron's "
+                "parallel_state is one for all; call its engine.close() first"
+            ) from err
 
     def _check(self, program: Program, chunks: int) -> None:
         """Refuse groups of the user's that are not those of the mesh."""

@@ -53,7 +53,7 @@ class BatchEngine(Engine):
 
     Attributes:
         program: What runs.
-        grad_norm: Norm of all gradients of the last step before clipping; None where the engine computes none.
+        grad_norm: Norm of all gradients of the last step before clipping; without ``clip`` None where the engine computes none.
     """
 
     def __init__(self, program: Program, options: CommonOptions, parts: int, dtype: torch.dtype, trains: bool) -> None:
@@ -127,6 +127,8 @@ class BatchEngine(Engine):
             if training:
                 self._check_frozen()
             parts = split(batch, self._number)
+            if training:
+                self._check_trained(parts[0])
             check_labels(batch, self.program.module, self._common.loss_fn)
             counts = labels_of(parts, self._common.ignored_label)
             return Cut(parts, counts, fingerprint([training, signature(parts[0])]), content(batch))
@@ -139,6 +141,9 @@ class BatchEngine(Engine):
             self._kind = self._told(parts, labels, weights)
         weights.kind = self._kind
         return MicroBatches(parts, labels, weights)
+
+    def _check_trained(self, part: Batch) -> None:
+        """Raise ``BuildError`` where the engine was configured for other micro-batches than this one; one rank alone."""
 
     def _check_frozen(self) -> None:
         """Raise ``BuildError`` where it has changed what is trained, which the optimizer does not see; one rank alone."""

@@ -20,11 +20,12 @@ ABOUT = "slapo.json"
 """What a checkpoint is of, as JSON. It is written last: a directory without it is not complete."""
 
 
-def write(folder: Path, program: Program, about: Mapping[str, Any], fill: Callable[[], None]) -> None:
+def write(folder: Path, target: str, program: Program, about: Mapping[str, Any], fill: Callable[[], None]) -> None:
     """Write a checkpoint. Collective.
 
     Args:
         folder: The same on every rank; made where there is none.
+        target: Whose it is.
         program: Whose ranks.
         about: What is written of it, the same on every rank.
         fill: Writes the engine's own files.
@@ -44,22 +45,26 @@ def write(folder: Path, program: Program, about: Mapping[str, Any], fill: Callab
 
     def finish() -> None:
         if dist.get_rank() == 0:
-            (folder / ABOUT).write_text(json.dumps(about))
+            (folder / ABOUT).write_text(json.dumps({"target": target, **about}))
 
     for action in (begin, put, finish):
         on_all(action, program)
 
 
-def read_about(folder: Path) -> dict[str, Any]:
+def read_about(folder: Path, target: str) -> dict[str, Any]:
     """What a checkpoint is of.
 
     Raises:
-        BuildError: it is not complete.
+        BuildError: it is not complete, or another target's.
     """
     try:
         found: dict[str, Any] = json.loads((folder / ABOUT).read_text())
     except FileNotFoundError:
-        raise BuildError(f"{str(folder)!r} is no complete checkpoint of this target: it has no {ABOUT}") from None
+        raise BuildError(f"{str(folder)!r} is no complete checkpoint of target {target!r}: it has no {ABOUT}") from None
+    if (whose := found.get("target")) != target:
+        raise BuildError(
+            f"{str(folder)!r} is a checkpoint of target {whose!r}, and this engine is of {target!r}; load it there"
+        )
     return found
 
 

@@ -43,6 +43,11 @@ def _has_another_order(program: Program, options: Any) -> bool:
     return program.mesh is not None and not torch.equal(program.mesh.mesh.flatten(), torch.arange(dist.get_world_size()))
 
 
+def _stages_left_over(program: Program, options: Any) -> str:
+    stages, ranks = len(program.stages), program.axis_size("pp")
+    return f"{stages} stage{'s' * (stages > 1)} with pp={ranks}" if stages % ranks else ""
+
+
 def _needs_the_loss(program: Program, options: Any) -> bool:
     return isinstance(options.lr_scheduler, ReduceLROnPlateau)
 
@@ -53,6 +58,11 @@ ALL_RANKS = (
         "a mesh that leaves out ranks, or has them in another order than row-major over pp, dp, tp",
         "make it with init_device_mesh(device, (pp, dp, tp), mesh_dim_names=('pp', 'dp', 'tp'))",
         _has_another_order,
+    ),
+    Limit(
+        "a number of stages that is no multiple of pp",
+        "cut the model into as many stages as pp, with pipeline() or cut_pipeline_stage(), or make pp smaller",
+        _stages_left_over,
     ),
 )
 """Of engines that take all ranks of the job, numbered as they number them."""

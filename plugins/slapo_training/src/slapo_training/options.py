@@ -17,6 +17,9 @@ from slapo_core.errors import BuildError, UnknownNameError
 IGNORE_INDEX = -100
 """Label value that losses leave out unless told otherwise."""
 
+ENGINES_OWN = "config= is of targets that hand it to their engine, 'deepspeed' and 'megatron'"
+"""Said where another target is given one."""
+
 T = TypeVar("T", bound="CommonOptions")
 
 
@@ -60,7 +63,8 @@ class CommonOptions:
         known = [field.name for field in fields(cls)]
         for key in config:
             if key not in known:
-                raise BuildError(str(UnknownNameError.of(f"option of target {cls.target!r}", key, known)))
+                notes = [ENGINES_OWN] if key == "config" else []
+                raise BuildError(str(UnknownNameError.of("option", key, known, notes, f"target {cls.target!r}")))
         options = cls(**config)
         options.check()
         return options

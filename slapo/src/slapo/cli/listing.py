@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -27,6 +29,8 @@ NAMES = ("primitives", "dialects", "plugins")
 
 _WORD = 15
 """A column is wide enough for words of this many letters, where the terminal is."""
+_PIPED = 200
+"""Columns of a table that goes to no terminal."""
 
 
 def register(app: typer.Typer) -> None:
@@ -145,7 +149,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> N
         table.add_column(column, overflow="fold", min_width=min(_WORD, max(map(len, words), default=0)))
     for row in rows:
         table.add_row(*(_plain(row[column]) for column in columns))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPED).print(table)
 
 
 def _print_problems(problems: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ from slapo_core.weights import init_empty_weights
 
 from .data import read_corpus
 from .models import build_model
+from .reference import make_optimizer
 from .schedules import schedule_model
 from .settings import Settings, engine_options
 
@@ -41,7 +42,7 @@ def rehearse(settings: Settings) -> None:
         config = engine_options(settings)
         common = {name: config.pop(name) for name in COMMON if name in config}
         default_registry().hook.slapo_before_build(schedule=sch, target=settings.target, config=config)
-        dialect.check(build_program(sch), **common, **config)
+        dialect.check(build_program(sch), optimizer=make_optimizer(settings), **common, **config)
 
 
 @contextmanager
