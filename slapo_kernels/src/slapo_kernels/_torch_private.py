@@ -1,0 +1,17 @@
+"""The one place of the registry that knows what torch does not document."""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+__all__ = ["is_dry_run", "num_dispatch_modes"]
+
+
+def is_dry_run(tensor: object) -> bool:
+    """Whether tensors are without numbers, as while a model is traced."""
+    if isinstance(tensor, FakeTensor | torch.fx.Proxy):
+        return True
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())

@@ -1,0 +1,28 @@
+"""The hook this plugin adds for others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from slapo_core.hookspecs import hookspec
+
+if TYPE_CHECKING:
+    from .implementation import Implementation
+
+
+@hookspec
+def slapo_kernels() -> Mapping[str, Mapping[str, Implementation | str]]:  # type: ignore[empty-body]
+    """Implementations of kernels: the kernel's name to the implementation's to what it is.
+
+    A function with the arguments of the kernel's eager implementation (``slapo_kernels.eager``), gradients included, as
+    ``"module:NAME"``, imported when first called. Say where it works with ``slapo_kernels.Implementation``. They come
+    after those of ``slapo-kernels``, so they have to be forced, unless they are ``preferred``. If your plugin is of use without
+    ``slapo-kernels`` too, mark the hook ``@hookimpl(optionalhook=True)``.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_kernels():
+        ...     fast = Implementation("my_package.norms:rms_norm", devices=("cuda",), packages=("my-package",), preferred=True)
+        ...     return {"rms_norm": {"mine": fast}}
+    """

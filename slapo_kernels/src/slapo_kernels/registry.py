@@ -1,0 +1,156 @@
+"""Which implementation of a kernel computes what, where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slapo_core.errors import PluginError, ScheduleError
+from slapo_core.logger import get_logger
+
+from ._torch_private import is_dry_run, num_dispatch_modes
+from .implementation import Function, Implementation
+from .kernels import KERNELS
+from .table import VARIABLE, check_kernel, table
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WEIGHED = {name: kernel.weighed for name, kernel in KERNELS.items()}
+
+Key = tuple[str, "str | None", str, torch.dtype]
+_chosen: dict[Key, tuple[Function, Implementation]] = {}
+_logged: set[tuple[str, str, str]] = set()
+
+
+def kernel_names() -> tuple[str, ...]:
+    """All kernels."""
+    return tuple(KERNELS)
+
+
+def run(kernel: str, *args: Any, choice: str | None = None, **kwargs: Any) -> Any:
+    """Compute a kernel, with the first implementation that can, where the tensors are.
+
+    While a model is traced, and for subclasses of tensors, that is the eager one, unless another is chosen for the latter.
+
+    Args:
+        kernel: Its name.
+        args: As the eager implementation takes them.
+        choice: The implementation to use; default: what ``SLAPO_KERNELS`` says, else the first that is usable.
+        kwargs: As the eager implementation takes them.
+
+    Raises:
+        ScheduleError: the chosen implementation cannot be used here.
+    """
+    tensor = args[_WEIGHED.get(kernel, 0)]
+    if (type(tensor) not in _PLAIN or num_dispatch_modes()) and (choice is None or is_dry_run(tensor)):
+        choice = "eager"
+    key = kernel, choice, tensor.device.type, tensor.dtype
+    found = _chosen.get(key)
+    if found is None:
+        found = _chosen[key] = _resolve(key)
+    function, implementation = found
+    if implementation.refuses is not None and (why := implementation.refuses(*args, **kwargs)):
+        function = _other(key, implementation, why, args, kwargs)
+    return function(*args, **kwargs)
+
+
+def choose(kernel: str, device: torch.device | str, dtype: torch.dtype | None, forced: str | None = None) -> Implementation:
+    """The implementation that computes a kernel.
+
+    Args:
+        kernel: Its name.
+        device: Where the tensors are.
+        dtype: Theirs; None: any.
+        forced: Its name; default: what ``SLAPO_KERNELS`` says, else the first that is usable.
+
+    Raises:
+        ScheduleError: no such kernel or implementation, or the forced one cannot be used: its package is missing, or it works
+            elsewhere.
+        PluginError: the forced one cannot be imported, or two plugins provide it.
+    """
+    return _choose(kernel, torch.device(device).type, dtype, forced)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """An implementation, and whether it can be used.
+
+    Args:
+        implementation: Which.
+        lacks: Why it cannot be used; None where it can.
+        chosen: Whether it is the one that is used.
+    """
+
+    implementation: Implementation
+    lacks: str | None
+    chosen: bool
+
+
+def explain(kernel: str, device: torch.device | str, dtype: torch.dtype | None = None) -> list[Explanation]:
+    """The implementations of a kernel in order of preference, and why each can be used or not.
+
+    Args:
+        kernel: Its name.
+        device: Where the tensors would be.
+        dtype: Theirs; None: any.
+
+    Raises:
+        ScheduleError: no such kernel, or ``SLAPO_KERNELS`` forces one that cannot be used.
+    """
+    kind = torch.device(device).type
+    chosen = _choose(kernel, kind, dtype, None)
+    return [Explanation(each, _lacks(each, kind, dtype), each == chosen) for each in table().implementations(kernel)]
+
+
+def reset() -> None:
+    """Forget what was chosen: plugins and ``SLAPO_KERNELS`` are read again."""
+    table.cache_clear()
+    _chosen.clear()
+    _logged.clear()
+
+
+def _choose(kernel: str, device: str, dtype: torch.dtype | None, forced: str | None) -> Implementation:
+    check_kernel(kernel)
+    by_variable = table().forced.get(kernel) if forced is None else None
+    name = forced if forced is not None else by_variable
+    if name is None:
+        return next(each for each in table().implementations(kernel) if _lacks(each, device, dtype) is None)
+    implementation = table().get(kernel, name)
+    if why := implementation.lacks(device, dtype):
+        origin = f", which {VARIABLE} forces," if by_variable else ""
+        raise ScheduleError(f"implementation {name!r} of kernel {kernel!r}{origin} {why}")
+    return implementation
+
+
+def _lacks(implementation: Implementation, device: str, dtype: torch.dtype | None) -> str | None:
+    """Why it is not used; that it cannot be imported is a reason too."""
+    if why := implementation.lacks(device, dtype):
+        return why
+    try:
+        table().load(implementation)
+    except PluginError as error:
+        return str(error)
+    return None
+
+
+def _resolve(key: Key) -> tuple[Function, Implementation]:
+    kernel, choice, device, dtype = key
+    implementation = _choose(kernel, device, dtype, choice)
+    function = table().load(implementation)
+    line = kernel, implementation.name, device
+    if choice is None and line not in _logged:
+        _logged.add(line)
+        get_logger().info("kernel %s on %s: %s", kernel, device, implementation.name)
+    return function, implementation
+
+
+def _other(key: Key, refusing: Implementation, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Function:
+    """What computes a call that the implementation of choice refuses."""
+    kernel, choice, device, dtype = key
+    if choice is not None or table().forced.get(kernel) == refusing.name:
+        raise ScheduleError(f"implementation {refusing.name!r} of kernel {kernel!r} {why}")
+    for each in table().implementations(kernel):
+        if _lacks(each, device, dtype) is None and not (each.refuses and each.refuses(*args, **kwargs)):
+            return table().load(each)
+    raise AssertionError(f"eager refuses {kernel}")

@@ -1,0 +1,147 @@
+"""The implementations of each kernel, those of other plugins among them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from slapo_core.causes import reason
+from slapo_core.entries import Entry, conflict
+from slapo_core.errors import PluginError, ScheduleError, UnknownNameError
+from slapo_core.plugins import PluginRecord
+from slapo_core.registry import default_registry
+
+from .implementation import Function, Implementation
+from .kernels import KERNELS
+
+VARIABLE = "SLAPO_KERNELS"
+"""Environment variable ``kernel=implementation,...``, ``*`` for all kernels that have it."""
+
+
+class Table:
+    """What the plugins of this process provide, and what the environment forces."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, dict[str, list[Entry]]] = {}
+        self._loaded: dict[tuple[str, str], Function] = {}
+        for kernel in KERNELS.values():
+            for each in kernel.implementations:
+                self._add(Entry("implementation", f"{kernel.name}={each.name}", each, None))
+        registry = default_registry()
+        records = {id(record.plugin): record for record in registry.records}
+        for hook in registry.hook.slapo_kernels.get_hookimpls() if hasattr(registry.hook, "slapo_kernels") else ():
+            for entry in _registered(hook.function, records[id(hook.plugin)]):
+                self._add(entry)
+        self.forced = _environment(self)
+
+    def names(self, kernel: str) -> list[str]:
+        """The implementations of a kernel, in order of preference."""
+        return [each.name for each in self.implementations(kernel)]
+
+    def implementations(self, kernel: str) -> list[Implementation]:
+        """Of a kernel, in order of preference; one that two plugins provide is not among them.
+
+        Raises:
+            ScheduleError: there is no such kernel.
+        """
+        check_kernel(kernel)
+        found = [entries[0].target for entries in self._entries[kernel].values() if len(entries) == 1]
+        return sorted(found, key=lambda each: not each.preferred)
+
+    def get(self, kernel: str, name: str) -> Implementation:
+        """One by name.
+
+        Raises:
+            ScheduleError: there is none.
+            PluginError: two plugins provide it.
+        """
+        check_kernel(kernel)
+        if not isinstance(name, str) or name not in self._entries[kernel]:
+            unknown = UnknownNameError.of("implementation", str(name), self._entries[kernel], whose=f"kernel {kernel!r}")
+            raise ScheduleError(str(unknown))
+        entry, *others = self._entries[kernel][name]
+        if others:
+            raise conflict([entry, *others])
+        return entry.target  # type: ignore[no-any-return]
+
+    def load(self, implementation: Implementation) -> Function:
+        """Its function, imported now.
+
+        Raises:
+            PluginError: it cannot be imported.
+        """
+        key = implementation.kernel, implementation.name
+        if key not in self._loaded:
+            (entry,) = self._entries[key[0]][key[1]]
+            self._loaded[key] = replace(entry, target=implementation.target).load()
+        return self._loaded[key]
+
+    def _add(self, entry: Entry) -> None:
+        kernel, _, name = entry.name.partition("=")
+        self._entries.setdefault(kernel, {}).setdefault(name, []).append(entry)
+
+
+def check_kernel(kernel: object) -> None:
+    """Refuse the name of no kernel.
+
+    Raises:
+        ScheduleError: it is one.
+    """
+    if not isinstance(kernel, str) or kernel not in KERNELS:
+        raise ScheduleError(str(UnknownNameError.of("kernel", str(kernel), KERNELS)))
+
+
+@functools.cache
+def table() -> Table:
+    """The one of this process, made when the first kernel is asked for."""
+    return Table()
+
+
+def _registered(hook: Any, record: PluginRecord) -> list[Entry]:
+    try:
+        given = hook()
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"slapo_kernels of {record} failed: {reason(error)}", owner=str(record)) from error
+    if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
+        raise PluginError(
+            f"slapo_kernels of {record} returned {given!r}; return {{kernel: {{name: implementation}}}}", owner=str(record)
+        )
+    return [_entry(kernel, name, found, record) for kernel, those in given.items() for name, found in those.items()]
+
+
+def _entry(kernel: Any, name: Any, found: Any, record: PluginRecord) -> Entry:
+    try:
+        check_kernel(kernel)
+    except ScheduleError as error:
+        raise PluginError(f"slapo_kernels of {record} names a kernel that is not there: {error}", owner=str(record)) from error
+    given = found if isinstance(found, Implementation) else Implementation(found)
+    named = replace(given, name=name, kernel=kernel, provider=record.provider)
+    checked = Entry("implementation", f"{kernel}={name}", named.target, record)
+    checked.check(())
+    if not isinstance(name, str) or not name.isidentifier():
+        raise PluginError(f"slapo_kernels of {record} calls an implementation {name!r}, which is not a name", owner=str(record))
+    return replace(checked, target=named)
+
+
+def _environment(found: Table) -> dict[str, str]:
+    """Kernel to the implementation that ``SLAPO_KERNELS`` forces."""
+    forced: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
+        kernel, equals, name = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise ScheduleError(f"{VARIABLE} has {part!r}; write kernel=implementation, with commas between")
+        if kernel == "*":
+            having = [each for each in KERNELS if name in found.names(each)]
+            if not having:
+                raise ScheduleError(f"{VARIABLE} has {part!r}, an implementation that no kernel has")
+            forced = {**dict.fromkeys(having, name), **forced}
+        else:
+            try:
+                found.get(kernel, name)
+            except ScheduleError as error:
+                raise ScheduleError(f"{VARIABLE} has {part!r}: {error}") from error
+            forced[kernel] = name
+    return forced
