@@ -51,6 +51,46 @@ def test_the_bias_is_a_node_and_the_numbers_stay(name: str) -> None:
     assert len(sch.find(lambda x, bias: x + bias)) == 1
 
 
+PROJECTIONS: dict[str, tuple[nn.Module, Any]] = {
+    "queries, keys and values": (nn.Linear(4, 12), 3),
+    "grouped keys": (nn.Linear(4, 8, bias=False), (4, 2, 2)),
+    "of transformers": (Conv1D(12, 4), 3),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_a_fused_projection_is_taken_apart(name: str) -> None:
+    layer, parts = copy.deepcopy(PROJECTIONS[name])
+    before = nn.Sequential(layer)
+    sch = create_schedule(copy.deepcopy(before), example_inputs=(torch.randn(2, 3, 4),))
+    parameters = dict(sch.mod.named_parameters())
+    sch["0"].decompose(parts=parts)
+    assert isinstance(sch["0"].mod, type(layer))
+    assert {key: id(value) for key, value in sch.mod.named_parameters()} == {k: id(v) for k, v in parameters.items()}
+    assert_equivalent(before, sch.mod, torch.randn(2, 3, 4))
+    assert_equivalent(before, copy.deepcopy(sch.mod), torch.randn(2, 3, 4))
+    sch.trace(flatten=True)
+    assert len(sch.find(lambda x, weight: F.linear(x, weight)) + sch.find(lambda x, w, b: F.linear(x, w, b))) == 3
+
+
+@pytest.mark.parametrize(
+    ("layer", "parts", "message"),
+    [
+        (nn.Linear(4, 12), 5, "parts is 5, of 12 outputs; give a number of parts that divides them, or sizes that add up"),
+        (nn.Linear(4, 12), (4, 4), r"parts is \(4, 4\), of 12 outputs"),
+        (nn.Linear(4, 12), 1, "parts is 1, of 12 outputs"),
+        (nn.Linear(4, 12), "3", "parts is '3', of 12 outputs"),
+        (nn.Linear(4, 12), True, "parts is True, of 12 outputs"),
+        (nn.Conv1d(4, 12, 1), 3, "a Conv1d is no projection that parts can be taken of; a Linear or Transformers' Conv1D is"),
+    ],
+)
+def test_parts_that_make_no_projection_are_refused(layer: nn.Module, parts: Any, message: str) -> None:
+    sch = create_schedule(nn.Sequential(layer))
+    with pytest.raises(ScheduleError, match=message):
+        sch["0"].decompose(parts=parts)
+    assert sch["0"].mod is layer
+
+
 def bias_gelu(x: Any, bias: Any) -> Any:
     y = x + bias
     return 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * torch.pow(y, 3.0))))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import profile
 
 import slapo_fusion.plugin
 from slapo_core.errors import ScheduleError
@@ -91,8 +92,10 @@ def test_operations_are_one_call_in_every_layer(compiler: str | None) -> None:
     assert_equivalent(before, sch.mod, X)
 
 
-@pytest.mark.parametrize("pattern", [side_by_side, vertical])
-@pytest.mark.parametrize("compiler", ["inductor", None])
+@pytest.mark.parametrize(
+    ("pattern", "compiler"),
+    [(side_by_side, "inductor"), (side_by_side, None), (side_by_side, "one_matmul"), (vertical, "inductor"), (vertical, None)],
+)
 def test_layers_with_weights_keep_their_names_and_are_used_as_they_are(pattern: Any, compiler: str | None) -> None:
     before, sch = traced()
     names = [name for name, _ in sch.mod.named_parameters()]
@@ -103,6 +106,24 @@ def test_layers_with_weights_keep_their_names_and_are_used_as_they_are(pattern: 
     for model in (before, sch.mod):  # a layer replaced later is the one that runs
         model.get_submodule("layers.1").register_module("down", nn.Linear(8, 8, bias=False))
         nn.init.constant_(model.get_parameter("layers.1.down.weight"), 0.5)
+    assert_equivalent(before, sch.mod, X)
+
+
+def test_projections_of_one_input_are_one_product_until_one_of_them_is_hooked() -> None:
+    before, sch = traced()
+    sch.fuse(sch.find(side_by_side), compiler="one_matmul")
+
+    def products() -> int:
+        with profile() as found:
+            sch.mod(X)
+        return sum(event.count for event in found.key_averages() if event.key == "aten::addmm")
+
+    assert products() == 2 * 3, "of four layers in each block"
+    assert_equivalent(before, sch.mod, X)
+    seen: list[torch.Size] = []
+    sch.mod.get_submodule("layers.0.k").register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert products() == 2 * 3 + 1
+    assert seen == [X.shape]
     assert_equivalent(before, sch.mod, X)
 
 
@@ -183,7 +204,9 @@ def hooked(sch: Schedule) -> None:
     [
         (bias_gelu, {"compiler": "inducter"}, None, r"no compiler 'inducter'; did you mean 'inductor'\?; available: "),
         (bias_gelu, {"name": "a.b"}, None, "name is 'a.b'; give a name a submodule can have"),
-        (vertical, {"compiler": "torchscript"}, None, "TorchScript takes no layers with weights, as 'layer_0'"),
+        (vertical, {"compiler": "torchscript"}, None, "TorchScript takes no layers with weights, as 'layers.0.down'"),
+        (vertical, {"compiler": "one_matmul"}, None, "'one_matmul' takes Linear layers of one input, side by side"),
+        (bias_gelu, {"compiler": "one_matmul"}, None, "'one_matmul' takes Linear layers of one input, side by side"),
         (vertical, {}, hooked, "'layers.1.down' in the subgraph is sharded, hooked or wrapped"),
         (lambda x: F.relu(x), {}, None, "the subgraph is empty"),
         (lambda x: torch.sigmoid(call_module(r"layers\.\d\.q", x)), {"twice": True}, None, "is in two of the subgraphs"),

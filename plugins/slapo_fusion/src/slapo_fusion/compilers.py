@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.nn import functional as F
 
 from slapo_core.causes import reason
 from slapo_core.entries import Entry, conflict
 from slapo_core.errors import PluginError, ScheduleError, UnknownNameError
 from slapo_core.schedule import Schedule
+from slapo_core.wrapping import is_opaque
 
+LAYER = "slapo_layer"
+"""Key in the ``meta`` of a node that calls a layer: the layer's path and class."""
 SAME_DRAWS = {"fallback_random": True}
 """An option of inductor, whose own numbers are others than torch's."""
 
@@ -48,10 +52,9 @@ def torchscript(region: fx.GraphModule) -> Callable[..., Any]:
     Raises:
         ScheduleError: the region calls a layer that holds weights, or an operation TorchScript does not know.
     """
-    layers = [str(node.args[0]) for node in region.graph.nodes if node.target is call_layer]
-    if layers:
+    if layers := [_layer_of(node) for node in region.graph.nodes if node.target is call_layer]:
         raise ScheduleError(
-            f"TorchScript takes no layers with weights, as {layers[0]!r}; leave these out of the subgraph, or use 'inductor'"
+            f"TorchScript takes no layers with weights, as {layers[0][0]!r}; leave these out of the subgraph, or use 'inductor'"
         )
     try:
         with warnings.catch_warnings():
@@ -59,6 +62,47 @@ def torchscript(region: fx.GraphModule) -> Callable[..., Any]:
             return torch.jit.script(region)
     except Exception as error:  # whatever its compiler raises
         raise ScheduleError(f"TorchScript cannot compile the subgraph: {reason(error)}; use 'inductor'") from error
+
+
+def one_matmul(region: fx.GraphModule) -> Callable[..., Any]:
+    """Linear layers side by side, of one input, as one product with their weights behind one another.
+
+    Weights stay those of the layers, and are put together at each call: a copy of them, for fewer and larger products. Where a
+    layer has been sharded, hooked or wrapped since, or has a bias where another has none, each runs by itself.
+
+    Raises:
+        ScheduleError: the region is something else.
+    """
+    calls = [node for node in region.graph.nodes if node.op not in ("placeholder", "output")]
+    results = region.graph.output_node().args[0]
+    inputs = {node.args[1:] for node in calls}
+    is_side_by_side = len(calls) > 1 and len(inputs) == 1 and all(len(node.args) == 2 and not node.kwargs for node in calls)
+    if not is_side_by_side or not all(node.target is call_layer and _layer_of(node)[1] is nn.Linear for node in calls):
+        raise ScheduleError("'one_matmul' takes Linear layers of one input, side by side; use 'inductor'")
+    names = [node.name for node in region.graph.find_nodes(op="placeholder")]
+    x, layers = names.index(calls[0].args[1].name), [names.index(node.args[0].name) for node in calls]
+    order = [calls.index(node) for node in results]
+
+    def run(*args: Any) -> tuple[torch.Tensor, ...]:
+        found = _side_by_side(args[x], [args[place] for place in layers])
+        return tuple(found[place] for place in order)
+
+    return run
+
+
+def _layer_of(node: fx.Node) -> tuple[str, type]:
+    """Path and class of the layer that a node calls; what was pickled since has forgotten both, and was compiled before."""
+    found: tuple[str, type] = node.meta.get(LAYER, (str(node.args[0]), nn.Linear))
+    return found
+
+
+def _side_by_side(x: torch.Tensor, layers: list[Any]) -> Sequence[torch.Tensor]:
+    biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
+    if any(type(layer) is not nn.Linear or is_opaque(layer) for layer in layers) or len(biases) not in (0, len(layers)):
+        return [layer(x) for layer in layers]
+    weight = torch.cat([layer.weight for layer in layers])
+    found = F.linear(x, weight, torch.cat(biases) if biases else None)
+    return found.split([layer.weight.shape[0] for layer in layers], dim=-1)
 
 
 def eager(region: fx.GraphModule) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
-"""``sch.decompose()``: a layer's bias as an operation of its own, which can be fused with what follows."""
+"""``sch.decompose()``: a layer's bias, or the parts of a fused projection, as operations of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,24 +16,36 @@ from slapo_core.wrapping import is_opaque
 
 
 class DecomposePrimitive(Primitive):
-    """Add the bias of this Linear, Conv1d, Conv2d, or Conv1D of Transformers, apart.
+    """Add the bias of this Linear, Conv1d, Conv2d, or Conv1D of Transformers, apart; or take a fused projection apart.
 
     Rewrite:
-        sch["fc1"].decompose():      y = addmm(bias, x, weight)      -->  y = x @ weight + bias
+        sch["fc1"].decompose():              y = addmm(bias, x, weight)   -->  y = x @ weight + bias
+        sch["c_attn"].decompose(parts=3):    y = linear(x)                -->  y = cat(q(x), k(x), v(x))
 
     Weight and bias are the same parameters under the same names; the sum is rounded once more in low precision. A trace that
-    goes into the layer has the sum as a node: ``sch.fuse`` takes it together with what follows.
+    goes into the layer has the sum, or each part's product, as a node: ``sch.fuse`` takes it together with what follows.
+    Projections of one input are put together by ``sch.fuse(match, compiler="one_matmul")``.
+
+    Args:
+        parts: Of a fused projection, a Linear or Transformers' Conv1D: into how many equal parts of its outputs, 3 for queries,
+            keys and values, 2 for gate and up; or the sizes of these. None: the bias apart.
 
     Raises:
-        ScheduleError: another layer, one without bias, padded otherwise than with zeros, or sharded, hooked or wrapped.
+        ScheduleError: another layer, one without bias, padded otherwise than with zeros, or sharded, hooked or wrapped; parts
+            that do not make up the outputs.
     """
 
     name = "decompose"
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule) -> None:
+    def check(schedule: Schedule, parts: int | Sequence[int] | None = None) -> None:
         module: Any = schedule.mod
+        if is_opaque(module):
+            raise _error(schedule, "it is sharded, hooked or wrapped; decompose it first")
+        if parts is not None:
+            _sizes(schedule, parts)
+            return
         cls = _class_for(module)
         if cls is None:
             what = f"a {type(module).__name__} has no bias that can be added apart"
@@ -41,17 +54,17 @@ class DecomposePrimitive(Primitive):
             raise _error(schedule, "it has no bias; there is nothing to take apart")
         if getattr(module, "padding_mode", "zeros") != "zeros":
             raise _error(schedule, f"it is padded by {module.padding_mode!r}; only zeros are known here")
-        if is_opaque(module):
-            raise _error(schedule, "it is sharded, hooked or wrapped; decompose it first")
 
     @staticmethod
-    def apply(schedule: Schedule) -> None:
-        cls = _class_for(schedule.mod)
+    def apply(schedule: Schedule, parts: int | Sequence[int] | None = None) -> None:
+        cls = _class_for(schedule.mod) if parts is None else _class_in_parts(type(schedule.mod))
         assert cls is not None
-        new: nn.Module = cls.__new__(cls)
+        new: Any = cls.__new__(cls)
         vars(new).update(
             {name: value.copy() if isinstance(value, dict) else value for name, value in vars(schedule.mod).items()}
         )
+        if parts is not None:
+            new.parts = _sizes(schedule, parts)
         schedule.replace_module(new)
 
 
@@ -103,9 +116,69 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 def _class_for(module: nn.Module) -> type[nn.Module] | None:
     cls = type(module)
-    if (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D") and cls not in _CLASSES:
+    if _is_transposed(cls) and cls not in _CLASSES:
         _CLASSES[cls] = type("Conv1DWithSeparateBias", (_Transposed, cls), {"__module__": __name__})
     return _CLASSES.get(cls)
+
+
+class _InParts:
+    """A projection as several, one behind the other along its outputs.
+
+    Attributes:
+        parts: How many outputs each has.
+    """
+
+    parts: tuple[int, ...]
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    outputs_first: bool
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Each part's product, put together."""
+        weight = self.weight if self.outputs_first else self.weight.T
+        if weight.shape[0] != sum(self.parts):
+            raise ScheduleError(
+                f"a projection in parts of {', '.join(map(str, self.parts))} outputs has {weight.shape[0]} now; leave "
+                "decompose(parts=) out where a projection is sharded",
+                primitive="decompose",
+            )
+        biases = (None,) * len(self.parts) if self.bias is None else self.bias.split(self.parts)
+        products = [F.linear(input, part, bias) for part, bias in zip(weight.split(self.parts), biases, strict=True)]
+        return torch.cat(products, dim=-1)
+
+
+_IN_PARTS: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _is_transposed(cls: type[nn.Module]) -> bool:
+    return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def _class_in_parts(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls not in _IN_PARTS:
+        own = {"__module__": __name__, "outputs_first": not _is_transposed(cls)}
+        _IN_PARTS[cls] = type(f"{cls.__name__}InParts", (_InParts, cls), own)
+    return _IN_PARTS[cls]
+
+
+def _sizes(schedule: Schedule, parts: int | Sequence[int]) -> tuple[int, ...]:
+    """The outputs of each part."""
+    module: Any = schedule.mod
+    cls = type(module)
+    if cls is not nn.Linear and not _is_transposed(cls):
+        raise _error(
+            schedule, f"a {cls.__name__} is no projection that parts can be taken of; a Linear or Transformers' Conv1D is"
+        )
+    outputs = module.weight.shape[0 if cls is nn.Linear else 1]
+    if type(parts) is int and parts > 1 and outputs % parts == 0:
+        return (outputs // parts,) * parts
+    sizes = tuple(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else ()
+    if len(sizes) < 2 or not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != outputs:
+        raise _error(
+            schedule,
+            f"parts is {parts!r}, of {outputs} outputs; give a number of parts that divides them, or sizes that add up",
+        )
+    return sizes
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

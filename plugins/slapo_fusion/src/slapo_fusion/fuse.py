@@ -16,7 +16,7 @@ from slapo_core.schedule import Schedule
 from slapo_core.wrapping import is_opaque
 
 from ._torch_private import is_dry_run
-from .compilers import Compiler, call_layer, compiler_of, eager
+from .compilers import LAYER, Compiler, call_layer, compiler_of, eager
 
 
 class FusePrimitive(Primitive):
@@ -32,7 +32,8 @@ class FusePrimitive(Primitive):
     Args:
         subgraph: One match, or a list of matches, of ``sch.find`` in this traced module: one operation behind the other or
             several side by side. Equal matches share what is compiled.
-        compiler: ``"inductor"``: ``torch.compile``. ``"torchscript"``: ``torch.jit.script``. None: nothing is compiled, and a
+        compiler: ``"inductor"``: ``torch.compile``. ``"torchscript"``: ``torch.jit.script``. ``"one_matmul"``: Linear
+            layers of one input, as one product with all their weights. None: nothing is compiled, and a
             chain of modules without weights is an ``nn.Sequential``. Others come from plugins, by ``slapo_compilers``.
         name: Of the new submodules, ``fused`` by default; one that is taken gets a number.
 
@@ -161,7 +162,7 @@ def _region(traced: fx.GraphModule, match: Any) -> tuple[fx.GraphModule, list[st
             layers.append(path)
         with graph.inserting_before(node):
             called = graph.call_function(call_layer, (arguments[path], *node.args), node.kwargs)
-        called.meta.update(node.meta)
+        called.meta.update(node.meta, **{LAYER: (path, type(traced.get_submodule(path)))})
         node.replace_all_uses_with(called)
         graph.erase_node(node)
     return fx.GraphModule(body, graph, "Region"), layers  # with those modules that the graph still calls
@@ -175,7 +176,8 @@ def _same(region: fx.GraphModule) -> Any:
 
     def told(node: fx.Node) -> Any:
         arguments = fx.map_arg((node.args, node.kwargs), lambda other: f"%{number[other]}")
-        return node.op, node.target if node.op.startswith("call") else None, repr(arguments)
+        _, layer = node.meta.get(LAYER, ("", None))
+        return node.op, node.target if node.op.startswith("call") else None, layer, repr(arguments)
 
     return tuple(map(told, region.graph.nodes))
 

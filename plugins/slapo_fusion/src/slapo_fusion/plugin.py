@@ -22,4 +22,4 @@ def slapo_add_hookspecs(manager: Any) -> None:
 
 @hookimpl(trylast=True)
 def slapo_compilers() -> dict[str, str]:
-    return {name: f"slapo_fusion.compilers:{name}" for name in ("inductor", "torchscript")}
+    return {name: f"slapo_fusion.compilers:{name}" for name in ("inductor", "one_matmul", "torchscript")}
