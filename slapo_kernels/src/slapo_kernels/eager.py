@@ -84,6 +84,11 @@ def _rotated(x: Tensor) -> Tensor:
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
+def _wide(x: Tensor) -> Tensor:
+    """In at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast: str = "input") -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * (offset + weight)`` over the last dimension.
 
@@ -95,16 +100,16 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast
         cast: What is rounded to the dtype of ``x``: the normalised ``"input"``, before it is multiplied (Llama), or the product
             with the ``"weight"``, all of which is in float32 (Gemma).
     """
-    wide = x.float()
+    wide = _wide(x)
     normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if cast == "weight":
-        return (normal * (offset + weight.float())).to(x.dtype)
+        return (normal * (offset + _wide(weight))).to(x.dtype)
     return (offset + weight if offset else weight) * normal.to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float) -> Tensor:
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension, in float32, rounded at the end."""
-    wide = x.float()
+    wide = _wide(x)
     centred = wide - wide.mean(-1, keepdim=True)
     normal = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -151,7 +156,7 @@ def linear_cross_entropy(
         ignore_index: A label that does not count.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, which gives the shape of ``labels``.
     """
-    logits = F.linear(hidden, weight, bias).float().flatten(0, -2)
+    logits = _wide(F.linear(hidden, weight, bias)).flatten(0, -2)
     loss = F.cross_entropy(logits, labels.flatten(), ignore_index=ignore_index, reduction=reduction)
     return loss.view(labels.shape) if reduction == "none" else loss
 

@@ -26,6 +26,7 @@ class Implementation:
         needs: Says what else is lacking on a type of device, None where nothing is.
         refuses: Says of the arguments of a call why it cannot compute them, None where it can; another one does, unless this is
             forced.
+        avoids: Says of the arguments of a call whether the next in order would be faster; asked of what nobody forces.
         preferred: Of another plugin's: whether it is tried before those of ``slapo-kernels``.
         name: What it is called; filled in.
         kernel: What it computes; filled in.
@@ -38,6 +39,7 @@ class Implementation:
     packages: tuple[str, ...] = ()
     needs: Callable[[str], str | None] | None = None
     refuses: Callable[..., str | None] | None = None
+    avoids: Callable[..., bool] | None = None
     preferred: bool = False
     name: str = ""
     kernel: str = ""

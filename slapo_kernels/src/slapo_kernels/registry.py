@@ -19,7 +19,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WEIGHED = {name: kernel.weighed for name, kernel in KERNELS.items()}
 
 Key = tuple[str, "str | None", str, torch.dtype]
-_chosen: dict[Key, tuple[Function, Implementation]] = {}
+Candidate = tuple[Function, Implementation]
+_chosen: dict[Key, tuple[Candidate, ...]] = {}
 _logged: set[tuple[str, str, str]] = set()
 
 
@@ -46,13 +47,13 @@ def run(kernel: str, *args: Any, choice: str | None = None, **kwargs: Any) -> An
     if (type(tensor) not in _PLAIN or num_dispatch_modes()) and (choice is None or is_dry_run(tensor)):
         choice = "eager"
     key = kernel, choice, tensor.device.type, tensor.dtype
-    found = _chosen.get(key)
-    if found is None:
-        found = _chosen[key] = _resolve(key)
-    function, implementation = found
-    if implementation.refuses is not None and (why := implementation.refuses(*args, **kwargs)):
-        function = _other(key, implementation, why, args, kwargs)
-    return function(*args, **kwargs)
+    for function, implementation in _chosen.get(key) or _candidates(key):
+        if implementation.refuses is not None and implementation.refuses(*args, **kwargs):
+            continue
+        if implementation.avoids is not None and implementation.avoids(*args, **kwargs):
+            continue
+        return function(*args, **kwargs)
+    return _forced(key, args, kwargs)
 
 
 def choose(kernel: str, device: torch.device | str, dtype: torch.dtype | None, forced: str | None = None) -> Implementation:
@@ -100,7 +101,7 @@ def explain(kernel: str, device: torch.device | str, dtype: torch.dtype | None =
     """
     kind = torch.device(device).type
     chosen = _choose(kernel, kind, dtype, None)
-    return [Explanation(each, _lacks(each, kind, dtype), each == chosen) for each in table().implementations(kernel)]
+    return [Explanation(each, _lacks(each, kind, dtype), each == chosen) for each in table().implementations(kernel, kind)]
 
 
 def reset() -> None:
@@ -115,7 +116,7 @@ def _choose(kernel: str, device: str, dtype: torch.dtype | None, forced: str | N
     by_variable = table().forced.get(kernel) if forced is None else None
     name = forced if forced is not None else by_variable
     if name is None:
-        return next(each for each in table().implementations(kernel) if _lacks(each, device, dtype) is None)
+        return next(each for each in table().implementations(kernel, device) if _lacks(each, device, dtype) is None)
     implementation = table().get(kernel, name)
     if why := implementation.lacks(device, dtype):
         origin = f", which {VARIABLE} forces," if by_variable else ""
@@ -134,23 +135,29 @@ def _lacks(implementation: Implementation, device: str, dtype: torch.dtype | Non
     return None
 
 
-def _resolve(key: Key) -> tuple[Function, Implementation]:
+def _candidates(key: Key) -> tuple[Candidate, ...]:
+    """In order of preference, up to one that takes every call; the one that is forced alone."""
     kernel, choice, device, dtype = key
-    implementation = _choose(kernel, device, dtype, choice)
-    function = table().load(implementation)
-    line = kernel, implementation.name, device
+    first = _choose(kernel, device, dtype, choice)
+    found = [(table().load(first), first)]
+    if choice is None and kernel not in table().forced:
+        ordered = table().implementations(kernel, device)
+        for each in ordered[ordered.index(first) + 1 :]:
+            if found[-1][1].refuses is None and found[-1][1].avoids is None:
+                break
+            if _lacks(each, device, dtype) is None:
+                found.append((table().load(each), each))
+    line = kernel, first.name, device
     if choice is None and line not in _logged:
         _logged.add(line)
-        get_logger().info("kernel %s on %s: %s", kernel, device, implementation.name)
-    return function, implementation
+        get_logger().info("kernel %s on %s: %s", kernel, device, first.name)
+    _chosen[key] = tuple(found)
+    return _chosen[key]
 
 
-def _other(key: Key, refusing: Implementation, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Function:
-    """What computes a call that the implementation of choice refuses."""
-    kernel, choice, device, dtype = key
-    if choice is not None or table().forced.get(kernel) == refusing.name:
-        raise ScheduleError(f"implementation {refusing.name!r} of kernel {kernel!r} {why}")
-    for each in table().implementations(kernel):
-        if _lacks(each, device, dtype) is None and not (each.refuses and each.refuses(*args, **kwargs)):
-            return table().load(each)
-    raise AssertionError(f"eager refuses {kernel}")
+def _forced(key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute by an implementation that is forced, which may only refuse."""
+    ((function, implementation),) = _chosen[key]
+    if implementation.refuses is not None and (why := implementation.refuses(*args, **kwargs)):
+        raise ScheduleError(f"implementation {implementation.name!r} of kernel {key[0]!r} {why}")
+    return function(*args, **kwargs)

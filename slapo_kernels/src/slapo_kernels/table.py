@@ -38,18 +38,19 @@ class Table:
         self.forced = _environment(self)
 
     def names(self, kernel: str) -> list[str]:
-        """The implementations of a kernel, in order of preference."""
-        return [each.name for each in self.implementations(kernel)]
+        """The implementations of a kernel."""
+        return list(self._entries[kernel])
 
-    def implementations(self, kernel: str) -> list[Implementation]:
-        """Of a kernel, in order of preference; one that two plugins provide is not among them.
+    def implementations(self, kernel: str, device: str) -> list[Implementation]:
+        """Of a kernel, in order of preference on a type of device; one that two plugins provide is not among them.
 
         Raises:
             ScheduleError: there is no such kernel.
         """
         check_kernel(kernel)
+        order = KERNELS[kernel].order(device)
         found = [entries[0].target for entries in self._entries[kernel].values() if len(entries) == 1]
-        return sorted(found, key=lambda each: not each.preferred)
+        return sorted(found, key=lambda each: -1 if each.preferred else order.get(each.name, len(order)))
 
     def get(self, kernel: str, name: str) -> Implementation:
         """One by name.
