@@ -1,0 +1,1 @@
+"""What finds the modules and patterns that kernels serve, by what they compute."""

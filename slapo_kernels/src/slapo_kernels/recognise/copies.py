@@ -1,0 +1,96 @@
+"""Modules as they are written, without what was put around them and without their weights: to look at, never to train."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+_EMPTY = (
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_AROUND = ("forward", "_slapo_wrappers", "_slapo_inner_forward")
+
+
+def bare_copy(module: nn.Module, dtype: torch.dtype | None, training: bool) -> nn.Module:
+    """A module of the same classes and settings, with weights on the meta device and stand-ins for its linear layers.
+
+    Args:
+        module: Left as it is.
+        dtype: Of floating weights; None keeps that of each.
+        training: The mode.
+    """
+    copied: nn.Module = object.__new__(type(module))
+    state = {name: value for name, value in vars(module).items() if name not in _AROUND}
+    state.update({name: type(state[name])() for name in _EMPTY if name in state})
+    vars(copied).update(state)
+    for table in ("_parameters", "_buffers"):
+        tensors = vars(module)[table].items()
+        vars(copied)[table] = {name: None if tensor is None else _empty(tensor, dtype) for name, tensor in tensors}
+    vars(copied)["_modules"] = {
+        name: child and (StandIn.of(child, dtype) if is_linear(child) else bare_copy(child, dtype, training))
+        for name, child in module._modules.items()
+    }
+    vars(copied)["training"] = training
+    rebind(module, copied)
+    return copied
+
+
+def rebind(old: nn.Module, new: nn.Module) -> None:
+    """Let methods of ``old`` that ``new`` holds as attributes, as ``self.act = self._gelu`` makes, be methods of ``new``."""
+    for name, value in vars(new).items():
+        if isinstance(value, types.MethodType) and value.__self__ is old:
+            vars(new)[name] = types.MethodType(value.__func__, new)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A Linear, whatever it computes, or Transformers' Conv1D, which keeps ``weight[in, out]``."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Transformers' Conv1D; told by its name, as nothing here imports it."""
+    cls = type(module)
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+
+
+def is_function(module: nn.Module) -> bool:
+    """A module without weights and parts, whose work another could do."""
+    return not (module._modules or module._parameters or module._buffers)
+
+
+class StandIn(nn.Module):
+    """For a linear layer: takes and returns tensors of the shapes it does, and computes nothing."""
+
+    def __init__(self, width: int, out: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width, self.out = width, out
+        self.weight = nn.Parameter(torch.empty(0, dtype=dtype, device="meta"))
+        self.bias = None
+
+    @classmethod
+    def of(cls, module: nn.Module, dtype: torch.dtype | None) -> StandIn:
+        """For this layer."""
+        weight: Any = module.weight
+        out, width = weight.shape[::-1] if is_conv1d(module) else weight.shape
+        return cls(width, out, dtype or weight.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Something of the layer's shape."""
+        if x.shape[-1] != self.width or x.dtype != self.weight.dtype:
+            raise ValueError(f"the layer takes {self.width} numbers of {self.weight.dtype}")
+        return x.new_empty(*x.shape[:-1], self.out)
+
+
+def _empty(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    empty = torch.empty(tensor.shape, dtype=kind, device="meta")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
