@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.nn.functional import dropout
 
+import slapo_memory.plugin
+from slapo_core.errors import ScheduleError
 from slapo_core.random import get_cuda_rng_tracker, set_random_seed
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import isolated_plugins
 from slapo_memory.recompute import checkpoint
 
 modes = pytest.mark.parametrize("use_reentrant", [True, False])
@@ -65,3 +71,71 @@ def test_correctness_13_a_second_backward_is_the_same(use_reentrant: bool) -> No
 def test_torchs_options_are_passed_on() -> None:
     with pytest.raises(ValueError, match="determinism_check"):
         checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False, determinism_check="nonsense")
+
+
+@modes
+def test_a_generator_is_refused(use_reentrant: bool) -> None:
+    def parts(x: torch.Tensor) -> object:
+        return (x * number for number in range(3))
+
+    with pytest.raises(ScheduleError, match="the forward returns a generator, which runs when the checkpoint is over"):
+        checkpoint(parts, torch.ones(1, requires_grad=True), use_reentrant=use_reentrant)
+
+
+class Output:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("wrap", "kind"),
+    [
+        (lambda y: [y], "list"),
+        (lambda y: {"y": y}, "dict"),
+        (lambda y: (y, (y * 2, None)), "tuple"),
+        (Output, "Output"),
+    ],
+    ids=["list", "dict", "tuple", "object"],
+)
+def test_tensors_that_get_no_gradients_are_refused(wrap: Callable[[torch.Tensor], object], kind: str) -> None:
+    x = torch.ones(2, requires_grad=True)
+    run = lambda value: wrap(value.sin())  # noqa: E731
+    with pytest.raises(ScheduleError, match=f"returns tensors in a {kind}, which get no gradients with use_reentrant=True"):
+        checkpoint(run, x)
+    found = checkpoint(run, x, use_reentrant=False)
+    inner = {
+        "list": lambda: found[0],
+        "dict": lambda: found["y"],
+        "tuple": lambda: found[1][0] / 2,
+        "Output": lambda: found.value,
+    }
+    inner[kind]().sum().backward()
+    assert torch.allclose(x.grad, x.detach().cos())
+
+
+def test_what_is_no_tensor_is_returned_as_it_is() -> None:
+    marker = object()
+    y, found, number, mask = checkpoint(
+        lambda x: (x * 2, marker, 3, {"ids": torch.arange(2)}), torch.ones(1, requires_grad=True)
+    )
+    assert y.requires_grad
+    assert (found, number) == (marker, 3)
+    assert torch.equal(mask["ids"], torch.arange(2))
+
+
+def test_a_module_that_returns_a_generator_is_refused_by_its_path() -> None:
+    class Parts(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            return (x * number for number in range(3))
+
+    with isolated_plugins(slapo_memory.plugin):
+        model = torch.nn.Sequential(Parts())
+        create_schedule(model)["0"].checkpoint()
+        with pytest.raises(ScheduleError, match=r"checkpoint\('0'\): the forward returns a generator"):
+            model(torch.ones(1, requires_grad=True))
+        assert [part.item() for part in _without_gradients(model)] == [0, 1, 2]
+
+
+def _without_gradients(model: torch.nn.Module) -> object:
+    with torch.no_grad():
+        return model(torch.ones(1))

@@ -1,1 +1,1 @@
-"""Memory primitives for Slapo: recompute activations instead of keeping them."""
+"""Memory primitives for Slapo: recompute activations instead of keeping them, or keep them in CPU memory."""

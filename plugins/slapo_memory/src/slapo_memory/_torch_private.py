@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def runs_eagerly() -> bool:
     """Whether ``torch.compiler.set_stance("force_eager")`` is in force; torch tells nobody."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and frames._stance.stance == "force_eager"
+
+
+def alias_with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without history; both count together how often they are written to, also within a dispatch mode."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for all views of one memory, as long as one of them lives."""
+    if tensor.layout is not torch.strided:  # as if indices and values were no views of others
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+def weak_storage(storage: torch.UntypedStorage) -> Any:
+    """While it lives no other memory gets the storage's ``storage_key``; the memory itself goes when others let go of it."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def done_work(collective: Any, args: tuple[Any, ...]) -> Any:
+    """What an operator of ``torch.ops.c10d`` returns, without a message: the tensors of its outputs, and work that is done."""
+    from torch._C._distributed_c10d import FakeWork  # noqa: PLC0415  not in every build of torch
+
+    work = FakeWork().boxed()
+    returned = [str(value.type) for value in collective._schema.returns]
+    return work if len(returned) == 1 else (args[0], work)

@@ -12,6 +12,7 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import wrap_forward
 
+from .budget import parse, plans
 from .policies import contexts_of
 from .recompute import Checkpointed, is_checkpointed
 
@@ -39,39 +40,55 @@ class CheckpointPrimitive(Primitive):
             ``torch.ops.aten.mm.default`` for one, or a function as
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it.
         ratio: On a list of modules: the share of them that is checkpointed, spread evenly over the list; all by default.
+        budget: Bytes that each checkpointed module, on a list each of its modules, may keep per call: ``2147483648``,
+            ``"2GiB"``, or a share from 0.0, its inputs alone, to 1.0, as much as without a checkpoint. The example inputs are
+            run on fake tensors, in train mode, and those operators' outputs are kept that cost most to compute again. They
+            are known by which call of their kind they are, so that for other shapes the same are kept, and bytes grow with
+            the shapes; a forward that takes another way keeps what has the same numbers there.
 
     Raises:
         ScheduleError: already checkpointed, or a container that has no forward; a subgraph that holds weights, is gone, or
-            cannot be one call; an unknown policy; a ratio outside of 0 to 1, of nothing, or of what is no list.
+            cannot be one call; an unknown policy; a ratio outside of 0 to 1, of nothing, or of what is no list; a budget less
+            than a module's inputs, beside a policy, or without example inputs.
     """
 
     name = "checkpoint"
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule, subgraph: Any = None, *, policy: Any = None, ratio: float | None = None) -> None:
+    def check(
+        schedule: Schedule, subgraph: Any = None, *, policy: Any = None, ratio: float | None = None, budget: Any = None
+    ) -> list[tuple[Schedule, Any]]:
+        """The modules, each with its policy."""
         try:
             contexts_of(policy)
+            allowed = None if budget is None else parse(budget)
         except ValueError as error:
             raise _error(schedule, str(error)) from error
+        if policy is not None and allowed is not None:
+            raise _error(schedule, "a budget chooses what is kept; leave the policy out, or the budget")
         if subgraph is None:
-            for chosen in _chosen(schedule, ratio):
-                _check_module(chosen)
-            return
-        if ratio is not None:
-            raise _error(schedule, "a ratio is of a list of modules; leave it out beside a subgraph")
+            chosen = _chosen(schedule, ratio)
+            for each in chosen:
+                _check_module(each)
+            policies = [policy] * len(chosen) if allowed is None else plans(schedule, chosen, allowed)
+            return [*zip(chosen, policies, strict=True)]
+        for name, option in (("ratio", ratio), ("budget", budget)):
+            if option is not None:
+                raise _error(schedule, f"a {name} is of modules; leave it out beside a subgraph")
         for match in _matches(schedule, subgraph):
             _check_subgraph(schedule, match)
+        return []
 
     @staticmethod
-    def apply(schedule: Schedule, subgraph: Any = None, *, policy: Any = None, ratio: float | None = None) -> None:
-        wrapper = Checkpointed(policy)
-        if subgraph is None:
-            for chosen in _chosen(schedule, ratio):
-                schedule.touch(chosen.mod)
-                wrap_forward(chosen.mod, wrapper)
-            return
-        for match in _matches(schedule, subgraph):
+    def apply(
+        schedule: Schedule, subgraph: Any = None, *, policy: Any = None, ratio: float | None = None, budget: Any = None
+    ) -> None:
+        for chosen, kept in schedule.checked:
+            schedule.touch(chosen.mod)
+            wrap_forward(chosen.mod, Checkpointed(kept, chosen.path))
+        wrapper = Checkpointed(policy, schedule.path)
+        for match in [] if subgraph is None else _matches(schedule, subgraph):
             body = graph_edit.extract(graph_edit.traced_module_of(schedule, match), match)
             wrap_forward(body, wrapper)
             graph_edit.replace_subgraph(schedule, match, body, name="checkpointed")

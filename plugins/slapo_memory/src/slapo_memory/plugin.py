@@ -7,4 +7,7 @@ from slapo_core.hookspecs import hookimpl
 
 @hookimpl
 def slapo_primitives() -> dict[str, str]:
-    return {"checkpoint": "slapo_memory.checkpoint:CheckpointPrimitive"}
+    return {
+        "checkpoint": "slapo_memory.checkpoint:CheckpointPrimitive",
+        "offload": "slapo_memory.offload:OffloadPrimitive",
+    }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from .keeping import contexts
 
 KEPT = (
     "mm",
@@ -31,23 +34,50 @@ def contexts_of(policy: Any) -> Contexts | None:
     """What a policy is to torch; None recomputes everything.
 
     Args:
-        policy: See ``CheckpointPrimitive``.
+        policy: See ``CheckpointPrimitive``, or what ``Plan`` a budget gave.
 
     Raises:
         ValueError: no policy.
     """
     if policy is None:
         return None
+    if isinstance(policy, Plan):
+        return partial(contexts, policy.keeps)
     if policy == "matmuls":
-        return partial(create_selective_checkpoint_contexts, [*_overloads()])
+        return partial(contexts, partial(_is_listed, MATMULS))
     if callable(policy):
-        return partial(create_selective_checkpoint_contexts, policy)
+        return partial(contexts, partial(_is_saved, policy))
     if isinstance(policy, (list, tuple)) and policy and all(isinstance(op, torch._ops.OpOverload) for op in policy):
-        return partial(create_selective_checkpoint_contexts, list(policy))
+        return partial(contexts, partial(_is_listed, frozenset(policy)))
     raise ValueError(
         f"policy is {policy!r}; give None, 'matmuls', a list of operators such as torch.ops.aten.mm.default, or a policy "
         "function of torch.utils.checkpoint"
     )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Calls of operators whose outputs are kept, by names, so that it can be pickled with a model.
+
+    Args:
+        calls: Of an operator, as ``"aten.mm.default"``, which of its calls in the forward, from 0.
+    """
+
+    calls: dict[str, frozenset[int]]
+
+    def keeps(self, func: Any, index: int, *rest: Any) -> bool:
+        """Whether the output of this call is kept."""
+        return index in self.calls.get(str(func), ())
+
+
+def _is_listed(operators: frozenset[Any], func: Any, *rest: Any) -> bool:
+    return func in operators
+
+
+def _is_saved(policy: Callable[..., Any], func: Any, index: int, args: Any, kwargs: Any, output: Any) -> bool:
+    """What a policy function of torch's says."""
+    context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
+    return policy(context, func, *args, **kwargs) in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def _overloads() -> Iterator[Any]:
@@ -55,3 +85,6 @@ def _overloads() -> Iterator[Any]:
         packet = getattr(torch.ops.aten, name, None)  # some are new in torch
         if packet is not None:
             yield packet.default
+
+
+MATMULS = frozenset(_overloads())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import nullcontext
 from functools import partial
 from types import CellType, FunctionType
@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from slapo_core.errors import ScheduleError
 from slapo_core.wrapping import forward_wrappers
 
 from ._torch_private import runs_eagerly
 from .arguments import Arguments
+from .offloading import offloaded_in, offloading_aside
 from .policies import contexts_of
 from .randomness import RandomState
 from .state import StartState
@@ -42,12 +44,16 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
 
     Returns:
         What ``function`` returns.
+
+    Raises:
+        ScheduleError: it returns a generator, or, with ``use_reentrant``, tensors in anything but a tuple.
     """
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     modules = _modules_in((function, args, kwargs), set())
     region = _Region(function, args, kwargs, modules, options.get("preserve_rng_state", True))
+    region.check = partial(_check_result, "", use_reentrant)
     tensors = region.arguments.tensors
     return torch_checkpoint.checkpoint(region, *tensors, use_reentrant=use_reentrant, **options)
 
@@ -57,19 +63,24 @@ class Checkpointed:
 
     Args:
         policy: What is kept, see ``contexts_of``.
+        path: Of the module, for messages.
     """
 
-    def __init__(self, policy: Any = None) -> None:
+    def __init__(self, policy: Any = None, path: str = "") -> None:
         self._policy = policy  # what it is to torch cannot be pickled with the model
+        self._path = path
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward, and again in the backward."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         region = _Region(call, args, kwargs, _modules_in(call, set()))
+        region.check = partial(_check_result, self._path, False)
         contexts = contexts_of(self._policy)
         options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-        return torch_checkpoint.checkpoint(region, *region.arguments.tensors, use_reentrant=False, **options)
+        offloaded = offloaded_in(call)
+        with offloaded.moving(call) if offloaded is not None else nullcontext():  # the inputs are all that is kept
+            return torch_checkpoint.checkpoint(region, *region.arguments.tensors, use_reentrant=False, **options)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -94,18 +105,37 @@ class _Region:
         self._random = RandomState() if preserve_rng_state else None
         self._state = StartState(modules)
         self._is_eager = runs_eagerly()
+        self.check: Callable[[Any], None] = lambda result: None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._original is not None:  # the forward: what it does to its arguments, the caller sees
             (args, kwargs), self._original = self._original, None
-            result = self.function(*args, **kwargs)
+            with offloading_aside():
+                result = self.function(*args, **kwargs)
+            self.check(result)
             self._state.keep_changed()
             return result
         args, kwargs = self.arguments.rebuild(tensors)
         # what is compiled saves other tensors than the same code that runs as it is
         stance = torch.compiler.set_stance("force_eager") if self._is_eager and not runs_eagerly() else nullcontext()
-        with self._random.again() if self._random else nullcontext(), self._state.again(), stance:
+        with self._random.again() if self._random else nullcontext(), self._state.again(), stance, offloading_aside():
             return self.function(*args, **kwargs)
+
+
+def _check_result(path: str, use_reentrant: bool, result: Any) -> None:
+    """Refuse what a recompute cannot stand for."""
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    for part in parts:
+        if isinstance(part, (Generator, Coroutine, AsyncGenerator)):
+            what = f"the forward returns a {type(part).__name__}, which runs when the checkpoint is over; return its values"
+            raise ScheduleError(what, path=path, primitive="checkpoint")
+    if not use_reentrant:
+        return
+    inside = [part for part in result if not isinstance(part, torch.Tensor)] if isinstance(result, tuple) else [result]
+    for part in inside if not isinstance(result, torch.Tensor) else ():
+        if any(tensor.is_floating_point() for tensor in Arguments((part,), {}).tensors):
+            what = f"the function returns tensors in a {type(part).__name__}, which get no gradients with use_reentrant=True"
+            raise ScheduleError(f"{what}; pass use_reentrant=False", path=path, primitive="checkpoint")
 
 
 def _modules_in(value: Any, seen: set[int]) -> list[nn.Module]:

@@ -1,0 +1,266 @@
+"""``sch.checkpoint(budget=...)``: what is kept fits, is what costs most, and the numbers are the same."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import slapo_memory.plugin
+from slapo_core.errors import ScheduleError
+from slapo_core.replay import load_schedule
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import assert_equivalent, isolated_plugins
+from slapo_memory.budget import parse
+from slapo_memory.keeping import _Entry, tensors_in
+from slapo_memory.measuring import Operator, choose
+
+
+@pytest.fixture(autouse=True)
+def only_memory() -> Iterator[None]:
+    with isolated_plugins(slapo_memory.plugin):
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.up, self.down, self.norm = nn.Linear(8, 24), nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        return x + self.drop(self.down(F.gelu(self.up(x)) * 2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.unused = nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+X = torch.randn(4, 16, 8)
+INPUTS = X.nbytes
+
+
+def scheduled(**inputs: Any) -> tuple[nn.Module, Schedule]:
+    before = Model()
+    return before, create_schedule(copy.deepcopy(before), example_inputs=inputs or (X,))
+
+
+class Ran(TorchDispatchMode):
+    """Counts operators as they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func is not torch.ops.aten.detach.default
+        return func(*args, **(kwargs or {}))
+
+
+def ran_in(model: nn.Module) -> int:
+    """Operators in a step."""
+    with Ran() as ran:
+        model(X).sum().backward()
+    return ran.count
+
+
+def kept_in(model: nn.Module) -> int:
+    """Bytes of outputs that a forward keeps, each memory once."""
+    out = model(X)
+    entries = [value for value in gc.get_objects() if type(value) is _Entry]
+    found = [tensor.untyped_storage() for entry in entries for tensor in tensors_in(entry.output)]
+    assert out.requires_grad
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
+def test_kept_bytes_stay_in_the_budget_and_less_runs_again_with_more() -> None:
+    before, _ = scheduled()
+    ran, plain = [], ran_in(copy.deepcopy(before))
+    for budget in (INPUTS, 3 * INPUTS, 8 * INPUTS, 10**6):
+        sch = create_schedule(copy.deepcopy(before), example_inputs=(X,))
+        sch["layers"].checkpoint(budget=budget)
+        kept = kept_in(sch.mod)
+        assert kept <= 3 * (budget - INPUTS)
+        assert kept >= 3 * min(budget - INPUTS, 10 * INPUTS) * 0.6
+        ran.append(ran_in(sch.mod))
+        sch.mod.zero_grad()
+        assert_equivalent(before, sch.mod, X, atol=0, rtol=0)
+        before.zero_grad()
+    assert ran[0] > ran[1] > ran[2] > ran[3] >= plain
+
+
+def test_the_matmul_that_costs_most_per_byte_is_kept_first() -> None:
+    _, sch = scheduled()
+    sch["layers.0"].checkpoint(budget=2 * INPUTS)
+    again: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            again.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    out = sch["layers.0"].mod(X)
+    with Names():
+        out.sum().backward()
+    assert again.count("aten.addmm.default") == 2  # down's is small and made from much; the others are above the budget
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [(0, 0), (5, 5), ("2GiB", 2**31), ("1.5 KiB", 1536), ("3MB", 3 * 10**6), ("7B", 7), (0.0, 0.0), (0.25, 0.25), (1.0, 1.0)],
+)
+def test_how_a_budget_is_written(written: Any, size: float) -> None:
+    assert parse(written) == size
+    assert type(parse(written)) is type(size)
+
+
+def test_a_share_is_between_the_inputs_alone_and_all_that_autograd_keeps() -> None:
+    _, sch = scheduled()
+    kept = []
+    for share in (0.0, 0.5, 1.0):
+        sch["layers"].checkpoint(budget=share)
+        kept.append(kept_in(sch.mod))
+        sch.undo()
+    assert kept[0] == 0
+    assert 0.35 * kept[2] < kept[1] < 0.65 * kept[2]
+
+
+def test_it_is_solved_in_train_mode_and_leaves_the_model_alone() -> None:
+    before, sch = scheduled()
+    sch.mod.eval()
+    attributes = {path: dict(vars(module)) for path, module in sch.mod.named_modules()}
+    state, random = torch.get_rng_state(), X.clone()
+    with pytest.raises(
+        ScheduleError, match=r"checkpoint\('layers.0'\): a budget of 5 bytes is less than the inputs, 2048 bytes"
+    ):
+        sch["layers"].checkpoint(budget=5)
+    assert {path: dict(vars(module)) for path, module in sch.mod.named_modules()} == attributes
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(X, random)
+    sch["layers"].checkpoint(budget=10**6)
+    assert not sch.mod.training
+    evaluating = sch.mod.layers[0]._slapo_wrappers
+    sch.undo()
+    sch.mod.train()
+    sch["layers"].checkpoint(budget=10**6)
+    assert vars(evaluating[0]._policy) == vars(sch.mod.layers[0]._slapo_wrappers[0]._policy)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 8), (8, 64, 8)], ids=str)
+def test_other_shapes_and_autocast_train_the_same(shape: tuple[int, ...]) -> None:
+    before, sch = scheduled()
+    sch["layers"].checkpoint(budget=0.5)
+    assert_equivalent(before, sch.mod, torch.randn(shape), atol=0, rtol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equivalent(before, sch.mod, torch.randn(shape), atol=0, rtol=0)
+
+
+def test_copies_pickles_and_replays_keep_the_same(tmp_path: Any) -> None:
+    before, sch = scheduled()
+    sch["layers"].checkpoint(budget="6KiB", ratio=0.7)
+    kept = kept_in(sch.mod)
+    assert kept > 0
+    sch.save(tmp_path / "schedule.json")
+    again = load_schedule(copy.deepcopy(before), tmp_path / "schedule.json", example_inputs=(X,))
+    pickled = pickle.loads(pickle.dumps(sch.mod))  # noqa: S301  our own
+    for model in (again.mod, copy.deepcopy(sch.mod), pickled):
+        assert kept_in(model) == kept
+        assert_equivalent(before, model, X, atol=0, rtol=0)
+        before.zero_grad()
+
+
+def test_weights_without_memory() -> None:
+    with torch.device("meta"):
+        sch = create_schedule(Model(), example_inputs={"x": X})
+    sch["layers"].checkpoint(budget="6KiB")
+    assert all("forward" in vars(layer) for layer in sch.mod.layers)
+
+
+def test_a_module_inside_a_checkpoint_and_one_around() -> None:
+    before, sch = scheduled()
+    sch["layers.1.up"].checkpoint(budget=0.5)
+    sch["layers.1"].checkpoint(budget=0.5)
+    sch.checkpoint(budget=0.3)
+    assert_equivalent(before, sch.mod, X, atol=0, rtol=0)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("layers", {"budget": "2 gigs"}, "budget is '2 gigs'; give bytes as 2147483648 or '2GiB', or a share"),
+        ("layers", {"budget": -1}, "budget is -1; give bytes"),
+        ("layers", {"budget": 1.5}, "budget is 1.5; give bytes"),
+        ("layers", {"budget": True}, "budget is True; give bytes"),
+        ("layers", {"budget": 10**6, "policy": "matmuls"}, "a budget chooses what is kept; leave the policy out"),
+        ("unused", {"budget": 10**6}, r"checkpoint\('unused'\): the model does not call it with gradients"),
+    ],
+)
+def test_what_is_no_budget_is_refused(path: str, options: dict[str, Any], message: str) -> None:
+    _, sch = scheduled()
+    with pytest.raises(ScheduleError, match=message):
+        sch[path].checkpoint(**options)
+    assert not any("forward" in vars(module) for module in sch.mod.modules())
+
+
+def test_without_example_inputs() -> None:
+    with pytest.raises(ScheduleError, match="a budget is solved over a run of the model; give create_schedule example_inputs"):
+        create_schedule(Model())["layers"].checkpoint(budget=10**6)
+
+
+def test_a_model_that_asks_for_values() -> None:
+    sch = create_schedule(Branching(), example_inputs=(X,))
+    with pytest.raises(ScheduleError, match="does not run on fake tensors, so a budget cannot be solved: .*; give a policy"):
+        sch["fc"].checkpoint(budget=10**6)
+    assert "forward" not in vars(sch["fc"].mod)
+
+
+def test_a_subgraph_takes_no_budget() -> None:
+    sch = create_schedule(Model(), example_inputs=(X,)).trace(flatten=True, leaf_modules=["Linear", "LayerNorm", "Dropout"])
+    found = sch.find(lambda x: F.gelu(x) * 2)
+    with pytest.raises(ScheduleError, match="a budget is of modules; leave it out beside a subgraph"):
+        sch.checkpoint(found, budget=10**6)
+
+
+operators = st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 1000)), max_size=9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(operators, st.integers(0, 8000))
+def test_the_choice_fits_and_is_the_best(sizes: list[tuple[int, int]], budget: int) -> None:
+    found = [Operator("aten.mm.default", index, size, cost) for index, (size, cost) in enumerate(sizes)]
+    chosen = choose(found, budget)
+    assert sum(operator.size for operator in chosen) <= budget
+    assert len({operator.index for operator in chosen}) == len(chosen)
+    everything = itertools.chain.from_iterable(itertools.combinations(found, count) for count in range(len(found) + 1))
+    small = budget - len(found) * 2  # sizes are rounded up by less than two bytes each
+    best = max((sum(o.cost for o in some) for some in everything if sum(o.size for o in some) <= small), default=0)
+    assert sum(operator.cost for operator in chosen) >= best

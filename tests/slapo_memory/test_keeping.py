@@ -1,0 +1,131 @@
+"""What a policy keeps is what the recompute would find, whatever the forward does with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_memory.plugin
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import isolated_plugins
+
+ADDMM = torch.ops.aten.addmm.default
+
+
+@pytest.fixture(autouse=True)
+def only_memory() -> Iterator[None]:
+    with isolated_plugins(slapo_memory.plugin):
+        yield
+
+
+class Body(nn.Module):
+    """A linear layer and then what a test does with its output."""
+
+    def __init__(self, after: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.out, self.after = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.after(self.fc(x)))).sin()
+
+
+def added(y: torch.Tensor) -> torch.Tensor:
+    y += 1
+    return y
+
+
+def added_to_a_view(y: torch.Tensor) -> torch.Tensor:
+    y.view(-1)[:2].add_(1)
+    return y
+
+
+def multiplied(y: torch.Tensor) -> torch.Tensor:
+    scores = y @ y.transpose(-1, -2)
+    scores *= 0.5
+    return scores.softmax(-1) @ y
+
+
+CHANGES = {
+    "added": added,
+    "view": added_to_a_view,
+    "multiplied": multiplied,
+    "relu": nn.ReLU(inplace=True),
+    "dropout": nn.Dropout(0.5, inplace=True),
+}
+
+
+def gradients(module: nn.Module, x: torch.Tensor, times: int = 1) -> list[torch.Tensor]:
+    """Of a step, or of several backwards through one forward."""
+    module.zero_grad()
+    torch.manual_seed(3)
+    loss = module(x).square().sum()
+    for left in reversed(range(times)):
+        loss.backward(retain_graph=left > 0)
+    return [parameter.grad.clone() for parameter in module.parameters()]
+
+
+def assert_alike(module: nn.Module, policy: Any, x: torch.Tensor, times: int = 1) -> None:
+    expected = gradients(copy.deepcopy(module), x, times)
+    create_schedule(module).checkpoint(policy=policy)
+    for one, other in zip(expected, gradients(module, x, times), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("after", CHANGES.values(), ids=[*CHANGES])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=str)
+def test_an_output_that_is_written_to_is_computed_again(after: Any, shape: tuple[int, ...]) -> None:
+    assert_alike(Body(after), "matmuls", torch.randn(shape))
+
+
+def test_an_output_written_to_behind_the_module_is_noticed() -> None:
+    module = nn.Linear(4, 4)
+    body = nn.Sequential(nn.Linear(4, 4), module, nn.Tanh())
+    create_schedule(body).checkpoint(policy="matmuls")
+    seen: list[torch.Tensor] = []
+    module.register_forward_hook(lambda _, args, out: seen.append(out))
+    loss = body(torch.randn(2, 3, 4)).sum()
+    with torch.no_grad():
+        seen[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation behind its module"):
+        loss.backward()
+
+
+def test_random_numbers_behind_a_kept_operator_that_draws() -> None:
+    def noisy(y: torch.Tensor) -> torch.Tensor:
+        y = y * torch.rand_like(y)  # kept: the recompute does not draw it
+        return nn.functional.dropout(y, 0.5) + torch.randn_like(y)
+
+    assert_alike(Body(noisy), [torch.ops.aten.rand_like.default], torch.randn(3, 4))
+
+
+def test_a_view_in_the_list_of_operators_is_taken_again() -> None:
+    assert_alike(Body(added), [torch.ops.aten.t.default, torch.ops.aten.view.default, ADDMM], torch.randn(2, 3, 4))
+
+
+@pytest.mark.parametrize("policy", ["matmuls", [ADDMM]], ids=["matmuls", "operators"])
+def test_a_second_backward_is_the_same(policy: Any) -> None:
+    assert_alike(Body(nn.Dropout(0.5)), policy, torch.randn(3, 4), times=2)
+
+
+def test_nested_checkpoints_keep_their_own() -> None:
+    body = nn.Sequential(Body(added), nn.Dropout(0.5), Body(nn.Dropout(0.5)))
+    create_schedule(body)["0"].checkpoint(policy=[ADDMM])
+    create_schedule(body)["2"].checkpoint(policy="matmuls")
+    assert_alike(body, "matmuls", torch.randn(3, 4))
+
+
+def test_a_policy_function_sees_the_output() -> None:
+    seen: list[Any] = []
+
+    def large(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+        seen.append((operator, context.op_output, args, kwargs))
+        return operator is ADDMM and context.op_output.shape[0] > 2
+
+    assert_alike(Body(added), large, torch.randn(3, 4))
+    assert any(operator is ADDMM and output.shape == (3, 4) and len(args) == 3 for operator, output, args, _ in seen)
