@@ -18,15 +18,16 @@ PRIMITIVES = {
     "slapo-deepspeed": CORE,
     "slapo-example": CORE | {"freeze"},
     "slapo-fusion": CORE | {"compile", "decompose", "fuse"},
+    "slapo-kernels": CORE | {"use_kernels"},
     "slapo-megatron": CORE,
-    "slapo-memory": CORE | {"checkpoint"},
+    "slapo-memory": CORE | {"checkpoint", "offload"},
     "slapo-pipeline": CORE | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
     "slapo-sharding": CORE | {"fork_rng", "shard", "sync", "tensor_parallel"},
     "slapo-torch": CORE,
     "slapo-training": CORE,
     "slapo": CORE
     | {"checkpoint", "compile", "decompose", "fuse"}
-    | {"cut_at_marks", "cut_pipeline_stage", "fork_rng", "pipeline", "shard", "sync", "tensor_parallel"},
+    | {"cut_at_marks", "cut_pipeline_stage", "fork_rng", "offload", "pipeline", "shard", "sync", "tensor_parallel"},
 }
 """What ``list_primitives()`` shows when a distribution is installed alone."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from .conftest import TOP, folders
 
-HEAVY = ["deepspeed", "megatron", "rich", "transformers", "triton", "typer"]
+HEAVY = ["deepspeed", "flash_attn", "liger_kernel", "megatron", "rich", "transformers", "triton", "typer"]
 
 
 def test_import_linter_contracts() -> None:

@@ -93,6 +93,15 @@ MODULES = {
     "framework_dialect": {"get_dialect_cls"},
     "initialization": {"init_empty_weights"},
     "logger": {"get_logger"},
+    "op": {
+        "FlashAttention",
+        "FusedMLP",
+        "FusedQKV",
+        "LinearWithAct",
+        "LinearWithDropout",
+        "LinearWithSeparateBias",
+        "Print",
+    },
     "pattern": {"ModulePattern", "Pattern", "call_module"},
     "pipeline": {
         "analyze_pipeline_module",
@@ -217,3 +226,10 @@ def test_a_package_that_is_not_installed_is_named() -> None:
     code = "import sys, slapo; sys.modules['slapo_memory'] = None"
     trial = "try: slapo.checkpoint\nexcept ImportError as err: print(err)"
     assert run(f"{code}\n{trial}") == "slapo.checkpoint needs slapo_memory; pip install slapo-memory"
+
+
+@pytest.mark.parametrize("trial", ["from slapo import op", "import slapo.op"])
+def test_the_classic_modules_name_the_package_they_are_in(trial: str) -> None:
+    code = "import sys, slapo; sys.modules['slapo_kernels'] = None"
+    caught = f"try: {trial}\nexcept ImportError as err: print(err)"
+    assert run(f"{code}\n{caught}") == "slapo.op needs slapo_kernels; pip install slapo-kernels"

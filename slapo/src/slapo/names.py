@@ -6,6 +6,7 @@ MODULES = (
     "framework_dialect",
     "initialization",
     "logger",
+    "op",
     "pattern",
     "pipeline",
     "primitives",

@@ -18,12 +18,21 @@ PACKAGES = (
     "torch",
     "transformers",
 )
-ENGINES = ("slapo-deepspeed", "deepspeed", "slapo-megatron", "megatron-core")
-"""Told of where they are installed."""
+ENGINES = (
+    "slapo-deepspeed",
+    "deepspeed",
+    "slapo-megatron",
+    "megatron-core",
+    "slapo-kernels",
+    "triton",
+    "liger-kernel",
+    "flash-attn",
+)
+"""And kernels; told of where they are installed."""
 
 
 def versions() -> dict[str, str]:
-    """What is installed: Python, the platform, Slapo's distributions, torch, transformers, and other engines."""
+    """What is installed: Python, the platform, Slapo's distributions, torch, transformers, other engines and kernels."""
     found = {"python": platform.python_version(), "platform": sys.platform}
     for name in (*PACKAGES, *ENGINES):
         try:

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from .autocast import as_multiplied
 
 Tensor = torch.Tensor
-_CHUNKED = LinearCrossEntropyOptions()
 
 
 def attention(
@@ -56,8 +55,9 @@ def linear_cross_entropy(
     """``F.linear_cross_entropy`` by chunks of rows, gradients made in the forward; a second backward is an error of torch's."""
     rows, weight, bias = as_multiplied(hidden.flatten(0, -2), weight, bias)
     targets = labels.flatten()
+    options = LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling())
     loss = F.linear_cross_entropy(
-        rows, weight, targets, linear_bias=bias, reduction=reduction, ignore_index=ignore_index, options=_CHUNKED
+        rows, weight, targets, linear_bias=bias, reduction=reduction, ignore_index=ignore_index, options=options
     )
     loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
     return loss.view(labels.shape) if reduction == "none" else loss

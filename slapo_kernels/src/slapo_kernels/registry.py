@@ -10,6 +10,7 @@ import torch
 from slapo_core.errors import PluginError, ScheduleError
 from slapo_core.logger import get_logger
 
+from . import eager, native
 from ._torch_private import is_dry_run, num_dispatch_modes
 from .implementation import Function, Implementation
 from .kernels import KERNELS
@@ -32,7 +33,8 @@ def kernel_names() -> tuple[str, ...]:
 def run(kernel: str, *args: Any, choice: str | None = None, **kwargs: Any) -> Any:
     """Compute a kernel, with the first implementation that can, where the tensors are.
 
-    While a model is traced, and for subclasses of tensors, that is the eager one, unless another is chosen for the latter.
+    While a model is traced, and for subclasses of tensors, that is the eager one, unless another is chosen for the latter;
+    ``torch.compile`` is shown operations of torch, unless another package's are chosen.
 
     Args:
         kernel: Its name.
@@ -43,6 +45,8 @@ def run(kernel: str, *args: Any, choice: str | None = None, **kwargs: Any) -> An
     Raises:
         ScheduleError: the chosen implementation cannot be used here.
     """
+    if torch.compiler.is_compiling():
+        return _for_compiler(kernel, choice)(*args, **kwargs)
     tensor = args[_WEIGHED.get(kernel, 0)]
     if (type(tensor) not in _PLAIN or num_dispatch_modes()) and (choice is None or is_dry_run(tensor)):
         choice = "eager"
@@ -54,6 +58,15 @@ def run(kernel: str, *args: Any, choice: str | None = None, **kwargs: Any) -> An
             continue
         return function(*args, **kwargs)
     return _forced(key, args, kwargs)
+
+
+def _for_compiler(kernel: str, choice: str | None) -> Function:
+    """What ``torch.compile`` is shown: operations that it can fuse itself, or the one that is chosen."""
+    module = native if choice in (None, "native") and hasattr(native, kernel) else eager
+    if choice in (None, "inductor", "native", "eager"):
+        function: Function = getattr(module, kernel)
+        return function
+    return table().load(table().get(kernel, choice))
 
 
 def choose(kernel: str, device: torch.device | str, dtype: torch.dtype | None, forced: str | None = None) -> Implementation:

@@ -1,0 +1,26 @@
+"""The classic modules, where ``slapo-kernels`` is installed."""
+
+try:
+    from slapo_kernels.op import (
+        FlashAttention,
+        FusedMLP,
+        FusedQKV,
+        LinearWithAct,
+        LinearWithDropout,
+        LinearWithSeparateBias,
+        Print,
+    )
+except ModuleNotFoundError as err:
+    if err.name not in ("slapo_kernels", "slapo_kernels.op"):
+        raise
+    raise ImportError("slapo.op needs slapo_kernels; pip install slapo-kernels", name="slapo_kernels") from err
+
+__all__ = [
+    "FlashAttention",
+    "FusedMLP",
+    "FusedQKV",
+    "LinearWithAct",
+    "LinearWithDropout",
+    "LinearWithSeparateBias",
+    "Print",
+]

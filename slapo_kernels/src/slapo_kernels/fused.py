@@ -1,0 +1,103 @@
+"""Modules in the place of several."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .linear import LinearWithAct, LinearWithDropout
+
+
+class FusedMLP(nn.Module):
+    """``dropout(fc_out(activation(fc_in(x))))``.
+
+    Weights are ``fc_in.weight``, ``fc_in.bias``, ``fc_out.weight``, ``fc_out.bias``, as of ``nn.Linear``.
+
+    Args:
+        hidden_size: Width of the input and of the output.
+        intermediate_size: Width between.
+        orig_act: The activation, as ``LinearWithAct`` names it.
+        resid_pdrop: Of the dropout at the end.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, orig_act: str, resid_pdrop: float = 0.0) -> None:
+        super().__init__()
+        self.fc_in = LinearWithAct(hidden_size, intermediate_size, act_fn=orig_act)
+        self.fc_out = LinearWithDropout(intermediate_size, hidden_size, p=resid_pdrop)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[..., hidden_size]`` to the same."""
+        out: torch.Tensor = self.fc_out(self.fc_in(hidden_states))
+        return out
+
+
+class FusedQKV(nn.Module):
+    """Three projections of one input as one product: query, key and value.
+
+    The rows of ``fused_linear.weight`` are ``[num_heads, 3, head size]``: a rank that holds a part of them, as after
+    ``sch["fused_linear"].shard(["weight", "bias"], axis=0)``, holds whole heads, and returns these.
+
+    Args:
+        hidden_size: Width of the input, and of each projection.
+        num_heads: They divide the width.
+        world_size: Ranks that the heads will be split over; checked, not needed.
+        bias: Of the projections.
+
+    Raises:
+        ValueError: the heads do not divide the width, or cannot be split over the ranks.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, world_size: int = 1, bias: bool = True) -> None:
+        super().__init__()
+        if hidden_size % num_heads:
+            raise ValueError(f"a width of {hidden_size} is not divisible by {num_heads} heads")
+        if num_heads % world_size:
+            raise ValueError(f"{num_heads} heads cannot be split over {world_size} ranks")
+        self.hidden_size, self.num_heads, self.head_size = hidden_size, num_heads, hidden_size // num_heads
+        self.fused_linear = nn.Linear(hidden_size, 3 * hidden_size, bias)
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[..., hidden_size]`` to query, key and value of ``[..., heads of this rank, head size]``."""
+        fused = self.fused_linear(hidden_states).unflatten(-1, (-1, 3, self.head_size))
+        query, key, value = fused.unbind(-2)
+        return query, key, value
+
+    @classmethod
+    def from_separate(cls, query: nn.Linear, key: nn.Linear, value: nn.Linear, num_heads: int) -> FusedQKV:
+        """One with the weights of three layers, copied.
+
+        Raises:
+            ValueError: the layers differ in width or have other widths than their input, or only some have a bias.
+        """
+        size = query.in_features
+        for each in (query, key, value):
+            if (each.in_features, each.out_features) != (size, size):
+                raise ValueError(
+                    f"FusedQKV takes layers from {size} to {size}, not from {each.in_features} to {each.out_features}"
+                )
+            if (each.bias is None) != (query.bias is None):
+                raise ValueError("FusedQKV takes layers that all have a bias, or none")
+        weight = query.weight
+        fused = cls(size, num_heads, bias=query.bias is not None).to(weight.device, weight.dtype)
+        with torch.no_grad():
+            for name, parameter in fused.fused_linear.named_parameters():
+                parts = [getattr(each, name).unflatten(0, (num_heads, -1)) for each in (query, key, value)]
+                parameter.copy_(torch.stack(parts, dim=1).flatten(0, 2))
+                parameter.requires_grad_(getattr(query, name).requires_grad)
+        return fused.train(query.training)
+
+    def to_separate(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        """Query, key and value as layers of their own, with copies of the weights."""
+        fused = self.fused_linear
+        layers = [
+            nn.Linear(fused.in_features, self.hidden_size, fused.bias is not None, fused.weight.device, fused.weight.dtype)
+            for _ in range(3)
+        ]
+        with torch.no_grad():
+            for name, parameter in fused.named_parameters():
+                parts = parameter.view(self.num_heads, 3, -1, *parameter.shape[1:]).unbind(1)
+                for layer, part in zip(layers, parts, strict=True):
+                    getattr(layer, name).copy_(part.flatten(0, 1))
+                    getattr(layer, name).requires_grad_(parameter.requires_grad)
+        query, key, value = (layer.train(self.training) for layer in layers)
+        return query, key, value
