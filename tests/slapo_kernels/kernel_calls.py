@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import slapo_fusion.plugin
 import slapo_kernels.plugin
 import slapo_memory.plugin
+import slapo_pipeline.plugin
 import slapo_sharding.plugin
 from slapo_core.hookspecs import hookimpl
 from slapo_core.registry import Registry
@@ -48,7 +49,14 @@ def counted_kernels() -> Iterator[Counted]:
         def slapo_kernels(self) -> dict[str, dict[str, Any]]:
             return {kernel: {"counted": partial(call, kernel)} for kernel in registry.kernel_names()}
 
-    plugins = (slapo_fusion.plugin, slapo_kernels.plugin, slapo_memory.plugin, slapo_sharding.plugin, Plugin())
+    plugins = (
+        slapo_fusion.plugin,
+        slapo_kernels.plugin,
+        slapo_memory.plugin,
+        slapo_pipeline.plugin,
+        slapo_sharding.plugin,
+        Plugin(),
+    )
     with isolated_plugins(*plugins) as isolated:
         registry.reset()
         try:

@@ -372,8 +372,8 @@ def _product(
     if (
         bias is None
         or not plain
+        or torch.compiler.is_compiling()  # before the next, which the compiler cannot follow
         or is_opaque(linear)
-        or torch.compiler.is_compiling()
         or not _fuses(kernel, choice, x.device.type, x.dtype)
     ):
         return linear(x), None
@@ -392,7 +392,8 @@ class KernelCall(nn.Module):
 
     Args:
         kernel: Its name.
-        options: Of the kernel; ``masks_out`` says that a mask is true where nothing is attended to.
+        options: Of the kernel; of attention, whose masks are added, ``masks_out`` says that one is true where nothing is
+            attended to.
         choice: Implementation that a user has chosen.
     """
 
@@ -403,8 +404,8 @@ class KernelCall(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """What the kernel computes of the inputs in its order."""
-        if self.masks_out:
-            args = (*args[:-1], ~args[-1])
+        if self.kernel == "attention" and len(args) > 3:
+            args = (*args[:3], ~args[3] if self.masks_out else sum(args[3:]))
         return run(self.kernel, *args, choice=self.choice, **self.options)
 
     def extra_repr(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -49,6 +50,9 @@ def rebind(old: nn.Module, new: nn.Module) -> None:
     for name, value in vars(new).items():
         if isinstance(value, types.MethodType) and value.__self__ is old:
             vars(new)[name] = types.MethodType(value.__func__, new)
+        elif isinstance(value, functools.partial) and any(each is old for each in value.args):  # a wrapped forward
+            args = [new if each is old else each for each in value.args]
+            vars(new)[name] = functools.partial(value.func, *args, **value.keywords)
 
 
 def is_linear(module: nn.Module) -> bool:

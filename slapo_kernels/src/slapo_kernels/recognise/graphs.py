@@ -71,23 +71,25 @@ def _attentions(traced: fx.GraphModule) -> Iterator[_Nodes]:
         given = _given(softmax)
         scores: Any = given.get("self")
         inside = [softmax]
-        mask, scale, masks_out = None, 1.0, False
+        masks, scale, masks_out = list[Any](), 1.0, False
         if not isinstance(scores, fx.Node) or given.get("dim") not in (_LAST, 3) or _dim(softmax) != 4:
             continue
-        if _op(scores) == "add" and "alpha" not in _given(scores):
+        while _op(scores) == "add" and "alpha" not in _given(scores):
             inside.append(scores)
             pair = [_given(scores).get("self"), _given(scores).get("other")]
-            pair.sort(key=lambda each: _op(each) not in ("mul", "div", "matmul"))
-            scores, mask = pair
-        elif _op(scores) == "masked_fill" and _given(scores).get("value") == -math.inf:
+            pair.sort(key=lambda each: _op(each) not in ("mul", "div", "matmul", "add"))
+            scores = pair[0]
+            masks.insert(0, pair[1])
+        if not masks and _op(scores) == "masked_fill" and _given(scores).get("value") == -math.inf:
             inside.append(scores)
-            scores, mask, masks_out = _given(scores)["self"], _given(scores)["mask"], True
+            masks, masks_out = [_given(scores)["mask"]], True
+            scores = _given(scores)["self"]
         if _op(scores) in ("mul", "div") and isinstance(factor := _given(scores).get("other"), (int, float)):
             inside.append(scores)
             scale = scale * factor if _op(scores) == "mul" else scale / factor
             scores = _given(scores)["self"]
         keys = _given(scores).get("other") if _op(scores) == "matmul" else None
-        if not isinstance(keys, fx.Node) or not _swaps_last(keys) or (mask is not None and not isinstance(mask, fx.Node)):
+        if not isinstance(keys, fx.Node) or not _swaps_last(keys):
             continue
         inside += [scores, keys]
         dropout, end = 0.0, softmax
@@ -97,7 +99,7 @@ def _attentions(traced: fx.GraphModule) -> Iterator[_Nodes]:
             end = user
         if user is None or _op(user) != "matmul" or _given(user).get("self") is not end:
             continue
-        inputs = [_given(scores)["self"], _given(keys)["self"], _given(user)["other"], *([mask] if mask is not None else [])]
+        inputs = [_given(scores)["self"], _given(keys)["self"], _given(user)["other"], *masks]
         if all(isinstance(each, fx.Node) for each in inputs) and _dtype(user) == _dtype(inputs[0]):
             options = {"dropout_p": dropout, "scale": float(scale), "masks_out": masks_out}
             yield _Nodes("attention", inputs, [*inside, user], [user], options)
@@ -110,18 +112,20 @@ def _rms_norms(traced: fx.GraphModule) -> Iterator[_Nodes]:
         if chain is None:
             continue
         add, mean, power = chain
-        eps, x = _given(add).get("other"), _given(power).get("self")
+        eps, wide = _given(add).get("other"), _given(power).get("self")
         over = {key: value for key, value in _given(mean).items() if key != "self"}
         scaled = _only_user(rsqrt)
         whole = over in ({"dim": [_LAST], "keepdim": True}, {"dim": _LAST, "keepdim": True})
         if not whole or type(eps) is not float or _given(power).get("exponent") not in (2, 2.0):
             continue
-        if not isinstance(x, fx.Node) or scaled is None or _op(scaled) != "mul" or x not in scaled.all_input_nodes:
+        if not isinstance(wide, fx.Node) or scaled is None or _op(scaled) != "mul":
             continue
-        inside = [power, mean, add, rsqrt, scaled]
-        if _op(x) in _CASTS and _dtype(x) == torch.float32 and set(x.users) <= set(inside):
-            inside.append(x)
-            (x,) = x.all_input_nodes
+        x, inside = wide, [power, mean, add, rsqrt, scaled]
+        if _op(wide) in _CASTS and _dtype(wide) == torch.float32 and set(wide.users) <= set(inside):
+            inside.append(wide)
+            (x,) = wide.all_input_nodes
+        if not {x, wide} & set(scaled.all_input_nodes):
+            continue
         yield from _weighted(scaled, x, inside, eps)
 
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.wrapping import is_opaque
+from slapo_core.parameters import is_part
+from slapo_core.wrapping import is_opaque, own_forward
 
 from ..swapped import Body, Experts, Program, body_of
 from .alike import kind_of
@@ -51,14 +52,22 @@ def find_modules(root: nn.Module, wanted: Collection[str]) -> list[Served]:
         body = known[kind]
         if body is None or not set(body.kernels) & set(wanted):
             continue
-        parts: dict[str, nn.Module] = {"": module}
+        parts: dict[str, nn.Module] = {}
         if isinstance(body, (Experts, Program)):
             absorbed = tuple((name, module._modules[name]) for name, _ in body.absorbed)
             body = replace(body, absorbed=absorbed)
             parts |= dict(absorbed)
-        hooked = next((name for name, part in parts.items() if is_opaque(part)), None)
+        hooked = next((name for name, part in parts.items() if is_opaque(part)), None if _may_swap(module, body) else "")
         found.append(Served(path, module, body, hooked if hooked is None else ".".join(filter(None, (path, hooked)))))
     return found
+
+
+def _may_swap(module: nn.Module, body: Body) -> bool:
+    """Whether what is around a module stays right: hooks and wrappers do, not a forward of its own or sharded weights."""
+    own = own_forward(module)
+    if isinstance(body, Experts):  # whose forward stays
+        return own is None or getattr(own, "__self__", None) is module
+    return own is None and not any(map(is_part, module._parameters.values()))
 
 
 def _is_called(path: str, above: str, traced: fx.GraphModule) -> bool:

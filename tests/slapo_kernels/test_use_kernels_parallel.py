@@ -1,0 +1,83 @@
+"""``use_kernels`` before and after ``tensor_parallel``."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+
+from slapo_core.random import set_random_seed
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import assert_equivalent, run_distributed
+from tests.slapo_kernels.kernel_calls import COUNTED, counted_kernels
+from tests.zoo.families import FAMILIES
+
+FAST = ("gpt2", "llama")
+SLOW = ("bert", "t5", "qwen3", "gemma", "phi3", "mixtral", "opt", "vit")
+EACH = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+def split(rank: int, name: str, sequence: bool = False) -> list[Counter[str]]:
+    """What kernels ran in a model over two ranks that computes what the unmodified one does: kernels first, and last."""
+    family, ran = FAMILIES[name], []
+    batch = {**family.batch(), **({} if name in ("bert", "vit") else {"use_cache": False})}
+    with counted_kernels() as counted:
+        for kernels_first in (True, False):
+            model = family.model()
+            before = copy.deepcopy(model)
+            schedule = create_schedule(model, example_inputs=batch, plugins=counted.plugins)
+            for kernels in (kernels_first, not kernels_first):
+                if kernels:
+                    schedule.use_kernels(force=COUNTED)
+                else:
+                    schedule.tensor_parallel(sequence_parallel=sequence)
+            counted.calls.clear()
+            assert_equivalent(before, model, **batch, atol=1e-4, rtol=1e-3)
+            ran.append(counted.calls.copy())
+    return ran
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("name", EACH)
+def test_tensor_parallel_before_and_after(name: str) -> None:
+    first, later = run_distributed(split, 2, name, timeout=100)[0]
+    assert first == later
+    assert len(first) >= 2 or name == "opt"
+
+
+def dropped(rank: int, name: str, kernels_first: bool) -> tuple[float, bool]:
+    """How far outputs in training are from those of the split model without kernels, for the same seed; whether some ran."""
+    family = FAMILIES[name]
+    batch = {**family.batch(), **({} if name == "bert" else {"use_cache": False})}
+    outputs = []
+    with counted_kernels() as counted:
+        for kernels in (None, kernels_first):
+            schedule = create_schedule(family.model(dropout=0.2), example_inputs=batch, plugins=counted.plugins)
+            if kernels:
+                schedule.use_kernels(force=COUNTED)
+            schedule.tensor_parallel()
+            if kernels is False:
+                schedule.use_kernels(force=COUNTED)
+            set_random_seed(3, tp_rank=rank)
+            outputs.append(schedule.mod(**batch).logits.detach())
+        return torch.dist(*outputs).item(), bool(counted.calls)
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("kernels_first", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_dropout_of_a_split_model(name: str, kernels_first: bool) -> None:
+    for distance, ran in run_distributed(dropped, 2, name, kernels_first, timeout=100):
+        assert distance < 1e-4
+        assert ran
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_along_the_sequence(name: str) -> None:
+    first, later = run_distributed(split, 2, name, True, timeout=100)[0]
+    assert first == later
