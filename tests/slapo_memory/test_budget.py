@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo_memory.plugin
 from slapo_core.errors import ScheduleError
+from slapo_core.random import get_cuda_rng_tracker, set_random_seed
 from slapo_core.replay import load_schedule
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import assert_equivalent, isolated_plugins
@@ -164,6 +165,31 @@ def test_it_is_solved_in_train_mode_and_leaves_the_model_alone() -> None:
     sch.mod.train()
     sch["layers"].checkpoint(budget=10**6)
     assert vars(evaluating[0]._policy) == vars(sch.mod.layers[0]._slapo_wrappers[0]._policy)
+
+
+class Forking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with get_cuda_rng_tracker().fork():
+            return F.dropout(self.fc(x), 0.5)
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_tracked_random_states_are_left_alone(seeded: bool) -> None:
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    if seeded:
+        set_random_seed(1, tp_rank=0)
+        Forking()(X)
+    before = {name: state["cpu"].clone() for name, state in tracker.get_states().items()}
+    create_schedule(Forking(), example_inputs=(X,)).checkpoint(budget=10**6)
+    after = {name: state["cpu"] for name, state in tracker.get_states().items()}
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    tracker.reset()
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 8), (8, 64, 8)], ids=str)

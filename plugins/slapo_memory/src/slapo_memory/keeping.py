@@ -46,7 +46,7 @@ class _Entry:
             raise RuntimeError("a tensor that a checkpoint keeps was modified by an inplace operation behind its module")
         if self.random is not None:
             for device, state in self.random.items():
-                torch.cuda.set_rng_state(state, device) if device else torch.set_rng_state(state)
+                torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
         return self.output
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import FlopCounterMode
 
+from slapo_core.random import MODEL_PARALLEL_RNG, get_cuda_rng_tracker
 from slapo_core.tracing.sandbox import Sandbox
 from slapo_core.wrapping import wrap_forward
 
 from ._torch_private import done_work, storage_key
 from .arguments import Arguments
 from .keeping import is_fresh, tensors_in, written
+from .randomness import RandomState
 
 FLOPS_PER_BYTE = 100
 """What moving a byte counts in FLOPs: a CPU does about 10 in that time, an H100 300 in bf16."""
@@ -70,7 +73,7 @@ def measure(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) 
         example_inputs: A dict of keyword or a tuple of positional arguments of the model.
     """
     sandbox = Sandbox(root, example_inputs, fake=True)
-    with sandbox.open(grad=True):
+    with _tracked_random_states(), sandbox.open(grad=True):
         own = {storage_key(tensor) for tensor in [*root.parameters(), *root.buffers()]}
         for module in root.modules():
             module.training = True
@@ -83,6 +86,21 @@ def measure(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) 
         with _Unsent():  # type: ignore[no-untyped-call]
             root(*args, **kwargs)
     return [max(meter.calls, key=lambda call: call.saved, default=None) for meter in meters]
+
+
+@contextmanager
+def _tracked_random_states() -> Iterator[None]:
+    """There is one to draw from, and afterwards all are as before."""
+    tracker = get_cuda_rng_tracker()
+    if tracker.get_states():
+        with RandomState().again():
+            yield
+        return
+    tracker.add(MODEL_PARALLEL_RNG, 0)
+    try:
+        yield
+    finally:
+        tracker.reset()
 
 
 class _Unsent(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,0 +1,89 @@
+"""Layers with a budget and offloaded ones train in stages and in parts as one process does, with micro-batches in flight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import slapo_memory.plugin
+import slapo_pipeline.plugin
+import slapo_sharding.plugin
+import slapo_torch.plugin
+from slapo_core.build import build
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+from slapo_memory import offloading
+from tests.slapo_torch.layouts import adamw, mesh_of
+
+pytestmark = pytest.mark.multiproc
+
+PLUGINS = Registry([slapo_memory.plugin, slapo_pipeline.plugin, slapo_sharding.plugin, slapo_torch.plugin])
+STEPS: dict[str, dict[str, dict[str, Any]]] = {
+    "budget": {"checkpoint": {"budget": 0.5}},
+    "offload": {"offload": {"min_bytes": 0}},
+    "both": {"offload": {"min_bytes": 0}, "checkpoint": {"budget": 0.5}},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def trained(rank: int, layout: dict[str, int], steps: dict[str, dict[str, Any]]) -> tuple[list[float], list[float], int]:
+    """Losses of three steps, those of one process, and how often this rank moved something."""
+    moved: list[Any] = []
+    plain = offloading._Copy.fetch
+    offloading._Copy.fetch = lambda self: moved.append(self) or plain(self)
+    try:
+        mesh, data = mesh_of(**layout), torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1))
+        schedule = create_schedule(Model(), mesh=mesh, example_inputs={"x": data[0, :2]}, plugins=PLUGINS)
+        if layout.get("tp", 1) > 1:
+            schedule.tensor_parallel({"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+        for name, options in steps.items():
+            schedule["layers"].apply(name, **options)
+        if layout.get("pp", 1) > 1:
+            schedule["layers.1"].cut_pipeline_stage()
+        engine = build(schedule, "torch", optimizer=adamw, loss_fn=F.mse_loss, microbatches=2)
+        found = [engine.train_batch(x=each, labels=each).item() for each in data]
+        engine.close()
+    finally:
+        offloading._Copy.fetch = plain
+    reference = Model()
+    optimizer, expected = adamw(reference.parameters()), []
+    for each in data:
+        optimizer.zero_grad()
+        loss = F.mse_loss(reference(each), each)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    return found, expected, len(moved)
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=[*STEPS])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_training_in_parallel(layout: dict[str, int], steps: dict[str, dict[str, Any]]) -> None:
+    for found, expected, moved in run_distributed(trained, 2, layout, steps, timeout=100):
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+        assert bool(moved) is ("offload" in steps)
