@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import slapo_kernels.plugin
@@ -192,6 +195,16 @@ class TestWhoComputes:
             assert torch.rsqrt in [node.target for node in sch.mod.graph.nodes]
             assert torch.equal(Norm()(X), 2 * X)
 
+    def test_who_only_counts_changes_nothing_and_who_records_sees_plain_operations(self) -> None:
+        with isolated_plugins(slapo_kernels.plugin, plugin(rms_norm={"mine": Implementation(_twice, preferred=True)})):
+            plain = run("rms_norm", X, W, eps=1e-6, choice="eager")
+            with FlopCounterMode(display=False), torch.device("cpu"):
+                assert torch.equal(run("rms_norm", X, W, eps=1e-6), 2 * X)
+            with Recording():
+                torch.testing.assert_close(run("rms_norm", X, W, eps=1e-6), plain)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                assert run("rms_norm", X, W, eps=1e-6).shape == X.shape
+
     @pytest.mark.parametrize("kernel", ["rms_norm", "layer_norm"])
     def test_a_compiler_sees_operations_of_torch(self, kernel: str) -> None:
         weights = (W,) if kernel == "rms_norm" else (W, None)
@@ -201,6 +214,13 @@ class TestWhoComputes:
             return run(kernel, x, *weights, eps=1e-6)
 
         torch.testing.assert_close(norm(X), run(kernel, X, *weights, eps=1e-6, choice="eager"))
+
+
+class Recording(TorchFunctionMode):
+    """As the one that traces models."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def plugin(**kernels: Any) -> SimpleNamespace:

@@ -5,30 +5,42 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .linear import LinearWithAct, LinearWithDropout
+from .linear import activation_named
+from .registry import run
 
 
 class FusedMLP(nn.Module):
-    """``dropout(fc_out(activation(fc_in(x))))``.
+    """``dropout(fc_out(activation(fc_in(x))))``, the activation by the kernel ``bias_act``.
 
-    Weights are ``fc_in.weight``, ``fc_in.bias``, ``fc_out.weight``, ``fc_out.bias``, as of ``nn.Linear``.
+    Weights are ``fc_in.weight``, ``fc_in.bias``, ``fc_out.weight``, ``fc_out.bias``. Both are ``nn.Linear`` and are called as
+    such, bias and all, which costs nothing in the product: they can be sharded, synced and hooked.
 
     Args:
         hidden_size: Width of the input and of the output.
         intermediate_size: Width between.
         orig_act: The activation, as ``LinearWithAct`` names it.
         resid_pdrop: Of the dropout at the end.
+
+    Raises:
+        ValueError: there is no such activation.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, orig_act: str, resid_pdrop: float = 0.0) -> None:
         super().__init__()
-        self.fc_in = LinearWithAct(hidden_size, intermediate_size, act_fn=orig_act)
-        self.fc_out = LinearWithDropout(intermediate_size, hidden_size, p=resid_pdrop)
+        self.orig_act, self.activation = orig_act, activation_named(orig_act)
+        self.fc_in = nn.Linear(hidden_size, intermediate_size)
+        self.fc_out = nn.Linear(intermediate_size, hidden_size)
+        self.dropout = nn.Dropout(resid_pdrop)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[..., hidden_size]`` to the same."""
-        out: torch.Tensor = self.fc_out(self.fc_in(hidden_states))
+        between = run("bias_act", self.fc_in(hidden_states), None, activation=self.activation)
+        out: torch.Tensor = self.dropout(self.fc_out(between))
         return out
+
+    def extra_repr(self) -> str:
+        """With the activation."""
+        return f"orig_act={self.orig_act!r}"
 
 
 class FusedQKV(nn.Module):

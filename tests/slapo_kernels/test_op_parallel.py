@@ -1,0 +1,49 @@
+"""The classic modules split over ranks, as the layers they stand for are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_kernels.plugin
+import slapo_sharding.plugin
+from slapo_core import build, create_schedule
+from slapo_core.registry import Registry
+from slapo_core.testing import assert_equivalent, run_distributed
+from slapo_kernels import op
+
+pytestmark = pytest.mark.multiproc
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = op.FlashAttention(16, 4, is_decoder=True, fused_qkv=True)
+        self.mlp = op.FusedMLP(16, 32, "gelu_new")
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attention(x, mask)[0]
+        return x + self.mlp(x)
+
+
+def split(rank: int) -> None:
+    before, after = Block(), Block()
+    after.load_state_dict(before.state_dict())
+    sch = create_schedule(after, plugins=Registry([slapo_kernels.plugin, slapo_sharding.plugin]))
+    attention, mlp = sch["attention"], sch["mlp"]
+    attention["qkv.fused_linear"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    attention["out_proj"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    mlp["fc_in"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    mlp["fc_out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    build(sch)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    padded = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    for mask in (None, padded):
+        assert_equivalent(before, after, x, mask)
+    assert after.attention.qkv.fused_linear.weight.shape == (24, 16)
+
+
+def test_on_two_ranks() -> None:
+    run_distributed(split, 2)
