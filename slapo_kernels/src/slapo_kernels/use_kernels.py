@@ -36,12 +36,13 @@ class UseKernelsPrimitive(Primitive):
     their layers is run on numbers. What is put in is of a subclass of the module's class, with the same parameters and parts
     under the same names; layers in it are called as before, so hooks on them, shards and syncs work. Models of Transformers are
     told how to attend by its own interface, with its own masks; in modules that are traced, operations are found as well.
-    Dropout has the masks of the unmodified model for the same seed where the implementation says so. Something that is hooked
-    is left as it is.
+    Hooks on what is put in keep firing; where a kernel would do the work of a part that something is hooked to, the module is
+    left as it is. Dropout has the masks of the unmodified model for the same seed where the implementation says so.
 
     Args:
-        names: A kernel or a list of them; default: all but ``"embedding"`` and ``"linear_cross_entropy"``. What nothing
-            computes is an error then, and so is what would be served, were nothing hooked to it.
+        names: A kernel or a list of them; default: all but ``"embedding"`` and ``"linear_cross_entropy"``, which lets the head
+            of a model return logits that nobody computes before somebody looks at them. What nothing computes is an error
+            then, and so is what would be served, were nothing hooked to it.
         force: Kernel, or ``"*"`` for all, to implementation; default: the first that is usable where the tensors are.
 
     Raises:

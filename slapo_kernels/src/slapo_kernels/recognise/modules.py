@@ -11,6 +11,7 @@ from torch import fx, nn
 from slapo_core.parameters import is_part
 from slapo_core.wrapping import is_opaque, own_forward
 
+from ..lazy_logits import LazyHead, find_heads
 from ..swapped import Body, Experts, Program, body_of
 from .alike import kind_of
 from .norms import recognise_embedding, recognise_norm
@@ -39,7 +40,10 @@ def find_modules(root: nn.Module, wanted: Collection[str]) -> list[Served]:
     Of modules that are alike one is looked at. Traced modules, and those that are served already, are none.
     """
     known: dict[Hashable, Body | None] = {}
-    found = []
+    heads = find_heads(root) if "linear_cross_entropy" in wanted else {}
+    found = [
+        Served(path, head, LazyHead(), path if is_opaque(head) else None) for path, head in heads.items() if not body_of(head)
+    ]
     graphs = {path: module for path, module in root.named_modules() if isinstance(module, fx.GraphModule)}
     for path, module in root.named_modules():
         if isinstance(module, fx.GraphModule) or body_of(module) is not None or is_stock(module):
