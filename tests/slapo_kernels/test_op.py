@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import BertConfig, GPT2Config
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 from transformers.activations import ACT2FN
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention
@@ -237,16 +237,20 @@ def test_attention_is_gpt2s(mask: str, training: bool) -> None:
     config = GPT2Config(n_embd=16, n_head=4, attn_pdrop=0.3, resid_pdrop=0.2, attn_implementation="eager")
     before, after = GPT2Attention(config), op.FlashAttention(16, 4, is_decoder=True, attn_pdrop=0.3, resid_pdrop=0.2)
     torch.nn.init.normal_(before.c_attn.bias)
+    with_weights_of_gpt2(after, before)
+    given, seen = MASKS[mask], PADDED.bool() if mask != "none" else torch.ones(2, 5, dtype=torch.bool)
+    causal = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -1e9)
+    theirs = causal[None, None] + (0 if given is None else MASKS["added"])
+    compare(before.train(training), after.train(training), {"attention_mask": theirs}, {"attention_mask": given}, seen)
+
+
+def with_weights_of_gpt2(after: Any, before: Any) -> None:
     parts = zip(
         (after.query, after.key, after.value), before.c_attn.weight.split(16, 1), before.c_attn.bias.split(16), strict=True
     )
     for linear, weight, bias in parts:
         linear.load_state_dict({"weight": weight.T, "bias": bias})
     after.out_proj.load_state_dict({"weight": before.c_proj.weight.T, "bias": before.c_proj.bias})
-    given, seen = MASKS[mask], PADDED.bool() if mask != "none" else torch.ones(2, 5, dtype=torch.bool)
-    causal = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -1e9)
-    theirs = causal[None, None] + (0 if given is None else MASKS["added"])
-    compare(before.train(training), after.train(training), {"attention_mask": theirs}, {"attention_mask": given}, seen)
 
 
 def compare(before: nn.Module, after: nn.Module, theirs: Any, ours: Any, seen: torch.Tensor) -> None:
@@ -263,8 +267,6 @@ def compare(before: nn.Module, after: nn.Module, theirs: Any, ours: Any, seen: t
 
 
 def test_attention_in_a_model_of_transformers() -> None:
-    from transformers import BertModel
-
     config = BertConfig(hidden_size=16, num_attention_heads=4, intermediate_size=32, num_hidden_layers=2, vocab_size=50)
     before, after = BertModel(config).eval(), BertModel(config).eval()
     after.load_state_dict(before.state_dict())
@@ -274,6 +276,25 @@ def test_attention_in_a_model_of_transformers() -> None:
         layer["attention.self"].replace(with_weights_of(new, layer["attention.self"].mod).eval())
     ids = torch.arange(10).view(2, 5)
     assert_equivalent(before, after, ids, attention_mask=PADDED.flip(-1))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_in_a_decoder_of_transformers(padded: bool) -> None:
+    config = GPT2Config(n_embd=16, n_head=4, n_layer=2, n_positions=16, vocab_size=50)
+    before, after = GPT2Model(config).eval(), GPT2Model(config).eval()
+    after.load_state_dict(before.state_dict())
+    sch = create_schedule(after)
+    for layer in sch.select("h.*"):
+        new = op.FlashAttention(16, 4, is_decoder=True, attn_pdrop=0.1, resid_pdrop=0.1).eval()
+        with_weights_of_gpt2(new, layer["attn"].mod)
+        layer["attn"].replace(new)
+    options = {"attention_mask": PADDED} if padded else {}
+    ids = torch.arange(10).view(2, 5)
+    found, expected = (model(ids, use_cache=False, **options).last_hidden_state for model in (after, before))
+    seen = PADDED.bool() if padded else torch.ones(2, 5, dtype=torch.bool)
+    torch.testing.assert_close(found[seen], expected[seen], atol=1e-6, rtol=1e-4)
+    with pytest.raises(ValueError, match="FlashAttention has no past_key_values; call the model without it"):
+        after(ids)
 
 
 def test_what_attention_does_not_do_is_said() -> None:

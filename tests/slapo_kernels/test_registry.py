@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import logging
 import subprocess
@@ -22,11 +23,10 @@ from slapo.cli.app import create_app
 from slapo_core import create_schedule, hookimpl
 from slapo_core.errors import PluginError, ScheduleError
 from slapo_core.testing import isolated_plugins
-from slapo_kernels import Implementation, choose, explain, kernel_names, reset, run
+from slapo_kernels import Implementation, choose, explain, hookspecs, kernel_names, reset, run
 from slapo_kernels.kernels import KERNELS
 
 X, W = torch.randn(4, 8), torch.ones(8)
-CUDA = ("flash", "liger", "flex")
 
 
 @pytest.fixture(autouse=True)
@@ -277,6 +277,15 @@ class TestOtherPlugins:
         with isolated_plugins(slapo_kernels.plugin, plugin(**given)), pytest.raises(PluginError) as caught:
             choose("rms_norm", "cpu", torch.float32)
         assert sentence in str(caught.value)
+
+    def test_the_example_of_the_hook_is_one(self) -> None:
+        space = {"hookimpl": hookimpl, "Implementation": Implementation}
+        example = "".join(line.source for line in doctest.DocTestParser().get_examples(hookspecs.slapo_kernels.__doc__ or ""))
+        exec(example, space)  # noqa: S102  ours
+        with isolated_plugins(slapo_kernels.plugin, SimpleNamespace(slapo_kernels=space["slapo_kernels"])):
+            with pytest.raises(ScheduleError, match="'mine' of kernel 'rms_norm' needs my-package, which is not installed"):
+                choose("rms_norm", "cuda", torch.float32, "mine")
+            assert choose("rms_norm", "cpu", torch.float32).name == "inductor"
 
     def test_a_hook_that_fails(self) -> None:
         @hookimpl
