@@ -107,7 +107,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def summed(rank: int, options: dict[str, Any], order: tuple[str, str]) -> tuple[int, int]:
+def summed(rank: int, options: dict[str, Any], order: tuple[str, str], path: str = "1") -> tuple[int, int]:
     """How many sums a forward and its backward of a row-split layer take; outputs and gradients are the whole layer's."""
     torch.manual_seed(0)
     before, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
@@ -119,7 +119,7 @@ def summed(rank: int, options: dict[str, Any], order: tuple[str, str]) -> tuple[
         if step == "sync":
             sch["1"].sync("fwd_post", "all_reduce")
         else:
-            sch["1"].checkpoint(**options)
+            sch[path].checkpoint(**options)
     counts = []
     with Collectives() as collectives:
         out = model(x)
@@ -140,6 +140,21 @@ def summed(rank: int, options: dict[str, Any], order: tuple[str, str]) -> tuple[
 @pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}, {"budget": 1.0}], ids=["all", "matmuls", "budget"])
 def test_correctness_14_a_collective_of_sync_runs_once(options: dict[str, Any], order: tuple[str, str]) -> None:
     assert run_distributed(summed, 2, options, order, timeout=100) == [(1, 1)] * 2
+
+
+def keeps_sums(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+    """A policy function; operators themselves are not sent to other processes."""
+    return operator is torch.ops._c10d_functional.all_reduce.default
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("options", "sums"),
+    [({}, 2), ({"policy": keeps_sums}, 1), ({"budget": 1.0}, 2)],
+    ids=["all", "kept", "budget"],
+)
+def test_correctness_14_a_sync_inside_of_a_checkpoint_is_repeated_or_kept(options: dict[str, Any], sums: int) -> None:
+    assert run_distributed(summed, 2, options, ("sync", "checkpoint"), "", timeout=100) == [(1, sums)] * 2
 
 
 def kept_sum(rank: int, options: dict[str, Any]) -> bool:

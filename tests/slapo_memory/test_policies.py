@@ -124,10 +124,17 @@ def test_a_module_that_a_list_has_twice_is_checkpointed_once() -> None:
     assert ran_in(sch.mod, X)[CHEAP[0]] == 2 * plain[CHEAP[0]]
 
 
-def test_a_model_with_a_policy_can_be_copied_and_pickled() -> None:
+@pytest.mark.parametrize(
+    "policy", ["matmuls", [torch.ops.aten.addmm.default], only_attention], ids=["name", "list", "function"]
+)
+def test_a_model_with_a_policy_can_be_copied_and_pickled(policy: Any) -> None:
     before, sch = scheduled(2)
-    sch["layers"].checkpoint(policy="matmuls")
+    sch["layers"].checkpoint(policy=policy)
+    kept = ran_in(sch.mod, X)
+    sch.mod.zero_grad()
     for model in (copy.deepcopy(sch.mod), pickle.loads(pickle.dumps(sch.mod))):  # noqa: S301  our own
+        assert ran_in(model, X) == kept
+        model.zero_grad()
         assert_equivalent(before, model, X, atol=0, rtol=0)
 
 

@@ -130,7 +130,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
 def is_fresh(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
     """Whether the output is memory of its own, and nothing but the default generators has moved."""
     outputs = list(tensors_in(output))
-    if not outputs or _is_mutable(func) or "c10d" in func.namespace:
+    if not outputs or _is_mutable(func) or func.namespace == "c10d":
         return False
     if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,14 +41,14 @@ def contexts_of(policy: Any) -> Contexts | None:
     """
     if policy is None:
         return None
-    if isinstance(policy, Plan):
+    if isinstance(policy, (Plan, Listed)):
         return partial(contexts, policy.keeps)
     if policy == "matmuls":
-        return partial(contexts, partial(_is_listed, MATMULS))
+        return partial(contexts, MATMULS.keeps)
     if callable(policy):
         return partial(contexts, partial(_is_saved, policy))
     if isinstance(policy, (list, tuple)) and policy and all(isinstance(op, torch._ops.OpOverload) for op in policy):
-        return partial(contexts, partial(_is_listed, frozenset(policy)))
+        return partial(contexts, Listed.of(policy).keeps)
     raise ValueError(
         f"policy is {policy!r}; give None, 'matmuls', a list of operators such as torch.ops.aten.mm.default, or a policy "
         "function of torch.utils.checkpoint"
@@ -70,8 +70,20 @@ class Plan:
         return index in self.calls.get(str(func), ())
 
 
-def _is_listed(operators: frozenset[Any], func: Any, *rest: Any) -> bool:
-    return func in operators
+@dataclass(frozen=True)
+class Listed:
+    """Operators whose outputs are kept, by names, as torch's objects cannot be pickled."""
+
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, operators: Iterable[Any]) -> Listed:
+        """These."""
+        return cls(frozenset(map(str, operators)))
+
+    def keeps(self, func: Any, *rest: Any) -> bool:
+        """Whether the output of this operator is kept."""
+        return str(func) in self.names
 
 
 def _is_saved(policy: Callable[..., Any], func: Any, index: int, args: Any, kwargs: Any, output: Any) -> bool:
@@ -87,4 +99,4 @@ def _overloads() -> Iterator[Any]:
             yield packet.default
 
 
-MATMULS = frozenset(_overloads())
+MATMULS = Listed.of(_overloads())

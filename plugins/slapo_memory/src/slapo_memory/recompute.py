@@ -18,7 +18,7 @@ from slapo_core.wrapping import forward_wrappers
 from ._torch_private import runs_eagerly
 from .arguments import Arguments
 from .offloading import offloaded_in, offloading_aside
-from .policies import contexts_of
+from .policies import Listed, contexts_of
 from .randomness import RandomState
 from .state import StartState
 
@@ -67,7 +67,7 @@ class Checkpointed:
     """
 
     def __init__(self, policy: Any = None, path: str = "") -> None:
-        self._policy = policy  # what it is to torch cannot be pickled with the model
+        self._policy = Listed.of(policy) if isinstance(policy, (list, tuple)) else policy  # what can be pickled with the model
         self._path = path
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
