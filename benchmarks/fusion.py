@@ -141,7 +141,7 @@ def main() -> None:
         print(f"| {name} | {eager:.2f} | {fused:.2f} | {ratios[0]} | {ratios[1]} |", flush=True)
     if rounds == 1:
         return
-    print(f"\nA model of {LAYERS} GPT blocks, hidden size {WIDTH}, 2 x {SEQUENCE} tokens, by `torch.compile`, without what it has compiled before:\n")
+    print(f"\nA model of {LAYERS} GPT blocks, hidden size {WIDTH}, 2 x {SEQUENCE} tokens, by `torch.compile` of torch:\n")
     print('| | as a whole | each layer, `sch["layers"].compile()` | layers / whole |\n|---|---|---|---|')
     pairs = [[in_new_processes(compiled, 1, whole)[0] for whole in (True, False)] for _ in range(rounds)]
     for what, unit, digits in (("first", "s", 1), ("step", "ms", 1)):

@@ -28,20 +28,18 @@ def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
     if _WRAPPERS not in state:
         if "forward" in state:  # somebody's own instance-level forward stays the innermost
             state[_INNER] = state["forward"]
-        state["forward"] = partial(_wrapped_forward, module)  # unlike a method of a module, this can be pickled
+        state["forward"] = _Forward(_wrapped_forward, module)  # unlike a method of a module, this can be pickled
     state[_WRAPPERS] = (*state.get(_WRAPPERS, ()), wrapper)
 
 
 def forward_wrappers(module: nn.Module) -> tuple[Wrapper, ...]:
     """The wrappers around the module's forward, innermost first."""
-    wrappers: tuple[Wrapper, ...] = module.__dict__.get(_WRAPPERS, ())
-    return wrappers
+    return module.__dict__.get(_WRAPPERS, ())  # type: ignore[no-any-return]
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that this very module has been given, wrapped or not; None where it has its class's."""
-    state = module.__dict__
-    return state.get(_INNER) if _WRAPPERS in state else state.get("forward")
+    return module.__dict__.get(_INNER if _WRAPPERS in module.__dict__ else "forward")
 
 
 def is_opaque(module: nn.Module) -> bool:
@@ -65,3 +63,7 @@ def _wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for wrapper in self.__dict__[_WRAPPERS]:
         call = partial(wrapper, call)
     return call(*args, **kwargs)
+
+
+class _Forward(partial[Any]):
+    __code__ = _wrapped_forward.__code__  # torch's compiler asks for that of a GraphModule's forward

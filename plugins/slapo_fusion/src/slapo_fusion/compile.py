@@ -14,6 +14,7 @@ from torch import nn
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
+from slapo_core.tracing.traced_module import TracedModule
 from slapo_core.wrapping import forward_wrappers, wrap_forward
 
 from ._torch_private import is_dry_run
@@ -107,9 +108,19 @@ class Compiled:
         """The call with its innermost forward compiled."""
         if wrappers:
             return partial(call.func, self._inside(call.args[0], wrappers - 1))
+        if isinstance(call, types.MethodType) and isinstance(call.__self__, TracedModule):
+            return partial(self._traced, call.__self__)
         if isinstance(call, types.MethodType):
             return partial(self._of(call.__func__), call.__self__)
         return self._of(call)
+
+    def _traced(self, module: TracedModule, *args: Any, **kwargs: Any) -> Any:
+        """Run a traced module: what checks its inputs as it is, its graph compiled."""
+        module.__dict__["through"] = self._of
+        try:
+            return TracedModule.forward(module, *args, **kwargs)
+        finally:
+            del module.__dict__["through"]
 
     def _of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         made = _made.setdefault(self, {})

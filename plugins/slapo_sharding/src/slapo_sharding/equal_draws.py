@@ -10,6 +10,7 @@ from slapo_core.random import rng_state
 
 from . import collectives
 from ._torch_autograd import no_functions
+from ._torch_private import no_modes
 from .collectives import Group
 
 
@@ -29,13 +30,13 @@ class Draw:
     def _drawn_from(self) -> list[torch.Tensor]:
         if not self.before:
             return []
-        with no_functions(), torch.no_grad():
+        with no_functions(), no_modes(), torch.no_grad():
             after = rng_state().devices
             return [state for device, state in self.before.items() if not torch.equal(after[device], state)]
 
     def is_alike(self, group: Group, device: torch.device) -> bool:
         """Whether what has drawn has drawn from the same state on every rank of the group, which all ask each other."""
-        with no_functions(), torch.no_grad():
+        with no_functions(), no_modes(), torch.no_grad():
             states = b"".join(state.numpy().tobytes() for state in self._drawn_from())
             digest = hashlib.blake2b(states, digest_size=7).digest()
             own = torch.tensor([int.from_bytes(digest, "big")], device=device)

@@ -22,7 +22,7 @@ from slapo_core.tracing.calls import name_of
 
 from . import sums
 from ._torch_autograd import no_functions
-from ._torch_private import MOVES, layouts_kept, mesh_of
+from ._torch_private import MOVES, layouts_kept, mesh_of, no_modes
 from .followed import Layout, from_dtensor, tensors_in
 from .trial import Mixed, trial
 
@@ -124,7 +124,7 @@ def ask(question: Question, numbers: Mapping[int, torch.Tensor]) -> Sequence[Out
     Raises:
         Mixed: it needs the parts of other ranks.
     """
-    with torch.no_grad(), no_functions():
+    with torch.no_grad(), no_functions(), no_modes():  # a checkpoint that counts operators, say, must not count these
         if question.of.placement is not None and question.of.placement.is_partial():
             return sums.outcomes(question, numbers, SAME)
         answer = remembered(question) if question.is_telling else remembered.__wrapped__(question)

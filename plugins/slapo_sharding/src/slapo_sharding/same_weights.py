@@ -82,7 +82,7 @@ def _known(parameter: torch.Tensor) -> str:
 def _digest(x: torch.Tensor) -> str:
     if not x.numel():
         return ""
-    with no_functions(), torch.no_grad():
+    with no_functions(), no_modes(), torch.no_grad():
         places = torch.linspace(0, x.numel() - 1, min(_SAMPLES, x.numel()), dtype=torch.float64, device=x.device).long()
         some = x.detach()[torch.unravel_index(places, x.shape)] if x.dim() else x.detach().view(1)
         return _hash(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())

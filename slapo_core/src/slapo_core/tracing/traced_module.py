@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,12 @@ class TracedModule(fx.GraphModule):
         guard: Checked at every call, where there is one; else the call's arguments go to the graph's placeholders.
         constants: Tensors the forward used that the model does not hold, by the names in the graph.
         inner: Modules that take the place of those at these paths.
+
+    Attributes:
+        through: Makes what is called of the graph's function, which takes the module and its inputs.
     """
+
+    through: Callable[[Any], Any] = staticmethod(lambda run: run)
 
     def __init__(
         self,
@@ -72,8 +77,7 @@ class TracedModule(fx.GraphModule):
     def _own_parents(self, target: str, copies: dict[int, nn.Module]) -> None:
         module: nn.Module = self
         for name in target.split(".")[:-1]:
-            child = module._modules[name]
-            assert child is not None
+            child = module.get_submodule(name)
             if id(child) not in copies:
                 copied = _shallow_copy(child)
                 copies[id(child)] = copies[id(copied)] = copied
@@ -92,7 +96,7 @@ class TracedModule(fx.GraphModule):
             self.__dict__["_run"], self.__dict__["_code"] = compile_graph(self.graph, type(self).__name__)
         before = regions.current()
         try:
-            return self.__dict__["_run"](self, *args, **kwargs)
+            return self.through(self.__dict__["_run"])(self, *args, **kwargs)
         finally:
             if regions.current() != before:  # an error inside a region
                 regions.leave(before)
