@@ -73,8 +73,8 @@ def one_matmul(region: fx.GraphModule) -> Callable[..., Any]:
     Raises:
         ScheduleError: the region is something else.
     """
-    calls = [node for node in region.graph.nodes if node.op not in ("placeholder", "output")]
-    results = region.graph.output_node().args[0]
+    calls: list[Any] = [node for node in region.graph.nodes if node.op not in ("placeholder", "output")]
+    results: Any = region.graph.output_node().args[0]
     inputs = {node.args[1:] for node in calls}
     is_side_by_side = len(calls) > 1 and len(inputs) == 1 and all(len(node.args) == 2 and not node.kwargs for node in calls)
     if not is_side_by_side or not all(node.target is call_layer and _layer_of(node)[1] is nn.Linear for node in calls):
@@ -102,7 +102,7 @@ def _side_by_side(x: torch.Tensor, layers: list[Any]) -> Sequence[torch.Tensor]:
         return [layer(x) for layer in layers]
     weight = torch.cat([layer.weight for layer in layers])
     found = F.linear(x, weight, torch.cat(biases) if biases else None)
-    return found.split([layer.weight.shape[0] for layer in layers], dim=-1)
+    return torch.split(found, [layer.weight.shape[0] for layer in layers], dim=-1)
 
 
 def eager(region: fx.GraphModule) -> Callable[..., Any]:

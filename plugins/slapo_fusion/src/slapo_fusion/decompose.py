@@ -142,8 +142,10 @@ class _InParts:
                 "decompose(parts=) out where a projection is sharded",
                 primitive="decompose",
             )
-        biases = (None,) * len(self.parts) if self.bias is None else self.bias.split(self.parts)
-        products = [F.linear(input, part, bias) for part, bias in zip(weight.split(self.parts), biases, strict=True)]
+        biases = (None,) * len(self.parts) if self.bias is None else torch.split(self.bias, list(self.parts))
+        products = [
+            F.linear(input, part, bias) for part, bias in zip(torch.split(weight, list(self.parts)), biases, strict=True)
+        ]
         return torch.cat(products, dim=-1)
 
 
