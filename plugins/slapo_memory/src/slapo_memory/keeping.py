@@ -1,7 +1,7 @@
 """Outputs of chosen operators, kept by a forward for its recompute, which then does not run these operators.
 
 As torch's ``create_selective_checkpoint_contexts``, with these differences: an operator knows which call of its kind it is, an
-output that the forward writes to later is computed again, an operator that draws random numbers leaves the random state behind
+output that somebody writes to later is computed again, an operator that draws random numbers leaves the random state behind
 it as in the forward, and a second backward computes again what the first has used up.
 """
 
@@ -40,10 +40,12 @@ class _Entry:
         """Notice what is written to by this name, too."""
         self.versions.append((alias_with_version(alias), alias._version))
 
+    def is_written(self) -> bool:
+        """Whether somebody has written to it, behind the module say."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
     def take(self) -> Any:
         """The output, and the random state behind it."""
-        if any(tensor._version != version for tensor, version in self.versions):
-            raise RuntimeError("a tensor that a checkpoint keeps was modified by an inplace operation behind its module")
         if self.random is not None:
             for device, state in self.random.items():
                 torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
@@ -113,7 +115,7 @@ class _Taking(_Mode):  # type: ignore[no-untyped-call]
 
     def run(self, func: Any, index: int, args: Any, kwargs: Any) -> Any:
         entry = self.kept.pop((func, index), None)
-        return func(*args, **kwargs) if entry is None else entry.take()
+        return func(*args, **kwargs) if entry is None or entry.is_written() else entry.take()
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
