@@ -197,7 +197,10 @@ def test_with_a_checkpoint_in_either_order_the_inputs_are_moved(checkpoint: Call
     before, sch = scheduled()
     for step in (offloaded, checkpoint) if offload_first else (checkpoint, offloaded):
         step(sch)
+    where: list[StorageWeakRef] = []
+    sch["layers.0"].mod.register_forward_hook(lambda _, args, out: where.append(StorageWeakRef(out.untyped_storage())))
     out = sch.mod(X)
+    assert where[0].expired()
     assert moved_bytes() == [X.nbytes] * 3
     out.sum().backward()
     sch.mod.zero_grad()

@@ -34,12 +34,17 @@ class Arguments:
         kwargs: Keyword arguments.
 
     Attributes:
-        tensors: The tensors in them, each once.
+        tensors: The tensors in them, each once, until they are given away.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self._structure = _copied((args, kwargs), self._take, {})
+
+    def give(self) -> list[torch.Tensor]:
+        """The tensors, which are not held here any longer: autograd keeps them, or what is offloaded of them."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, in new containers and objects, around ``tensors``."""

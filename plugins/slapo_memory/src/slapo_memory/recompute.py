@@ -54,8 +54,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
     modules = _modules_in((function, args, kwargs), set())
     region = _Region(function, args, kwargs, modules, options.get("preserve_rng_state", True))
     region.check = partial(_check_result, "", use_reentrant)
-    tensors = region.arguments.tensors
-    return torch_checkpoint.checkpoint(region, *tensors, use_reentrant=use_reentrant, **options)
+    return torch_checkpoint.checkpoint(region, *region.arguments.give(), use_reentrant=use_reentrant, **options)
 
 
 class Checkpointed:
@@ -80,7 +79,7 @@ class Checkpointed:
         options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         offloaded = offloaded_in(call)
         with offloaded.moving(call) if offloaded is not None else nullcontext():  # the inputs are all that is kept
-            return torch_checkpoint.checkpoint(region, *region.arguments.tensors, use_reentrant=False, **options)
+            return torch_checkpoint.checkpoint(region, *region.arguments.give(), use_reentrant=False, **options)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
