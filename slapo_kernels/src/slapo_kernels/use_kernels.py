@@ -35,7 +35,8 @@ class UseKernelsPrimitive(Primitive):
     Modules are found by what they compute: norms are run on random numbers, small modules are traced and what is between
     their layers is run on numbers. What is put in is of a subclass of the module's class, with the same parameters and parts
     under the same names; layers in it are called as before, so hooks on them, shards and syncs work. Models of Transformers are
-    told how to attend by its own interface, with its own masks; in modules that are traced, operations are found as well.
+    told how to attend by its own interface, with its own masks, and give no attention weights then; in modules that are traced,
+    operations are found as well.
     Hooks on what is put in keep firing; where a kernel would do the work of a part that something is hooked to, the module is
     left as it is. Dropout has the masks of the unmodified model for the same seed where the implementation says so.
 
@@ -92,9 +93,9 @@ class UseKernelsPrimitive(Primitive):
         for match, call in plan.calls:
             schedule.get_top_schedule().apply("replace", call, match, name=call.kernel)
             used.setdefault(call.kernel, []).append(match.path)
-        for path, name in plan.attention.items():
+        for path, choices in plan.attention.items():
             handle = schedule[path] if path else schedule
-            schedule.on_undo(attention.tell(handle.mod, name))
+            schedule.on_undo(attention.tell(handle.mod, choices))
             used.setdefault("attention", []).append(handle.path)
         found = {
             kernel: tuple(dict.fromkeys((*before.get(kernel, ()), *used.get(kernel, ())))) for kernel in {**before, **used}
@@ -108,14 +109,14 @@ class _Plan(NamedTuple):
     Args:
         served: Modules to swap.
         calls: What to put into traced modules.
-        attention: Path of a model to what Transformers calls the attention it is told to use.
+        attention: Path of a model to what Transformers calls the attention it is told to use, and the one to use otherwise.
         forced: Kernel to implementation.
         wanted: The kernels.
     """
 
     served: list[Served]
     calls: list[FoundCall]
-    attention: dict[str, str]
+    attention: dict[str, tuple[str, ...]]
     forced: dict[str, str]
     wanted: tuple[str, ...]
 
@@ -170,28 +171,28 @@ def _forced_attention(forced: Mapping[str, str], force: Mapping[str, str]) -> st
     return name if "attention" in force or name in attention.NAMES else None
 
 
-def _attention(schedule: Schedule, forced: str | None, named: bool) -> dict[str, str]:
-    """Path below the schedule's of each model of Transformers, to the attention it is to use."""
-    device, dtype = _where(schedule.mod)
-    found: dict[str, str] = {}
+def _attention(schedule: Schedule, forced: str | None, named: bool) -> dict[str, tuple[str, ...]]:
+    """Path below the schedule's of each model of Transformers, to the attention it is to use, the preferred one first."""
+    found: dict[str, tuple[str, ...]] = {}
     if any(isinstance(module, fx.GraphModule) for module in schedule.root_module.modules()):
         return found  # graphs hold for the attention they were traced with
+    implementation = choose("attention", *_where(schedule.mod), forced).name
+    name, sdpa = attention.NAMES.get(implementation), attention.NAMES["native"]
     for path, model in attention.models(schedule.mod).items():
-        implementation = choose("attention", device, dtype, forced).name
-        name = attention.NAMES.get(implementation)
         if name is None:
-            raise _error(
-                schedule, f"Transformers knows no attention {implementation!r}; force one of {', '.join(attention.NAMES)}"
-            )
-        reason = attention.refusal(model, name)
-        if reason is not None and forced is None and name != "sdpa" and attention.refusal(model, "sdpa") is None:
-            name, reason = "sdpa", None
-        if reason is None:
-            found[path] = name
-        elif named or forced is not None:
-            raise _error(schedule, f"{reason}; leave attention out, or force another implementation")
+            reason: str | None = f"Transformers knows no attention {implementation!r}, but {', '.join(attention.NAMES)}"
+        elif forced is None and not named and attention.current(model) - {"eager", sdpa, "None"}:
+            reason = f"it was made to attend by {sorted(attention.current(model))[0]!r}"
         else:
-            get_logger().info("use_kernels: attention of %r is left as it is: %s", _below(schedule, path), reason)
+            choices = (name,) if forced is not None else tuple(dict.fromkeys((name, sdpa)))
+            reasons = {choice: attention.refusal(model, choice) for choice in choices}
+            reason = next(iter(reasons.values()))
+            if possible := tuple(choice for choice in choices if reasons[choice] is None):
+                found[path] = possible
+                continue
+        if named or forced is not None:
+            raise _error(schedule, f"{reason}; leave attention out, or force another implementation")
+        get_logger().info("use_kernels: attention of %r is left as it is: %s", _below(schedule, path), reason)
     return found
 
 

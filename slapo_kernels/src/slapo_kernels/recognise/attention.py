@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,19 +45,22 @@ def current(model: Any) -> set[str]:
     return {str(config._attn_implementation) for config in configs(model)}
 
 
-def tell(model: Any, name: str) -> Callable[[], None]:
-    """Let a model attend by ``name``; returns what puts back what it did.
+def tell(model: Any, names: Sequence[str]) -> Callable[[], None]:
+    """Let a model attend by the first of these that Transformers accepts here; returns what puts back what it did.
 
     Raises:
-        ScheduleError: it cannot.
+        ScheduleError: it accepts none.
     """
     before = [(config, config._attn_implementation) for config in configs(model)]
-    try:
-        model.set_attn_implementation(name)
-    except (ImportError, ValueError) as err:
-        _put_back(before)
-        raise ScheduleError(f"{type(model).__name__} cannot attend by {name!r}: {err}", primitive="use_kernels") from err
-    return partial(_put_back, before)
+    for name in names:
+        try:
+            model.set_attn_implementation(name)
+            return partial(_put_back, before)
+        except (ImportError, ValueError) as err:
+            _put_back(before)
+            reason = err
+    what = f"{type(model).__name__} cannot attend by {names[-1]!r}: {reason}"
+    raise ScheduleError(what, primitive="use_kernels") from reason
 
 
 def configs(model: Any) -> list[Any]:
