@@ -101,7 +101,8 @@ def main() -> None:
     """Print the section; with ``--small`` one step of each."""
     steps = 1 if "--small" in sys.argv[1:] else 3
     print(f"\n## Memory: {LAYERS} GPT blocks, hidden size {WIDTH}, {ROWS} x {TOKENS} tokens in fp32, checkpointed\n")
-    print("| | kept by a forward (MiB) | of the unmodified | a step (s of the processor) | of the unmodified |\n|---|---|---|---|---|")
+    print("| | kept by a forward (MiB) | of the unmodified | a step (s of the processor) | of the unmodified |")
+    print("|---|---|---|---|---|")
     base: Found | None = None
     for way in WAYS:
         found: Found = in_new_processes(measure, 1, way, steps)[0]
