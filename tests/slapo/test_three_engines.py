@@ -63,35 +63,47 @@ def test_they_agree(name: str, layout: dict[str, int], tmp_path: Path) -> None:
 
 
 def exchanged(rank: int, folder: str) -> dict[str, str]:
-    """What each engine says of the checkpoints of the others."""
-    found = {}
+    """What each engine says of the checkpoints of the others, of folders that differ by rank, and of broken ones."""
+    found, mesh = {}, mesh_of(dp=2)
 
     def engine_of(target: str) -> Any:
-        return slapo.build(slapo.create_schedule(nn.Linear(2, 2)), target, optimizer=adamw)
+        torch.manual_seed(0)
+        return slapo.build(slapo.create_schedule(nn.Linear(2, 2), mesh=mesh), target, optimizer=adamw)
 
     for target in TARGETS:
         engine = engine_of(target)
         engine.save(Path(folder, target))
+        engine.save(Path(folder, f"{target} again"))
         engine.close()
     for target in TARGETS:
         engine = engine_of(target)
-        for other in set(TARGETS) - {target}:
+        for other in sorted(set(TARGETS) - {target}):
             found[f"{other} in {target}"] = message_of(lambda engine=engine, other=other: engine.load(Path(folder, other)))
+            found[f"{target} over {other}"] = message_of(lambda engine=engine, other=other: engine.save(Path(folder, other)))
+        own = Path(folder, target if rank else f"{target} again")
+        found[f"{target} from two"] = message_of(lambda engine=engine, own=own: engine.load(own))
+        found[f"{target} to two"] = message_of(lambda engine=engine: engine.save(Path(folder, f"new {rank}")))
+        found[f"{target} from nowhere"] = message_of(lambda engine=engine: engine.load(Path(folder, "nowhere")))
         engine.close()
     return found
 
 
-def test_a_checkpoint_of_another_target_is_refused_by_name(tmp_path: Path) -> None:
-    (found,) = run_distributed(exchanged, 1, str(tmp_path))
-    assert len(found) == 6
-    for pair, message in found.items():
-        other, target = pair.split(" in ")
-        if "torch" in (other, target):  # whose checkpoint is a file
-            assert message.startswith("BuildError: "), (pair, message)
-            assert "checkpoint" in message
-        else:
-            whose = f"is a checkpoint of target {other!r}, and this engine is of {target!r}; load it there"
-            assert whose in message, (pair, message)
+def test_a_checkpoint_of_another_target_or_of_other_ranks_is_refused_by_name(tmp_path: Path) -> None:
+    first, second = run_distributed(exchanged, 2, str(tmp_path))
+    assert first == second
+    assert len(first) == 21
+    for case, message in first.items():
+        one, what, other = case.split(" ", 2) if case.count(" ") > 1 else (*case.split(" "), "")
+        expected = {
+            "in": f"is a checkpoint of target {one!r}, and this engine is of {other!r}; load it there",
+            "over": f"has a checkpoint of target {other!r}, and this engine is of {one!r}; give another folder",
+            "from": "there is no such folder"
+            if other == "nowhere"
+            else "the ranks load different checkpoints; give every rank",
+            "to": "new 0' and ",
+        }
+        assert message.startswith("BuildError: "), (case, message)
+        assert expected[what] in message, (case, message)
 
 
 @pytest.mark.parametrize("target", TARGETS)

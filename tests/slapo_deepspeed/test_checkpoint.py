@@ -187,7 +187,7 @@ def test_what_cannot_be_loaded_changes_nothing(tmp_path: Path) -> None:
         "torn 2 16": "nothing has changed, and dp=1 can load it",
         "torn 2 24": "is of a model with other parameters; build an engine of the model that was saved",
         "torn 1 16": "saved with pp=1, dp=1, tp=1, zero=2, but this engine has pp=1, dp=2, tp=1, zero=1; load it on the same",
-        "nowhere 2 16": "is no complete checkpoint of target 'deepspeed': it has no slapo.json",
+        "nowhere 2 16": "is no checkpoint of target 'deepspeed': there is no such folder",
     }
     for found in (first, second):
         assert set(found) == set(expected)

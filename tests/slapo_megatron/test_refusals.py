@@ -37,6 +37,11 @@ def model() -> nn.Module:
         ({"config": 3}, "config is a int; give a dict"),
         ({"config": {"dpp": {}}}, "did you mean 'ddp'"),
         ({"config": {"ddp": 3}}, r"config\['ddp'\] is 3; give keyword arguments"),
+        ({"config": {"ddp": {"overlap_grad_reduce": "yes"}}}, r"\['overlap_grad_reduce'\] is 'yes'; give True or False"),
+        ({"config": {"ddp": {"bucket_size": -5}}}, r"config\['ddp'\]\['bucket_size'\] is -5; give a whole number from 1 on"),
+        ({"config": {"transformer": {"microbatch_group_size_per_vp_stage": "x"}}}, "is 'x'; give a whole number from 1 on"),
+        ({"config": {"optimizer": {"optimizer": "adam", "lr": -1}}}, r"\['lr'\] is -1; give a number from 0 on"),
+        ({"microbatches": True}, "microbatches is True; give a whole number from 1 on"),
         ({"config": {"optimizer": {"clip_grad": 1.0}}}, "no key 'clip_grad' of config\\['optimizer'\\] of target 'megatron'"),
         ({"config": {"transformer": {"calculate_per_token_loss": True}}}, "the schedule and the other options say all else"),
         ({"config": {"ddp": {"overlap_gradient_reduce": True}}}, "did you mean 'overlap_grad_reduce'"),
@@ -109,11 +114,20 @@ def asked_as_it_is_built(rank: int) -> list[str]:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
+    def of_a_part(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(parameters)[1:], lr=0.1)
+
+    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters)
+
     return [
         attempt(config={"ddp": {"bucket_size": 1, "overlap_grad_reduce": True, "average_in_collective": True}}),
         attempt(config={"transformer": {"microbatch_group_size_per_vp_stage": 2, "deallocate_pipeline_outputs": True}}),
         attempt(optimizer=sgd, distributed_optimizer=True),
         attempt(),
+        attempt(optimizer=of_a_part, clip=1.0),
+        attempt(optimizer=of_a_part),
+        attempt(optimizer=lbfgs),
     ]
 
 
@@ -152,4 +166,6 @@ def test_what_shows_as_it_is_built_leaves_nothing_behind() -> None:
     assert first == second
     assert first[:2] == ["no error", "no error"], "Megatron takes these"
     assert "cannot do the distributed optimizer with another optimizer than Adam or AdamW" in first[2]
-    assert first[3] == "no error"
+    assert first[3] == first[5] == "no error"
+    assert first[4].startswith("BuildError: the optimizer leaves out '0.weight', whose gradient Megatron would not count")
+    assert first[6].startswith("BuildError: LBFGS computes the loss several times in a step")

@@ -43,14 +43,16 @@ def build(
     Args:
         sch: Any handle of the schedule.
         target: Name of an installed dialect, e.g. ``"torch"``; None gives the plain module.
-        optimizer: A factory ``parameters -> torch.optim.Optimizer``.
+        optimizer: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters.
         loss_fn: ``loss_fn(outputs, labels)``, the mean over a micro-batch; None takes the loss from the model's output.
         microbatches: Equal parts a batch is cut into along dimension 0.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         clip: Largest gradient norm over all ranks; 0 is off.
         param_init_fn: Initialiser for weights on the meta device; see ``slapo_core.weights.materialize``.
         seed: Its seed.
-        **config: For the plugins and the dialect.
+        **config: For the plugins and the dialect. All that train take ``lr_scheduler``, a factory ``optimizer -> ...`` of
+            ``torch.optim.lr_scheduler``, and ``ignore_index``, the label value that the loss leaves out; what else one takes,
+            ``config`` for an engine's own configuration among it, its README says.
 
     Returns:
         An engine; it unpacks as ``module, optimizer``.

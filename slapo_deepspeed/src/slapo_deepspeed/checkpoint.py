@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
-from slapo_training import engine_checkpoint, random_state
+from slapo_training import checkpoint_folder, engine_checkpoint, random_state
 from slapo_training.batches import fingerprint
 from slapo_training.meeting import on_all
 
@@ -51,7 +51,7 @@ def checked(model: Any, path: str | PathLike[str], program: Program, zero_stage:
         BuildError: on every rank: it is none, of another model, or of a layout that cannot be loaded into this one.
     """
     found = Checkpoint(Path(path))
-    saved: dict[str, int] = {}
+    saved: dict[str, Any] = {}
 
     def check() -> None:
         saved.update(_read(found.folder, program, zero_stage))
@@ -61,6 +61,7 @@ def checked(model: Any, path: str | PathLike[str], program: Program, zero_stage:
             replicas.check(model, zero_stage)
 
     on_all(check, program)
+    checkpoint_folder.check_same(saved["number"], program)
     if zero_stage and found.random is None:
         found.universal = replicas.converted(model, found.folder, program, saved["dp"])
     return found
@@ -96,7 +97,7 @@ def load(model: Any, found: Checkpoint, program: Program) -> None:
         random_state.put(found.random)
 
 
-def _read(folder: Path, program: Program, zero_stage: int) -> dict[str, int]:
+def _read(folder: Path, program: Program, zero_stage: int) -> dict[str, Any]:
     """The layout of a checkpoint that can be loaded."""
     own = _layout(program, zero_stage)
     saved = engine_checkpoint.read_about(folder, TARGET)

@@ -12,7 +12,7 @@ import torch
 
 from slapo_core.agreement import compare
 from slapo_core.errors import BuildError
-from slapo_training import engine_checkpoint, random_state
+from slapo_training import checkpoint_folder, engine_checkpoint, random_state
 from slapo_training.meeting import on_all
 
 from .optimizer_state import OptimizerState
@@ -72,8 +72,13 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
         state: dict[str, Any] = {"model": held.sharded(fresh)}
         if engine.optimizer is not None:
             state["optimizer"], found["take"] = OptimizerState(engine, held).sharded(found["has_stepped"], is_loading=True)
-        with repaired():
-            found["state"] = dist_checkpointing.load(state, str(folder))
+        try:
+            with repaired():
+                found["state"] = dist_checkpointing.load(state, str(folder))
+        except Exception as err:  # whatever Megatron and torch raise of files that are missing or broken
+            raise BuildError(
+                f"{str(folder)!r} is a broken checkpoint: {type(err).__name__}: {_first(err)}; load another"
+            ) from err
 
     def put() -> None:
         state = found["state"]
@@ -93,9 +98,15 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
         engine.has_stepped = found["has_stepped"]
 
     on_all(check, program)
+    checkpoint_folder.check_same(found["number"], program)
     with reading():  # the optimizer's state is made in it
         for action in (read, put):
             on_all(action, program)
+
+
+def _first(error: Exception) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
 
 
 def _inner(engine: MegatronEngine) -> Any:

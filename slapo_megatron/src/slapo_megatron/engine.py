@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slapo_core.agreement import all_reduce, compare
+from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_dialect import holds_copies
@@ -143,6 +144,13 @@ class MegatronEngine(BatchEngine):
             raise ANOTHER_OPTIMIZER.error(self.options.target)
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in self.module.named_parameters() if self.options.clip else ():
+            if parameter.requires_grad and id(parameter) not in stepped:
+                raise BuildError(
+                    f"the optimizer leaves out {name!r}, whose gradient Megatron would not count in the norm that clip= "
+                    "limits; freeze it, let the optimizer have it, or use target='torch'"
+                )
 
     def _replicated(self, stage: RunningStage, number: int) -> Any:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

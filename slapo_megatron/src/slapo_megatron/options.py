@@ -16,36 +16,37 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECTIONS = ("transformer", "ddp", "optimizer")
 """Of ``config``: keyword arguments of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig."""
 
-TAKEN = {
-    "transformer": (
-        "overlap_p2p_comm",
-        "batch_p2p_comm",
-        "batch_p2p_sync",
-        "overlap_p2p_comm_warmup_flush",
-        "microbatch_group_size_per_vp_stage",
-        "deallocate_pipeline_outputs",
-    ),
-    "ddp": (
-        "grad_reduce_in_fp32",
-        "overlap_grad_reduce",
-        "check_for_nan_in_grad",
-        "check_for_large_grads",
-        "bucket_size",
-        "pad_buckets_for_high_nccl_busbw",
-        "average_in_collective",
-    ),
-    "optimizer": (
-        "optimizer",
-        "lr",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_eps",
-        "decoupled_weight_decay",
-        "sgd_momentum",
-    ),
+TAKEN: dict[str, dict[str, type]] = {
+    "transformer": {
+        "overlap_p2p_comm": bool,
+        "batch_p2p_comm": bool,
+        "batch_p2p_sync": bool,
+        "overlap_p2p_comm_warmup_flush": bool,
+        "microbatch_group_size_per_vp_stage": int,
+        "deallocate_pipeline_outputs": bool,
+    },
+    "ddp": {
+        "grad_reduce_in_fp32": bool,
+        "overlap_grad_reduce": bool,
+        "check_for_nan_in_grad": bool,
+        "check_for_large_grads": bool,
+        "bucket_size": int,
+        "pad_buckets_for_high_nccl_busbw": bool,
+        "average_in_collective": bool,
+    },
+    "optimizer": {
+        "optimizer": str,
+        "lr": float,
+        "weight_decay": float,
+        "adam_beta1": float,
+        "adam_beta2": float,
+        "adam_eps": float,
+        "decoupled_weight_decay": bool,
+        "sgd_momentum": float,
+    },
 }
-"""What each section may say; all else follows from the schedule and the other options, or describes a model of Megatron's."""
+"""What each section may say, and of what type; all else follows from the schedule and the other options, or describes a model
+of Megatron's."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,10 @@ class MegatronOptions(CommonOptions):
                 raise BuildError(str(UnknownNameError.of("section", str(name), SECTIONS, whose="config of target 'megatron'")))
         for name in SECTIONS:
             whose = f"config[{name!r}] of target 'megatron'"
-            for key in self.section(name):
-                if key not in TAKEN[name]:
+            for key, value in self.section(name).items():
+                if (kind := TAKEN[name].get(key)) is not None:
+                    _check_kind(f"config[{name!r}][{key!r}]", value, kind)
+                else:
                     raise BuildError(
                         f"{UnknownNameError.of('key', str(key), TAKEN[name], whose=whose)}; the schedule and the other options "
                         "say all else"
@@ -123,3 +126,11 @@ class MegatronOptions(CommonOptions):
         if not isinstance(self.config, Mapping):
             raise BuildError(f"config is a {type(self.config).__name__}; give a dict with {', '.join(SECTIONS)}")
         return self.config
+
+
+def _check_kind(what: str, value: Any, kind: type) -> None:
+    """Megatron takes what it is given, and goes by whether it is true, or fails within a step."""
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if not fits or (kind in (int, float) and not 0 <= value < float("inf")) or (kind is int and value < 1):
+        wanted = {bool: "True or False", int: "a whole number from 1 on", float: "a number from 0 on", str: "a name"}[kind]
+        raise BuildError(f"{what} is {value!r}; give {wanted}")

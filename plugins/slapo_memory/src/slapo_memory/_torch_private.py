@@ -7,12 +7,19 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 
 def runs_eagerly() -> bool:
     """Whether ``torch.compiler.set_stance("force_eager")`` is in force; torch tells nobody."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and frames._stance.stance == "force_eager"
+
+
+def is_watched() -> bool:
+    """Whether a mode looks at torch functions, other than that of ``torch.set_default_device``."""
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def alias_with_version(tensor: torch.Tensor) -> torch.Tensor:

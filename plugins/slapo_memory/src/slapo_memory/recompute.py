@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from slapo_core.errors import ScheduleError
 from slapo_core.wrapping import forward_wrappers
 
-from ._torch_private import runs_eagerly
+from ._torch_private import is_watched, runs_eagerly
 from .arguments import Arguments
 from .offloading import offloaded_in, offloading_aside
 from .policies import Listed, contexts_of
@@ -103,7 +104,7 @@ class _Region:
         self._original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._random = RandomState() if preserve_rng_state else None
         self._state = StartState(modules)
-        self._is_eager = runs_eagerly()
+        self._is_eager, self._is_watched = runs_eagerly(), is_watched()
         self.check: Callable[[Any], None] = lambda result: None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -115,10 +116,27 @@ class _Region:
             self._state.keep_changed()
             return result
         args, kwargs = self.arguments.rebuild(tensors)
-        # what is compiled saves other tensors than the same code that runs as it is
-        stance = torch.compiler.set_stance("force_eager") if self._is_eager and not runs_eagerly() else nullcontext()
-        with self._random.again() if self._random else nullcontext(), self._state.again(), stance, offloading_aside():
+        with (
+            self._random.again() if self._random else nullcontext(),
+            self._state.again(),
+            self._as_before(),
+            offloading_aside(),
+        ):
             return self.function(*args, **kwargs)
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """What is compiled, or a kernel, saves other tensors than the same code as it is, which runs where somebody looks."""
+        stance = torch.compiler.set_stance("force_eager") if self._is_eager and not runs_eagerly() else nullcontext()
+        with stance, _Onlooker() if self._is_watched and not is_watched() else nullcontext():
+            yield
+
+
+class _Onlooker(TorchFunctionMode):
+    """Looks at torch functions, and does nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def _check_result(path: str, use_reentrant: bool, result: Any) -> None:

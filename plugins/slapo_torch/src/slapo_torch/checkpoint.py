@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from slapo_core.causes import reason
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
-from slapo_training import random_state
+from slapo_training import checkpoint_folder, random_state
 from slapo_training.meeting import on_all
 
 from . import extra_state, model_state, optimizer_state
@@ -40,7 +42,7 @@ def save_checkpoint(
     Raises:
         SlapoError: on every rank, before anything is written: something in the state cannot be saved.
     """
-    folder = Path(path)
+    folder, number = checkpoint_folder.to_save(path, program, "torch")
     layout = folder / "layout.json"
     first = not dist.is_initialized() or all(program.axis_rank(axis) == 0 for axis in _AXES)
 
@@ -73,7 +75,7 @@ def save_checkpoint(
 
     def finish() -> None:
         if first:
-            layout.write_text(json.dumps(_layout(program)))
+            layout.write_text(json.dumps({**_layout(program), "number": number}))
 
     for action in (check, collect, begin, write, finish):
         on_all(action, program)
@@ -93,10 +95,11 @@ def load_checkpoint(
     """
     folder = Path(path)
     found: dict[str, Any] = {}
+    numbers: list[str] = []
     tensors: dict[str, model_state.Tensors] = {}
 
     def read() -> None:
-        _check_layout(folder, program)
+        numbers.append(_check_layout(folder, program))
         found.update(_read(folder / _file("shared", program, "pp", "tp")))
         found.update(_read(folder / _file("own", program, *_AXES)))
         tensors.update(parameters=model_state.parameters(module), buffers=model_state.buffers(module))
@@ -117,24 +120,33 @@ def load_checkpoint(
             model_state.put(held, found[kind])
         random_state.put(found["random"])
 
-    for action in (read, put_foreign, put):
+    on_all(read, program)
+    checkpoint_folder.check_same(numbers[0], program)
+    for action in (put_foreign, put):
         on_all(action, program)
 
 
 def _read(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as err:
+        raise BuildError(
+            f"{os.fspath(file)!r} of the checkpoint is missing or broken: {reason(err)}; load another one"
+        ) from err
 
 
-def _check_layout(folder: Path, program: Program) -> None:
-    if not (folder / "layout.json").exists():
-        raise BuildError(f"{os.fspath(folder)!r} is no complete checkpoint: it has no layout.json")
-    saved, own = json.loads((folder / "layout.json").read_text()), _layout(program)
-    if (number := saved.get("format")) != _FORMAT:
-        raise BuildError(f"{os.fspath(folder)!r} has format {number}, this version reads format {_FORMAT}; save it anew")
+def _check_layout(folder: Path, program: Program) -> str:
+    """The number of the checkpoint, if it fits."""
+    path = checkpoint_folder.to_load(folder, "torch") / "layout.json"
+    saved, own = json.loads(path.read_text()), _layout(program)
+    number = str(saved.pop("number", ""))
+    if (kind := saved.get("format")) != _FORMAT:
+        raise BuildError(f"{os.fspath(folder)!r} has format {kind}, this version reads format {_FORMAT}; save it anew")
     if saved != own:
         raise BuildError(
             f"saved with {_words(saved)}, but this engine has {_words(own)}; load it on the same mesh and in the same stages"
         )
+    return number
 
 
 def _layout(program: Program) -> dict[str, Any]:

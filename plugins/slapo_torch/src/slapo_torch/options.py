@@ -65,3 +65,5 @@ class Options(CommonOptions):
             raise BuildError(f"fsdp_units is {self.fsdp_units!r}; give a list of globs, e.g. [{self.fsdp_units!r}]")
         if not isinstance(self.loss_scale, (int, float)) or not 1 <= self.loss_scale < float("inf"):
             raise BuildError(f"loss_scale is {self.loss_scale!r}; give a number from 1 on, e.g. 65536.0")
+        if type(self.record_timeline) is not bool:
+            raise BuildError(f"record_timeline is {self.record_timeline!r}; give True or False")

@@ -27,6 +27,8 @@ def split(batch: Mapping[str, Any], parts: int) -> list[Batch]:
         _check_rows_are_tensors(batch)
     leaves, structure = tree_flatten(dict(batch))
     sizes = {leaf.shape[0] for leaf in leaves if _has_rows(leaf)}
+    if 0 in sizes:
+        raise BuildError("the batch has no rows; leave it out")
     if len(sizes) > 1:
         rows = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in batch.items() if _has_rows(leaf))
         raise BuildError(f"tensors of one batch have different sizes along dimension 0: {rows}; the batch is dimension 0")
@@ -83,7 +85,8 @@ def signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides how a stage is traced: names, shapes, dtypes and values that are no tensors."""
     leaves, structure = tree_flatten(dict(sorted(batch.items())))
     return str(structure), *(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+        (tuple(leaf.shape), str(leaf.dtype)) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else repr(leaf)
+        for leaf in leaves
     )
 
 

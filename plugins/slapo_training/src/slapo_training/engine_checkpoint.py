@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
-from . import random_state
+from . import checkpoint_folder, random_state
 from .meeting import on_all
 
 ABOUT = "slapo.json"
 """What a checkpoint is of, as JSON. It is written last: a directory without it is not complete."""
 
 
-def write(folder: Path, target: str, program: Program, about: Mapping[str, Any], fill: Callable[[], None]) -> None:
+def write(path: str | PathLike[str], target: str, program: Program, about: Mapping[str, Any], fill: Callable[[], None]) -> None:
     """Write a checkpoint. Collective.
 
     Args:
-        folder: The same on every rank; made where there is none.
+        path: The same folder on every rank; made where there is none.
         target: Whose it is.
         program: Whose ranks.
         about: What is written of it, the same on every rank.
         fill: Writes the engine's own files.
 
     Raises:
-        BuildError: on every rank: it failed on one.
+        BuildError: on every rank: it failed on one, the ranks have different folders, or it has another target's checkpoint.
     """
+    folder, number = checkpoint_folder.to_save(path, program, target)
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,26 +46,19 @@ def write(folder: Path, target: str, program: Program, about: Mapping[str, Any],
 
     def finish() -> None:
         if dist.get_rank() == 0:
-            (folder / ABOUT).write_text(json.dumps({"target": target, **about}))
+            (folder / ABOUT).write_text(json.dumps({"target": target, "number": number, **about}))
 
     for action in (begin, put, finish):
         on_all(action, program)
 
 
-def read_about(folder: Path, target: str) -> dict[str, Any]:
+def read_about(path: str | PathLike[str], target: str) -> dict[str, Any]:
     """What a checkpoint is of.
 
     Raises:
         BuildError: it is not complete, or another target's.
     """
-    try:
-        found: dict[str, Any] = json.loads((folder / ABOUT).read_text())
-    except FileNotFoundError:
-        raise BuildError(f"{str(folder)!r} is no complete checkpoint of target {target!r}: it has no {ABOUT}") from None
-    if (whose := found.get("target")) != target:
-        raise BuildError(
-            f"{str(folder)!r} is a checkpoint of target {whose!r}, and this engine is of {target!r}; load it there"
-        )
+    found: dict[str, Any] = json.loads((checkpoint_folder.to_load(path, target) / ABOUT).read_text())
     return found
 
 

@@ -91,6 +91,8 @@ def made_on_all(
     def make() -> None:
         trainable = [parameter for parameter in mine.parameters() if parameter.requires_grad]
         optimizer = made(options.optimizer, trainable, program.module, mine)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise BuildError("LBFGS computes the loss several times in a step, which no engine does; give another optimizer")
         fits(optimizer)
         rate = None if options.lr_scheduler is None else scheduled_rate(options.lr_scheduler, optimizer)
         if isinstance(rate, ReduceLROnPlateau):

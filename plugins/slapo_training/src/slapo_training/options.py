@@ -108,9 +108,9 @@ class CommonOptions:
 
     def check(self) -> None:
         """Raise ``BuildError`` for a value that cannot work."""
-        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+        if type(self.microbatches) is not int or self.microbatches < 1:
             raise BuildError(f"microbatches is {self.microbatches!r}; give a whole number from 1 on")
-        if not isinstance(self.clip, (int, float)) or not self.clip >= 0:
+        if isinstance(self.clip, bool) or not isinstance(self.clip, (int, float)) or not self.clip >= 0:
             raise BuildError(f"clip is {self.clip!r}; give the largest gradient norm, or 0 for no clipping")
         if self.ignore_index is not None and type(self.ignore_index) is not int:
             raise BuildError(
@@ -130,7 +130,9 @@ class CommonOptions:
     def _check_rate(self) -> None:
         rate = self.lr_scheduler
         if rate is not None and not (self.optimizer is not None and (is_rate(rate) or callable(rate))):
-            what = "there is no optimizer" if self.optimizer is None else f"lr_scheduler is {rate!r}"
+            what = (
+                "lr_scheduler= is of optimizer=, which is not given" if self.optimizer is None else f"lr_scheduler is {rate!r}"
+            )
             raise BuildError(f"{what}; give optimizer=, and lr_scheduler= as one of torch.optim.lr_scheduler or a factory")
 
 
