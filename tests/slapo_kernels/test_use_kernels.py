@@ -74,11 +74,23 @@ def test_families_compute_what_they_did(name: str, counted: Counted) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("force", [COUNTED, None], ids=["eager", "default"])
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_every_family_computes_what_it_did(name: str, counted: Counted) -> None:
+def test_every_family_computes_what_it_did(name: str, force: dict[str, str] | None, counted: Counted) -> None:
     model, batch = FAMILIES[name].model(dropout=0.1), FAMILIES[name].batch()
     before = copy.deepcopy(model)
-    create_schedule(model, plugins=counted.plugins).use_kernels(force=COUNTED)
+    create_schedule(model, plugins=counted.plugins).use_kernels(force=force)
+    assert_equivalent(before, model, **batch, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", ["gpt2", "bert", "gemma"])
+def test_compiled_kernels(name: str, counted: Counted) -> None:
+    """Values, gradients and dropout's masks by inductor."""
+    model, batch = FAMILIES[name].model(dropout=0.1), FAMILIES[name].batch()
+    before = copy.deepcopy(model)
+    create_schedule(model, plugins=counted.plugins).use_kernels(force={"*": "inductor"})
     assert_equivalent(before, model, **batch, atol=1e-4, rtol=1e-3)
 
 

@@ -322,3 +322,28 @@ def test_what_is_served_already(counted: Counted) -> None:
     schedule.use_kernels("layer_norm")
     with pytest.raises(ScheduleError, match="nothing from here down computes 'layer_norm', or all that does is served already"):
         schedule.use_kernels("layer_norm")
+
+
+def test_hooks_and_wrappers_of_the_module_itself_stay(counted: Counted) -> None:
+    model, seen = nn.Sequential(Plain(nn.GELU()), nn.LayerNorm(8)), list[str]()
+    for name, module in model.named_children():
+        module.register_forward_hook(lambda module, args, result, name=name: seen.append(name))
+    schedule, x = create_schedule(model, plugins=counted.plugins), torch.randn(3, 8, requires_grad=True)
+    schedule["0"].checkpoint()
+    before = copy.deepcopy(model)
+    schedule.use_kernels(force=COUNTED)
+    assert_equivalent(before, model, x)
+    assert counted.calls == {"bias_act": 2, "layer_norm": 1}
+    seen.clear()
+    model(x)
+    assert seen == ["0", "1"]
+
+
+def test_a_forward_of_its_own_is_not_passed_by(counted: Counted) -> None:
+    model = nn.Sequential(nn.LayerNorm(8))
+    model[0].forward = lambda x: x + 1  # type: ignore[method-assign]
+    schedule = create_schedule(model, plugins=counted.plugins)
+    with pytest.raises(ScheduleError, match="something is hooked to '0', or put around it"):
+        schedule.use_kernels("layer_norm")
+    schedule.use_kernels()
+    assert torch.equal(model(torch.zeros(8)), torch.ones(8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -17,6 +18,8 @@ def is_watched(forced: bool = False) -> bool:
     """
     if torch.compiler.is_compiling():
         return not forced
+    if not _len_torch_function_stack() and not _len_torch_dispatch_stack():
+        return False
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     if modes and not all(isinstance(mode, DeviceContext) for mode in modes):
         return True
