@@ -43,12 +43,13 @@ bench: setup
 
 # Needs a CUDA device, or several, and a CUDA build of torch in the environment of `PYTHON_GPU`.
 gpu:
-	$(PYTHON_GPU) -m pytest -q -m gpu tests/gpu
+	$(PYTHON_GPU) -m pytest -q -m gpu tests/gpu tests/slapo_memory
 	$(PYTHON_GPU) -m benchmarks.gpu.step
 	$(PYTHON_GPU) -m benchmarks.gpu.checkpoint
 	$(PYTHON_GPU) -m benchmarks.gpu.stages
 	$(PYTHON_GPU) -m benchmarks.gpu.blocks
 	$(PYTHON_GPU) -m benchmarks.gpu.engines
+	$(PYTHON_GPU) -m benchmarks.gpu.kernels
 
 clean:
 	rm -rf .venv build dist demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -74,7 +74,7 @@ def elsewhere(rank: int, layout: dict[str, int], chunks: int, options: dict[str,
     return losses
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_any_other_layout_goes_on(shared: bool, tmp_path: Path) -> None:
     options = {"distributed_optimizer": shared, "lr_scheduler": None}
     expected = run_distributed(elsewhere, 2, {"dp": 2}, 1, options, str(tmp_path), True)[0]

@@ -32,7 +32,7 @@ FAST = tuple(
 
 ON_FOUR = frozenset(
     """
-    bart bert bloom deepseek_v3 gpt2 llama mixtral modernbert opt t5
+    gpt2 llama mixtral t5
     """.split()
 )
 """Those of them that every run splits on four ranks too."""
