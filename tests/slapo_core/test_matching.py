@@ -42,7 +42,7 @@ def found(function: Callable[..., Any], pattern: Any) -> list[list[str]]:
     return [[node.name for _, node in match] for match in find_subgraph(trace(function), pattern)]
 
 
-def test_a_name_matches_fully() -> None:
+def test_correctness_16_a_name_matches_fully() -> None:
     traced = trace(lambda self, x: self.fc10(self.fc1(x)))
     assert [node.target for _, node in find_node(traced, "fc1")] == ["fc1"]
     assert [node.target for _, node in find_node(traced, r"fc\d+")] == ["fc1", "fc10"]
@@ -95,11 +95,11 @@ def test_spellings_of_one_operation(wanted: Callable[..., Any], written: Callabl
 
 
 @pytest.mark.parametrize(("wanted", "written"), DIFFERENT)
-def test_other_operations_and_constants(wanted: Callable[..., Any], written: Callable[..., Any]) -> None:
+def test_correctness_16_other_operations_and_constants(wanted: Callable[..., Any], written: Callable[..., Any]) -> None:
     assert found(lambda self, x: written(self.fc1(x)), wanted) == []
 
 
-def test_data_flow_counts_and_not_order() -> None:
+def test_correctness_16_data_flow_counts_and_not_order() -> None:
     def forward(self: Any, x: torch.Tensor) -> Any:
         a, b = x.sin(), x.cos()
         return a * b.exp(), b * a.exp(), a * a.exp()
@@ -108,7 +108,7 @@ def test_data_flow_counts_and_not_order() -> None:
     assert len(found(forward, lambda x, y: x * y.exp())) == 3
 
 
-def test_occurrences_do_not_overlap() -> None:
+def test_correctness_16_occurrences_do_not_overlap() -> None:
     assert found(lambda self, x: x.sin().sin().sin().sin().sin(), lambda x: x.sin().sin()) == [
         ["sin", "sin_1"],
         ["sin_2", "sin_3"],

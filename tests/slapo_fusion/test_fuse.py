@@ -96,7 +96,9 @@ def test_operations_are_one_call_in_every_layer(compiler: str | None) -> None:
     ("pattern", "compiler"),
     [(side_by_side, "inductor"), (side_by_side, None), (side_by_side, "one_matmul"), (vertical, "inductor"), (vertical, None)],
 )
-def test_layers_with_weights_keep_their_names_and_are_used_as_they_are(pattern: Any, compiler: str | None) -> None:
+def test_correctness_17_layers_with_weights_keep_their_places_and_are_used_as_they_are(
+    pattern: Any, compiler: str | None
+) -> None:
     before, sch = traced()
     names = [name for name, _ in sch.mod.named_parameters()]
     sch.fuse(sch.find(pattern), compiler=compiler)
@@ -107,6 +109,28 @@ def test_layers_with_weights_keep_their_names_and_are_used_as_they_are(pattern: 
         model.get_submodule("layers.1").register_module("down", nn.Linear(8, 8, bias=False))
         nn.init.constant_(model.get_parameter("layers.1.down.weight"), 0.5)
     assert_equivalent(before, sch.mod, X)
+
+
+class Crossed(nn.Module):
+    """Two branches, each of its own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.a(x)) * self.b(y)
+
+
+@pytest.mark.parametrize("compiler", ["inductor", None])
+def test_correctness_17_each_branch_gets_its_own_input(compiler: str | None) -> None:
+    before, y = Crossed(), torch.randn(2, 4, 8)
+    sch = create_schedule(copy.deepcopy(before), example_inputs=(X, y)).trace()
+    sch.fuse(sch.find(lambda x, y: (call_module("a", x), call_module("b", y))), compiler=compiler)
+    assert_equivalent(before, sch.mod, X, y)
+    sch = create_schedule(copy.deepcopy(before), example_inputs=(X, y)).trace()
+    with pytest.raises(ScheduleError, match="'one_matmul' takes Linear layers of one input"):
+        sch.fuse(sch.find(lambda x, y: (call_module("a", x), call_module("b", y))), compiler="one_matmul")
 
 
 def test_projections_of_one_input_are_one_product_until_one_of_them_is_hooked() -> None:
@@ -225,7 +249,7 @@ def test_what_cannot_be_fused_is_refused_and_nothing_changes(
     assert str(sch.mod.graph) == code
 
 
-def test_a_value_that_is_used_outside_is_refused() -> None:
+def test_correctness_18_a_value_that_is_used_outside_is_refused() -> None:
     _, sch = traced()
     x = sch.find(lambda x, y: torch.sigmoid(x) * y)[0]
     inner = [(path, node.args[0]) for path, node in x if node.name.startswith("sigmoid")]

@@ -56,7 +56,7 @@ def served(schedule: Schedule) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SERVED])
-def test_families_compute_what_they_did(name: str, counted: Counted) -> None:
+def test_correctness_15_families_compute_what_they_did(name: str, counted: Counted) -> None:
     """Correctness 15: dropout on in training alone and with the same masks, the exact activation, the mask."""
     for dropout, training in ((0.1, True), (0.1, False)):
         model, batch = FAMILIES[name].model(dropout=dropout).train(training), FAMILIES[name].batch()

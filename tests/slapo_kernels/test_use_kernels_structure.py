@@ -130,7 +130,7 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_told_apart(name: str, counted: Counted) -> None:
+def test_correctness_15_activations_are_told_apart(name: str, counted: Counted) -> None:
     """Correctness 15: exact and approximated GELU."""
     act, expected = ACTIVATIONS[name]
     schedule = check(Plain(act), counted, {"bias_act": 1} if expected else {})
@@ -233,7 +233,7 @@ def test_almost_norms(kind: str, counted: Counted) -> None:
     check(Named(kind), counted, {})
 
 
-def test_arguments_by_name_and_by_default(counted: Counted) -> None:
+def test_correctness_18_arguments_by_name_and_by_default(counted: Counted) -> None:
     """Correctness 18."""
 
     class Scaled(Plain):
