@@ -144,13 +144,27 @@ def write(rank: int, folder: str) -> None:
         ("frozen", 3, adamw, True),
         ("groups", 2, grouped, False),
         ("torn", 2, adamw, False),
+        ("class", 2, momentum, False),
+        ("number", 2, grouped, False),
+        ("rate", 0, grouped, False),
     ]:
         engine = engine_of(Counts(0, is_frozen), zero, optimizer)
         losses(engine, range(1))
         engine.save(f"{folder}/{name}")
         engine.close()
+    forget(Path(folder, "groups"))
     for file in Path(folder, "torn").glob("*/*_model_states.pt"):
         file.write_bytes(file.read_bytes()[:1000])
+
+
+def forget(folder: Path) -> None:
+    """Make it one of before it was noted what it is of, but for its layout."""
+    file, later = folder / "slapo.json", ("parameters", "optimizer", "groups", "lr_scheduler")
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key not in later}))
+
+
+def unscheduled(parameters: Any) -> torch.optim.Optimizer:
+    return grouped(parameters)
 
 
 def refused(rank: int, folder: str) -> dict[str, tuple[str, bool, str]]:
@@ -164,6 +178,9 @@ def refused(rank: int, folder: str) -> dict[str, tuple[str, bool, str]]:
         ("torn", 2, adamw, False, 24),
         ("torn", 1, adamw, False, 16),
         ("nowhere", 2, adamw, False, 16),
+        ("class", 2, adamw, False, 16),
+        ("number", 2, adamw, False, 16),
+        ("rate", 0, unscheduled, False, 16),
     ]:
         engine = engine_of(Counts(1, is_frozen, width), zero, optimizer)
         with engine.whole_parameters():
@@ -187,6 +204,9 @@ def test_what_cannot_be_loaded_changes_nothing(tmp_path: Path) -> None:
         "torn 2 16": "nothing has changed, and dp=1 can load it",
         "torn 2 24": "is of a model with other parameters; build an engine of the model that was saved",
         "torn 1 16": "saved with pp=1, dp=1, tp=1, zero=2, but this engine has pp=1, dp=2, tp=1, zero=1; load it on the same",
+        "class 2 16": "BuildError: saved with 'SGD' for the optimizer, but this engine has 'AdamW'; build with the same",
+        "number 2 16": "BuildError: saved with 2 for the number of the optimizer's groups, but this engine has 1; build with",
+        "rate 0 16": "BuildError: saved with 'LambdaLR' for the learning rate's schedule, but this engine has None; build with",
         "nowhere 2 16": "is no checkpoint of target 'deepspeed': there is no such folder",
     }
     for found in (first, second):
@@ -233,7 +253,7 @@ def test_an_engine_that_read_half_a_checkpoint_waits_for_another(tmp_path: Path)
         assert loaded == trained == "no error"
 
 
-def test_a_checkpoint_of_before_its_parameters_were_noted_is_loaded(tmp_path: Path) -> None:
+def test_a_checkpoint_of_before_it_was_noted_what_it_is_of_is_loaded(tmp_path: Path) -> None:
     (messages,) = run_distributed(older, 1, str(tmp_path))
     assert messages == "no error"
 
@@ -241,11 +261,29 @@ def test_a_checkpoint_of_before_its_parameters_were_noted_is_loaded(tmp_path: Pa
 def older(rank: int, folder: str) -> str:
     engine = engine_of(Counts(0), 1, adamw)
     engine.save(folder)
-    file = Path(folder, "slapo.json")
-    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "parameters"}))
+    forget(Path(folder))
     message = message_of(lambda: engine.load(folder))
     engine.close()
     return message
+
+
+def evaluated(rank: int, folder: str) -> tuple[float, float]:
+    """The loss of an engine that has trained, and of one without optimizer that has its weights."""
+    engine, x = engine_of(Counts(0), 0), X[0]
+    losses(engine, range(2))
+    engine.save(folder)
+    expected = engine.eval_batch(x=x, labels=x).item()
+    engine.close()
+    engine = engine_of(Counts(1), 0, None)
+    engine.load(folder)
+    found = engine.eval_batch(x=x, labels=x).item()
+    engine.close()
+    return found, expected
+
+
+def test_an_engine_that_only_evaluates_takes_the_weights(tmp_path: Path) -> None:
+    ((found, expected),) = run_distributed(evaluated, 1, str(tmp_path))
+    assert found == expected
 
 
 def clipped(rank: int, folder: str) -> list[float]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import StepLR
 
 import slapo_deepspeed.plugin
 import slapo_pipeline.plugin
@@ -56,6 +57,51 @@ def model() -> nn.Module:
         ({"config": {"gradient_clipping": "x"}}, "gradient_clipping in DeepSpeed's config is 'x'; it has to be a number"),
         ({"config": "no/such.json"}, "'no/such.json' cannot be read"),
         ({"config": 3}, "config is a int"),
+        ({"config": {"gradient_clipping": -1}}, "gradient_clipping in DeepSpeed's config is -1.0; it has to be 0 or more"),
+        *(
+            ({"config": {name: {"enabled": value}}}, f"enabled of {name} in DeepSpeed's config is {value!r}; it has to be true")
+            for name in ("bf16", "fp16")
+            for value in (1, "True", "true", None)
+        ),
+        *(
+            (
+                {"config": {"zero_optimization": {"stage": value}}},
+                f"stage of zero_optimization in DeepSpeed's config is {value!r}",
+            )
+            for value in (1.5, True, "1", "one")
+        ),
+        *(
+            (
+                {"config": {"train_micro_batch_size_per_gpu": value}},
+                f"per_gpu in DeepSpeed's config is {value!r}; it has to be a",
+            )
+            for value in ("2", 0, True)
+        ),
+        ({"config": {"optimizer": "AdamW"}}, "optimizer in DeepSpeed's config is 'AdamW'; it has to be an object"),
+        ({"config": {"optimizer": {}}}, "the optimizer in DeepSpeed's config has no type; give the name of its class"),
+        ({"config": {"optimizer": {"params": {"lr": 1}}}}, "the optimizer in DeepSpeed's config has no type"),
+        ({"config": {"optimizer": {"type": 3}}}, "the optimizer in DeepSpeed's config has type 3"),
+        (
+            {"config": {"optimizer": {"type": "AdamW", "params": 3}}},
+            "params of the optimizer in DeepSpeed's config is 3; it has",
+        ),
+        *(
+            (
+                {"config": {"optimizer": {"type": "AdamW", "params": {"lr": value}}}},
+                f"lr of the optimizer .* is {value!r}; it has",
+            )
+            for value in ("auto", "1e-3", "high")
+        ),
+        ({"optimizer": adamw, "config": {"scheduler": {}}}, "the scheduler in DeepSpeed's config has no type"),
+        (
+            {"config": {"scheduler": {"type": "WarmupLR"}}},
+            "a scheduler in DeepSpeed's config, but no optimizer; give optimizer=",
+        ),
+        (
+            {"lr_scheduler": StepLR, "config": ADAMW},
+            "lr_scheduler= is for optimizer=, and the optimizer is in DeepSpeed's config",
+        ),
+        ({"lr_scheduler": StepLR, "optimizer": adamw}, "with the optimizer alone, and StepLR needs step_size; give a factory"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
@@ -75,11 +121,15 @@ def test_a_configuration_may_be_a_file_and_says_what_we_do_not(tmp_path: Path) -
     file.write_text("{")
     with pytest.raises(BuildError, match="is no JSON"):
         DeepSpeedOptions.of({"config": file})
+    file.write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
+    with pytest.raises(BuildError, match="DeepSpeed's config has 'stage' twice in one object; leave one of them out"):
+        DeepSpeedOptions.of({"config": file})
 
 
 def test_old_names_and_what_is_left_to_the_engine() -> None:
     options = DeepSpeedOptions.of({"config": {"bfloat16": {"enabled": True}, "gradient_clipping": "auto"}})
     assert options.settled_precision == "bf16"
+    assert DeepSpeedOptions.of({"config": {"bf16": {"enabled": "auto"}}, "precision": "bf16"}).settled_precision == "bf16"
     assert options.settled()["bf16"]["enabled"] is True
     assert options.settled()["gradient_clipping"] == 0.0
     assert "bfloat16" not in options.settled()
@@ -87,6 +137,13 @@ def test_old_names_and_what_is_left_to_the_engine() -> None:
 
 def test_clipping_is_off_unless_asked_for_though_deepspeeds_own_default_is_not() -> None:
     assert DeepSpeedOptions.of({"optimizer": adamw}).settled()["gradient_clipping"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_adam_is_torchs_on_a_cpu_alone(kind: str) -> None:
+    options = DeepSpeedOptions.of({"config": {"optimizer": {"type": kind, "params": {"lr": 1e-3}}}})
+    assert options.settled("cpu")["optimizer"]["params"] == {"lr": 1e-3, "torch_adam": True}
+    assert options.settled("cuda")["optimizer"]["params"] == {"lr": 1e-3}
 
 
 class Scaled(nn.Module):
@@ -132,7 +189,14 @@ def asked(rank: int) -> dict[str, str]:
     unscaled = create_schedule(Scaled(), mesh=flat, plugins=PLUGINS)
     summed = create_schedule(model(), mesh=flat, plugins=PLUGINS)
     plain = create_schedule(whole, mesh=flat, plugins=PLUGINS)
-    doubled = create_schedule(model().double(), mesh=flat, plugins=PLUGINS)
+
+    def typed(dtype: torch.dtype, precision: str) -> str:
+        schedule = create_schedule(model().to(dtype), mesh=flat, plugins=PLUGINS)
+        return message_of(lambda: build(schedule, "deepspeed", precision=precision))
+
+    def configured(**config: Any) -> str:
+        return message_of(lambda: build(summed, "deepspeed", config=config))
+
     shared = create_schedule(
         one_key_head(), mesh=mesh_of(tp=2), plugins=Registry([slapo_deepspeed.plugin, slapo_sharding.plugin])
     )
@@ -153,7 +217,19 @@ def asked(rank: int) -> dict[str, str]:
         "plateau": message_of(lambda: build(plain, "deepspeed", optimizer=given, lr_scheduler=plateau(given))),
         "recomputes": attempt(1, flat, config={"pipeline": {"activation_checkpoint_interval": 1}}),
         "accumulates": attempt(1, flat, config={"managed_gradient_accumulation": False}),
-        "type": message_of(lambda: build(doubled, "deepspeed")),
+        "type": typed(torch.float64, "fp32"),
+        "bf16 type": typed(torch.bfloat16, "fp32"),
+        "half type": typed(torch.float16, "bf16"),
+        "its plateau": attempt(1, flat, config={"scheduler": {"type": "ReduceLROnPlateau"}}),
+        "partitioned": attempt(2, config={"pipeline": {"pipe_partitioned": True}}),
+        "AutoTP": attempt(1, flat, config={"tensor_parallel": {"autotp_size": 2}}),
+        "lamb": configured(optimizer={"type": "Lamb"}),
+        "lion": configured(optimizer={"type": "Lion"}),
+        "muon": configured(optimizer={"type": "Muon"}),
+        "fused": configured(optimizer={"type": "Adam", "params": {"torch_adam": False}}),
+        "adagrad": configured(
+            optimizer={"type": "Adagrad"}, zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}}
+        ),
         "copies": message_of(lambda: build(shared, "deepspeed", optimizer=adamw, clip=1.0)),
         "sum": message_of(lambda: build(summed, "deepspeed", loss_fn=nn.MSELoss(reduction="sum"))),
     }
@@ -170,7 +246,17 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_group_is_made() -> None:
         "ZeRO-3": "stage 2 or 3 of ZeRO with a pipeline (stage 3); use stage 1",
         "several": "several stages on a rank (4 stages with pp=2); make pp as large",
         "no cuts": "a number of stages that is no multiple of pp (1 stage with pp=2); cut the model into as many stages as pp",
-        "type": "parameters of 8 bytes or complex ones (0.weight is torch.float64); turn the model into float32",
+        "type": "with bf16 bfloat16, or with fp16 float16 (0.weight is torch.float64); turn the model into float32, give",
+        "bf16 type": "parameters of another type than float32, or with bf16 bfloat16, or with fp16 float16 (0.weight is",
+        "half type": "or with fp16 float16 (0.weight is torch.float16); turn the model into float32, give precision=",
+        "its plateau": "ReduceLROnPlateau, as it steps a learning rate's schedule without the loss; use another one",
+        "partitioned": "a pipeline with messages partitioned, where one value with a gradient could cross (pipe_partitioned); ",
+        "AutoTP": "tensor_parallel in the config; leave it out, and use tensor_parallel() or shard() of the schedule",
+        "lamb": "on a CPU an optimizer in the config that DeepSpeed compiles (Lamb); give optimizer=, or Adam or AdamW",
+        "lion": "that DeepSpeed compiles (Lion)",
+        "muon": "that DeepSpeed compiles (Muon)",
+        "fused": "that DeepSpeed compiles (torch_adam off)",
+        "adagrad": "that DeepSpeed compiles (Adagrad)",
         "copies": "clipping where several ranks hold the same part of a parameter",
         "fp16": "fp16 on a CPU; use precision='bf16'",
         "bf16": "bf16 with stage 0 of ZeRO, which steps the optimizer once as it is made; use stage 1",
@@ -222,6 +308,20 @@ def misread(rank: int, file: str) -> dict[str, str]:
         "all rows": attempt({"train_batch_size": 8}, rows=2),
         "right": attempt({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "wandb": {"enabled": False}}),
         "its own": attempt({**ADAMW, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}),
+        "torch's": attempt({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}}),
+        "its defaults": attempt({"optimizer": {"type": "SGD"}, "scheduler": {"type": "LRRangeTest"}}),
+        "optimizer": attempt({"optimizer": {"type": "AdmW"}}),
+        "lrr": attempt({"optimizer": {"type": "AdamW", "params": {"lrr": 1e-3}}}),
+        "norm": attempt({"optimizer": {"type": "SGD", "params": {"max_grad_norm": 1.0}}}),
+        "refused": attempt({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}),
+        "mup": attempt({"optimizer": {"type": "MuAdam"}}),
+        "scheduler": attempt({"scheduler": {"type": "WarmupLRR"}}),
+        "warmup": attempt({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}),
+        "total": attempt({"scheduler": {"type": "WarmupDecayLR"}}),
+        "of torch": attempt({"scheduler": {"type": "StepLR", "params": {"step_size": 1}}, "zero_optimization": {"stage": 1}}),
+        "pipeline": attempt({"pipeline": {"stges": 2}}),
+        "accumulated": attempt({"data_types": {"grad_accum_dtype": "bf16"}}),
+        "offloaded": attempt({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
     }
 
 
@@ -242,9 +342,21 @@ def test_what_deepspeed_would_pass_over_in_its_config_is_refused(tmp_path: Path)
         "removed": f"{refuses}DeepSpeed Sparse Attention has been removed",
         "size": f"{refuses}Check batch related parameters",
         "rows": "a micro-batch has 2 rows, but by train_micro_batch_size_per_gpu in DeepSpeed's config it has 4; leave it out",
+        "optimizer": "no optimizer 'AdmW' of DeepSpeed's config; did you mean 'AdamW'?; available: ",
+        "lrr": "no parameter 'lrr' of the optimizer 'AdamW' in DeepSpeed's config; did you mean 'lr'?; available: ",
+        "norm": "no parameter 'max_grad_norm' of the optimizer 'SGD' in DeepSpeed's config; ",
+        "refused": "DeepSpeed cannot be initialised: Invalid learning rate: -1",
+        "mup": "the optimizer 'MuAdam' in DeepSpeed's config needs the package mup; install it",
+        "scheduler": "no scheduler 'WarmupLRR' of DeepSpeed's config; did you mean 'WarmupLR'?; available: ",
+        "warmup": "no parameter 'warmup_steps' of the scheduler 'WarmupLR' in DeepSpeed's config; did you mean ",
+        "total": "the scheduler 'WarmupDecayLR' in DeepSpeed's config needs total_num_steps; give it in its params",
+        "of torch": "the scheduler 'StepLR' in DeepSpeed's config is torch's, which takes no optimizer of ZeRO; give",
+        "pipeline": "no key 'stges' of pipeline in DeepSpeed's config; ",
+        "accumulated": "DeepSpeed cannot be initialised: unsupported mix of model_dtype=torch.float32 and grad_accum_dtype=",
+        "offloaded": "offload_optimizer steps DeepSpeed's own optimizers, and optimizer= gave AdamW; give the optimizer in the",
         "all rows": "a micro-batch has 1 rows, but by train_batch_size in DeepSpeed's config it has 2; leave it out",
     }
-    assert first.pop("right") == first.pop("its own") == "no error"
+    assert {first.pop(what) for what in ("right", "its own", "torch's", "its defaults")} == {"no error"}
     assert set(first) == set(expected)
     for what, message in expected.items():
         assert first[what].startswith(f"BuildError: {message}"), first[what]

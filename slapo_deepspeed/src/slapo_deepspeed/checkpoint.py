@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slapo_core.agreement import gather
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training import checkpoint_folder, engine_checkpoint, random_state
@@ -21,6 +23,11 @@ from .groups import whole_shape
 from .options import DeepSpeedOptions
 
 TARGET = DeepSpeedOptions.target
+_WORDS = {
+    "optimizer": "the optimizer",
+    "groups": "the number of the optimizer's groups",
+    "lr_scheduler": "the learning rate's schedule",
+}
 
 
 @dataclass
@@ -40,7 +47,7 @@ class Checkpoint:
 
 def save(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> None:
     """Write DeepSpeed's checkpoint and what belongs to it. Collective; a directory without ``slapo.json`` is not complete."""
-    folder, about = Path(path), {**_layout(program, zero_stage), "parameters": _parameters(program)}
+    folder, about = Path(path), {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
     engine_checkpoint.write(folder, TARGET, program, about, lambda: model.save_checkpoint(str(folder)))
 
 
@@ -52,9 +59,11 @@ def checked(model: Any, path: str | PathLike[str], program: Program, zero_stage:
     """
     found = Checkpoint(Path(path))
     saved: dict[str, Any] = {}
+    own = _steps(model, program)
 
     def check() -> None:
         saved.update(_read(found.folder, program, zero_stage))
+        _check_steps(saved, own)
         if saved["dp"] == program.axis_size("dp"):
             found.random = engine_checkpoint.read_random(found.folder)
         elif zero_stage:
@@ -112,6 +121,27 @@ def _read(folder: Path, program: Program, zero_stage: int) -> dict[str, Any]:
         f"saved with {words[0]}, but this engine has {words[1]}; load it on the same layout with the same stage of ZeRO, or at "
         "another dp where that is 0, or where there is neither a pipeline nor tensor parallelism"
     )
+
+
+def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse states of another optimizer or schedule; an engine that only evaluates reads none."""
+    if own["optimizer"] is None:
+        return
+    for key, word in _WORDS.items():
+        if (before := saved.get(key, own[key])) != own[key]:
+            raise BuildError(f"saved with {before!r} for {word}, but this engine has {own[key]!r}; build with the same")
+
+
+def _steps(model: Any, program: Program) -> dict[str, Any]:
+    """What steps the weights, the same on every rank. Collective."""
+    optimizer = model.basic_optimizer
+    groups = 0 if optimizer is None else len(optimizer.param_groups)
+    by_stage = dict(gather((program.axis_rank("pp"), groups), program.mesh))
+    return {
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "groups": groups if len(by_stage) == 1 else [by_stage[stage] for stage in sorted(by_stage)],
+        "lr_scheduler": None if model.lr_scheduler is None else type(model.lr_scheduler).__name__,
+    }
 
 
 def _layout(program: Program, zero_stage: int) -> dict[str, int]:

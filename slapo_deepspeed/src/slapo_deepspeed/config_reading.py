@@ -9,6 +9,8 @@ from typing import Any
 from slapo_core.errors import BuildError, UnknownNameError
 from slapo_training.quiet import without_warnings
 
+from .own_optimizer import check_made
+
 
 def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: int) -> None:
     """Let DeepSpeed, which knows its ranks, read a configuration, and see to it that it reads all of what was given.
@@ -21,11 +23,13 @@ def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: 
         replicas: Data-parallel ranks, which sizes of batches depend on.
 
     Raises:
-        BuildError: it has a key that DeepSpeed never asks for, or DeepSpeed refuses it.
+        BuildError: it has a key that DeepSpeed never asks for, or DeepSpeed refuses it, or cannot make its optimizer.
     """
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from pydantic import ValidationError  # noqa: PLC0415  comes with DeepSpeed
 
+    check_made(config)
+    _check_pipeline(given)
     asked = _Asked(config)
     try:
         with without_warnings():
@@ -38,6 +42,17 @@ def check_config(config: Mapping[str, Any], given: Mapping[str, Any], replicas: 
         if _holds(given, [section, key] if section else [key]):
             whose = f"{section} in DeepSpeed's config" if section else "DeepSpeed's config"
             raise BuildError(str(UnknownNameError.of("key", key, known, whose=whose)))
+
+
+_PIPELINE = ("activation_checkpoint_interval", "grad_partitioned", "pipe_partitioned", "use_reentrant")
+
+
+def _check_pipeline(given: Mapping[str, Any]) -> None:
+    """DeepSpeed goes through all of this section, and reads these."""
+    for key in given.get("pipeline", {}):
+        if key not in _PIPELINE:
+            notes = ["the schedule says what the stages are"]
+            raise BuildError(str(UnknownNameError.of("key", key, _PIPELINE, notes, "pipeline in DeepSpeed's config")))
 
 
 class _Replicas:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from os import PathLike
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from slapo_training.batches import Batch, rows_of
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.losses import CountedLoss, check_has_gradient
 from slapo_training.means import Counted
+from slapo_training.meeting import on_all
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.options import is_rate
@@ -32,6 +34,7 @@ from . import checkpoint
 from .config_reading import check_config
 from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
+from .own_optimizer import is_offloaded
 from .pipeline import RunningStage, in_pipeline, steps
 from .starting import imported, start
 from .used_parameters import UsedParameters
@@ -58,7 +61,8 @@ class DeepSpeedEngine(BatchEngine):
         self._deepspeed = imported(self._device_type)
         self._world = start(self._deepspeed)
         try:
-            check_config(options.settled(), options.given, program.axis_size("dp"))
+            self._config = options.settled(self._device_type)
+            check_config(self._config, options.given, program.axis_size("dp"))
             self._make(program, options, dtype)
         except BaseException:
             self._leave()
@@ -76,15 +80,9 @@ class DeepSpeedEngine(BatchEngine):
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
             release_others(program, [self.module], lambda x: x.to(dtype) if x.is_floating_point() else x)
-        with without_warnings():
-            self.model, self.optimizer, _, self.lr_scheduler = self._deepspeed.initialize(
-                model=pipelined or self.module,
-                optimizer=optimizer,
-                model_parameters=trainable if optimizer is None and options.trains else None,
-                lr_scheduler=rate,
-                mpu=MeshGroups(program) if program.mesh is not None and pipelined is None else None,
-                config=options.settled(),
-            )
+        mpu = MeshGroups(program) if program.mesh is not None and pipelined is None else None
+        own = trainable if optimizer is None and options.trains else None
+        on_all(lambda: self._initialize(pipelined or self.module, optimizer, own, rate, mpu), program)
         if self._stage is not None:
             self.model._allocate_or_extend_buffers = self._buffer
         self._clipped_norm: float | None = None
@@ -96,6 +94,16 @@ class DeepSpeedEngine(BatchEngine):
         self._gradients = WholeGradients(program, named, whole_shape)
         self._unused = Unused(program, named, options.target)
         self._used = UsedParameters(program, named, options.zero_stage)
+
+    def _initialize(self, model: nn.Module, optimizer: Any, own: list[nn.Parameter] | None, rate: Any, mpu: Any) -> None:
+        """Let DeepSpeed make its engine, and of its config's an optimizer of ``own``."""
+        given = {"optimizer": optimizer, "model_parameters": own, "lr_scheduler": rate, "mpu": mpu, "config": self._config}
+        try:
+            with without_warnings():
+                self.model, self.optimizer, _, self.lr_scheduler = self._deepspeed.initialize(model=model, **given)
+        except Exception as err:
+            what = next(iter(str(err).splitlines()), "") or type(err).__name__
+            raise BuildError(f"DeepSpeed cannot be initialised: {what}") from err
 
     def _buffer(self, index: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for one received tensor. DeepSpeed would give activations and gradients the same, whatever their types."""
@@ -118,6 +126,11 @@ class DeepSpeedEngine(BatchEngine):
 
     def _fit(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave out groups without a parameter of this rank, as DeepSpeed does, but before a schedule counts them."""
+        if self._wants_its_own(optimizer):
+            raise BuildError(
+                f"offload_optimizer steps DeepSpeed's own optimizers, and optimizer= gave {type(optimizer).__name__}; give the "
+                "optimizer in the config, or set zero_force_ds_cpu_optimizer to false there"
+            )
         held = [group for group in optimizer.param_groups if group["params"]]
         if not held:
             raise BuildError("optimizer= has no parameter of a rank's stage; give one of all of the model's parameters")
@@ -127,6 +140,13 @@ class DeepSpeedEngine(BatchEngine):
                 "give a factory, lambda optimizer: ..."
             )
         optimizer.param_groups[:] = held
+
+    def _wants_its_own(self, optimizer: torch.optim.Optimizer) -> bool:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from deepspeed.ops.lion import DeepSpeedCPULion
+
+        forced = self._config.get("zero_force_ds_cpu_optimizer", True)
+        return bool(forced) and is_offloaded(self._config) and not isinstance(optimizer, DeepSpeedCPUAdam | DeepSpeedCPULion)
 
     @property
     def device(self) -> torch.device:

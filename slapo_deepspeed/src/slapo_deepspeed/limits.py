@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import torch
+
 from slapo_core.program import Program
 from slapo_training.engine_dialect import ALL_RANKS, NO_PLATEAU, Limit, holds_copies
 
-from .options import DeepSpeedOptions
+from .options import DTYPES, DeepSpeedOptions
+from .own_optimizer import compiled_on_cpu
+
+
+def _is_on_cpu(program: Program) -> bool:
+    return program.mesh is None or program.mesh.device_type == "cpu"
 
 
 def _is_half_on_cpu(program: Program, options: DeepSpeedOptions) -> bool:
-    return options.settled_precision == "fp16" and (program.mesh is None or program.mesh.device_type == "cpu")
+    return options.settled_precision == "fp16" and _is_on_cpu(program)
 
 
 def _shares_out_nothing(program: Program, options: DeepSpeedOptions) -> str:
@@ -25,11 +32,9 @@ def _has_no_dimensions(program: Program, options: DeepSpeedOptions) -> str:
 
 
 def _odd_type(program: Program, options: DeepSpeedOptions) -> str:
+    kinds = (torch.float32, DTYPES[options.settled_precision])
     named = program.module.named_parameters()
-    odd = (
-        f"{name} is {parameter.dtype}" for name, parameter in named if parameter.element_size() > 4 or parameter.is_complex()
-    )
-    return next(odd, "")
+    return next((f"{name} is {parameter.dtype}" for name, parameter in named if parameter.dtype not in kinds), "")
 
 
 def _has_several_stages(program: Program, options: DeepSpeedOptions) -> str:
@@ -53,6 +58,24 @@ def _recomputes(program: Program, options: DeepSpeedOptions) -> bool:
     return bool(options.section("pipeline").get("activation_checkpoint_interval"))
 
 
+def _partitions(program: Program, options: DeepSpeedOptions) -> str:
+    asked = [key for key in ("pipe_partitioned", "grad_partitioned") if options.section("pipeline").get(key)]
+    return asked[0] if asked and len(program.stages) > 1 else ""
+
+
+def _compiles(program: Program, options: DeepSpeedOptions) -> str:
+    return compiled_on_cpu(options.given) if _is_on_cpu(program) else ""
+
+
+def _needs_the_loss(program: Program, options: DeepSpeedOptions) -> bool:
+    named = options.section("scheduler").get("type") == "ReduceLROnPlateau"
+    return named or bool(NO_PLATEAU.applies(program, options))
+
+
+def _splits_itself(program: Program, options: DeepSpeedOptions) -> bool:
+    return bool(options.section("tensor_parallel"))
+
+
 def _accumulates_nothing(program: Program, options: DeepSpeedOptions) -> bool:
     return options.given.get("managed_gradient_accumulation", True) is not True
 
@@ -74,14 +97,31 @@ LIMITS = (
         _shares_out_stages,
     ),
     Limit("a stage with nothing to train", "cut elsewhere, or use target='torch'", _has_nothing_to_train),
-    NO_PLATEAU,
-    Limit("parameters of 8 bytes or complex ones", "turn the model into float32, or use target='torch'", _odd_type),
+    NO_PLATEAU._replace(applies=_needs_the_loss),
+    Limit(
+        "parameters of another type than float32, or with bf16 bfloat16, or with fp16 float16",
+        "turn the model into float32, give precision= for its type, or use target='torch'",
+        _odd_type,
+    ),
     Limit(
         "clipping where several ranks hold the same part of a parameter, as of shared key and value heads",
         "its norm would count them several times; use clip=0, or target='torch'",
         lambda program, options: options.largest_norm > 0 and holds_copies(program),
     ),
     Limit("activation_checkpoint_interval, which runs a stage twice", "use checkpoint() of the schedule", _recomputes),
+    Limit(
+        "a pipeline with messages partitioned, where one value with a gradient could cross",
+        "leave pipe_partitioned and grad_partitioned out of the config",
+        _partitions,
+    ),
+    Limit(
+        "tensor_parallel in the config", "leave it out, and use tensor_parallel() or shard() of the schedule", _splits_itself
+    ),
+    Limit(
+        "on a CPU an optimizer in the config that DeepSpeed compiles",
+        "give optimizer=, or Adam or AdamW, which are torch's there",
+        _compiles,
+    ),
     Limit("managed_gradient_accumulation off, as micro-batches are accumulated", "leave it on", _accumulates_nothing),
 )
 """In the order in which they are asked."""

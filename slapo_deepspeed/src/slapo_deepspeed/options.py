@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from slapo_core.errors import BuildError
-from slapo_training.options import CommonOptions
+from slapo_training.options import CommonOptions, is_rate
+
+from .own_optimizer import check_section, with_torch_adam
 
 Number = TypeVar("Number", int, float)
 
@@ -45,9 +48,34 @@ class DeepSpeedOptions(CommonOptions):
             raise BuildError("optimizer= and the optimizer in DeepSpeed's config are two; give one of them")
         if self.lr_scheduler is not None and "scheduler" in given:
             raise BuildError("lr_scheduler= and the scheduler in DeepSpeed's config are two; give one of them")
+        for name in {"optimizer", "scheduler"} & given.keys():
+            check_section(name, self.section(name))
+        if "scheduler" in given and not self.trains:
+            raise BuildError(
+                "there is a scheduler in DeepSpeed's config, but no optimizer; give optimizer=, or one in the config"
+            )
+        for key in {"train_micro_batch_size_per_gpu", "train_batch_size"} & given.keys():
+            if type(given[key]) is not int or given[key] < 1:
+                raise BuildError(f"{key} in DeepSpeed's config is {given[key]!r}; it has to be a whole number from 1 on")
+        if not self.largest_norm >= 0:
+            raise BuildError(f"gradient_clipping in DeepSpeed's config is {self.largest_norm}; it has to be 0 or more")
         if self.parts < 1:
             raise BuildError(f"gradient_accumulation_steps in DeepSpeed's config is {self.parts}; it has to be 1 or more")
         self.settled()
+
+    def _check_rate(self) -> None:
+        rate = self.lr_scheduler
+        if rate is not None and self.optimizer is None and "optimizer" in self.given:
+            raise BuildError(
+                "lr_scheduler= is for optimizer=, and the optimizer is in DeepSpeed's config; give a scheduler there, too, or "
+                "optimizer="
+            )
+        super()._check_rate()
+        if rate is not None and not is_rate(rate) and (missing := _missing(rate)):
+            raise BuildError(
+                f"lr_scheduler= is called with the optimizer alone, and {getattr(rate, '__name__', 'it')} needs {missing}; "
+                "give a factory, lambda optimizer: ..."
+            )
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> DeepSpeedOptions:
@@ -85,16 +113,22 @@ class DeepSpeedOptions(CommonOptions):
         stage = self.section("zero_optimization").get("stage")
         if stage is None or stage == "auto":
             return 1 if self.settled_precision == "bf16" and self.trains else 0
-        return int(stage)
+        if type(stage) is not int:
+            raise BuildError(f"stage of zero_optimization in DeepSpeed's config is {stage!r}; it has to be 0, 1, 2 or 3")
+        return stage
 
     @property
     def settled_precision(self) -> str:
         """``"fp32"``, ``"bf16"`` or ``"fp16"``, from either place.
 
         Raises:
-            BuildError: they differ.
+            BuildError: they differ, or what enables one is neither true nor false.
         """
-        found = {name for name in ("bf16", "fp16") if self.section(name).get("enabled") is True}
+        enabled = {name: self.section(name).get("enabled", "auto") for name in ("bf16", "fp16")}
+        for name, value in enabled.items():
+            if value != "auto" and not isinstance(value, bool):
+                raise BuildError(f"enabled of {name} in DeepSpeed's config is {value!r}; it has to be true or false")
+        found = {name for name, value in enabled.items() if value is True}
         if len(found) > 1:
             raise BuildError("DeepSpeed's config enables bf16 and fp16; enable one of them")
         configured = next(iter(found), "fp32")
@@ -128,8 +162,11 @@ class DeepSpeedOptions(CommonOptions):
             return "train_batch_size", int(rows) // (self.parts * dp)
         return None
 
-    def settled(self) -> dict[str, Any]:
+    def settled(self, device_type: str = "") -> dict[str, Any]:
         """DeepSpeed's configuration, with what it has to be told explicitly; the sizes of batches are those of one row each.
+
+        Args:
+            device_type: On a ``"cpu"`` Adam is torch's.
 
         Raises:
             BuildError: it says something else than our own arguments do.
@@ -143,6 +180,10 @@ class DeepSpeedOptions(CommonOptions):
         config["zero_optimization"] = {**self.section("zero_optimization"), "stage": self.zero_stage}
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("steps_per_print", _NEVER)
+        if device_type == "cpu" and "optimizer" in config:
+            config["optimizer"] = with_torch_adam(config["optimizer"])
+        if "scheduler" in config:
+            config["scheduler"].setdefault("params", {})
         if "train_batch_size" not in config:
             config.setdefault("train_micro_batch_size_per_gpu", 1)
         # partitioned, only one value with a gradient may cross a boundary
@@ -158,7 +199,7 @@ class DeepSpeedOptions(CommonOptions):
             return ours
         configured = self.given[key]
         if isinstance(configured, bool) or not isinstance(configured, (int, kind)):
-            raise BuildError(f"{key} in DeepSpeed's config is {configured!r}; it has to be a number")
+            raise BuildError(f"{key} in DeepSpeed's config is {configured!r}; it has to be a {'whole ' * (kind is int)}number")
         configured = kind(configured)
         if configured == ours:
             return ours
@@ -172,7 +213,7 @@ class DeepSpeedOptions(CommonOptions):
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(), object_pairs_hook=_without_twins)
     except OSError as err:
         raise BuildError(f"DeepSpeed's config {str(path)!r} cannot be read: {err.strerror}") from err
     except json.JSONDecodeError as err:
@@ -180,6 +221,25 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise BuildError(f"DeepSpeed's config {str(path)!r} is a {type(found).__name__}; it has to be an object")
     return found
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file, of which Python would take the last of equal keys."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twins = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
+        raise BuildError(f"DeepSpeed's config has {twins[0]!r} twice in one object; leave one of them out")
+    return found
+
+
+def _missing(factory: Any) -> str:
+    """What a factory needs beside one argument."""
+    try:
+        _, *others = inspect.signature(factory).parameters.values()
+    except ValueError:  # a builtin, or one without any
+        return ""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return " and ".join(each.name for each in others if each.default is each.empty and each.kind not in kinds)
 
 
 _NEVER = 10**9

@@ -1,0 +1,167 @@
+"""The optimizer and the scheduler of DeepSpeed's config: DeepSpeed makes them late, on some ranks first, and names no key."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from slapo_core.errors import BuildError, UnknownNameError
+
+ADAM = ("adam", "adamw")
+_COMPILED = ("lamb", "lion", "muon")
+_OF_MUP = ("muadam", "muadamw", "musgd")
+_OFFLOADED = ("cpu", "nvme")
+
+
+def check_section(name: str, section: Mapping[str, Any]) -> None:
+    """Refuse an optimizer or a scheduler that does not say what it is, or a number that is none.
+
+    Args:
+        name: ``"optimizer"`` or ``"scheduler"``.
+        section: That of DeepSpeed's config.
+
+    Raises:
+        BuildError: it has no type, or has a number in words.
+    """
+    kind, params = section.get("type"), section.get("params", {})
+    if not isinstance(kind, str):
+        raise BuildError(f"the {name} in DeepSpeed's config has {_found('type', kind)}; give the name of its class")
+    if not isinstance(params, Mapping):
+        raise BuildError(f"params of the {name} in DeepSpeed's config is {params!r}; it has to be an object")
+    for key, value in params.items():
+        if isinstance(value, str) and _is_number(key, value):
+            raise BuildError(f"{key} of the {name} in DeepSpeed's config is {value!r}; it has to be a number")
+
+
+def compiled_on_cpu(given: Mapping[str, Any]) -> str:
+    """What DeepSpeed would compile for the optimizer of its config on a CPU; nothing where it compiles nothing."""
+    kind, params = _kind(given), given.get("optimizer", {}).get("params", {})
+    if kind in _COMPILED or (kind == "adagrad" and is_offloaded(given)):
+        return str(given["optimizer"]["type"])
+    return "torch_adam off" if kind in ADAM and not params.get("torch_adam", True) else ""
+
+
+def with_torch_adam(section: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer that is Adam or AdamW, now torch's: DeepSpeed's own is compiled."""
+    if str(section["type"]).lower() not in ADAM:
+        return dict(section)
+    return {**section, "params": {**section.get("params", {}), "torch_adam": True}}
+
+
+def is_offloaded(given: Mapping[str, Any]) -> bool:
+    """Whether ZeRO keeps states of the optimizer outside the accelerator."""
+    section = given.get("zero_optimization", {}).get("offload_optimizer")
+    return isinstance(section, Mapping) and section.get("device") in _OFFLOADED
+
+
+def check_made(settled: Mapping[str, Any]) -> None:
+    """Refuse an optimizer or a scheduler that DeepSpeed could not make.
+
+    Args:
+        settled: What DeepSpeed is to get.
+
+    Raises:
+        BuildError: its type is unknown, or its class has other parameters.
+    """
+    if "optimizer" in settled:
+        _check_optimizer(settled)
+    if "scheduler" in settled:
+        _check_scheduler(settled)
+
+
+def _check_optimizer(settled: Mapping[str, Any]) -> None:
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    section, kind = settled["optimizer"], _kind(settled)
+    params = dict(section.get("params", {}))
+    if kind in _OF_MUP:
+        if find_spec("mup") is None:
+            raise BuildError(f"the optimizer {section['type']!r} in DeepSpeed's config needs the package mup; install it")
+        return
+    if kind == "muon":
+        return  # it deals out its parameters to two optimizers
+    own = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lamb": "Lamb", "lion": "Lion"}
+    torchs = [name for name, each in vars(torch.optim).items() if _is_class(each, torch.optim.Optimizer)]
+    if kind not in DEEPSPEED_OPTIMIZERS and section["type"] not in torchs:
+        known = {*torchs, *(own.get(each, each) for each in DEEPSPEED_OPTIMIZERS)} - {"Optimizer"}
+        raise _unknown("optimizer", section["type"], known)
+    extra = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"} if kind in ADAM else set[str]()
+    made = _class_of(kind, settled, params) if kind in DEEPSPEED_OPTIMIZERS else getattr(torch.optim, section["type"])
+    _check_params("optimizer", section["type"], made, {key: params[key] for key in params.keys() - extra}, extra)
+
+
+def _class_of(kind: str, settled: Mapping[str, Any], params: Mapping[str, Any]) -> Any:
+    """The class that DeepSpeed makes an optimizer of its own of."""
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lamb import FusedLamb
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+    if kind in ADAM and params.get("torch_adam"):
+        return torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    here = {"adagrad": torch.optim.Adagrad, "lamb": FusedLamb, "lion": FusedLion, "adam": FusedAdam, "adamw": FusedAdam}
+    outside = {"adagrad": DeepSpeedCPUAdagrad, "lion": DeepSpeedCPULion, "adam": DeepSpeedCPUAdam, "adamw": DeepSpeedCPUAdam}
+    return {**here, **outside}[kind] if is_offloaded(settled) else here[kind]
+
+
+def _check_scheduler(settled: Mapping[str, Any]) -> None:
+    from deepspeed.runtime import lr_schedules
+
+    kind, params = settled["scheduler"]["type"], settled["scheduler"].get("params", {})
+    if kind in lr_schedules.VALID_LR_SCHEDULES:
+        _check_params("scheduler", kind, getattr(lr_schedules, kind), params)
+        return
+    torchs = [name for name, each in vars(torch.optim.lr_scheduler).items() if _is_class(each, LRScheduler)]
+    if kind not in torchs:
+        raise _unknown("scheduler", kind, {*torchs, *lr_schedules.VALID_LR_SCHEDULES} - {"LRScheduler", "_LRScheduler"})
+    if settled["zero_optimization"]["stage"]:
+        raise BuildError(
+            f"the scheduler {kind!r} in DeepSpeed's config is torch's, which takes no optimizer of ZeRO; give optimizer= and "
+            f"lr_scheduler=, or one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)}"
+        )
+    _check_params("scheduler", kind, getattr(torch.optim.lr_scheduler, kind), params)
+
+
+def _check_params(name: str, kind: str, made: Any, params: Mapping[str, Any], extra: set[str] | None = None) -> None:
+    """Refuse parameters that a class does not have, and those that it needs and are not there."""
+    first, *known = inspect.signature(made).parameters.values()
+    names = {each.name for each in known} | (extra or set())
+    for key in params:
+        if key not in names:
+            notes = ["give gradient_clipping"] if key == "max_grad_norm" else []
+            raise BuildError(
+                str(UnknownNameError.of("parameter", key, names, notes, f"the {name} {kind!r} in DeepSpeed's config"))
+            )
+    missing = [each.name for each in known if each.default is each.empty and each.name not in params]
+    if missing:
+        raise BuildError(f"the {name} {kind!r} in DeepSpeed's config needs {' and '.join(missing)}; give it in its params")
+
+
+def _unknown(name: str, kind: str, known: set[str]) -> BuildError:
+    return BuildError(str(UnknownNameError.of(name, kind, known, whose="DeepSpeed's config")))
+
+
+def _is_class(value: Any, of: type) -> bool:
+    return isinstance(value, type) and issubclass(value, of)
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    return str(config.get("optimizer", {}).get("type", "")).lower()
+
+
+def _found(key: str, value: Any) -> str:
+    return f"no {key}" if value is None else f"{key} {value!r}"
+
+
+def _is_number(key: str, value: str) -> bool:
+    """Whether a word stands where a number has to."""
+    try:
+        float(value)
+    except ValueError:
+        return value == "auto" or key == "lr"
+    return True
