@@ -56,14 +56,10 @@ def falling(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def count_again(rank: int) -> None:
-    """DeepSpeed numbers parameters and modules in a process; one that was alone has counted further than the other one.
-
-    With stage 3 it puts a linear of its own in the place of torch's for good, which makes gradients in another order.
-    """
+    """DeepSpeed numbers parameters and modules in a process; one that was alone has counted further than the other one."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    F.linear = torch._C._nn.linear
     Init.param_id = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
 
 

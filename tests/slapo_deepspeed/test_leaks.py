@@ -26,16 +26,20 @@ def test_a_build_that_fails_leaves_no_process_group() -> None:
         assert not dist.is_initialized()
 
 
-def closed(rank: int) -> int:
-    """How many hooks the parameters of a closed engine still have."""
+def closed(rank: int, stage: int) -> tuple[int, bool, bool]:
+    """How many hooks a closed engine's parameters still have, and whether torch's linear was another one, and is again."""
+    linear = nn.functional.linear
     model = nn.Linear(2, 2)
     schedule = create_schedule(model, mesh=mesh_of(dp=2), plugins=PLUGINS)
-    engine = build(schedule, "deepspeed", **OPTIONS, config={"zero_optimization": {"stage": 2}})
+    engine = build(schedule, "deepspeed", **OPTIONS, config={"zero_optimization": {"stage": stage}})
     engine.train_batch(input=torch.ones(2, 2), labels=torch.ones(2, 2))
+    replaced = nn.functional.linear is not linear
     engine.close()
-    return sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())
+    hooks = sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())
+    return hooks, replaced, nn.functional.linear is linear
 
 
 @pytest.mark.multiproc
-def test_a_closed_engine_takes_its_hooks_off() -> None:
-    assert run_distributed(closed, 2) == [0, 0]
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_closed_engine_takes_its_hooks_off_and_puts_torchs_linear_back(stage: int) -> None:
+    assert run_distributed(closed, 2, stage) == [(0, stage == 3, True)] * 2

@@ -20,7 +20,6 @@ from slapo_training.batches import Batch, rows_of
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.losses import CountedLoss, check_has_gradient
 from slapo_training.means import Counted
-from slapo_training.meeting import on_all
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.options import is_rate
@@ -36,7 +35,7 @@ from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
 from .own_optimizer import is_offloaded
 from .pipeline import RunningStage, in_pipeline, steps
-from .starting import imported, start
+from .starting import TorchLinear, imported, start
 from .used_parameters import UsedParameters
 
 
@@ -59,7 +58,7 @@ class DeepSpeedEngine(BatchEngine):
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
         compare(options.agreed(), program.mesh)
         self._deepspeed = imported(self._device_type)
-        self._world = start(self._deepspeed)
+        self._world, self._linear = start(self._deepspeed), TorchLinear()
         try:
             self._config = options.settled(self._device_type)
             check_config(self._config, options.given, program.axis_size("dp"))
@@ -82,7 +81,7 @@ class DeepSpeedEngine(BatchEngine):
             release_others(program, [self.module], lambda x: x.to(dtype) if x.is_floating_point() else x)
         mpu = MeshGroups(program) if program.mesh is not None and pipelined is None else None
         own = trainable if optimizer is None and options.trains else None
-        on_all(lambda: self._initialize(pipelined or self.module, optimizer, own, rate, mpu), program)
+        self._initialize(pipelined or self.module, optimizer, own, rate, mpu)  # others may wait within for a rank that fails
         if self._stage is not None:
             self.model._allocate_or_extend_buffers = self._buffer
         self._clipped_norm: float | None = None
@@ -194,7 +193,8 @@ class DeepSpeedEngine(BatchEngine):
         self._leave()
 
     def _leave(self) -> None:
-        """Give back the process group of this process alone, if it was made for this engine."""
+        """Give back what DeepSpeed has put in torch's place, and the process group of this process alone, if there is one."""
+        self._linear.leave()
         if self._world.leave():
             self._deepspeed.comm.destroy_process_group()  # it forgets its groups with it
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from slapo_core.errors import BuildError
 from slapo_training.own_world import OwnWorld
@@ -46,6 +47,24 @@ def imported(device_type: str) -> Any:
     if device_type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+class TorchLinear:
+    """Puts ``torch.nn.functional.linear`` back with the last engine of this process: stage 3 of ZeRO leaves its own there."""
+
+    _users = 0
+    _original: Any = None
+
+    def __init__(self) -> None:
+        if TorchLinear._users == 0:
+            TorchLinear._original = functional.linear
+        TorchLinear._users += 1
+
+    def leave(self) -> None:
+        """This engine needs DeepSpeed's no more."""
+        TorchLinear._users -= 1
+        if TorchLinear._users == 0:
+            functional.linear = TorchLinear._original
 
 
 def start(deepspeed: Any) -> OwnWorld:
