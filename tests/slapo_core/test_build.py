@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slapo_core import (
     BuildError,
@@ -306,3 +306,19 @@ def test_ranks_with_different_schedules_are_refused(function: Any, args: list[An
 @pytest.mark.multiproc
 def test_addresses_are_no_difference() -> None:
     assert run_distributed(equal_but_for_addresses, 2) == ["built", "built"]
+
+
+def without_the_second(rank: int) -> str:
+    mesh = DeviceMesh("cpu", [0], mesh_dim_names=("pp",))
+    try:
+        create_schedule(nn.Linear(2, 2), mesh=mesh)
+    except ScheduleError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.multiproc
+def test_a_mesh_that_leaves_out_a_rank_is_refused_there() -> None:
+    first, second = run_distributed(without_the_second, 2)
+    assert first == "no error"
+    assert "the mesh leaves out this rank, 1; make it of all ranks that schedule the model" in second

@@ -76,8 +76,7 @@ class Root:
     @cached_property
     def mesh_group(self) -> dist.ProcessGroup | None:
         """The process group of the mesh's ``tp`` axis, if it has one."""
-        has_axis = self.mesh is not None and "tp" in (self.mesh.mesh_dim_names or ())
-        return self.mesh.get_group("tp") if self.mesh is not None and has_axis else None
+        return self.mesh.get_group("tp") if self.mesh is not None and "tp" in (self.mesh.mesh_dim_names or ()) else None
 
     def metadata_of(self, module: nn.Module) -> ScheduleMetadata:
         """The metadata of one module, made when first asked for."""
@@ -96,8 +95,7 @@ class Root:
 class Schedule:
     """One module of a model, and the words to say how it is to run: ``sch["h.0.mlp"].checkpoint()``.
 
-    Every installed primitive is a method; ``dir(sch)`` lists them. A call returns the schedule, so that calls chain, or
-    the primitive's own value.
+    Every installed primitive is a method; ``dir(sch)`` lists them. A call returns the schedule, or the primitive's own value.
     """
 
     __slots__ = ("_path", "_root")
@@ -442,7 +440,7 @@ def create_schedule(
         plugins: Registry to look primitives up in; default: all installed plugins.
 
     Raises:
-        ScheduleError: ``root`` is no module, or not the one at ``path`` below ``parent``; the mesh has other axes.
+        ScheduleError: ``root`` is no module, or not at ``path`` below ``parent``; the mesh has other axes or lacks this rank.
     """
     refused = partial(ScheduleError, path=parent.path if parent is not None else "", primitive="create_schedule")
     if not isinstance(root, nn.Module):
@@ -457,6 +455,8 @@ def create_schedule(
     axes = mesh.mesh_dim_names if mesh is not None else ()
     if mesh is not None and (not axes or list(axes) != [axis for axis in ("pp", "dp", "tp") if axis in axes]):
         raise refused(f"the mesh has axes {axes}; name them out of 'pp', 'dp', 'tp', in this order")
+    if mesh is not None and mesh.get_coordinate() is None:
+        raise refused(f"the mesh leaves out this rank, {dist.get_rank()}; make it of all ranks that schedule the model")
     registry = plugins if plugins is not None else default_registry()
     shared = Root(root, type(root).__qualname__, name, registry, group, mesh, example_inputs)
     try:
