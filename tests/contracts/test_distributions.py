@@ -43,12 +43,13 @@ def test_the_table_above_has_every_distribution() -> None:
     assert set(PRIMITIVES) == set(folders())
 
 
+ALWAYS = ("slapo", "slapo-core", "slapo-deepspeed", "slapo-example", "slapo-kernels", "slapo-sharding")
+"""Those that every run installs; the others are as they are."""
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("slapo-memory", "slapo-torch", "slapo-training")))
-        for name in sorted(PRIMITIVES)
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in sorted(PRIMITIVES)],
 )
 def test_it_installs_alone_and_shows_exactly_its_primitives(installed: Callable[[str], Environment], name: str) -> None:
     script = SCRIPT.format(module=name.replace("-", "_"))

@@ -57,7 +57,7 @@ def test_layouts_equal_the_unmodified_model(tmp_path: Path, layout: str):
     "flags",
     [
         *(pytest.param(f"--model {model} --tp 2", marks=pytest.mark.slow) for model in ("gpt2", "llama", "t5")),
-        "--model gpt2 --tp 4",
+        pytest.param("--model gpt2 --tp 4", marks=pytest.mark.slow),
         *(pytest.param(f"--model {model} --tp 4", marks=pytest.mark.slow) for model in ("llama", "t5")),
         "--model llama --tp 2 --sequence-parallel",
     ],

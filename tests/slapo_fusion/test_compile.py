@@ -73,6 +73,7 @@ def test_every_layer_of_a_list_is_compiled_and_identical_ones_once() -> None:
     assert list(sch.mod.state_dict()) == names
 
 
+@pytest.mark.slow
 def test_the_default_compiler_gives_the_same_numbers_and_masks() -> None:
     before = Model(2)
     sch = create_schedule(copy.deepcopy(before))

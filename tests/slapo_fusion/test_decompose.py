@@ -96,6 +96,7 @@ def bias_gelu(x: Any, bias: Any) -> Any:
     return 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * torch.pow(y, 3.0))))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_the_bias_and_activation_of_gpt2_are_one_call() -> None:
     config: Any = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=2, vocab_size=32, n_positions=8, use_cache=False)

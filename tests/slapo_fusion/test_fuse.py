@@ -94,7 +94,13 @@ def test_operations_are_one_call_in_every_layer(compiler: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "compiler"),
-    [(side_by_side, "inductor"), (side_by_side, None), (side_by_side, "one_matmul"), (vertical, "inductor"), (vertical, None)],
+    [
+        (side_by_side, None),
+        (side_by_side, "one_matmul"),
+        (vertical, None),
+        pytest.param(side_by_side, "inductor", marks=pytest.mark.slow),
+        pytest.param(vertical, "inductor", marks=pytest.mark.slow),
+    ],
 )
 def test_correctness_17_layers_with_weights_keep_their_places_and_are_used_as_they_are(
     pattern: Any, compiler: str | None
@@ -122,7 +128,7 @@ class Crossed(nn.Module):
         return torch.sigmoid(self.a(x)) * self.b(y)
 
 
-@pytest.mark.parametrize("compiler", ["inductor", None])
+@pytest.mark.parametrize("compiler", [pytest.param("inductor", marks=pytest.mark.slow), None])
 def test_correctness_17_each_branch_gets_its_own_input(compiler: str | None) -> None:
     before, y = Crossed(), torch.randn(2, 4, 8)
     sch = create_schedule(copy.deepcopy(before), example_inputs=(X, y)).trace()
@@ -153,14 +159,14 @@ def test_projections_of_one_input_are_one_product_until_one_of_them_is_hooked() 
 
 def test_hooks_on_a_fused_layer_fire() -> None:
     _, sch = traced()
-    sch.fuse(sch.find(vertical))
+    sch.fuse(sch.find(vertical), compiler=None)
     seen: list[torch.Size] = []
     sch.mod.get_submodule("layers.0.down").register_forward_hook(lambda module, args, output: seen.append(output.shape))
     sch.mod(X)
     assert seen == [X.shape]
 
 
-@pytest.mark.parametrize("compiler", ["inductor", "torchscript", None])
+@pytest.mark.parametrize("compiler", [pytest.param("inductor", marks=pytest.mark.slow), "torchscript", None])
 def test_dropout_in_it_draws_the_same_mask(compiler: str | None) -> None:
     before, sch = traced()
     sch.fuse(sch.find(tail), compiler=compiler)

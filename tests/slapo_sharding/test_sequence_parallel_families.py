@@ -23,8 +23,16 @@ EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for n
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_with_and_without(name: str) -> None:
-    check_on_two_and_four_ranks(name, (False, True))
+def test_with_and_without(name: str, request: pytest.FixtureRequest) -> None:
+    """In the fast runs most are split along the sequence alone, which is all of the other and more."""
+    both = name in ON_FOUR or request.node.get_closest_marker("slow") is not None
+    check_on_two_and_four_ranks(name, (False, True) if both else (True,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAST if name in ALLOWED and name not in ON_FOUR])
+def test_the_others_without(name: str) -> None:
+    check_on_two_and_four_ranks(name, (False,))
 
 
 @pytest.mark.slow

@@ -35,18 +35,16 @@ LONG = 500.0
 
 CLASSES = (
     # causal: tied, results that are views, ALiBi, rotary, grouped keys and values, mixtures of experts
-    *("gpt2:mask", "opt", "bloom", "llama", "mixtral"),
+    *("gpt2:mask", "opt", "bloom", "llama", "qwen3", "mixtral", "qwen3_moe"),
     # masked; the second uses one table of positions in all of its layers
     *("bert", "deberta-v2"),
     # sequence to sequence
-    "t5",
+    *("t5", "bart"),
     # images; gradients that lie in memory in another order, BatchNorm
-    *("convnext", "resnet"),
+    *("vit", "convnext", "resnet"),
 )
 
-MORE = tuple(
-    "bart beit deepseek_v3 electra gpt_neox gpt_oss olmo2 qwen3 qwen3_moe roberta swin switch_transformers vit".split()
-)
+MORE = ("gpt_neox", "olmo2", "deepseek_v3", "gpt_oss", "roberta", "electra", "switch_transformers", "beit", "swin")
 
 
 def batches(example: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
