@@ -64,7 +64,7 @@ def job(*command: str) -> tuple[int, str, float]:
     ("axis", "end", "rank"),
     [
         ("pp", "raises", 1),
-        ("dp", "killed", 1),
+        pytest.param("dp", "killed", 1, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [("pp", "killed", 1), ("dp", "raises", 1), ("pp", "raises", 0), ("pp", "killed", 0)]

@@ -98,6 +98,7 @@ def test_on_megatron_it_equals_the_unmodified_model(tmp_path: Path, flags: str):
     assert largest_difference(train(tmp_path, f"{flags} {sizes} --target megatron")) <= 1e-4
 
 
+@pytest.mark.slow
 def test_report_and_schedule_of_a_run(tmp_path: Path):
     flags = f"--tp 2 --pp 2 {SMALL} --dropout 0.2 --seed 3"
     record = train(tmp_path, flags)

@@ -48,7 +48,7 @@ def resumed(rank: int, layout: dict[str, int], chunks: int, options: dict[str, A
     ("layout", "chunks", "options"),
     [
         ({"dp": 2}, 1, {"distributed_optimizer": True, "precision": "bf16"}),
-        ({"tp": 2}, 1, {"distributed_optimizer": True}),
+        pytest.param({"tp": 2}, 1, {"distributed_optimizer": True}, marks=pytest.mark.slow),
         ({"pp": 2}, 2, {"precision": "bf16"}),
         ({"pp": 2}, 1, {"distributed_optimizer": True}),
     ],

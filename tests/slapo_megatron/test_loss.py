@@ -235,6 +235,7 @@ def _trained(rank: int) -> set[str]:
     return called
 
 
+@pytest.mark.slow
 def test_the_dialect_trains_with_it_in_bf16():
     assert run_distributed(_trained, 2, timeout=100) == [MEGATRON] * 2
 

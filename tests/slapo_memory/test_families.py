@@ -85,7 +85,7 @@ def pair(name: str, attention: str) -> tuple[nn.Module, Schedule, dict[str, Any]
 
 
 def table() -> Iterator[Any]:
-    fast = {("gpt2", "sdpa", "matmuls", "alone"), ("t5", "eager", "budget", "nested"), ("llama", "eager", "draws", "ratio")}
+    fast = {("gpt2", "sdpa", "matmuls", "alone"), ("llama", "eager", "budget", "nested")}
     for name in ("gpt2", "llama", "bert", "t5"):
         for attention in ("sdpa", "eager"):
             for policy in POLICIES:
