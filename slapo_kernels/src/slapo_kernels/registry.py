@@ -11,7 +11,7 @@ from slapo_core.errors import PluginError, ScheduleError
 from slapo_core.logger import get_logger
 
 from . import eager, native
-from ._torch_private import is_dry_run, num_dispatch_modes, num_function_modes
+from ._torch_private import is_dry_run
 from .implementation import Function, Implementation
 from .kernels import KERNELS
 from .table import VARIABLE, check_kernel, table
@@ -51,7 +51,7 @@ def run(kernel: str, *args: Any, choice: str | None = None, **kwargs: Any) -> An
     if type(tensor) not in _PLAIN:
         if choice is None or is_dry_run(tensor):
             choice = "eager"
-    elif (num_dispatch_modes() or num_function_modes()) and is_dry_run(tensor):
+    elif is_dry_run():
         choice = "eager"
     key = kernel, choice, tensor.device.type, tensor.dtype
     for function, implementation in _chosen.get(key) or _candidates(key):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from slapo_core.wrapping import is_opaque
 
-from ._torch_modes import is_watched
+from ._torch_private import is_watched
 from .recognise.copies import is_conv1d, rebind
 from .registry import choose, run
 
