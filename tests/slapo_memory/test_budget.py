@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,11 +86,17 @@ def ran_in(model: nn.Module) -> int:
     return ran.count
 
 
+def entries() -> list[_Entry]:
+    """All that are alive."""
+    return [value for value in gc.get_objects() if type(value) is _Entry]
+
+
 def kept_in(model: nn.Module) -> int:
     """Bytes of outputs that a forward keeps, each memory once."""
+    others = entries()  # of other models, held so that no new one is taken for one of them
     out = model(X)
-    entries = [value for value in gc.get_objects() if type(value) is _Entry]
-    found = [tensor.untyped_storage() for entry in entries for tensor in tensors_in(entry.output)]
+    new = [entry for entry in entries() if all(entry is not other for other in others)]
+    found = [tensor.untyped_storage() for entry in new for tensor in tensors_in(entry.output)]
     assert out.requires_grad
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
@@ -108,6 +115,39 @@ def test_kept_bytes_stay_in_the_budget_and_less_runs_again_with_more() -> None:
         assert_equivalent(before, sch.mod, X, atol=0, rtol=0)
         before.zero_grad()
     assert ran[0] > ran[1] > ran[2] > ran[3] >= plain
+
+
+@pytest.mark.parametrize("options", [{"budget": 0.5}, {"policy": "matmuls"}], ids=["budget", "policy"])
+def test_what_is_kept_goes_with_the_backward_and_needs_no_garbage_collector(options: dict[str, Any]) -> None:
+    _, sch = scheduled()
+    sch["layers"].checkpoint(**options)
+    gc.collect()
+    others = len(entries())
+    gc.disable()
+    try:
+        loss = sch.mod(X).sum()
+        assert len(entries()) > others
+        loss.backward()
+        assert len(entries()) == others
+        unused = sch.mod(X)
+        assert len(entries()) > others
+        del unused
+        assert len(entries()) == others
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_a_budget_was_solved_for_goes_when_nobody_holds_it() -> None:
+    """The run on fake tensors leaves nothing behind, a checkpoint within it no entries."""
+    _, sch = scheduled()
+    others = len(entries())
+    sch["layers"].checkpoint(policy="matmuls")
+    sch.checkpoint(budget=0.5)
+    layer = weakref.ref(sch.mod.layers[0])
+    del sch
+    gc.collect()
+    assert layer() is None
+    assert len(entries()) <= others
 
 
 def test_the_matmul_that_costs_most_per_byte_is_kept_first() -> None:

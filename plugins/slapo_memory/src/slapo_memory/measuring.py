@@ -151,7 +151,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def finish(self) -> Call:
         """The call."""
         kept = [operator for operator, places in self.operators[: self.ran] if places.isdisjoint(self.written)]
-        return Call(self.inputs, sum(map(_bytes, self.saved.values())), kept)
+        saved = sum(map(_bytes, self.saved.values()))
+        self.held.clear()  # autograd's graph, which these hold, holds us by the hook: a cycle that no collector finds
+        self.saved.clear()
+        return Call(self.inputs, saved, kept)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd keeps a tensor."""
