@@ -38,23 +38,23 @@ def running(session: int) -> list[int]:
 def job(*command: str) -> tuple[int, str, float]:
     """Status and output of a job that a rank ends, and how many seconds later it ended; no process of it is left."""
     environment = {**os.environ, "PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
         start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=100)
-        ended = time.time()
-        while running(process.pid) and time.time() < ended + 10:
-            time.sleep(0.1)
-        assert running(process.pid) == []
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=100)
+            ended = time.time()
+            while running(process.pid) and time.time() < ended + 10:
+                time.sleep(0.1)
+            assert running(process.pid) == []
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     (began,) = re.findall(r"ending at ([\d.]+)", output)
     return process.returncode, output, ended - float(began)
 
