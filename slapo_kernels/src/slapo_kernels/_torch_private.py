@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -29,3 +31,21 @@ def is_watched(forced: bool = False) -> bool:
         forced: A compiler sees the kernels then.
     """
     return not forced if torch.compiler.is_compiling() else is_dry_run()
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward that is running goes on to a node of the graph."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of leaves that are asked for by torch.autograd.grad, and of no others
+        return True
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode automatic differentiation is at work."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def is_fsdp_hook(hook: object) -> bool:
+    """Whether it is what ``fully_shard`` puts on the outputs of a module, to gather weights before the backward."""
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")

@@ -2,14 +2,14 @@
 
 They are tensors like others, with gradients; what is computed from them is computed from the real ones, made once. But casts,
 views and slices that keep the last dimension whole stay lazy, and of such the cross entropy is the kernel's, which takes the
-hidden states and the weight of the head. Once some are computed, those they are views of, and all views of these, are too.
+hidden states and the weight of the head. Once some are computed, those they are views of, and all views of these, are too;
+until then, hidden states and weight have to be what they were when the head was called.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +17,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from slapo_core.errors import SlapoError
 from slapo_core.wrapping import is_opaque
 
-from .registry import run
+from ._torch_private import is_fsdp_hook, is_transformed
+from .lazy_loss import Watch
+from .lazy_views import LAZY
+from .unchanged import Unchanged
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,25 @@ class LazyHead:
     def fits(self, module: Any, args: tuple[Any, ...]) -> bool:
         """With gradients, and where nobody looks at once."""
         (x,) = args
-        return torch.is_grad_enabled() and type(x) is torch.Tensor and x.dim() > 1 and not is_opaque(module)
+        tensors = [x, module.weight, *([] if module.bias is None else [module.bias])]
+        plain = all(type(each) in (torch.Tensor, nn.Parameter) and each.device == x.device for each in tensors)
+        if not plain or x.is_meta or not torch.is_grad_enabled() or is_transformed() or is_opaque(module):
+            return False
+        dtypes = {each.dtype for each in tensors}
+        alike = len(dtypes) == 1 and x.is_floating_point()
+        cast = torch.is_autocast_enabled(x.device.type) and dtypes <= _CAST
+        return (alike or cast) and x.dim() > 1 and x.shape[-1] == module.weight.shape[-1]
 
     def __call__(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         """Lazy logits."""
         weight, bias, kind = module.weight, module.bias, x.device.type
-        if torch.is_autocast_enabled(kind):  # the loss may be computed outside of it
+        if torch.is_autocast_enabled(kind) and x.dtype in _CAST:  # the loss may be computed outside of it
             dtype = torch.get_autocast_dtype(kind)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        return _lazy(x, weight, bias, x.dtype, self.choice)
+        unchanged = Unchanged({"the hidden states": x, "the head's weight": weight, "the head's bias": bias})
+        source = Source(x, weight, bias, self.choice, unchanged)
+        logits: torch.Tensor = _Head.apply(x, weight, bias, source, x.dtype)  # type: ignore[no-untyped-call]
+        return logits
 
 
 def find_heads(root: nn.Module) -> dict[str, nn.Module]:
@@ -64,25 +78,50 @@ def find_heads(root: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in root.named_modules() if id(module) in ids}
 
 
-class LazyLogits(torch.Tensor):
-    """``hidden @ weight.T + bias``, in a dtype; or a view ``of`` others."""
+@dataclass(frozen=True)
+class Source:
+    """What logits are computed of.
+
+    Args:
+        hidden: With its history, as the others: the kernel has gradients of its own.
+        weight: Of the head.
+        bias: Of the head.
+        choice: Implementation that a user has chosen.
+        unchanged: All three, as they were when the head was called.
+    """
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     choice: str | None
+    unchanged: Unchanged
+
+
+class LazyLogitsError(SlapoError):
+    """Logits that were left to be computed, and cannot be, or are to be changed in place."""
+
+
+class LazyLogits(torch.Tensor):
+    """``hidden @ weight.T + bias``, in a dtype; or a view ``of`` others."""
+
+    source: Source
+    watch: Watch
     numbers: torch.Tensor | None
     of: tuple[LazyLogits, Callable[[torch.Tensor], torch.Tensor]] | None
 
     @staticmethod
     def __new__(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, choice: str | None
+        cls,
+        source: Source,
+        dtype: torch.dtype,
+        of: tuple[LazyLogits, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> LazyLogits:
         """Nothing is computed."""
-        shape = (*hidden.shape[:-1], len(weight))
+        hidden = source.hidden
+        shape = (*hidden.shape[:-1], len(source.weight))
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
-        made.hidden, made.weight, made.bias, made.choice, made.numbers = hidden, weight, bias, choice, None
-        made.of = None
+        made.source, made.of, made.numbers = source, of, None
+        made.watch = Watch(of[0].watch if of else None)
         return made
 
     @property
@@ -90,21 +129,57 @@ class LazyLogits(torch.Tensor):
         """Whether there are no numbers yet."""
         return self.numbers is None and (self.of is None or self.of[0].is_lazy)
 
+    def other(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The logits of other hidden states: what is done to these is done to them."""
+        source = replace(self.source, hidden=change(self.source.hidden))
+        made: torch.Tensor = _View.apply(self, source, change, dtype or self.dtype)  # type: ignore[no-untyped-call]
+        return made
+
+    def checked(self) -> Source:
+        """What they are computed of.
+
+        Raises:
+            LazyLogitsError: it is not what it was.
+        """
+        if what := self.source.unchanged.breach():
+            lost = "logits that use_kernels('linear_cross_entropy') left to be computed are lost"
+            way = "look at them, as by logits.detach(), and compute losses before that, or leave linear_cross_entropy out"
+            raise LazyLogitsError(f"{lost}: somebody {what} since the head ran; {way}")
+        return self.source
+
+    def computed(self) -> torch.Tensor:
+        """The numbers; gradients are autograd's business.
+
+        Raises:
+            LazyLogitsError: what they are computed of is not what it was.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if self.of is not None:
+                return self.of[1](self.of[0].computed()).to(self.dtype)
+            if self.numbers is None:
+                source = self.checked()
+                with torch.autocast(self.device.type, enabled=False):
+                    self.numbers = F.linear(source.hidden, source.weight, source.bias).to(self.dtype)
+            return self.numbers
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.detach())
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in _IN_PLACE or (name.endswith("_") and name[:2] != "__" and name != "requires_grad_"):
+        first = args[0] if args else None
+        if name in _IN_PLACE or (name.endswith("_") and name[:2] != "__" and name != "requires_grad_") or func == _SET_DATA:
             raise _changed(name)
-        stays = _LAZY.get(func)
-        if stays is not None and isinstance(args[0] if args else None, LazyLogits) and args[0].is_lazy:
-            found = stays(*args, **kwargs)
-            if found is not None:
+        if isinstance(first, LazyLogits):
+            if func in _WATCHES and not (first.watch.has_loss and is_fsdp_hook(args[-1])):  # whose loss has that hook as well
+                first.watch.is_set = True
+            if func in LAZY and first.is_lazy and (found := LAZY[func](*args, **kwargs)) is not None:
                 return found
+            if func == _DATA:
+                return first.detach()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*pytree.tree_map_only(LazyLogits, torch.Tensor.detach, args) if func in _READ else args, **kwargs)
+            return func(*pytree.tree_map_only(LazyLogits, _plain, args) if func in _READ else args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -112,7 +187,8 @@ class LazyLogits(torch.Tensor):
     ) -> Any:
         if func._schema.is_mutable:
             raise _changed(str(func))
-        return func(*pytree.tree_map_only(LazyLogits, _real, args), **pytree.tree_map_only(LazyLogits, _real, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _Head(torch.autograd.Function):
@@ -120,146 +196,71 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, choice: str | None
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, source: Source, dtype: torch.dtype
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return LazyLogits(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), dtype, choice)
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        ctx.set_materialize_grads(False)
+        ctx.dtype = hidden.dtype
+        ctx.save_for_backward(hidden if needs_weight else None, weight if needs_hidden else None)
+        return LazyLogits(source, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         hidden, weight = ctx.saved_tensors
-        grad = grad.to(hidden.dtype)
+        grad = grad.to(ctx.dtype)
         rows = grad.flatten(0, -2)
-        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        of_weight = rows.t() @ hidden.flatten(0, -2) if needs_weight else None
-        return grad @ weight if needs_hidden else None, of_weight, rows.sum(0) if needs_bias else None, None, None
+        of_weight = None if hidden is None else rows.t() @ hidden.flatten(0, -2)
+        return (
+            None if weight is None else grad @ weight,
+            of_weight,
+            rows.sum(0) if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+        )
 
 
-def _lazy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, choice: str | None
-) -> torch.Tensor:
-    made: Any = _Head.apply(hidden, weight, bias, dtype, choice)  # type: ignore[no-untyped-call]
-    made.hidden, made.weight, made.bias = hidden, weight, bias  # with their history: the kernel has gradients of its own
-    return made  # type: ignore[no-any-return]
+class _View(torch.autograd.Function):
+    """Those of other hidden states, as autograd sees them: the gradients of a view and a cast."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: LazyLogits, source: Source, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.dtype, ctx.change = logits.shape, logits.dtype, change
+        return LazyLogits(source, dtype, (logits, change))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 4
+        with torch.enable_grad():
+            blank = torch.zeros((), dtype=ctx.dtype, device=grad.device).expand(ctx.shape).requires_grad_()
+            made = ctx.change(blank)
+        (found,) = torch.autograd.grad(made, blank, grad.to(ctx.dtype), create_graph=torch.is_grad_enabled())
+        return found, None, None, None
 
 
-def _real(logits: LazyLogits) -> torch.Tensor:
-    """The numbers; gradients are autograd's business, above."""
-    if logits.of is not None:
-        with torch.no_grad():
-            return logits.of[1](_real(logits.of[0]))
-    if logits.numbers is None:
-        with torch.no_grad(), torch.autocast(logits.hidden.device.type, enabled=False):
-            logits.numbers = F.linear(logits.hidden, logits.weight, logits.bias).to(logits.dtype)
-    return logits.numbers
+def _plain(logits: LazyLogits) -> torch.Tensor:
+    return logits.detach().requires_grad_(logits.requires_grad)
 
 
-# -- what stays lazy; None where it does not
-
-
-def _other(
-    logits: LazyLogits,
-    hidden: Callable[[torch.Tensor], torch.Tensor],
-    own: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """The logits of other hidden states: what is done to these, and to logits, if it is not the same."""
-    made: Any = _lazy(hidden(logits.hidden), logits.weight, logits.bias, logits.dtype, logits.choice)
-    made.of = logits, own or hidden
-    return made  # type: ignore[no-any-return]
-
-
-def _changed(name: str) -> RuntimeError:
+def _changed(name: str) -> LazyLogitsError:
     what = f"{name} changes logits in place that use_kernels('linear_cross_entropy') has left to be computed"
-    return RuntimeError(f"{what}; change a clone()")
+    return LazyLogitsError(f"{what}; change a clone()")
 
 
-def _to(logits: LazyLogits, *args: Any, dtype: Any = None, device: Any = None, **others: Any) -> torch.Tensor | None:
-    for arg in args:
-        dtype, device = (arg, device) if isinstance(arg, torch.dtype) else (dtype, arg)
-    same = device is None or (isinstance(device, (str, torch.device)) and torch.device(device) == logits.device)
-    if others or not same or not (dtype is None or dtype.is_floating_point):
-        return None
-    if dtype in (None, logits.dtype):
-        return logits
-    made: Any = _lazy(logits.hidden, logits.weight, logits.bias, dtype, logits.choice)
-    made.of = logits, lambda numbers: numbers.to(dtype)
-    return made  # type: ignore[no-any-return]
-
-
-def _view(logits: LazyLogits, *shape: Any) -> torch.Tensor | None:
-    if len(shape) == 1 and isinstance(shape[0], Sequence):
-        shape = tuple(shape[0])
-    if not shape or not all(isinstance(size, int) for size in shape):
-        return None
-    *batch, last = shape
-    if last == -1:
-        last = logits.numel() // (math.prod(batch) or 1)
-    if last != logits.shape[-1] or (-1 not in batch and math.prod(batch) != math.prod(logits.shape[:-1])):
-        return None
-    return _other(logits, lambda values: values.reshape(*batch, values.shape[-1]))
-
-
-def _flatten(logits: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> torch.Tensor | None:
-    start, end = start_dim % logits.dim(), end_dim % logits.dim()
-    return _other(logits, lambda hidden: hidden.flatten(start, end)) if end < logits.dim() - 1 else None
-
-
-def _getitem(logits: LazyLogits, index: Any) -> torch.Tensor | None:
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if (
-        len(parts) == 1
-        and isinstance(parts[0], torch.Tensor)
-        and parts[0].dtype is torch.bool
-        and parts[0].dim() < logits.dim()
-    ):
-        return _other(logits, lambda hidden: hidden[index])
-    if not all(part is Ellipsis or isinstance(part, slice) for part in parts) or parts.count(Ellipsis) > 1:
-        return None
-    given = [part for part in parts if part is not Ellipsis]
-    reaches = len(given) == logits.dim() or (Ellipsis in parts and parts[-1] is not Ellipsis)
-    if reaches and parts[-1] != slice(None):
-        return None
-    return _other(logits, lambda hidden: hidden[index])
-
-
-def _cross_entropy(
-    logits: LazyLogits,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> torch.Tensor | None:
-    plain = type(target) is torch.Tensor and target.dtype is torch.long and logits.dim() == 2 and target.dim() == 1
-    if not plain or weight is not None or size_average is not None or reduce is not None or label_smoothing:
-        return None
-    loss: torch.Tensor = run(
-        "linear_cross_entropy",
-        logits.hidden,
-        logits.weight,
-        target,
-        choice=logits.choice,
-        bias=logits.bias,
-        ignore_index=ignore_index,
-        reduction=reduction,
-    )
-    return loss.to(logits.dtype)
-
-
+_CAST = {torch.float32, torch.bfloat16, torch.float16}
+"""What autocast casts."""
 _IN_PLACE = frozenset(f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split())
-_READ = (torch.Tensor.tolist, torch.Tensor.__reduce_ex__, torch.Tensor.__array__)
+_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_READ = tuple(
+    getattr(torch.Tensor, name)
+    for name in "__array__ __dlpack__ __reduce_ex__ data_ptr numpy storage tolist untyped_storage".split()
+)
 """What torch does not do with tensors of other classes: of their numbers it does."""
-_LAZY: dict[Any, Callable[..., torch.Tensor | None]] = {
-    F.cross_entropy: _cross_entropy,
-    torch.Tensor.__getitem__: _getitem,
-    torch.Tensor.contiguous: lambda logits: logits,
-    torch.Tensor.flatten: _flatten,
-    torch.Tensor.float: lambda logits: _to(logits, torch.float32),
-    torch.Tensor.reshape: _view,
-    torch.Tensor.to: _to,
-    torch.Tensor.view: _view,
-    torch.flatten: _flatten,
-    torch.reshape: _view,
-}
+_WATCHES = (torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.grad_fn.__get__)  # type: ignore[union-attr]
+"""By what somebody waits for gradients; those of the loss go by the logits from then on."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .autocast import as_multiplied, is_autocast
+from .ignored import mean_of, with_one_that_counts
 
 Tensor = torch.Tensor
 
@@ -111,10 +112,14 @@ def linear_cross_entropy(
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
     rows, weight, bias = as_multiplied(hidden.flatten(0, -2), weight, bias)
+    targets, counts = labels.flatten(), None
+    if reduction == "mean":
+        targets, counts = with_one_that_counts(targets, ignore_index, len(weight))
     settings = {"ignore_index": ignore_index, "reduction": reduction, "accum_dtype": torch.float32}
     positions = list(inspect.signature(LigerFusedLinearCrossEntropyFunction.forward).parameters.values())[5:]
     rest = [settings.get(each.name, each.default) for each in positions]
-    loss: Tensor = LigerFusedLinearCrossEntropyFunction.apply(rows, weight, labels.flatten(), bias, *rest)[0].float()
+    loss: Tensor = LigerFusedLinearCrossEntropyFunction.apply(rows, weight, targets, bias, *rest)[0].float()
+    loss = mean_of(loss, counts)
     return loss.view(labels.shape) if reduction == "none" else loss
 
 

@@ -7,6 +7,7 @@ from torch.nn import LinearCrossEntropyOptions
 from torch.nn import functional as F
 
 from .autocast import as_multiplied
+from .ignored import mean_of, with_one_that_counts
 
 Tensor = torch.Tensor
 
@@ -54,12 +55,14 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``F.linear_cross_entropy`` by chunks of rows, gradients made in the forward; a second backward is an error of torch's."""
     rows, weight, bias = as_multiplied(hidden.flatten(0, -2), weight, bias)
-    targets = labels.flatten()
+    targets, counts = labels.flatten(), None
+    if reduction == "mean":
+        targets, counts = with_one_that_counts(targets, ignore_index, len(weight))
     options = LinearCrossEntropyOptions(allow_retain_graph=torch.compiler.is_compiling())
     loss = F.linear_cross_entropy(
         rows, weight, targets, linear_bias=bias, reduction=reduction, ignore_index=ignore_index, options=options
     )
-    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+    loss = mean_of(loss, counts).to(torch.promote_types(loss.dtype, torch.float32))
     return loss.view(labels.shape) if reduction == "none" else loss
 
 

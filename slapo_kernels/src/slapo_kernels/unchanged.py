@@ -1,0 +1,54 @@
+"""Whether tensors that are to be computed with later are still what they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+_NUM_SAMPLED = 1024
+"""Numbers of each tensor that are looked at: what is written to ``.data`` counts as no change for autograd."""
+
+
+class Unchanged:
+    """Tensors as they are now. Nothing waits for a GPU here.
+
+    Args:
+        tensors: What they are called to them.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
+        self._tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._versions = {name: _version(tensor) for name, tensor in self._tensors.items()}
+        self._samples = self._sampled()
+
+    def breach(self) -> str | None:
+        """What somebody did to them since, None where they are the same; waits for the GPU they are on."""
+        for name, tensor in self._tensors.items():
+            if tensor.shape != self._shapes[name] or (tensor.numel() and not tensor.untyped_storage().nbytes()):
+                return f"freed {name}"
+            if _version(tensor) != self._versions[name]:
+                return f"changed {name} in place"
+        if self._samples[0].is_cuda and torch.cuda.is_current_stream_capturing():  # where nothing may wait
+            return None
+        found = self._sampled()
+        if torch.equal(torch.cat(found), torch.cat(self._samples)):
+            return None
+        same = map(torch.equal, found, self._samples)
+        return f"changed {next(name for name, is_same in zip(self._tensors, same, strict=True) if not is_same)} in place"
+
+    def _sampled(self) -> list[torch.Tensor]:
+        return [_sample(tensor) for tensor in self._tensors.values()]
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of some numbers of all parts, copied: NaN is NaN then."""
+    per_dim = max(1, int(_NUM_SAMPLED ** (1 / max(1, tensor.dim()))))
+    every = tuple(slice(None, None, math.ceil(size / per_dim) or 1) for size in tensor.shape)
+    return tensor.detach()[every].reshape(-1).clone().view(torch.uint8)
