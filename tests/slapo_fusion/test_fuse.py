@@ -255,6 +255,19 @@ def test_what_cannot_be_fused_is_refused_and_nothing_changes(
     assert str(sch.mod.graph) == code
 
 
+@pytest.mark.parametrize("subgraph", [3, "x", ["x"], [3], ("", 3), [("a", "b")], None, True], ids=str)
+def test_what_is_no_match_is_refused(subgraph: object) -> None:
+    _, sch = traced()
+    with pytest.raises(ScheduleError, match=r"fuse\(''\): .* is no subgraph; give what sch.find\(\) returned"):
+        sch.fuse(subgraph)
+
+
+def test_an_empty_list_of_matches_is_refused() -> None:
+    _, sch = traced()
+    with pytest.raises(ScheduleError, match=r"fuse\(''\): the subgraph is empty"):
+        sch.fuse([])
+
+
 def test_correctness_18_a_value_that_is_used_outside_is_refused() -> None:
     _, sch = traced()
     x = sch.find(lambda x, y: torch.sigmoid(x) * y)[0]

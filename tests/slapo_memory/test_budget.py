@@ -168,7 +168,10 @@ def test_the_matmul_that_costs_most_per_byte_is_kept_first() -> None:
 
 @pytest.mark.parametrize(
     ("written", "size"),
-    [(0, 0), (5, 5), ("2GiB", 2**31), ("1.5 KiB", 1536), ("3MB", 3 * 10**6), ("7B", 7), (0.0, 0.0), (0.25, 0.25), (1.0, 1.0)],
+    [
+        *[(0, 0), (5, 5), ("2GiB", 2**31), ("1.5 KiB", 1536), ("3MB", 3 * 10**6), ("7B", 7), (0.0, 0.0), (0.25, 0.25)],
+        *[(1.0, 1.0), ("1kib", 1024), ("2 GIB", 2**31), ("3mb", 3 * 10**6), ("1 kB", 1000)],
+    ],
 )
 def test_how_a_budget_is_written(written: Any, size: float) -> None:
     assert parse(written) == size
@@ -283,6 +286,7 @@ class Branching(nn.Module):
     ("path", "options", "message"),
     [
         ("layers", {"budget": "2 gigs"}, "budget is '2 gigs'; give bytes as 2147483648 or '2GiB', or a share"),
+        ("layers", {"budget": "2Mb"}, "budget is '2Mb'; give bytes"),  # megabits
         ("layers", {"budget": -1}, "budget is -1; give bytes"),
         ("layers", {"budget": 1.5}, "budget is 1.5; give bytes"),
         ("layers", {"budget": True}, "budget is True; give bytes"),
@@ -307,6 +311,33 @@ def test_a_model_that_asks_for_values() -> None:
     with pytest.raises(ScheduleError, match="does not run on fake tensors, so a budget cannot be solved: .*; give a policy"):
         sch["fc"].checkpoint(budget=10**6)
     assert "forward" not in vars(sch["fc"].mod)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "cause"),
+    [
+        ((X, X), r"TypeError: Model.forward\(\) takes 2 positional arguments but 3 were given"),
+        ({"y": X}, "TypeError: .*unexpected keyword argument 'y'"),
+        ((torch.randn(4, 16, 7),), "RuntimeError: .*7"),
+    ],
+    ids=["two", "name", "shape"],
+)
+def test_inputs_that_the_model_does_not_take_are_told_as_such(inputs: Any, cause: str) -> None:
+    sch = create_schedule(Model(), example_inputs=inputs)
+    with pytest.raises(ScheduleError, match=f"the model does not run on the example inputs, .*{cause}.*; give create_schedule"):
+        sch["layers"].checkpoint(budget=0.5)
+
+
+class Sparse(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(torch.eye(4).to_sparse(), x.sin()).cos()
+
+
+def test_sparse_tensors_have_a_size() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), Sparse()), torch.randn(4, 8)
+    before = copy.deepcopy(model)
+    create_schedule(model, example_inputs=(x,)).checkpoint(budget=1.0)
+    assert_equivalent(before, model, x, atol=0, rtol=0)
 
 
 def test_a_subgraph_takes_no_budget() -> None:

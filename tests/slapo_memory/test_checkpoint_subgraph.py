@@ -109,6 +109,13 @@ def test_an_empty_match_is_an_error(nothing: list[object]) -> None:
         sch.checkpoint(nothing)
 
 
+@pytest.mark.parametrize("subgraph", [3, "x", ["x"], [3], ("", 3), [("a", "b")], {"a": 1}, object], ids=str)
+def test_what_is_no_match_is_refused(subgraph: object) -> None:
+    _, sch = traced()
+    with pytest.raises(ScheduleError, match=r"checkpoint\(''\): .* is no subgraph; give what sch.find\(\) returned"):
+        sch.checkpoint(subgraph)
+
+
 class Interleaved(nn.Module):
     """Draws a mask between two operations that are checkpointed together."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import slapo_memory.plugin
 from slapo_core.errors import ScheduleError
+from slapo_core.replay import load_schedule
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import assert_equivalent, isolated_plugins
 
@@ -88,9 +90,13 @@ def only_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
         (None, {MATMULS: 2, ATTENTION: 2, CHEAP[0]: 2, CHEAP[1]: 2}),
         ("matmuls", {MATMULS: 1, ATTENTION: 1, CHEAP[0]: 2, CHEAP[1]: 2}),
         ([torch.ops.aten.addmm.default], {MATMULS: 1, ATTENTION: 2, CHEAP[0]: 2, CHEAP[1]: 2}),
+        (torch.ops.aten.addmm.default, {MATMULS: 1, ATTENTION: 2, CHEAP[0]: 2, CHEAP[1]: 2}),
+        (torch.ops.aten.addmm, {MATMULS: 1, ATTENTION: 2, CHEAP[0]: 2, CHEAP[1]: 2}),
+        ("aten.addmm", {MATMULS: 1, ATTENTION: 2, CHEAP[0]: 2, CHEAP[1]: 2}),
+        (["aten.addmm.default", torch.ops.aten.gelu], {MATMULS: 1, ATTENTION: 2, CHEAP[0]: 1, CHEAP[1]: 2}),
         (only_attention, {MATMULS: 2, ATTENTION: 1, CHEAP[0]: 2, CHEAP[1]: 2}),
     ],
-    ids=["all again", "matmuls", "operators", "function"],
+    ids=["all again", "matmuls", "operators", "one", "all overloads", "name", "names", "function"],
 )
 def test_what_is_kept_runs_once_and_the_rest_again(policy: Any, again: dict[str, int]) -> None:
     before, sch = scheduled()
@@ -138,6 +144,15 @@ def test_a_model_with_a_policy_can_be_copied_and_pickled(policy: Any) -> None:
         assert_equivalent(before, model, X, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("ending", ["json", "py"])
+def test_a_schedule_with_operators_by_name_can_be_saved(ending: str, tmp_path: Path) -> None:
+    before, sch = scheduled(2)
+    sch["layers"].checkpoint(policy=["aten.addmm", "aten.gelu.default"])
+    sch.save(tmp_path / f"kept.{ending}")
+    again = load_schedule(copy.deepcopy(before), tmp_path / f"kept.{ending}")
+    assert ran_in(again.mod, X) == ran_in(sch.mod, X)
+
+
 def test_a_policy_for_a_subgraph() -> None:
     before, sch = scheduled(2)
     sch = create_schedule(sch.mod, example_inputs=(X,)).trace(flatten=True, leaf_modules=["Linear", "LayerNorm", "Dropout"])
@@ -155,6 +170,11 @@ def test_a_policy_for_a_subgraph() -> None:
         ("layers", {"policy": "mats"}, "policy is 'mats'; give None, 'matmuls', a list of operators"),
         ("layers", {"policy": [torch.mm]}, r"policy is \[<built-in method mm"),
         ("layers", {"policy": []}, r"policy is \[\]; give"),
+        ("layers", {"policy": torch.mm}, "policy is <built-in method mm"),
+        ("layers", {"policy": lambda: True}, "policy is <function <lambda>"),
+        ("layers", {"policy": ["aten.mmm"]}, r"policy is \['aten.mmm'\]; give"),
+        ("layers", {"policy": "aten.mm.defaults"}, "policy is 'aten.mm.defaults'; give"),
+        ("layers", {"policy": 3}, "policy is 3; give"),
         ("layers", {"ratio": 0}, "ratio is 0; give a share above 0, up to 1"),
         ("layers", {"ratio": 1.5}, "ratio is 1.5; give a share"),
         ("layers", {"ratio": True}, "ratio is True; give a share"),

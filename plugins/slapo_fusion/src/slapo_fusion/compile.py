@@ -52,13 +52,18 @@ class CompilePrimitive(Primitive):
                 raise _error(schedule, f"{path or 'the model'!r} is compiled already; once is enough")
             if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
                 raise _error(schedule, f"a {type(module).__name__} has no forward of its own; compile the modules in it")
-        unknown = set(options) - _OPTIONS
+        unknown = set(options) - set(_OPTIONS)
         if unknown:
             raise _error(schedule, f"torch.compile has no option {sorted(unknown)[0]!r}; it has {', '.join(sorted(_OPTIONS))}")
+        for name, value in options.items():
+            types, advice = _OPTIONS[name]
+            if not (value is None or isinstance(value, types) or name == "backend" and callable(value)):
+                raise _error(schedule, f"{name} is {value!r}; give {advice}")
         try:
             torch.compile(_nothing, **options)
         except Exception as error:  # whatever torch raises on values it does not know
-            raise _error(schedule, f"torch.compile does not take these options: {error}") from error
+            what, _, _ = str(error).partition(", known options are")  # hundreds
+            raise _error(schedule, f"torch.compile does not take these options: {what}") from error
 
     @staticmethod
     def apply(schedule: Schedule, **options: Any) -> None:
@@ -69,7 +74,13 @@ class CompilePrimitive(Primitive):
             wrap_forward(module, shared.setdefault(between, Compiled(options, between)))
 
 
-_OPTIONS = {"backend", "dynamic", "fullgraph", "mode", "options"}
+_OPTIONS: dict[str, tuple[type, str]] = {
+    "backend": (str, "the name of one, see torch.compiler.list_backends(), or a function"),
+    "dynamic": (bool, "True or False, or leave it out"),
+    "fullgraph": (bool, "True or False"),
+    "mode": (str, "a name, as 'max-autotune'"),
+    "options": (dict, "a dict of options of the backend"),
+}
 
 
 def _nothing() -> None:

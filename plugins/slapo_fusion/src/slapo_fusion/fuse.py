@@ -10,7 +10,6 @@ from torch import fx, nn
 
 from slapo_core import graph_edit
 from slapo_core.errors import ScheduleError
-from slapo_core.matching import Match
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import is_opaque
@@ -118,10 +117,20 @@ class Fused(nn.Module):
 
 def _matches(schedule: Schedule, subgraph: Any) -> list[Any]:
     """One match or several as a list."""
-    given = [subgraph] if isinstance(subgraph, Match) or (subgraph and isinstance(subgraph[0], tuple)) else list(subgraph or ())
+    given = [[subgraph]] if _is_node(subgraph) else [subgraph] if _is_match(subgraph) else subgraph
+    if not isinstance(given, (list, tuple)) or not all(map(_is_match, given)):
+        raise _error(schedule, f"{subgraph!r:.60} is no subgraph; give what sch.find() returned")
     if not given or not all(given):
         raise _error(schedule, "the subgraph is empty; give what sch.find() returned")
-    return given
+    return list(given)
+
+
+def _is_match(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_node, value))
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], fx.Node)
 
 
 def _check_apart(schedule: Schedule, matches: Sequence[Any]) -> None:

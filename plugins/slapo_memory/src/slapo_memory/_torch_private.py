@@ -9,6 +9,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+no_modes = _disable_current_modes
+"""Within it no dispatch mode sees an operator: a policy, which counts the model's calls, must not count ours."""
 
 
 def runs_eagerly() -> bool:
@@ -20,6 +24,12 @@ def runs_eagerly() -> bool:
 def is_watched() -> bool:
     """Whether a mode looks at torch functions, other than that of ``torch.set_default_device``."""
     return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def is_about_fake_tensors(error: Exception) -> bool:
+    """Whether it tells what a tensor without numbers cannot do, rather than what is wrong with the call."""
+    own = type(error).__module__.startswith(("torch._subclasses", "torch.fx.experimental"))
+    return own or any(word in str(error) for word in ("FakeTensor", "fake tensor", "tensor subclass"))
 
 
 def alias_with_version(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slapo_core.causes import reason
 from slapo_core.errors import ScheduleError, SlapoError
 from slapo_core.schedule import Schedule
 
+from ._torch_private import is_about_fake_tensors
 from .measuring import Call, choose, measure
 from .policies import Plan
 
 _UNITS = {"B": 1} | {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
-_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)} | {"kB": 1000}
+_UNITS |= {change(unit): size for unit, size in _UNITS.items() for change in (str.upper, str.lower)}  # not Mb, which are bits
 _WRITTEN = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
 
 
@@ -48,7 +51,10 @@ def plans(schedule: Schedule, chosen: list[Schedule], budget: int | float) -> li
     except SlapoError:
         raise
     except Exception as err:  # of the model's code and of fake tensors, which may be any
-        what = f"the model does not run on fake tensors, so a budget cannot be solved: {err}; give a policy"
+        is_fake = is_about_fake_tensors(err)
+        what = "the model does not run on fake tensors" if is_fake else "the model does not run on the example inputs"
+        advice = "give a policy" if is_fake else "give create_schedule such as it takes, or a policy"
+        what = f"{what}, so a budget cannot be solved: {reason(err)}; {advice}"
         raise ScheduleError(what, path=schedule.path, primitive="checkpoint") from err
     return [_plan(each, call, budget) for each, call in zip(chosen, calls, strict=True)]
 

@@ -25,9 +25,10 @@ class CheckpointPrimitive(Primitive):
         sch.checkpoint(match):        y = a(b(x))    -->  y = checkpoint(a . b, x)
 
     Random states, the tracked ones included, and autocast are as in the forward. So are buffers and attributes of the
-    module and those below, with lists, dicts and sets in them: what a forward counts there, it counts once. State it
-    keeps elsewhere, in an object of another kind or a global, advances again in the recompute. Hooks of the module stay
-    outside, so collectives that ``sync`` puts on it run once. Without gradients the forward just runs.
+    module and those below, with lists, dicts and sets in them: what a forward counts there, it counts once, and random
+    generators there, or among the arguments, draw the same. State it keeps elsewhere, in an object of another kind or a
+    global, advances again in the recompute; where that changes the result, the first backward raises. A forward that
+    writes to an argument in place is refused when it runs. Hooks of the module stay outside, so collectives that ``sync`` puts on it run once. Without gradients the forward just runs.
 
     A subgraph runs where its last operation was. Dropouts between its operations then draw before those in it: their masks
     are other ones than the unmodified model's for the same seed, as random and as independent.
@@ -36,9 +37,9 @@ class CheckpointPrimitive(Primitive):
         subgraph: One match, or a list of matches, of ``sch.find`` in this traced module. Each becomes a submodule
             ``checkpointed``; modules in it must have no weights, as these would change their names.
         policy: What is kept all the same. None: nothing. ``"matmuls"``: the results of products of matrices, convolutions and
-            ``scaled_dot_product_attention``, so that the cheap rest is recomputed. A list of operators,
-            ``torch.ops.aten.mm.default`` for one, or a function as
-            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it.
+            ``scaled_dot_product_attention``, so that the cheap rest is recomputed. Operators, one
+            or a list, as ``torch.ops.aten.mm``, of all overloads or one, or by name, ``"aten.mm"``, which a schedule that is
+            to be saved needs. Or a function as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it.
         ratio: On a list of modules: the share of them that is checkpointed, spread evenly over the list; all by default.
         budget: Bytes that each checkpointed module, on a list each of its modules, may keep per call: ``2147483648``,
             ``"2GiB"``, or a share from 0.0, its inputs alone, to 1.0, as much as without a checkpoint. The example inputs are
@@ -140,12 +141,20 @@ def _check_subgraph(schedule: Schedule, match: list[tuple[str, fx.Node]]) -> Non
 
 def _matches(schedule: Schedule, subgraph: Any) -> list[list[tuple[str, fx.Node]]]:
     """One match or several as a list; as plain nodes, since the inputs are the body's and not the pattern's."""
-    single = isinstance(subgraph, tuple)
-    found = [[subgraph]] if single else [subgraph] if subgraph and isinstance(subgraph[0], tuple) else subgraph
-    matches = [list(match) for match in found]
-    if not matches or not all(isinstance(node, fx.Node) for match in matches for _, node in match):
+    found = [[subgraph]] if _is_node(subgraph) else [subgraph] if _is_match(subgraph) else subgraph
+    if not isinstance(found, (list, tuple)) or not all(map(_is_match, found)):
+        raise _error(schedule, f"{subgraph!r:.60} is no subgraph; give what sch.find() returned")
+    if not found or not all(found):
         raise _error(schedule, "the subgraph is empty; give what sch.find() returned")
-    return matches
+    return [list(match) for match in found]
+
+
+def _is_match(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_node, value))
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], fx.Node)
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

@@ -24,7 +24,7 @@ from slapo_core.wrapping import wrap_forward
 from ._torch_private import done_work, storage_key
 from .arguments import Arguments
 from .keeping import is_fresh, tensors_in, written
-from .randomness import RandomState
+from .randomness import HeldState, RandomState, generators_in
 
 FLOPS_PER_BYTE = 100
 """What moving a byte counts in FLOPs: a CPU does about 10 in that time, an H100 300 in bf16."""
@@ -73,7 +73,8 @@ def measure(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) 
         example_inputs: A dict of keyword or a tuple of positional arguments of the model.
     """
     sandbox = Sandbox(root, example_inputs, fake=True)
-    with _tracked_random_states(), sandbox.open(grad=True):
+    held = HeldState(generators_in(root.modules()))
+    with held.again(), _tracked_random_states(), sandbox.open(grad=True):
         own = {storage_key(tensor) for tensor in [*root.parameters(), *root.buffers()]}
         for module in root.modules():
             module.training = True
@@ -183,7 +184,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _cost(self, func: Any, args: Any, kwargs: Any, output: Any) -> int:
         formula = self.formulas.get(getattr(func, "overloadpacket", None))
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=output)
-        moved = sum(tensor.nbytes for tensor in tensors_in((args, kwargs, output)))
+        moved = sum(_own_bytes(tensor) for tensor in tensors_in((args, kwargs, output)))
         return int(flops) + FLOPS_PER_BYTE * moved
 
 
@@ -241,4 +242,9 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *arg
 
 def _bytes(tensor: torch.Tensor) -> int:
     """Of the memory that the tensor keeps alive."""
-    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else tensor.nbytes
+    return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else _own_bytes(tensor)
+
+
+def _own_bytes(tensor: torch.Tensor) -> int:
+    """Of the numbers that the tensor shows; of a sparse one those that are there."""
+    return tensor.nbytes if tensor.layout is torch.strided else tensor._nnz() * tensor.element_size()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,14 +46,25 @@ def contexts_of(policy: Any) -> Contexts | None:
         return partial(contexts, policy.keeps)
     if policy == "matmuls":
         return partial(contexts, MATMULS.keeps)
-    if callable(policy):
+    if (listed := Listed.of(policy)) is not None:
+        return partial(contexts, listed.keeps)
+    if callable(policy) and _takes_a_call(policy):
         return partial(contexts, partial(_is_saved, policy))
-    if isinstance(policy, (list, tuple)) and policy and all(isinstance(op, torch._ops.OpOverload) for op in policy):
-        return partial(contexts, Listed.of(policy).keeps)
     raise ValueError(
         f"policy is {policy!r}; give None, 'matmuls', a list of operators such as torch.ops.aten.mm.default, or a policy "
         "function of torch.utils.checkpoint"
     )
+
+
+def _takes_a_call(policy: Callable[..., Any]) -> bool:
+    """Whether a function can be called as a policy function is."""
+    try:
+        inspect.signature(policy).bind(None, None, None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function that tells nobody; none of them is a policy
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -77,9 +89,10 @@ class Listed:
     names: frozenset[str]
 
     @classmethod
-    def of(cls, operators: Iterable[Any]) -> Listed:
-        """These."""
-        return cls(frozenset(map(str, operators)))
+    def of(cls, policy: Any) -> Listed | None:
+        """An operator or several, as objects of torch or by name; None if it is something else."""
+        found = [*map(_names, policy if isinstance(policy, (list, tuple)) else [policy])]
+        return cls(frozenset().union(*found)) if found and all(found) else None
 
     def keeps(self, func: Any, *rest: Any) -> bool:
         """Whether the output of this operator is kept."""
@@ -92,6 +105,18 @@ def _is_saved(policy: Callable[..., Any], func: Any, index: int, args: Any, kwar
     return policy(context, func, *args, **kwargs) in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
+def _names(operator: Any) -> frozenset[str]:
+    """Of the overloads of an operator, as ``"aten.mm.default"``; none where it is no operator."""
+    if isinstance(operator, str):
+        namespace, _, rest = operator.partition(".")
+        operator = getattr(torch.ops, namespace, None) if namespace.isidentifier() and rest else None
+        for name in rest.split("."):
+            operator = getattr(operator, name, None)
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        return frozenset(f"{operator}.{overload}" for overload in operator.overloads())  # type: ignore[no-untyped-call]
+    return frozenset({str(operator)} if isinstance(operator, torch._ops.OpOverload) else ())
+
+
 def _overloads() -> Iterator[Any]:
     for name in KEPT:
         packet = getattr(torch.ops.aten, name, None)  # some are new in torch
@@ -99,4 +124,4 @@ def _overloads() -> Iterator[Any]:
             yield packet.default
 
 
-MATMULS = Listed.of(_overloads())
+MATMULS = Listed(frozenset(map(str, _overloads())))

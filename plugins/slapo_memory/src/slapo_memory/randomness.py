@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import nn
 
 from slapo_core.random import rng_state, set_rng_state
 
@@ -35,6 +39,77 @@ class RandomState:
         random.setstate(self._python)
         if self._numpy is not None:
             _numpy_random().set_state(self._numpy)
+
+
+class HeldState:
+    """The state as of now of generators that somebody holds beside the default ones.
+
+    Args:
+        generators: Of torch, of NumPy, or Python's ``random.Random``.
+    """
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self._start = [(generator, _read(generator)) for generator in generators]
+
+    def keep_changed(self) -> None:
+        """Forget those that drew nothing since."""
+        self._start = [(generator, state) for generator, state in self._start if not _same(_read(generator), state)]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run a block in these states; afterwards they are those of before the block."""
+        now = [(generator, _read(generator)) for generator, _ in self._start]
+        _write(self._start)
+        try:
+            yield
+        finally:
+            _write(now)
+
+
+def generators_in(modules: Iterable[nn.Module]) -> list[Any]:
+    """Those that attributes of modules hold, or containers that are attributes, each once."""
+    found: dict[int, Any] = {}
+    for value in [value for module in modules for value in vars(module).values()]:
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else (value,)
+        found.update({id(each): each for each in inside if is_generator(each)})
+    return [*found.values()]
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is one that ``HeldState`` takes."""
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    numpy = _numpy_random()
+    return numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator))
+
+
+def _read(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator) or not hasattr(_bits(generator), "state"):
+        return generator.get_state()
+    return _bits(generator).state
+
+
+def _write(states: Iterable[tuple[Any, Any]]) -> None:
+    for generator, state in states:
+        if isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif isinstance(generator, torch.Generator) or not hasattr(_bits(generator), "state"):
+            generator.set_state(state)
+        else:
+            _bits(generator).state = state
+
+
+def _bits(generator: Any) -> Any:
+    """Of a generator of NumPy's what draws its bits."""
+    return getattr(generator, "bit_generator", generator)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return pickle.dumps(one) == pickle.dumps(other)
 
 
 def _numpy_random() -> Any:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -18,10 +19,11 @@ from slapo_core.wrapping import forward_wrappers
 
 from ._torch_private import is_watched, runs_eagerly
 from .arguments import Arguments
+from .comparing import Sample
 from .offloading import offloaded_in, offloading_aside
 from .policies import Listed, contexts_of
-from .randomness import RandomState
-from .state import StartState
+from .randomness import RandomState, is_generator
+from .state import StartState, version_of
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keyword arguments that are torch's, not the function's."""
@@ -33,8 +35,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
     As ``torch.utils.checkpoint.checkpoint``, with these differences: the random states that Slapo tracks beside the
     default one, Python's and NumPy's are put back for the recompute too, keyword arguments reach ``function`` in both
     modes, and without gradients ``function`` is just called. Buffers and attributes that a forward changes advance once,
-    in the modules that ``function`` is, is a method of, has among its arguments, or refers to as a closure or ``partial``.
-    What it changes elsewhere, in an object of another kind or a global for one, changes again in the recompute.
+    in the modules that ``function`` is, is a method of, has among its arguments, or refers to as a closure or ``partial``;
+    so do random generators found there. What it changes or draws from elsewhere, in an object of another kind or a global
+    for one, advances again in the recompute, which nobody notices here.
 
     Args:
         function: What to run, and to run again in the backward pass.
@@ -47,13 +50,17 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
         What ``function`` returns.
 
     Raises:
-        ScheduleError: it returns a generator, or, with ``use_reentrant``, tensors in anything but a tuple.
+        ScheduleError: it returns a generator, writes to an argument in place, or, with ``use_reentrant``, returns tensors in
+            anything but a tuple.
     """
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    modules = _modules_in((function, args, kwargs), set())
-    region = _Region(function, args, kwargs, modules, options.get("preserve_rng_state", True))
+    if torch.compiler.is_compiling():  # its own way to recompute sees to random states
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    region = _Region(
+        function, args, kwargs, _found_in((function, args, kwargs), set()), options.get("preserve_rng_state", True)
+    )
     region.check = partial(_check_result, "", use_reentrant)
     return torch_checkpoint.checkpoint(region, *region.arguments.give(), use_reentrant=use_reentrant, **options)
 
@@ -67,20 +74,35 @@ class Checkpointed:
     """
 
     def __init__(self, policy: Any = None, path: str = "") -> None:
-        self._policy = Listed.of(policy) if isinstance(policy, (list, tuple)) else policy  # what can be pickled with the model
+        self._policy = Listed.of(policy) or policy  # what can be pickled with the model
         self._path = path
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward, and again in the backward."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        region = _Region(call, args, kwargs, _modules_in(call, set()))
+        given = [found for found in _found_in((args, kwargs), set()) if not isinstance(found, nn.Module)]
+        region = _Region(call, args, kwargs, _found_in(call, set()) + given)
         region.check = partial(_check_result, self._path, False)
         contexts = contexts_of(self._policy)
         options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        if self not in _compared:
+            region.compare = self._compare
+            options["early_stop"] = False  # to the result
         offloaded = offloaded_in(call)
         with offloaded.moving(call) if offloaded is not None else nullcontext():  # the inputs are all that is kept
             return torch_checkpoint.checkpoint(region, *region.arguments.give(), use_reentrant=False, **options)
+
+    def _compare(self, before: Sample, now: Sample) -> None:
+        if before.differs(now):
+            what = "the recompute finds other numbers than the forward, and gradients would be wrong"
+            advice = "keep random generators and counts in attributes of the module, or leave the module as it is"
+            raise ScheduleError(f"{what}: something that it draws from or changes went on; {advice}", **_of(self._path))
+        _compared.add(self)
+
+
+# whose recompute has found what the forward did; beside the wrappers, as these are part of a model
+_compared: WeakSet[Checkpointed] = WeakSet()
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -96,24 +118,29 @@ class _Region:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        modules: list[nn.Module],
+        found: list[Any],
         preserve_rng_state: bool = True,
     ) -> None:
+        modules = [each for each in found if isinstance(each, nn.Module)]
         self.function = function
         self.arguments = Arguments(args, kwargs)
         self._original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._random = RandomState() if preserve_rng_state else None
-        self._state = StartState(modules)
+        self._state = StartState(modules, [each for each in found if not isinstance(each, nn.Module)])
         self._is_eager, self._is_watched = runs_eagerly(), is_watched()
-        self.check: Callable[[Any], None] = lambda result: None
+        self.check: Callable[[Any, bool], None] = lambda result, wrote: None
+        self.compare: Callable[[Sample, Sample], None] | None = None
+        self._sample: Sample | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._original is not None:  # the forward: what it does to its arguments, the caller sees
             (args, kwargs), self._original = self._original, None
+            versions = [*map(version_of, tensors)]
             with offloading_aside():
                 result = self.function(*args, **kwargs)
-            self.check(result)
+            self.check(result, versions != [*map(version_of, tensors)])
             self._state.keep_changed()
+            self._sample = Sample(result) if self.compare is not None else None
             return result
         args, kwargs = self.arguments.rebuild(tensors)
         with (
@@ -122,7 +149,11 @@ class _Region:
             self._as_before(),
             offloading_aside(),
         ):
-            return self.function(*args, **kwargs)
+            result = self.function(*args, **kwargs)
+        if self.compare is not None and self._sample is not None:
+            before, self._sample = self._sample, None
+            self.compare(before, Sample(result))
+        return result
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
@@ -139,28 +170,35 @@ class _Onlooker(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_result(path: str, use_reentrant: bool, result: Any) -> None:
-    """Refuse what a recompute cannot stand for."""
+def _check_result(path: str, use_reentrant: bool, result: Any, wrote: bool) -> None:
+    """Refuse what a recompute cannot stand for; ``wrote`` tells that an argument was written to."""
+    if wrote and (use_reentrant or any(tensor.requires_grad for tensor in Arguments((result,), {}).tensors)):
+        what = "the forward writes to an argument in place, which a recompute needs as it was"
+        raise ScheduleError(f"{what}; let it write to a copy, as x.clone() or inplace=False", **_of(path))
     parts = result if isinstance(result, (tuple, list)) else [result]
     for part in parts:
         if isinstance(part, (Generator, Coroutine, AsyncGenerator)):
             what = f"the forward returns a {type(part).__name__}, which runs when the checkpoint is over; return its values"
-            raise ScheduleError(what, path=path, primitive="checkpoint")
+            raise ScheduleError(what, **_of(path))
     if not use_reentrant:
         return
     inside = [part for part in result if not isinstance(part, torch.Tensor)] if isinstance(result, tuple) else [result]
     for part in inside if not isinstance(result, torch.Tensor) else ():
         if any(tensor.is_floating_point() for tensor in Arguments((part,), {}).tensors):
             what = f"the function returns tensors in a {type(part).__name__}, which get no gradients with use_reentrant=True"
-            raise ScheduleError(f"{what}; pass use_reentrant=False", path=path, primitive="checkpoint")
+            raise ScheduleError(f"{what}; pass use_reentrant=False", **_of(path))
 
 
-def _modules_in(value: Any, seen: set[int]) -> list[nn.Module]:
-    """The modules that a call can see to change: itself, its object, its arguments, what it closes over."""
-    if id(value) in seen:
+def _of(path: str) -> dict[str, Any]:
+    return {"path": path, "primitive": "checkpoint"}
+
+
+def _found_in(value: Any, seen: set[int]) -> list[Any]:
+    """The modules and random generators that a call can see to change: itself, its object, arguments, what it closes over."""
+    if id(value) in seen or isinstance(value, torch.Tensor):
         return []
     seen.add(id(value))
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module) or is_generator(value):
         return [value]
     inside: list[Any] = [getattr(value, "__self__", None), getattr(value, "__wrapped__", None)]
     if isinstance(value, partial):
@@ -170,4 +208,4 @@ def _modules_in(value: Any, seen: set[int]) -> list[nn.Module]:
         inside += [value.__defaults__, value.__kwdefaults__]
     elif isinstance(value, (tuple, list, dict)):
         inside += value.values() if isinstance(value, dict) else value
-    return [module for item in inside if item is not None for module in _modules_in(item, seen)]
+    return [found for item in inside if item is not None for found in _found_in(item, seen)]

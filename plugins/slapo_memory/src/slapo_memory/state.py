@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from ._torch_private import no_modes
+from .randomness import HeldState, is_generator
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _TORCHS_OWN = frozenset(nn.Module().__dict__)
@@ -25,17 +28,24 @@ class StartState:
 
     Args:
         modules: Where to look.
+        generators: Of random numbers, beside those found there.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], generators: Iterable[Any] = ()) -> None:
         self._places: dict[int, _Place] = {}
         self._tensors: dict[int, _TensorCopy] = {}
-        for module in {below for top in modules for below in top.modules()}:
-            self._visit(module.__dict__, _TORCHS_OWN)
-            self._visit(module._buffers)
+        self._generators = {id(generator): generator for generator in generators}
+        with no_modes():
+            for module in {below for top in modules for below in top.modules()}:
+                self._visit(module.__dict__, _TORCHS_OWN)
+                self._visit(module._buffers)
+        self._drawn = HeldState(self._generators.values())
+        self._modes = [(below, below.training) for top in modules for below in top.modules()]
 
     def keep_changed(self) -> None:
         """Forget what is as it was; call it after the forward."""
+        with no_modes():
+            self._drawn.keep_changed()
         self._tensors = {key: tensor for key, tensor in self._tensors.items() if tensor.changed()}
         self._places = {key: place for key, place in self._places.items() if place.changed() or place.holds(self._tensors)}
 
@@ -43,15 +53,22 @@ class StartState:
     def again(self) -> Iterator[None]:
         """Run a block with the state of the start; afterwards it is that of before the block."""
         places = self._places.values()
+        modes = [(module, module.training) for module, before in self._modes if module.training is not before]
         now = [(place, place.read()) for place in places]
-        fresh = {key: tensor.copy.clone() for key, tensor in self._tensors.items()}
+        with no_modes():
+            fresh = {key: tensor.copy.clone() for key, tensor in self._tensors.items()}
         for place in places:
             place.write(place.start, fresh)
+        for module, other in modes:  # somebody may have called eval() before the backward
+            module.training = not other
         try:
-            yield
+            with self._drawn.again():
+                yield
         finally:
             for place, content in now:
                 place.write(content, {})
+            for module, other in modes:
+                module.training = other
 
     def _visit(self, live: Any, hidden: frozenset[str] = frozenset()) -> None:
         if id(live) in self._places:
@@ -62,6 +79,9 @@ class StartState:
                 self._visit(value)
             elif isinstance(value, torch.Tensor) and not value.requires_grad and id(value) not in self._tensors:
                 self._tensors[id(value)] = _TensorCopy(value)
+            else:
+                held = value if type(value) is tuple else (value,)
+                self._generators.update({id(each): each for each in held if is_generator(each)})
 
 
 class _Place:
@@ -102,18 +122,18 @@ class _TensorCopy:
     """A tensor that a forward may write to in place, and its value at the start."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.copy, self.version = tensor, tensor.detach().clone(), _version(tensor)
+        self.tensor, self.copy, self.version = tensor, tensor.detach().clone(), version_of(tensor)
 
     def changed(self) -> bool:
         """Whether it was or may have been written to."""
-        return _version(self.tensor) != self.version or _is_statistic(self.tensor)
+        return version_of(self.tensor) != self.version or _is_statistic(self.tensor)
 
 
 def _values(content: Any) -> Iterable[Any]:
     return content.values() if isinstance(content, dict) else content
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written to; an inference tensor does not count it, nor may a forward with gradients write."""
     return 0 if tensor.is_inference() else tensor._version
 
