@@ -25,6 +25,7 @@ PRIMITIVES = {
     "slapo-sharding": CORE | {"fork_rng", "shard", "sync", "tensor_parallel"},
     "slapo-torch": CORE,
     "slapo-training": CORE,
+    "slapo-verify": CORE,
     "slapo": CORE
     | {"checkpoint", "compile", "decompose", "fuse"}
     | {"cut_at_marks", "cut_pipeline_stage", "fork_rng", "offload", "pipeline", "shard", "sync", "tensor_parallel"},

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         trace_module,
     )
     from slapo_memory.recompute import checkpoint
+    from slapo_verify import Report, Verify, verify
 
 __all__ = [
     "BuildError",
@@ -71,6 +72,7 @@ __all__ = [
     "PluginError",
     "Primitive",
     "Program",
+    "Report",
     "Schedule",
     "ScheduleError",
     "ScheduleMetadata",
@@ -79,6 +81,7 @@ __all__ = [
     "Step",
     "TraceError",
     "UnknownNameError",
+    "Verify",
     "VerifyError",
     "analyze_tie_weights",
     "build",
@@ -105,6 +108,7 @@ __all__ = [
     "set_random_seed",
     "trace",
     "trace_module",
+    "verify",
 ]
 
 

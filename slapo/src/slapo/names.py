@@ -19,15 +19,18 @@ MODULES = (
 HOMES = {
     "FunctionType": "types",
     "OrderedDict": "collections",
+    "Report": "slapo_verify",
+    "Verify": "slapo_verify",
     "checkpoint": "slapo_memory.recompute",
     "dataclass": "dataclasses",
     "field": "dataclasses",
     "partial": "functools",
+    "verify": "slapo_verify",
 }
 """Name to the module it comes from; what is not listed comes from ``slapo_core``."""
 
 OPTIONAL = {"Database": "slapo_tune", "Space": "slapo_tune", "Symbol": "slapo_tune"}
 """Names of packages that ``pip install slapo`` does not bring: served where the package is installed."""
 
-LATER = {"Verify": "slapo-core", "consolidate_model": "slapo-core"}
+LATER = {"consolidate_model": "slapo-core"}
 """Documented names that no version of a distribution provides yet."""

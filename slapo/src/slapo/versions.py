@@ -15,6 +15,7 @@ PACKAGES = (
     "slapo-fusion",
     "slapo-training",
     "slapo-torch",
+    "slapo-verify",
     "torch",
     "transformers",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,18 +15,57 @@ from ..parameters import facts
 from ..random import rng_state, set_rng_state
 
 Leaves = list[tuple[str, Any]]
+"""Parts of a structure by their path in it."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two numbers may be apart: ``atol + rtol * |expected|``."""
+    """How far two numbers may be apart: ``atol + rtol * |expected| + scale * root mean square of the expected tensor``.
+
+    Args:
+        atol: Absolute.
+        rtol: Relative to the number.
+        scale: Relative to the tensor.
+        noise: What is added for one tensor, by what a ``Difference`` calls it.
+    """
 
     atol: float
     rtol: float
+    scale: float = 0.0
+    noise: Mapping[str, float] = field(default_factory=dict)
+
+    def absolute(self, expected: torch.Tensor, what: str = "") -> float:
+        """What does not depend on the single number."""
+        numbers = expected[expected.isfinite()].abs().double() if self.scale else expected.new_empty(0)
+        scale = self.scale * float(numbers.square().mean().sqrt()) if numbers.numel() else 0.0
+        return self.atol + scale + self.noise.get(what, 0.0)
+
+    def accepts(self, expected: torch.Tensor, actual: torch.Tensor, what: str = "") -> torch.Tensor:
+        """Which elements are close enough."""
+        return torch.isclose(actual, expected, rtol=self.rtol, atol=self.absolute(expected, what))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that two models compute differently.
+
+    Args:
+        what: ``"output.logits"``, ``"loss"``, ``"gradient of 'h.0.weight'"``.
+        message: One sentence with the numbers.
+        absolute: Largest absolute error; None where shapes, dtypes or structures differ, or there are NaN.
+        relative: Largest relative error, likewise.
+    """
+
+    what: str
+    message: str
+    absolute: float | None = None
+    relative: float | None = None
 
 
 @dataclass
-class _Run:
+class Run:
+    """What a forward and a backward of a model computed."""
+
     outputs: Leaves
     loss: torch.Tensor | None
     input_grads: Leaves
@@ -62,21 +101,21 @@ def assert_equivalent(
     Raises:
         AssertionError: names the first tensor that differs, with the largest absolute and relative error.
     """
-    tolerance = Tolerance(atol, rtol)
     if before.training != after.training:
         modes = ["train" if model.training else "eval" for model in (before, after)]
         raise AssertionError(f"before is in {modes[0]} mode; after is in {modes[1]} mode")
     state = rng_state()
-    expected = _run(before, inputs, kwargs, loss)
+    expected = run_model(before, inputs, kwargs, loss)
     set_rng_state(state)
-    actual = _run(after, inputs, kwargs, loss)
-    _compare_leaves("output", expected.outputs, actual.outputs, tolerance)
-    _compare("loss", expected.loss, actual.loss, tolerance)
-    _compare_leaves("gradient of input", expected.input_grads, actual.input_grads, tolerance)
-    _compare_gradients(expected.param_grads, actual.param_grads, tolerance)
+    actual = run_model(after, inputs, kwargs, loss)
+    for difference in differences(expected, actual, Tolerance(atol, rtol)):
+        raise AssertionError(difference.message)
 
 
-def _run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], torch.Tensor] | None) -> _Run:
+def run_model(
+    model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], torch.Tensor | None] | None = None
+) -> Run:
+    """Run a model forward and backward on copies of the inputs; its ``.grad`` is as before. Collective where it is sharded."""
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     copies: Leaves = []
     args, keywords = _copied(inputs, "", copies), _copied(kwargs, "", copies)
@@ -86,11 +125,11 @@ def _run(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss
         outputs = model(*args, **keywords)
         leaves = list(_leaves(outputs, "", set()))
         copied = [(path, leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf) for path, leaf in leaves]
-        total = loss(outputs) if loss else _weighted_sum(leaf for _, leaf in leaves)
+        total = loss(outputs) if loss else weighted_sum(outputs)
         if total is not None and total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
         input_grads = [(path, tensor.grad) for path, tensor in copies if tensor.requires_grad]
-        return _Run(copied, None if total is None else total.detach(), input_grads, _named_gradients(model))
+        return Run(copied, None if total is None else total.detach(), input_grads, _named_gradients(model))
     finally:
         for parameter, grad in kept.items():
             parameter.grad = grad
@@ -133,9 +172,10 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items() if not callable(item))
 
 
-def _weighted_sum(leaves: Iterator[Any]) -> torch.Tensor | None:
+def weighted_sum(outputs: Any) -> torch.Tensor | None:
+    """A sum of all floating numbers with fixed weights that differ from one to the next; None where nothing has gradients."""
     total = None
-    for leaf in leaves:
+    for _, leaf in _leaves(outputs, "", set()):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             real = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).double()
             weights = torch.cos(torch.arange(real.numel(), dtype=torch.float64, device=real.device)).view(real.shape)
@@ -154,35 +194,44 @@ def _named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return found
 
 
-def _compare_leaves(what: str, expected: Leaves, actual: Leaves, tolerance: Tolerance) -> None:
+def differences(expected: Run, actual: Run, tolerance: Tolerance) -> Iterator[Difference]:
+    """What two runs have different, in the order in which ``assert_equivalent`` names it."""
+    yield from _of_leaves("output", expected.outputs, actual.outputs, tolerance)
+    yield from difference("loss", expected.loss, actual.loss, tolerance)
+    yield from _of_leaves("gradient of input", expected.input_grads, actual.input_grads, tolerance)
+    yield from of_named("gradient", expected.param_grads, actual.param_grads, tolerance)
+
+
+def of_named(what: str, expected: Mapping[str, Any], actual: Mapping[str, Any], tolerance: Tolerance) -> Iterator[Difference]:
+    """Differences of tensors under their names."""
+    missing = [name for name in expected if name not in actual]
+    if missing:
+        message = f"{what} of {missing[0]!r}: after has no parameter of this original name, {len(missing)} are missing"
+        yield Difference(f"{what} of {missing[0]!r}", message)
+    for name, value in expected.items():
+        if name in actual:
+            yield from difference(f"{what} of {name!r}", value, actual[name], tolerance)
+
+
+def difference(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> Iterator[Difference]:
+    """The difference of two values, shapes and dtypes first, or nothing."""
+    if _kind(expected) != _kind(actual):
+        yield Difference(what, f"{what}: expected {_kind(expected)}, found {_kind(actual)}")
+    else:
+        yield from _of_values(what, expected, actual, tolerance)
+
+
+def _of_leaves(what: str, expected: Leaves, actual: Leaves, tolerance: Tolerance) -> Iterator[Difference]:
     """Structure, shapes and dtypes of all before any value."""
     before, after = [path for path, _ in expected], [path for path, _ in actual]
     if before != after:
         missing, extra = sorted(set(before) - set(after)), sorted(set(after) - set(before))
-        raise AssertionError(f"{what}: the structure differs; missing {missing}, not expected {extra}")
-    for check in (_compare_kind, _compare_values):
-        for (path, one), (_, other) in zip(expected, actual, strict=True):
-            check(what + path, one, other, tolerance)
-
-
-def _compare_gradients(expected: dict[str, Any], actual: dict[str, Any], tolerance: Tolerance) -> None:
-    missing = [name for name in expected if name not in actual]
-    if missing:
-        raise AssertionError(
-            f"gradient of {missing[0]!r}: after has no parameter of this original name, {len(missing)} are missing"
-        )
-    for name, gradient in expected.items():
-        _compare(f"gradient of {name!r}", gradient, actual[name], tolerance)
-
-
-def _compare(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> None:
-    _compare_kind(what, expected, actual, tolerance)
-    _compare_values(what, expected, actual, tolerance)
-
-
-def _compare_kind(what: str, expected: Any, actual: Any, _: Tolerance) -> None:
-    if _kind(expected) != _kind(actual):
-        raise AssertionError(f"{what}: expected {_kind(expected)}, found {_kind(actual)}")
+        yield Difference(what, f"{what}: the structure differs; missing {missing}, not expected {extra}")
+        return
+    pairs = [(what + path, one, other) for (path, one), (_, other) in zip(expected, actual, strict=True)]
+    wrong = [pair for pair in pairs if _kind(pair[1]) != _kind(pair[2])]
+    for pair in wrong or pairs:
+        yield from difference(*pair, tolerance)
 
 
 def _kind(value: Any) -> str:
@@ -193,20 +242,21 @@ def _kind(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__qualname__}"
 
 
-def _compare_values(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> None:
+def _of_values(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> Iterator[Difference]:
     if isinstance(expected, float):
         expected, actual = torch.tensor(expected), torch.tensor(actual)
     if isinstance(expected, torch.Tensor):
-        _compare_tensors(what, expected, actual, tolerance)
+        yield from _of_tensors(what, expected, actual, tolerance)
     elif expected != actual:
-        raise AssertionError(f"{what}: expected {expected!r}, found {actual!r}")
+        yield Difference(what, f"{what}: expected {expected!r}, found {actual!r}")
 
 
-def _compare_tensors(what: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> None:
+def _of_tensors(what: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> Iterator[Difference]:
     for label, tensor in (("before", expected), ("after", actual)):
         if count := int(torch.isnan(tensor).sum()):
-            raise AssertionError(f"{what}: {label} has {count} NaN in {tensor.numel()} elements")
-    close = torch.isclose(actual, expected, rtol=tolerance.rtol, atol=tolerance.atol)
+            yield Difference(what, f"{what}: {label} has {count} NaN in {tensor.numel()} elements")
+            return
+    close = tolerance.accepts(expected, actual, what)
     if bool(close.all()):
         return
     wide = torch.complex128 if expected.is_complex() else torch.float64
@@ -214,9 +264,13 @@ def _compare_tensors(what: str, expected: torch.Tensor, actual: torch.Tensor, to
     relative = error / expected.to(wide).abs()
     relative = torch.where(error == 0, 0, relative)
     wrong = int((~close).sum())
-    raise AssertionError(
+    yield Difference(
+        what,
         f"{what}: {wrong} of {close.numel()} elements differ; largest absolute error {_number(error)} at "
-        f"{_index(error)}, largest relative error {_number(relative)}; allowed {tolerance.atol:g} + {tolerance.rtol:g} x before"
+        f"{_index(error)}, largest relative error {_number(relative)}; "
+        f"allowed {tolerance.absolute(expected, what):.3g} + {tolerance.rtol:g} x before",
+        float(error.max()),
+        float(relative.max()),
     )
 
 

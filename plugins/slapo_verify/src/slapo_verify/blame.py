@@ -1,0 +1,59 @@
+"""Which step broke a model: the journal, taken again in parts on fresh copies.
+
+A step may be right only together with others: a layer cut in two needs the sum behind it. So no single prefix tells; steps are
+put together by the block they work on (``layers.3``, say), blocks are searched first, and within the one that is wrong the last
+prefix that is right is found. The steps behind that are suspect.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from slapo_core.journal import Step
+
+Right = Callable[[Sequence[int]], bool]
+"""Whether the model is right after the steps of these numbers, ascending."""
+
+
+def steps_to_blame(steps: Sequence[Step], right: Right) -> tuple[list[int], list[int]]:
+    """Numbers of the steps that make the model wrong together, and of those before them that leave it right.
+
+    Args:
+        steps: All, which are known to be wrong.
+        right: Asked about ``log2`` of the blocks, and about the steps of one block.
+    """
+    blocks: dict[str, list[int]] = {}
+    for number, step in enumerate(steps):
+        blocks.setdefault(_block(step.path), []).append(number)
+    above = [number for block in blocks if _is_above(block, blocks) for number in blocks[block]]
+    groups = [numbers for block, numbers in blocks.items() if not _is_above(block, blocks)]
+    if above and not right(above):
+        groups, base = [above], list[int]()
+    else:
+        base = above
+    low, high = 0, len(groups)  # right with the first `low` groups, wrong with the first `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        if right(_together(base, groups[:middle])):
+            low = middle
+        else:
+            high = middle
+    base = _together(base, groups[:low])
+    last = groups[low]
+    good = next((end for end in range(len(last) - 1, 0, -1) if right(_together(base, [last[:end]]))), 0)
+    return last[good:], _together(base, [last[:good]])
+
+
+def _block(path: str) -> str:
+    """Path of the element of a list that a path lies in; what lies in none is a block of its own, by its first name."""
+    found = re.match(r"(?:.*?\.)?\d+(?=\.|$)", path)
+    return found.group() if found else path
+
+
+def _is_above(block: str, blocks: dict[str, list[int]]) -> bool:
+    return any(other != block and (not block or other.startswith(f"{block}.")) for other in blocks)
+
+
+def _together(base: Sequence[int], groups: Sequence[Sequence[int]]) -> list[int]:
+    return sorted({*base, *(number for group in groups for number in group)})

@@ -1,0 +1,43 @@
+"""Take some of a schedule's steps again, on a fresh copy of the unmodified model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from slapo_core.errors import ScheduleError
+from slapo_core.journal import Step
+from slapo_core.parameters import is_part
+from slapo_core.schedule import Schedule
+from slapo_core.serialize import decode, encode, imports_of
+
+
+def replay(fresh: Schedule, steps: Iterable[Step]) -> Schedule:
+    """Take steps of another schedule on a fresh one, which is returned.
+
+    Raises:
+        ScheduleError: a step cannot be taken again, or not without those that are left out.
+    """
+    for step in steps:
+        handle = fresh[step.path] if step.path else fresh
+        args = [_again(value, fresh) for value in step.args]
+        handle.apply(step.name, *args, **{name: _again(value, fresh) for name, value in step.kwargs.items()})
+    return fresh
+
+
+def _again(value: Any, schedule: Schedule) -> Any:
+    """An argument for another schedule: modules are copied, matches found there, what is immutable stays."""
+    if isinstance(value, nn.Module):
+        if any(is_part(each) for each in value.parameters()):
+            raise ScheduleError(f"a {type(value).__qualname__} that a step brought in has been sharded since")
+        return copy.deepcopy(value)
+    if isinstance(value, dict):
+        return {key: _again(each, schedule) for key, each in value.items()}
+    try:
+        data = encode(value)
+    except ScheduleError:
+        return type(value)(_again(each, schedule) for each in value) if type(value) in (list, tuple) else value
+    return decode(data, tuple(imports_of(data)), schedule)

@@ -1,0 +1,94 @@
+"""What a verification found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from slapo_core.errors import VerifyError
+from slapo_core.testing.equivalence import Difference
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Where a difference comes from; what is not known is None.
+
+    Args:
+        step: The step from which on the model is wrong, as the journal writes it, with its number.
+        module: First module, in the order of the forward, whose output differs.
+        parameter: The parameter nearest to the loss whose gradient, or weight after the step, differs.
+        hint: What is known of such a difference.
+        unknown: Why no step is named.
+    """
+
+    step: str | None = None
+    module: str | None = None
+    parameter: str | None = None
+    hint: str | None = None
+    unknown: str | None = None
+
+    def __str__(self) -> str:
+        lines = {
+            "step to blame": self.step or (f"not known: {self.unknown}" if self.unknown else None),
+            "first module that differs": self.module,
+            "parameter nearest to the loss that differs": self.parameter,
+            "hint": self.hint,
+        }
+        return "\n".join(f"{what}: {found}" for what, found in lines.items() if found)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Whether two models compute the same, the same object on every rank.
+
+    Args:
+        level: ``"outputs"``, ``"grads"`` or ``"step"``.
+        compared: How many values of each kind were compared, e.g. ``{"outputs": 2, "gradients": 148}``.
+        differences: What is further apart than it may be, in the order of the comparison.
+        largest: The largest absolute error of all that was compared, allowed or not; None where all is equal to the bit.
+        blame: Where the first difference comes from; None where there is none.
+        notes: What a reader has to know to trust this.
+    """
+
+    level: str
+    compared: dict[str, int]
+    differences: tuple[Difference, ...] = ()
+    largest: Difference | None = None
+    blame: Blame | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {what}" for what, count in self.compared.items())
+        if self.ok:
+            far = "all equal to the bit" if self.largest is None else f"largest error {_error(self.largest)}"
+            head = f"the same: {counts}; {far}"
+        else:
+            head = f"NOT the same: {len(self.differences)} of {counts} differ\n{self.differences[0].message}"
+        parts = [head, str(self.blame) if self.blame else "", *(f"note: {note}" for note in self.notes)]
+        return "\n".join(filter(None, parts))
+
+    def as_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps({"ok": self.ok, **asdict(self)})
+
+    def check(self) -> Report:
+        """The report itself, if nothing differs.
+
+        Raises:
+            VerifyError: something does; the message is the report.
+        """
+        if not self.ok:
+            raise VerifyError(str(self))
+        return self
+
+
+def _error(largest: Difference) -> str:
+    return f"{largest.absolute:.3g} in {largest.what}"

@@ -1,0 +1,47 @@
+"""No false alarms: real models under schedules that are right, in single and half precision, alone and on two ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from slapo_core import create_schedule, set_random_seed
+from slapo_core.testing import run_distributed
+from slapo_verify import Report, verify
+from tests.zoo.families import FAMILIES, layers
+
+NAMES = ("gpt2", "bert", "opt", "t5", "llama", "qwen3", "gemma3_text", "mixtral", "vit")
+
+
+def verified(rank: int, name: str, dtype: torch.dtype, level: str) -> Report:
+    set_random_seed(0, tp_rank=rank)
+    family = FAMILIES[name]
+    reference, batch = family.model().to(dtype), family.batch()
+    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    sch: Any = create_schedule(copy.deepcopy(reference), example_inputs=batch)
+    if torch.distributed.is_initialized():
+        sch.tensor_parallel()
+    for path in sorted({path.rpartition(".")[0] for path in layers(sch.mod)}):
+        sch[path].checkpoint()
+    # KERNELS
+    return verify(reference, sch, level=level)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_alone(name: str, dtype: torch.dtype) -> None:
+    report = verified(0, name, dtype, "step").check()
+    assert report.compared["updates"] == report.compared["weights"] > 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gpt2", "llama"))) for name in NAMES]
+)
+def test_on_two_ranks(name: str, dtype: torch.dtype) -> None:
+    one, other = run_distributed(verified, 2, name, dtype, "step", timeout=100)
+    assert one.check() == other
+    assert one.largest is not None

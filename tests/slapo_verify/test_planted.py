@@ -1,0 +1,163 @@
+"""Faults put into a schedule on purpose: each is found, and the step that made it is blamed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import slapo
+from slapo_core import create_schedule
+from slapo_verify import verify
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.scale, self.causal = 8**-0.5, True
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.split(self.qkv(x)))
+        scores = q @ k.transpose(-2, -1) * self.scale
+        if self.causal:
+            scores = scores.masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), -1e9)
+        if mask is not None:
+            scores = scores + mask
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def split(self, x: torch.Tensor) -> Any:
+        return x.chunk(3, dim=-1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn, self.act = nn.LayerNorm(16), Attention(), nn.GELU()
+        self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.attn(self.norm(x), mask=mask)
+        return x + self.drop(self.down(self.act(self.up(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, mask=mask)
+        return self.head(x)
+
+
+IDS = torch.arange(12).view(2, 6)
+MASK = torch.zeros(2, 1, 1, 6)
+MASK[1, ..., 4:] = -1e9
+INPUTS = {"ids": IDS, "mask": MASK}
+
+
+def changed(module: nn.Module, **settings: Any) -> nn.Module:
+    new = copy.deepcopy(module)
+    for name, value in settings.items():
+        setattr(new, name, value)
+    return new
+
+
+class MixedSplit(Attention):
+    def split(self, x: torch.Tensor) -> Any:
+        q, k, v = x.chunk(3, dim=-1)
+        return k, q, v
+
+
+class NoMask(Attention):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+class DropsInEval(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.1, True)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + self.bias
+
+
+class Detached(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight.detach(), self.bias)
+
+
+class NoInputGradient(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.detach())
+
+
+def of_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    new = copy.deepcopy(module)
+    new.__class__ = cls
+    return new
+
+
+Fault = Callable[[nn.Module], nn.Module]
+FAULTS: dict[str, tuple[str, Fault, str | None]] = {
+    "another activation": ("act", lambda old: nn.GELU(approximate="tanh"), None),
+    "relu for gelu": ("act", lambda old: nn.ReLU(), None),
+    "another epsilon": ("norm", lambda old: changed(old, eps=1e-3), None),
+    "mask dropped": ("attn", lambda old: of_class(old, NoMask), None),
+    "causality dropped": ("attn", lambda old: changed(old, causal=False), None),
+    "another scale": ("attn", lambda old: changed(old, scale=1.0), None),
+    "q and k mixed": ("attn", lambda old: of_class(old, MixedSplit), None),
+    "dropout on in evaluation": ("drop", lambda old: DropsInEval(), None),
+    "bias twice": ("down", lambda old: of_class(old, Doubled), "'layers.3.down.bias' is in it 2 times"),
+    "weight frozen": ("up", lambda old: of_class(old, Detached), None),
+    "no gradient through": ("up", lambda old: of_class(old, NoInputGradient), None),
+    "other weights, same names": ("down", lambda old: nn.Linear(32, 16), None),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_step_that_puts_a_fault_in_is_blamed(name: str) -> None:
+    child, fault, hint = FAULTS[name]
+    reference = Model()
+    sch = create_schedule(copy.deepcopy(reference), example_inputs=INPUTS)
+    for index in range(6):
+        sch[f"layers.{index}.norm"].replace(copy.deepcopy(sch[f"layers.{index}.norm"].mod))
+        sch[f"layers.{index}"].checkpoint()
+        if index == 3:
+            at = sch[f"layers.3.{child}"]
+            at.replace(fault(at.mod))
+    report = verify(reference, sch)
+    assert not report
+    assert report.blame is not None
+    print(report)
+    if name != "other weights, same names":
+        assert report.blame.step is not None
+        assert report.blame.step.split(": ")[1].startswith(f"sch['layers.3.{child}'].replace(")
+    if hint:
+        assert report.blame.hint is not None
+        assert hint in report.blame.hint
+
+
+def test_a_right_schedule_is_the_same() -> None:
+    reference = Model()
+    sch = create_schedule(copy.deepcopy(reference), example_inputs=INPUTS)
+    sch["layers"].checkpoint()
+    for level in ("outputs", "grads"):
+        assert verify(reference, sch, level=level).check().largest is None
+    with slapo.Verify(sch, INPUTS) as proof:
+        sch["layers.0.up"].decompose()
+    assert proof.report
