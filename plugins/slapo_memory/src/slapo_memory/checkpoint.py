@@ -27,8 +27,9 @@ class CheckpointPrimitive(Primitive):
     Random states, the tracked ones included, and autocast are as in the forward. So are buffers and attributes of the
     module and those below, with lists, dicts and sets in them: what a forward counts there, it counts once, and random
     generators there, or among the arguments, draw the same. State it keeps elsewhere, in an object of another kind or a
-    global, advances again in the recompute; where that changes the result, the first backward raises. A forward that
-    writes to an argument in place is refused when it runs. Hooks of the module stay outside, so collectives that ``sync`` puts on it run once. Without gradients the forward just runs.
+    global, advances again in the recompute; where that changes the result, the first backward raises. A forward that writes
+    to an argument in place is refused when it runs. Hooks of the module stay outside, so collectives that ``sync`` puts on
+    it run once. Without gradients the forward just runs.
 
     A subgraph runs where its last operation was. Dropouts between its operations then draw before those in it: their masks
     are other ones than the unmodified model's for the same seed, as random and as independent.
