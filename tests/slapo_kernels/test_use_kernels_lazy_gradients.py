@@ -86,6 +86,12 @@ def test_who_waits_for_the_gradient_of_logits(wait: str, when: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
+def _of_logits_and_others(head: nn.Module, hidden: torch.Tensor) -> Any:
+    logits = head(hidden)
+    logits.retain_grad()
+    return torch.autograd.grad(loss_of(logits), [logits, hidden, *head.parameters()])
+
+
 def _many_times(head: nn.Module, hidden: torch.Tensor) -> Any:
     loss = loss_of(head(hidden))
     for _ in range(3):
@@ -134,6 +140,7 @@ def _ignored(head: nn.Module, hidden: torch.Tensor) -> Any:
 
 CALLS: dict[str, Call] = {
     "of logits alone": lambda head, hidden: torch.autograd.grad(loss_of(logits := head(hidden)), logits),
+    "of logits and others": _of_logits_and_others,
     "many times": _many_times,
     "twice": lambda head, hidden: [(loss := loss_of(head(hidden))).backward(), loss.backward()],
     "of gradients": _of_gradients,

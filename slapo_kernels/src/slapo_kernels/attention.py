@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .fused import FusedQKV
+from .fused import FusedQKV, check_heads
+from .linear import check_probability
 from .registry import run
 from .table import table
 
@@ -33,7 +34,7 @@ class FlashAttention(nn.Module):
         output_proj: Whether there are an ``out_proj`` and a dropout; default: as ``is_decoder``.
 
     Raises:
-        ValueError: the heads do not divide the width.
+        ValueError: the heads do not divide the width, or ``attn_pdrop`` is no probability.
         ScheduleError: there is no such implementation.
     """
 
@@ -50,8 +51,8 @@ class FlashAttention(nn.Module):
         output_proj: bool | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size % num_attention_heads:
-            raise ValueError(f"a width of {hidden_size} is not divisible by {num_attention_heads} heads")
+        check_heads(hidden_size, num_attention_heads)
+        check_probability("attn_pdrop", attn_pdrop)
         if attn_op_name != "auto":
             table().get("attention", attn_op_name)
         self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
@@ -81,11 +82,14 @@ class FlashAttention(nn.Module):
             ``[batch, length, hidden_size]``, and None for the probabilities, which are never there as a whole.
 
         Raises:
-            ValueError: an argument among the others asks for something that this does not do.
+            ValueError: an argument among the others asks for something that this does not do, the mask is neither of bools nor
+                of floats where it is broadcast, or the input has no batch.
         """
         for name, value in others.items():
             if value is not None and value is not False and name not in _MEANS_NOTHING:
                 raise ValueError(f"FlashAttention has no {name}; call the model without it, or keep its own attention")
+        if isinstance(hidden_states, torch.Tensor) and hidden_states.dim() != 3:
+            raise ValueError(f"FlashAttention takes [batch, length, width], not {list(hidden_states.shape)}")
         q, k, v = (each.transpose(1, 2) for each in self._projected(hidden_states))
         mask = None if attention_mask is None else self._mask(attention_mask, q.shape[2])
         out: torch.Tensor = run(
@@ -115,6 +119,8 @@ class FlashAttention(nn.Module):
         """As the kernel takes it, causal too where this is; a mask that is already stays as it is."""
         if mask.dim() == 2:
             mask = mask.bool()[:, None, None, :]
+        if not (mask.dtype is torch.bool or mask.is_floating_point()):
+            raise ValueError(f"FlashAttention takes a mask of bools or of what is added to the scores, not of {mask.dtype}")
         if not self.is_decoder:
             return mask
         seen = torch.ones(length, mask.shape[-1], dtype=torch.bool, device=mask.device).tril(mask.shape[-1] - length)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from .labels import check_labels
+
 Tensor = torch.Tensor
 
 
@@ -26,6 +28,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 """What ``bias_act`` knows."""
+CASTS = ("input", "weight")
+"""What ``rms_norm`` rounds."""
 
 
 def attention(
@@ -89,6 +93,16 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def check_cast(cast: str) -> None:
+    """Refuse what ``rms_norm`` does not know.
+
+    Raises:
+        ValueError: it is no cast.
+    """
+    if cast not in CASTS:
+        raise ValueError(f"no cast {cast!r}; available: {', '.join(CASTS)}")
+
+
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast: str = "input") -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * (offset + weight)`` over the last dimension.
 
@@ -100,6 +114,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast
         cast: What is rounded to the dtype of ``x``: the normalised ``"input"``, before it is multiplied (Llama), or the product
             with the ``"weight"``, all of which is in float32 (Gemma).
     """
+    check_cast(cast)
     wide = _wide(x)
     normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if cast == "weight":
@@ -156,6 +171,7 @@ def linear_cross_entropy(
         ignore_index: A label that does not count.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, which gives the shape of ``labels``.
     """
+    check_labels(hidden, labels)
     logits = _wide(F.linear(hidden, weight, bias)).flatten(0, -2)
     loss = F.cross_entropy(logits, labels.flatten(), ignore_index=ignore_index, reduction=reduction)
     return loss.view(labels.shape) if reduction == "none" else loss

@@ -43,6 +43,16 @@ class FusedMLP(nn.Module):
         return f"orig_act={self.orig_act!r}"
 
 
+def check_heads(hidden_size: int, num_heads: int) -> None:
+    """Refuse heads that cannot share a width.
+
+    Raises:
+        ValueError: they do not divide it.
+    """
+    if num_heads < 1 or hidden_size < 1 or hidden_size % num_heads:
+        raise ValueError(f"a width of {hidden_size} is not divisible by {num_heads} heads")
+
+
 class FusedQKV(nn.Module):
     """Three projections of one input as one product: query, key and value.
 
@@ -61,9 +71,8 @@ class FusedQKV(nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, world_size: int = 1, bias: bool = True) -> None:
         super().__init__()
-        if hidden_size % num_heads:
-            raise ValueError(f"a width of {hidden_size} is not divisible by {num_heads} heads")
-        if num_heads % world_size:
+        check_heads(hidden_size, num_heads)
+        if world_size < 1 or num_heads % world_size:
             raise ValueError(f"{num_heads} heads cannot be split over {world_size} ranks")
         self.hidden_size, self.num_heads, self.head_size = hidden_size, num_heads, hidden_size // num_heads
         self.fused_linear = nn.Linear(hidden_size, 3 * hidden_size, bias)
@@ -81,6 +90,9 @@ class FusedQKV(nn.Module):
         Raises:
             ValueError: the layers differ in width or have other widths than their input, or only some have a bias.
         """
+        for each in (query, key, value):
+            if not isinstance(each, nn.Linear):
+                raise ValueError(f"FusedQKV takes layers of nn.Linear, not {each!r}")
         size = query.in_features
         for each in (query, key, value):
             if (each.in_features, each.out_features) != (size, size):

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from slapo_core.errors import ScheduleError
+
 Function = Callable[..., Any]
 
 
@@ -31,6 +33,9 @@ class Implementation:
         name: What it is called; filled in.
         kernel: What it computes; filled in.
         provider: Distribution and version that bring it; filled in.
+
+    Raises:
+        ScheduleError: devices, dtypes or packages are no tuples, or what is asked is no function.
     """
 
     target: Function | str
@@ -44,6 +49,19 @@ class Implementation:
     name: str = ""
     kernel: str = ""
     provider: str = ""
+
+    def __post_init__(self) -> None:
+        for name, kind, example in (
+            ("devices", str, "'cuda'"),
+            ("dtypes", torch.dtype, "torch.bfloat16"),
+            ("packages", str, "'a-b'"),
+        ):
+            given = getattr(self, name)
+            if not isinstance(given, (tuple, list)) or not all(isinstance(each, kind) for each in given):
+                raise ScheduleError(f"{name} of an Implementation are {given!r}; give a tuple such as ({example},)")
+        for name in ("needs", "refuses", "avoids"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise ScheduleError(f"{name} of an Implementation is {getattr(self, name)!r}, not a function")
 
     def lacks(self, device: str, dtype: torch.dtype | None) -> str | None:
         """Why it cannot be used for tensors of this dtype on this type of device; None where it can.

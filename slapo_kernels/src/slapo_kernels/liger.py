@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from .autocast import as_multiplied, is_autocast
-from .ignored import mean_of, with_one_that_counts
+from .eager import check_cast
+from .labels import check_labels, mean_of, with_one_that_counts
 
 Tensor = torch.Tensor
 
@@ -22,6 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast
     """``LigerRMSNormFunction``, its gradient beside that of the output, not over it."""
     from liger_kernel.ops import LigerRMSNormFunction
 
+    check_cast(cast)
     mode = "gemma" if cast == "weight" else "llama"
     out: Tensor = LigerRMSNormFunction.apply(x, weight, eps, offset, mode, False)
     return out
@@ -111,6 +113,7 @@ def linear_cross_entropy(
     """``LigerFusedLinearCrossEntropyFunction``, gradients made in the forward; only one backward is right."""
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
+    check_labels(hidden, labels)
     rows, weight, bias = as_multiplied(hidden.flatten(0, -2), weight, bias)
     targets, counts = labels.flatten(), None
     if reduction == "mean":

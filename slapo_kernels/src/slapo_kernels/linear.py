@@ -38,6 +38,8 @@ class LinearWithSeparateBias(nn.Linear):
         sync_fn: Sync | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
+        if not (sync_fn is None or callable(sync_fn)):
+            raise ValueError(f"sync_fn is called with the product, and {sync_fn!r} is no function")
         self.sync_fn = sync_fn
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,8 +120,7 @@ class LinearWithDropout(LinearWithSeparateBias):
         sync_fn: Sync | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype, sync_fn)
-        if not 0 <= p <= 1:
-            raise ValueError(f"p is a probability, not {p}")
+        check_probability("p", p)
         self.p, self.inplace = p, inplace
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,6 +132,16 @@ class LinearWithDropout(LinearWithSeparateBias):
         return f"{super().extra_repr()}, p={self.p}, inplace={self.inplace}"
 
 
+def check_probability(name: str, p: object) -> None:
+    """Refuse what is no probability.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(p, (int, float)) or not 0 <= p <= 1:
+        raise ValueError(f"{name} is a probability, not {p!r}")
+
+
 def activation_named(act_fn: str) -> str:
     """What the kernel calls an activation of Transformers.
 
@@ -138,7 +149,7 @@ def activation_named(act_fn: str) -> str:
         ValueError: the kernel does not know it.
     """
     names: dict[str, Any] = {**{name: name for name in ACTIVATIONS}, **_TRANSFORMERS}
-    if act_fn not in names:
+    if not isinstance(act_fn, str) or act_fn not in names:
         raise ValueError(f"no activation {act_fn!r}; available: {', '.join(sorted(names))}")
     return str(names[act_fn])
 

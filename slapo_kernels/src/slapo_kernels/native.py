@@ -7,7 +7,8 @@ from torch.nn import LinearCrossEntropyOptions
 from torch.nn import functional as F
 
 from .autocast import as_multiplied
-from .ignored import mean_of, with_one_that_counts
+from .eager import check_cast
+from .labels import check_labels, mean_of, with_one_that_counts
 
 Tensor = torch.Tensor
 
@@ -23,12 +24,15 @@ def attention(
     scale: float | None = None,
 ) -> Tensor:
     """``F.scaled_dot_product_attention``, which has the flash, memory-efficient and cuDNN kernels behind it."""
+    if is_causal and mask is not None:
+        raise ValueError("attention takes a mask or is_causal, not both")
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, cast: str = "input") -> Tensor:
     """``F.rms_norm``, which rounds after the weight; where it is to be rounded before, the weight comes after it."""
+    check_cast(cast)
     shape = weight.shape
     if cast == "weight":
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -54,6 +58,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
 ) -> Tensor:
     """``F.linear_cross_entropy`` by chunks of rows, gradients made in the forward; a second backward is an error of torch's."""
+    check_labels(hidden, labels)
     rows, weight, bias = as_multiplied(hidden.flatten(0, -2), weight, bias)
     targets, counts = labels.flatten(), None
     if reduction == "mean":

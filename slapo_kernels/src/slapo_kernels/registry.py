@@ -12,6 +12,7 @@ from slapo_core.logger import get_logger
 
 from . import eager, native
 from ._torch_private import is_dry_run
+from .arguments import misuse
 from .implementation import Function, Implementation
 from .kernels import KERNELS
 from .table import VARIABLE, check_kernel, table
@@ -43,10 +44,19 @@ def run(kernel: str, *args: Any, choice: str | None = None, **kwargs: Any) -> An
         kwargs: As the eager implementation takes them.
 
     Raises:
-        ScheduleError: the chosen implementation cannot be used here.
+        ScheduleError: the chosen implementation cannot be used here; no such kernel; or arguments that it does not take.
     """
     if torch.compiler.is_compiling():
         return _for_compiler(kernel, choice)(*args, **kwargs)
+    try:
+        return _run(kernel, choice, args, kwargs)
+    except Exception as error:
+        if why := misuse(kernel, choice, args, kwargs):
+            raise ScheduleError(why) from error
+        raise
+
+
+def _run(kernel: str, choice: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[_WEIGHED.get(kernel, 0)]
     if type(tensor) not in _PLAIN:
         if choice is None or is_dry_run(tensor):
@@ -65,6 +75,8 @@ def run(kernel: str, *args: Any, choice: str | None = None, **kwargs: Any) -> An
 
 def _for_compiler(kernel: str, choice: str | None) -> Function:
     """What ``torch.compile`` is shown: operations that it can fuse itself, or the one that is chosen."""
+    if not hasattr(eager, kernel):
+        check_kernel(kernel)
     module = native if choice in (None, "native") and hasattr(native, kernel) else eager
     if choice in (None, "inductor", "native", "eager"):
         function: Function = getattr(module, kernel)
@@ -82,11 +94,11 @@ def choose(kernel: str, device: torch.device | str, dtype: torch.dtype | None, f
         forced: Its name; default: what ``SLAPO_KERNELS`` says, else the first that is usable.
 
     Raises:
-        ScheduleError: no such kernel or implementation, or the forced one cannot be used: its package is missing, or it works
-            elsewhere.
+        ScheduleError: no such kernel, implementation, device or dtype, or the forced one cannot be used: its package is
+            missing, or it works elsewhere.
         PluginError: the forced one cannot be imported, or two plugins provide it.
     """
-    return _choose(kernel, torch.device(device).type, dtype, forced)
+    return _choose(kernel, _kind(device, dtype), dtype, forced)
 
 
 @dataclass(frozen=True)
@@ -113,9 +125,9 @@ def explain(kernel: str, device: torch.device | str, dtype: torch.dtype | None =
         dtype: Theirs; None: any.
 
     Raises:
-        ScheduleError: no such kernel, or ``SLAPO_KERNELS`` forces one that cannot be used.
+        ScheduleError: no such kernel, device or dtype, or ``SLAPO_KERNELS`` forces one that cannot be used.
     """
-    kind = torch.device(device).type
+    kind = _kind(device, dtype)
     chosen = _choose(kernel, kind, dtype, None)
     return [Explanation(each, _lacks(each, kind, dtype), each == chosen) for each in table().implementations(kernel, kind)]
 
@@ -125,6 +137,20 @@ def reset() -> None:
     table.cache_clear()
     _chosen.clear()
     _logged.clear()
+
+
+def _kind(device: torch.device | str, dtype: torch.dtype | None) -> str:
+    """The type of a device.
+
+    Raises:
+        ScheduleError: there is no such device, or no such dtype.
+    """
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        raise ScheduleError(f"{dtype!r} is no dtype; give one such as torch.bfloat16, or None for any")
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ScheduleError(f"{device!r} is no device; give one such as 'cpu' or 'cuda:0'") from error
 
 
 def _choose(kernel: str, device: str, dtype: torch.dtype | None, forced: str | None) -> Implementation:

@@ -60,8 +60,12 @@ class Table:
             PluginError: two plugins provide it.
         """
         check_kernel(kernel)
-        if not isinstance(name, str) or name not in self._entries[kernel]:
-            unknown = UnknownNameError.of("implementation", str(name), self._entries[kernel], whose=f"kernel {kernel!r}")
+        if not isinstance(name, str):
+            raise ScheduleError(f"{name!r} is no name of an implementation; kernel {kernel!r} has {self._listed(kernel)}")
+        if name not in self._entries[kernel]:
+            if any(name in those for those in self._entries.values()):  # no slip of the pen
+                raise ScheduleError(f"kernel {kernel!r} has no implementation {name!r}, but {self._listed(kernel)}")
+            unknown = UnknownNameError.of("implementation", name, self._entries[kernel], whose=f"kernel {kernel!r}")
             raise ScheduleError(str(unknown))
         entry, *others = self._entries[kernel][name]
         if others:
@@ -80,6 +84,9 @@ class Table:
             self._loaded[key] = replace(entry, target=implementation.target).load()
         return self._loaded[key]
 
+    def _listed(self, kernel: str) -> str:
+        return " and ".join(sorted(self._entries[kernel]))
+
     def _add(self, entry: Entry) -> None:
         kernel, _, name = entry.name.partition("=")
         self._entries.setdefault(kernel, {}).setdefault(name, []).append(entry)
@@ -91,8 +98,10 @@ def check_kernel(kernel: object) -> None:
     Raises:
         ScheduleError: it is one.
     """
-    if not isinstance(kernel, str) or kernel not in KERNELS:
-        raise ScheduleError(str(UnknownNameError.of("kernel", str(kernel), KERNELS)))
+    if not isinstance(kernel, str):
+        raise ScheduleError(f"{kernel!r} is no name of a kernel; available: {', '.join(sorted(KERNELS))}")
+    if kernel not in KERNELS:
+        raise ScheduleError(str(UnknownNameError.of("kernel", kernel, KERNELS)))
 
 
 @functools.cache

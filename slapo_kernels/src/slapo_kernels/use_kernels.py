@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from .recognise import attention
 from .recognise.graphs import FoundCall, find_calls
 from .recognise.modules import Served, find_modules
 from .registry import choose, kernel_names
-from .swapped import Program, swapped
+from .swapped import KernelCall, Program, body_of, swapped
+from .table import table
 
 _NAMED_ONLY = ("embedding", "linear_cross_entropy")
 
@@ -44,11 +45,13 @@ class UseKernelsPrimitive(Primitive):
         names: A kernel or a list of them; default: all but ``"embedding"`` and ``"linear_cross_entropy"``, which lets the head
             of a model return logits that nobody computes before somebody looks at them. What nothing computes is an error
             then, and so is what would be served, were nothing hooked to it.
-        force: Kernel, or ``"*"`` for all, to implementation; default: the first that is usable where the tensors are.
+        force: Kernel, or ``"*"`` for all, to implementation; default: the first that is usable where the tensors are. What
+            is served already keeps its own, and kernels that are not among the names have none.
 
     Raises:
-        ScheduleError: unknown kernel or implementation, a package that is missing, a named kernel that finds nothing, or a
-            module that it would serve but for what is hooked to it or put around it.
+        ScheduleError: unknown kernel or implementation, a package that is missing, a named kernel that finds nothing, one that
+            is forced and served already or not among the names, or a module that a named one would serve but for what is
+            hooked to it or put around it.
     """
 
     name = "use_kernels"
@@ -58,12 +61,13 @@ class UseKernelsPrimitive(Primitive):
     def check(schedule: Schedule, names: str | Iterable[str] | None = None, force: Mapping[str, str] | None = None) -> _Plan:
         """Find what kernels serve."""
         wanted = _wanted(schedule, names)
-        forced = _forced(schedule, wanted, force or {})
+        force = _checked(schedule, wanted, force, named=names is not None)
+        forced = _forced(schedule, wanted, force)
         served = find_modules(schedule.mod, wanted)
         calls = find_calls(schedule, wanted, forced)
         plan = _Plan([each for each in served if each.hooked is None], calls, {}, forced, wanted)
         if "attention" in wanted:
-            plan.attention.update(_attention(schedule, _forced_attention(forced, force or {}), named=names is not None))
+            plan.attention.update(_attention(schedule, _forced_attention(forced, force), named=names is not None))
         found = {kernel for each in served for kernel in each.body.kernels} | {each.call.kernel for each in calls}
         found |= {"attention"} if plan.attention else set()
         for each in served:
@@ -76,6 +80,8 @@ class UseKernelsPrimitive(Primitive):
                 get_logger().info("use_kernels: %r is left as it is, something is hooked to it", _below(schedule, each.hooked))
         if names is not None and (missing := [kernel for kernel in wanted if kernel not in found]):
             raise _error(schedule, f"nothing from here down computes {missing[0]!r}, or all that does is served already")
+        if late := _late(schedule, force, found):
+            raise _error(schedule, f"{late}; undo() the step that serves it, and force it there")
         return plan
 
     @staticmethod
@@ -133,36 +139,76 @@ def _wanted(schedule: Schedule, names: str | Iterable[str] | None) -> tuple[str,
     known = kernel_names()
     if names is None:
         return tuple(kernel for kernel in known if kernel not in _NAMED_ONLY)
-    given = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
+    if isinstance(names, Mapping):
+        raise _error(schedule, "names is a mapping; give implementations as force=")
+    if isinstance(names, bytes) or not isinstance(names, Iterable):
+        raise _error(schedule, f"names is {names!r}, not a kernel or a list of them; available: {', '.join(sorted(known))}")
+    given = [names] if isinstance(names, str) else list(names)
     for kernel in given:
-        if kernel not in known:
-            raise _error(schedule, str(UnknownNameError.of("kernel", str(kernel), known)))
+        _known(schedule, kernel, known)
     if not given:
         raise _error(schedule, "the list of kernels is empty; leave it out for all of them")
-    return given
+    return tuple(dict.fromkeys(given))
+
+
+def _known(schedule: Schedule, kernel: object, known: Iterable[str]) -> None:
+    if not isinstance(kernel, str):
+        raise _error(schedule, f"{kernel!r} is no name of a kernel; available: {', '.join(sorted(known))}")
+    if kernel not in known:
+        raise _error(schedule, str(UnknownNameError.of("kernel", kernel, known)))
+
+
+def _checked(schedule: Schedule, wanted: tuple[str, ...], force: Any, named: bool) -> Mapping[str, str]:
+    """What is forced, of kernels that are wanted."""
+    if force is None:
+        return {}
+    if not isinstance(force, Mapping):
+        example = f"{{'*': {force!r}}}" if isinstance(force, str) else "{'rms_norm': 'native'}"
+        raise _error(schedule, f"force is {force!r}, not a mapping of kernels to implementations, such as {example}")
+    for kernel, implementation in force.items():
+        _known(schedule, kernel, [*kernel_names(), "*"])
+        if not isinstance(implementation, str):
+            raise _error(schedule, f"force has {implementation!r} for {kernel!r}, which is no name of an implementation")
+        if kernel != "*" and kernel not in wanted:
+            reason = "which is not among the names" if named else "which is served only where it is named"
+            raise _error(schedule, f"force has {kernel!r}, {reason}; add it to the names, or leave it out of force")
+    return force
 
 
 def _forced(schedule: Schedule, wanted: tuple[str, ...], force: Mapping[str, str]) -> dict[str, str]:
     """Kernel to the implementation that is forced; each can be used where the weights are."""
-    known, device, dtype = kernel_names(), *_where(schedule.mod)
-    for kernel in force:
-        if kernel != "*" and kernel not in known:
-            raise _error(schedule, str(UnknownNameError.of("kernel", kernel, [*known, "*"])))
-    found = {}
-    for kernel in known:
+    device, dtype = _where(schedule.mod)
+    found, reasons = {}, []
+    for kernel in kernel_names():
         implementation = force.get(kernel, force.get("*"))
         if implementation is None:
             continue
         try:
             choose(kernel, device, dtype, implementation)
-        except ScheduleError:
+        except ScheduleError as error:
             if kernel in force:
                 raise
+            reasons += [str(error)] if kernel in wanted else []
             continue  # of those that "*" stands for some may have no such implementation
         found[kernel] = implementation
     if "*" in force and found.keys().isdisjoint(wanted):
-        raise _error(schedule, f"none of the kernels has the implementation {force['*']!r} where the weights are")
+        tried = [kernel for kernel in wanted if kernel not in force]
+        having = [reason for kernel, reason in zip(tried, reasons, strict=True) if force["*"] in table().names(kernel)]
+        raise _error(schedule, f"no kernel can be computed by {force['*']!r} where the weights are: {[*having, *reasons][0]}")
     return found
+
+
+def _late(schedule: Schedule, force: Mapping[str, str], found: Collection[str]) -> str | None:
+    """Why something that is forced comes too late; None where it finds something, or nothing was there for it to find."""
+    served: set[str] = set()
+    for module in schedule.mod.modules():
+        body = body_of(module)
+        served |= {module.kernel} if isinstance(module, KernelCall) else set() if body is None else set(body.kernels)
+    late = [kernel for kernel in force if kernel in served and kernel not in found]
+    if not late and not ("*" in force and served and not found):
+        return None
+    what = f"computes {late[0]!r}" if late else "kernels serve"
+    return f"all from here down that {what} is served already, and nothing is forced"
 
 
 def _forced_attention(forced: Mapping[str, str], force: Mapping[str, str]) -> str | None:

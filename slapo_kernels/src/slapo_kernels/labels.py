@@ -1,8 +1,25 @@
-"""Labels that do not count, for kernels that divide by how many do."""
+"""Labels of a cross entropy: what kernels would not notice, or divide by."""
 
 from __future__ import annotations
 
 import torch
+
+from slapo_core.errors import ScheduleError
+
+
+def check_labels(hidden: torch.Tensor, labels: torch.Tensor) -> None:
+    """Refuse labels that are not one for each row; which classes they name is not looked at.
+
+    Raises:
+        ScheduleError: they have another shape, or are no whole numbers of 64 bits.
+    """
+    if labels.shape != hidden.shape[:-1]:
+        rows, found = list(hidden.shape[:-1]), list(labels.shape)
+        raise ScheduleError(
+            f"run('linear_cross_entropy'): labels are of shape {found}, and the rows of hidden states of {rows}"
+        )
+    if labels.dtype is not torch.long:
+        raise ScheduleError(f"run('linear_cross_entropy'): labels are of {labels.dtype}; give them as torch.int64")
 
 
 def with_one_that_counts(labels: torch.Tensor, ignore_index: int, num_classes: int) -> tuple[torch.Tensor, torch.Tensor | None]:
