@@ -16,6 +16,7 @@ import slapo_memory.plugin
 from slapo_core.errors import ScheduleError, TraceError
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import assert_equivalent, isolated_plugins
+from slapo_memory.recompute import checkpoint
 
 # of inputs that are no leaves: torch's compiler asks, and tells nobody but where warnings are errors
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -94,6 +95,39 @@ def test_with_checkpoints_in_either_order(first: str) -> None:
         sch["layers"].compile(backend=count)
     assert_equivalent(before, sch.mod, X)
     assert count.graphs
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("policy", [None, "matmuls"])
+def test_checkpointed_layers_in_a_compiled_model_run_as_they_are_and_nobody_warns(policy: str | None, offload: bool) -> None:
+    """This fails where torch has moved what ``uncompiled`` writes to."""
+    before, count = Model(3), Counting()
+    sch = create_schedule(copy.deepcopy(before))
+    sch["layers"].checkpoint(policy=policy)
+    if offload:
+        sch["layers"].offload(min_bytes=0)
+    sch.compile(backend=count)
+    assert_equivalent(before, sch.mod, X)
+    with torch.no_grad():
+        assert_equivalent(before.eval(), sch.mod.eval(), X)
+
+
+class Checkpointing(nn.Module):
+    """Calls ``slapo.checkpoint`` by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, scale=0.5, use_reentrant=False).sin()
+
+
+def test_a_model_that_calls_checkpoint_is_compiled_as_a_whole() -> None:
+    before = Checkpointing()
+    sch = create_schedule(copy.deepcopy(before))
+    sch.compile(backend="aot_eager", fullgraph=True)
+    assert_equivalent(before, sch.mod, X)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

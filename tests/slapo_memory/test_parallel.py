@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import slapo_memory.plugin
@@ -14,6 +16,7 @@ import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
 from slapo_core.build import build
+from slapo_core.errors import ScheduleError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
@@ -49,6 +52,30 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def parallelized(rank: int) -> str:
+    """What a budget for layers of DTensors is told; one that was given before works."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    reference, model, late = Model(), Model(), Model()
+    sch = create_schedule(model, example_inputs=(x,), plugins=PLUGINS)
+    sch["layers"].checkpoint(budget=0.5)
+    for each in (model, late):
+        for layer in each.layers:
+            parallelize_module(layer, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for each in (reference, model):
+        each(x).sum().backward()
+    found = model.layers[0].up.weight.grad.full_tensor()
+    torch.testing.assert_close(found, reference.layers[0].up.weight.grad)
+    with pytest.raises(ScheduleError) as error:
+        create_schedule(late, example_inputs=(x,), plugins=PLUGINS)["layers"].checkpoint(budget=0.5)
+    return str(error.value)
+
+
+def test_a_budget_is_given_before_weights_are_dtensors() -> None:
+    for told in run_distributed(parallelized, 2, timeout=100):
+        assert "'layers.0.up.weight' is a DTensor" in told
+        assert "call checkpoint(budget=...) before the model is parallelized" in told
 
 
 def trained(rank: int, layout: dict[str, int], steps: dict[str, dict[str, Any]]) -> tuple[list[float], list[float], int]:

@@ -29,7 +29,8 @@ class CompilePrimitive(Primitive):
 
     Modules of one class share what is compiled, where shapes, dtypes and settings are the same: identical layers are compiled
     once. Parameters and their names stay. What is compiled is the forward itself: hooks, checkpoints and what else is around it
-    run outside, in whatever order these were put on.
+    run outside, in whatever order these were put on. Of a module that has checkpointed ones in it, these run as they are:
+    compile them, too.
 
     Args:
         **options: Those of ``torch.compile``: ``mode``, ``dynamic``, ``fullgraph``, ``backend``, ``options``. Without ``mode``,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -19,6 +21,19 @@ def runs_eagerly() -> bool:
     """Whether ``torch.compiler.set_stance("force_eager")`` is in force; torch tells nobody."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and frames._stance.stance == "force_eager"
+
+
+def uncompiled(function: Any, inside: bool) -> None:
+    """Let torch's compiler leave a function alone, without the second that importing it for ``torch.compiler.disable`` takes.
+
+    Args:
+        function: Of Python.
+        inside: Whether what it calls is compiled all the same.
+    """
+    function = inspect.unwrap(function)
+    function._torchdynamo_disable = True  # where a caller is compiled
+    around = _FrameAction.DEFAULT if inside else _FrameAction.SKIP
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, around))  # where it is called
 
 
 def is_watched() -> bool:

@@ -41,11 +41,16 @@ def plans(schedule: Schedule, chosen: list[Schedule], budget: int | float) -> li
 
     Raises:
         ScheduleError: no example inputs, a model that does not run on fake tensors, a module that it does not call with
-            gradients, or inputs of a module that are above the budget.
+            gradients, weights that are DTensors, or inputs of a module that are above the budget.
     """
     if schedule.example_inputs is None:
         what = "a budget is solved over a run of the model; give create_schedule example_inputs"
         raise ScheduleError(what, path=schedule.path, primitive="checkpoint")
+    tensors = [*schedule.root_module.named_parameters(), *schedule.root_module.named_buffers()]
+    if (spread := next((path for path, tensor in tensors if hasattr(tensor, "to_local")), None)) is not None:
+        what = f"{spread!r} is a DTensor, and a budget is solved over a run on plain tensors"
+        advice = "call checkpoint(budget=...) before the model is parallelized, or give a policy"
+        raise ScheduleError(f"{what}; {advice}", path=schedule.path, primitive="checkpoint")
     try:
         calls = measure(schedule.root_module, [each.mod for each in chosen], schedule.example_inputs)
     except SlapoError:

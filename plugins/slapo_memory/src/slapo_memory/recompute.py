@@ -17,10 +17,10 @@ from torch.utils import checkpoint as torch_checkpoint
 from slapo_core.errors import ScheduleError
 from slapo_core.wrapping import forward_wrappers
 
-from ._torch_private import is_watched, runs_eagerly
+from ._torch_private import is_watched, runs_eagerly, uncompiled
 from .arguments import Arguments
 from .comparing import Sample
-from .offloading import offloaded_in, offloading_aside
+from .offloading import Offloaded, offloaded_in, offloading_aside
 from .policies import Listed, contexts_of
 from .randomness import RandomState, is_generator
 from .state import StartState, version_of
@@ -81,8 +81,7 @@ class Checkpointed:
         """Run the forward, and again in the backward."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        given = [found for found in _found_in((args, kwargs), set()) if not isinstance(found, nn.Module)]
-        region = _Region(call, args, kwargs, _found_in(call, set()) + given)
+        region = _Region(call, args, kwargs, _found_in(call, set()) + _generators_in(args, kwargs))
         region.check = partial(_check_result, self._path, False)
         contexts = contexts_of(self._policy)
         options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
@@ -193,6 +192,10 @@ def _of(path: str) -> dict[str, Any]:
     return {"path": path, "primitive": "checkpoint"}
 
 
+def _generators_in(*given: Any) -> list[Any]:
+    return [found for found in _found_in(given, set()) if not isinstance(found, nn.Module)]
+
+
 def _found_in(value: Any, seen: set[int]) -> list[Any]:
     """The modules and random generators that a call can see to change: itself, its object, arguments, what it closes over."""
     if id(value) in seen or isinstance(value, torch.Tensor):
@@ -209,3 +212,9 @@ def _found_in(value: Any, seen: set[int]) -> list[Any]:
     elif isinstance(value, (tuple, list, dict)):
         inside += value.values() if isinstance(value, dict) else value
     return [found for item in inside if item is not None for found in _found_in(item, seen)]
+
+
+# inside of a compiled module the compiler would try, and warn; what torch's checkpoint calls it leaves alone by itself
+uncompiled(Checkpointed.__call__, inside=True)
+for _ours in (_Region.__init__, Arguments.give, _found_in, _generators_in, contexts_of, offloaded_in, Offloaded.moving):
+    uncompiled(_ours, inside=False)
