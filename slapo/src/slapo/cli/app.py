@@ -18,9 +18,9 @@ with handling(end_at_once):
     from slapo_core.logger import get_logger
     from slapo_core.registry import default_registry
 
-    from . import listing, train
+    from . import listing, train, verify
 
-OURS = ("train", *listing.NAMES)
+OURS = ("train", "verify", *listing.NAMES)
 """The commands that have nothing to clean up until they say so; a plugin's get Ctrl-C as Python programs do."""
 
 
@@ -34,7 +34,7 @@ def create_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for commands in (train, listing):
+    for commands in (train, verify, listing):
         commands.register(app)
     default_registry().call_each("slapo_commands", app=app)
     return app

@@ -25,14 +25,19 @@ COMMON = ("microbatches", "precision")
 """Options that every target has; plugins see the others alone, as in ``slapo.build``."""
 
 
-def rehearse(settings: Settings) -> None:
+def rehearse(settings: Settings, trains: bool = True) -> None:
     """Do all that a rank does before it has weights.
+
+    Args:
+        settings: Of the run.
+        trains: Whether the target's engine is to run the stages on data; else the schedule is all that is looked at.
 
     Raises:
         SlapoError: whatever a rank would fail with: data, model, schedule, target.
     """
     dialect = default_registry().dialect(settings.target)
-    read_corpus(settings)
+    if trains:
+        read_corpus(settings)
     with init_empty_weights():
         model = build_model(settings)
     # tracing runs the model once, and dropout in a sharded region draws from a state that has to be there
@@ -42,7 +47,9 @@ def rehearse(settings: Settings) -> None:
         config = engine_options(settings)
         common = {name: config.pop(name) for name in COMMON if name in config}
         default_registry().hook.slapo_before_build(schedule=sch, target=settings.target, config=config)
-        dialect.check(build_program(sch), optimizer=make_optimizer(settings), **common, **config)
+        program = build_program(sch)
+        if trains:
+            dialect.check(program, optimizer=make_optimizer(settings), **common, **config)
 
 
 @contextmanager

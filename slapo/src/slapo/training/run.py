@@ -24,7 +24,7 @@ def run(settings: Settings) -> None:
         SlapoError: a mistake found before any rank was started; ``RankError`` when a rank failed;
             ``InterruptedRunError`` when a signal ended the run.
     """
-    settings = replace(settings, device=_device(settings))
+    settings = replace(settings, device=device_of(settings))
     if "RANK" in os.environ:
         _check_world(settings, int(os.environ["WORLD_SIZE"]))
         if os.environ["RANK"] == "0":  # which writes the report; the others may be on machines where that cannot be
@@ -39,7 +39,7 @@ def run(settings: Settings) -> None:
         launch(work, settings)
 
 
-def _device(settings: Settings) -> str:
+def device_of(settings: Settings) -> str:
     """``cpu`` or ``cuda``: ``auto`` takes GPUs when there is one for every rank of this machine."""
     num_gpus = torch.cuda.device_count()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size))

@@ -40,7 +40,7 @@ def work(settings: Settings) -> None:
     """
     console = Console(quiet=os.environ["RANK"] != "0")
     corpus = read_corpus(settings)
-    with _joined(settings):
+    with joined(settings):
         announce(console, settings, corpus.source)
         record = train(settings, corpus, console)
     if record is not None:
@@ -79,7 +79,7 @@ def conclude(record: RunRecord, corpus: Corpus, console: Console) -> None:
 
 
 @contextmanager
-def _joined(settings: Settings) -> Iterator[None]:
+def joined(settings: Settings) -> Iterator[None]:
     """The default process group, from the environment the launcher made."""
     if settings.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
