@@ -46,7 +46,6 @@ NOT_SERVED = {
     "Database": "pip install slapo-tune",
     "Space": "pip install slapo-tune",
     "Symbol": "pip install slapo-tune",
-    "Verify": "a later version of slapo-core",
     "consolidate_model": "a later version of slapo-core",
 }
 """Documented name to what its error says."""
