@@ -82,6 +82,13 @@ def test_a_generator_is_refused(use_reentrant: bool) -> None:
         checkpoint(parts, torch.ones(1, requires_grad=True), use_reentrant=use_reentrant)
 
 
+@modes
+def test_an_iterator_is_refused_as_an_argument(use_reentrant: bool) -> None:
+    x = torch.ones(1, requires_grad=True)
+    with pytest.raises(ScheduleError, match="an argument is a generator, of which nothing is left for the recompute"):
+        checkpoint(sum, (x * number for number in range(3)), use_reentrant=use_reentrant)
+
+
 class Output:
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -134,6 +141,18 @@ def test_a_module_that_returns_a_generator_is_refused_by_its_path() -> None:
         with pytest.raises(ScheduleError, match=r"checkpoint\('0'\): the forward returns a generator"):
             model(torch.ones(1, requires_grad=True))
         assert [part.item() for part in _without_gradients(model)] == [0, 1, 2]
+
+
+def test_a_module_that_gets_an_iterator_is_refused_by_its_path() -> None:
+    class Summing(torch.nn.Module):
+        def forward(self, parts: object) -> torch.Tensor:
+            return sum(parts)
+
+    with isolated_plugins(slapo_memory.plugin):
+        model = torch.nn.ModuleList([Summing()])
+        create_schedule(model)["0"].checkpoint()
+        with pytest.raises(ScheduleError, match=r"checkpoint\('0'\): an argument is a list_iterator"):
+            model[0](iter([torch.ones(1, requires_grad=True)]))
 
 
 def _without_gradients(model: torch.nn.Module) -> object:

@@ -50,14 +50,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
         What ``function`` returns.
 
     Raises:
-        ScheduleError: it returns a generator, writes to an argument in place, or, with ``use_reentrant``, returns tensors in
-            anything but a tuple.
+        ScheduleError: it gets an iterator, returns a generator, writes to an argument in place, or, with ``use_reentrant``,
+            returns tensors in anything but a tuple.
     """
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():  # its own way to recompute sees to random states
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    _check_arguments("", *args, *kwargs.values())
     region = _Region(
         function, args, kwargs, _found_in((function, args, kwargs), set()), options.get("preserve_rng_state", True)
     )
@@ -81,6 +82,7 @@ class Checkpointed:
         """Run the forward, and again in the backward."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        _check_arguments(self._path, *args, *kwargs.values())
         region = _Region(call, args, kwargs, _found_in(call, set()) + _generators_in(args, kwargs))
         region.check = partial(_check_result, self._path, False)
         contexts = contexts_of(self._policy)
@@ -169,6 +171,14 @@ class _Onlooker(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _check_arguments(path: str, *given: Any) -> None:
+    """Refuse what the forward uses up."""
+    for value in given:
+        if isinstance(value, Iterator):
+            what = f"an argument is a {type(value).__name__}, of which nothing is left for the recompute"
+            raise ScheduleError(f"{what}; pass a list", **_of(path))
+
+
 def _check_result(path: str, use_reentrant: bool, result: Any, wrote: bool) -> None:
     """Refuse what a recompute cannot stand for; ``wrote`` tells that an argument was written to."""
     if wrote and (use_reentrant or any(tensor.requires_grad for tensor in Arguments((result,), {}).tensors)):
@@ -216,5 +226,14 @@ def _found_in(value: Any, seen: set[int]) -> list[Any]:
 
 # inside of a compiled module the compiler would try, and warn; what torch's checkpoint calls it leaves alone by itself
 uncompiled(Checkpointed.__call__, inside=True)
-for _ours in (_Region.__init__, Arguments.give, _found_in, _generators_in, contexts_of, offloaded_in, Offloaded.moving):
+for _ours in (
+    _check_arguments,
+    _Region.__init__,
+    Arguments.give,
+    _found_in,
+    _generators_in,
+    contexts_of,
+    offloaded_in,
+    Offloaded.moving,
+):
     uncompiled(_ours, inside=False)
