@@ -220,7 +220,7 @@ def _configuration(module: nn.Module) -> list[Any]:
 def _unwritable(value: Any) -> ScheduleError:
     if isinstance(value, nn.Module):
         advice = "build it with slapo.make(cls, ...)"
-    elif callable(value):
+    elif _is_importable(value):
         advice = "define it at the top level of an importable module"
     elif isinstance(value, torch.Tensor):
         advice = "give tensors to create_schedule(..., example_inputs=...)"
