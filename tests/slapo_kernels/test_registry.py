@@ -142,6 +142,7 @@ class TestEnvironment(Environment):
             ("rms=eager", "SLAPO_KERNELS has 'rms=eager': no kernel 'rms'"),
             ("rms_norm=egear", "SLAPO_KERNELS has 'rms_norm=egear': no implementation 'egear' of kernel 'rms_norm'"),
             ("*=egear", "SLAPO_KERNELS has '[*]=egear', an implementation that no kernel has"),
+            ("rms_norm=eager,*=native,rms_norm=native", "SLAPO_KERNELS has both 'eager' and 'native' for 'rms_norm'"),
             ("rms_norm=liger", "'liger' of kernel 'rms_norm', which SLAPO_KERNELS forces, works on cuda, not on cpu"),
         ],
     )

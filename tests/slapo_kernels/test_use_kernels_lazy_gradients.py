@@ -266,6 +266,17 @@ def test_logits_that_autocast_did_not_round() -> None:
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_says_what_it_is_a_mean_over(reduction: str) -> None:
+    def call(head: nn.Module, hidden: torch.Tensor) -> Any:
+        loss: Any = loss_of(head(hidden), labels, reduction=reduction, ignore_index=5)
+        return getattr(loss.grad_fn, "label_mean", ())
+
+    labels = LABELS.clamp(min=0)
+    _, found = beside(call)
+    assert found is None if reduction == "sum" else (torch.equal(found[0], labels), found[1]) == (True, 5)
+
+
 class _Operations(TorchDispatchMode):
     """Names of the operations of torch."""
 

@@ -46,10 +46,10 @@ def scheduled() -> Schedule:
         (
             None,
             {"*": "liger"},
-            "no kernel can be computed by 'liger' where the weights are: implementation 'liger' of kernel 'rms_norm' works on "
-            "cuda, not on cpu",
+            "none of the kernels can use the implementation 'liger', where the weights are: implementation 'liger' of kernel "
+            "'rms_norm' works on cuda, not on cpu",
         ),
-        ("bias_act", {"*": "flash"}, "kernel 'bias_act' has no implementation 'flash', but eager and inductor"),
+        ("bias_act", {"*": "flash"}, "none of the kernels has the implementation 'flash'"),
         (
             "layer_norm",
             {"swiglu": "eager"},
@@ -157,7 +157,10 @@ RUNS: dict[str, tuple[Callable[[], Any], str]] = {
     "no device": (lambda: explain("layer_norm", None), "None is no device; give one such as"),  # type: ignore[arg-type]
     "dtype": (lambda: choose("layer_norm", "cpu", "float32"), "'float32' is no dtype; give one such as torch.bfloat16"),  # type: ignore[arg-type]
     "list": (lambda: choose([], "cpu", None), "[] is no name of a kernel"),  # type: ignore[arg-type]
-    "forced": (lambda: choose("swiglu", "cpu", None, 3), "3 is no name of an implementation; kernel 'swiglu' has eager and"),  # type: ignore[arg-type]
+    "forced": (
+        lambda: choose("swiglu", "cpu", None, 3),
+        "3 is no name of an implementation; kernel 'swiglu' has eager, inductor and",
+    ),  # type: ignore[arg-type]
     "devices": (lambda: Implementation("a:b", devices="cuda"), "devices of an Implementation are 'cuda'; give a tuple such as"),  # type: ignore[arg-type]
     "dtypes": (
         lambda: Implementation("a:b", dtypes=torch.float32),

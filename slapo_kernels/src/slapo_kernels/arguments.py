@@ -11,6 +11,7 @@ import torch
 from slapo_core.errors import ScheduleError
 
 from . import eager
+from ._torch_private import is_dry_run
 from .kernels import KERNELS
 from .table import check_kernel
 
@@ -26,6 +27,8 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 def misuse(kernel: object, choice: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Why a kernel cannot be called like this; None where that is not to be seen from the kinds of its arguments."""
+    if any(map(is_dry_run, (None, *args, *kwargs.values()))):  # no tensors to speak of
+        return None
     try:
         check_kernel(kernel)
     except ScheduleError as error:

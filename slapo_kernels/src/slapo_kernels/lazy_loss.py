@@ -61,6 +61,9 @@ class LazyLoss(torch.autograd.Function):
 
     They go by the logits, which are computed again, where somebody waits for their gradient, where gradients of gradients are
     asked for, and from the second time on: what kernels keep is good for once.
+
+    Attributes:
+        label_mean: Of the loss's ``grad_fn``: the labels that it is a mean over, and the one it leaves out; None of a sum.
     """
 
     @staticmethod
@@ -78,6 +81,7 @@ class LazyLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.loss, ctx.watch = loss, watch
+        ctx.label_mean = (target, loss.ignore_index) if loss.reduction == "mean" else None
         needs = ctx.needs_input_grad[:3]
         leaves = [
             None if each is None else each.detach().requires_grad_(need)

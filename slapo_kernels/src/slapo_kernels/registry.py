@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slapo_core.errors import PluginError, ScheduleError
+from slapo_core.errors import PluginError, ScheduleError, SlapoError
 from slapo_core.logger import get_logger
 
 from . import eager, native
@@ -50,6 +50,8 @@ def run(kernel: str, *args: Any, choice: str | None = None, **kwargs: Any) -> An
         return _for_compiler(kernel, choice)(*args, **kwargs)
     try:
         return _run(kernel, choice, args, kwargs)
+    except SlapoError:
+        raise
     except Exception as error:
         if why := misuse(kernel, choice, args, kwargs):
             raise ScheduleError(why) from error

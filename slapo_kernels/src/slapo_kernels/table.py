@@ -85,7 +85,8 @@ class Table:
         return self._loaded[key]
 
     def _listed(self, kernel: str) -> str:
-        return " and ".join(sorted(self._entries[kernel]))
+        *others, last = sorted(self._entries[kernel])
+        return f"{', '.join(others)} and {last}" if others else last
 
     def _add(self, entry: Entry) -> None:
         kernel, _, name = entry.name.partition("=")
@@ -139,10 +140,13 @@ def _entry(kernel: Any, name: Any, found: Any, record: PluginRecord) -> Entry:
 def _environment(found: Table) -> dict[str, str]:
     """Kernel to the implementation that ``SLAPO_KERNELS`` forces."""
     forced: dict[str, str] = {}
+    seen: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
         kernel, equals, name = (piece.strip() for piece in part.partition("="))
         if not equals:
             raise ScheduleError(f"{VARIABLE} has {part!r}; write kernel=implementation, with commas between")
+        if seen.setdefault(kernel, name) != name:
+            raise ScheduleError(f"{VARIABLE} has both {seen[kernel]!r} and {name!r} for {kernel!r}")
         if kernel == "*":
             having = [each for each in KERNELS if name in found.names(each)]
             if not having:

@@ -178,7 +178,8 @@ def _checked(schedule: Schedule, wanted: tuple[str, ...], force: Any, named: boo
 def _forced(schedule: Schedule, wanted: tuple[str, ...], force: Mapping[str, str]) -> dict[str, str]:
     """Kernel to the implementation that is forced; each can be used where the weights are."""
     device, dtype = _where(schedule.mod)
-    found, reasons = {}, []
+    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for kernel in kernel_names():
         implementation = force.get(kernel, force.get("*"))
         if implementation is None:
@@ -188,13 +189,14 @@ def _forced(schedule: Schedule, wanted: tuple[str, ...], force: Mapping[str, str
         except ScheduleError as error:
             if kernel in force:
                 raise
-            reasons += [str(error)] if kernel in wanted else []
+            reasons[kernel] = str(error)
             continue  # of those that "*" stands for some may have no such implementation
         found[kernel] = implementation
     if "*" in force and found.keys().isdisjoint(wanted):
-        tried = [kernel for kernel in wanted if kernel not in force]
-        having = [reason for kernel, reason in zip(tried, reasons, strict=True) if force["*"] in table().names(kernel)]
-        raise _error(schedule, f"no kernel can be computed by {force['*']!r} where the weights are: {[*having, *reasons][0]}")
+        name = force["*"]
+        having = [kernel for kernel in wanted if kernel in reasons and name in table().names(kernel)]
+        reason = f", where the weights are: {reasons[having[0]]}" if having else ""
+        raise _error(schedule, f"none of the kernels {'can use' if having else 'has'} the implementation {name!r}{reason}")
     return found
 
 
