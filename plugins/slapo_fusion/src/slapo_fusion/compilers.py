@@ -16,6 +16,8 @@ from slapo_core.errors import PluginError, ScheduleError, UnknownNameError
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import is_opaque
 
+from .draws import with_masks_apart
+
 LAYER = "slapo_layer"
 """Key in the ``meta`` of a node that calls a layer: the layer's path and class."""
 SAME_DRAWS = {"fallback_random": True}
@@ -42,7 +44,7 @@ def inductor(region: fx.GraphModule) -> Callable[..., Any]:
 
     What it draws, as dropout does, is what the unmodified model draws from the same random state.
     """
-    compiled: Callable[..., Any] = torch.compile(region, options=dict(SAME_DRAWS))
+    compiled: Callable[..., Any] = torch.compile(with_masks_apart(region), options=dict(SAME_DRAWS))
     return compiled
 
 
