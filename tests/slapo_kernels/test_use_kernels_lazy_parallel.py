@@ -95,6 +95,7 @@ def by_an_engine(rank: int, target: str, config: dict[str, Any]) -> tuple[float,
     runs, lazy = [], set[bool]()
     for served in (False, True):
         model, batch = FAMILIES["llama"].model(), {**FAMILIES["llama"].batch(seed=rank), "use_cache": False}
+        batch["labels"][rank, : 3 + rank] = -100  # micro-batches and ranks with other numbers of labels
         schedule = create_schedule(model, mesh=mesh, example_inputs=batch)
         if served:
             schedule.use_kernels("linear_cross_entropy")
@@ -114,12 +115,13 @@ def _zero(stage: int) -> dict[str, Any]:
     ("target", "config", "is_lazy"),
     [
         ("torch", {"data_parallel": "ddp"}, True),
+        ("torch", {"data_parallel": "ddp", "microbatches": 2}, True),
         ("torch", {"data_parallel": "fsdp"}, True),
         ("torch", {"data_parallel": "fsdp", "fsdp_units": ["lm_head", "model.layers.*"]}, False),
         ("deepspeed", _zero(1), True),
         ("deepspeed", _zero(3), False),
     ],
-    ids=["ddp", "fsdp", "fsdp of the head", "zero 1", "zero 3"],
+    ids=["ddp", "micro-batches", "fsdp", "fsdp of the head", "zero 1", "zero 3"],
 )
 def test_an_engine(target: str, config: dict[str, Any], is_lazy: bool) -> None:
     for difference, found in run_distributed(by_an_engine, 2, target, config, timeout=100):

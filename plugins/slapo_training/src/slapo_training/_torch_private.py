@@ -9,9 +9,13 @@ import torch
 
 def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
     """Over how many labels a loss is a mean, and the label it leaves out, as ``cross_entropy`` and ``nll_loss`` keep it for
-    their backward; None where that does not tell, as for a weighted mean, or for what is unpacked, and so may run, only once.
+    their backward, or as another's ``grad_fn.label_mean`` says, its labels and the one left out.
+
+    None where that does not tell, as for a weighted mean, or for what is unpacked, and so may run, only once.
     """
     node = loss.grad_fn
+    if (told := getattr(node, "label_mean", None)) is not None:
+        return int((told[0] != told[1]).sum()), told[1]
     if node is None or node.name() not in ("NllLossBackward0", "NllLoss2DBackward0"):
         return None
     kept: Any = node
