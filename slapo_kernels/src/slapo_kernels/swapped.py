@@ -9,19 +9,20 @@ something was hooked to, or put in the place of, a part whose work a kernel does
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from slapo_core.wrapping import is_opaque
 
 from ._torch_private import is_watched
-from .recognise.copies import is_conv1d, rebind
-from .registry import choose, run
+from .conditions import Conditions
+from .recognise.copies import rebind
+from .registry import run
+from .steps import Gate, Step
 
 _BODY = "_slapo_kernels"
 _TABLES = (
@@ -48,7 +49,7 @@ class Body(Protocol):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the forward's arguments."""
+        """Names of the method's arguments."""
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -99,38 +100,35 @@ def _restored(cls: type[nn.Module]) -> nn.Module:
     return new
 
 
-_subclasses: dict[type[nn.Module], type[nn.Module]] = {}
+_subclasses: dict[tuple[type[nn.Module], Any], type[nn.Module]] = {}
 
 
 def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _subclasses:
-        _subclasses[cls] = _make_subclass(cls)
-    return _subclasses[cls]
+    key = cls, cls.forward
+    if key not in _subclasses:
+        methods = [name for name in ("forward", "_apply_gate") if hasattr(cls, name)]
+        members = {"__module__": cls.__module__, "__doc__": cls.__doc__, **{name: _method(cls, name) for name in methods}}
+        _subclasses[key] = type(f"Kernel{cls.__name__}", (Swapped, cls), members)
+    return _subclasses[key]
 
 
-def _make_subclass(cls: type[nn.Module]) -> type[nn.Module]:
-    original: Callable[..., Any] = cls.forward
+def _method(cls: Any, name: str) -> Any:
+    """A method that lets kernels compute what they can, and else does what the class's own does."""
+    original, gate = getattr(cls, name), name != "forward"
 
     @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         body: Body | None = getattr(self, _BODY, None)
-        if body is None:  # made by somebody to try the class out
-            return original(self, *args, **kwargs)
-        given = args + tuple(kwargs[name] for name in body.inputs[len(args) :] if name in kwargs) if kwargs else args
+        own = getattr(cls, name)
+        if body is None or isinstance(body, Experts) is not gate or own is not original:  # made to try the class out; patched
+            return own(self, *args, **kwargs)
+        given = args + tuple(kwargs[each] for each in body.inputs[len(args) :] if each in kwargs) if kwargs else args
         known = len(given) == len(body.inputs) == len(args) + len(kwargs)
         if known and not is_watched(body.forced) and body.fits(self, given):
             return body(self, *given)
-        return original(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
 
-    def apply_gate(self: Any, gate_up: torch.Tensor) -> torch.Tensor:
-        body, ungated = self._slapo_kernels, cls._apply_gate  # type: ignore[attr-defined]
-        known = isinstance(body, Experts) and not is_watched(body.forced) and body.fits(self, (gate_up,))
-        return body.step.run(self, [gate_up], body.choice) if known else ungated(self, gate_up)  # type: ignore[no-any-return]
-
-    members = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    if hasattr(cls, "_apply_gate"):
-        members["_apply_gate"] = apply_gate
-    return type(f"Kernel{cls.__name__}", (Swapped, cls), members)
+    return method
 
 
 @dataclass(frozen=True)
@@ -142,6 +140,7 @@ class Norm:
         kernel: ``"rms_norm"`` or ``"layer_norm"``.
         options: Of the kernel.
         packs: Whether the result is contiguous whatever the input is, which a dropout that follows draws its mask by.
+        conditions: When it is one.
         choice: Implementation that a user has chosen.
     """
 
@@ -149,6 +148,7 @@ class Norm:
     kernel: str
     options: Mapping[str, Any]
     packs: bool
+    conditions: Conditions
     choice: str | None = None
 
     @property
@@ -163,7 +163,7 @@ class Norm:
 
     def fits(self, module: Any, args: tuple[Any, ...]) -> bool:
         """What norms make of several dtypes differs; that is left to them."""
-        return isinstance(args[0], torch.Tensor) and args[0].dtype is module.weight.dtype
+        return self.conditions.hold(module, args) and args[0].dtype is module.weight.dtype
 
     def __call__(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         """Of this module's weights."""
@@ -187,99 +187,13 @@ class Lookup:
         return self.choice is not None
 
     def fits(self, module: Any, args: tuple[Any, ...]) -> bool:
-        """Any call."""
-        return True
+        """Any call, as long as the module is asked for no more than rows."""
+        return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
     def __call__(self, module: Any, ids: torch.Tensor) -> torch.Tensor:
         """Rows of this module's weight."""
         found: torch.Tensor = run("embedding", ids, module.weight, choice=self.choice, padding_idx=module.padding_idx)
         return found
-
-
-Values = list[torch.Tensor]
-"""Inputs of a program, then the result of each step."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A step: call a part of the module."""
-
-    part: str
-    args: tuple[int, ...]
-    kernel: ClassVar[str | None] = None
-
-    def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Its result."""
-        result: torch.Tensor = module._modules[self.part](*[values[index] for index in self.args])
-        return result
-
-
-@dataclass(frozen=True)
-class Activate:
-    """A step: an activation, with the bias of the linear layer ``part`` where that can be had apart."""
-
-    arg: int
-    activation: str
-    part: str | None
-    kernel: ClassVar[str] = "bias_act"
-
-    @property
-    def kind(self) -> Any:
-        """What it computes."""
-        return "bias_act", (("activation", self.activation),), True
-
-    def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Its result."""
-        x, bias = _product(module, self.part, values[self.arg], self.kernel, choice)
-        found: torch.Tensor = run("bias_act", x, bias, choice=choice, activation=self.activation)
-        return found
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A step: one value, activated, times another; or one half of a value times the other."""
-
-    kernel: str
-    gate: int
-    up: int
-    options: tuple[tuple[str, Any], ...]
-    gate_first: bool = True
-
-    @property
-    def kind(self) -> Any:
-        """What it computes."""
-        return self.kernel, self.options, self.gate_first
-
-    def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Its result."""
-        gate, up = values[self.gate], values[self.up]
-        if self.gate == self.up:
-            first, second = values[self.gate].chunk(2, dim=-1)
-            gate, up = (first, second) if self.gate_first else (second, first)
-        found: torch.Tensor = run(self.kernel, gate, up, choice=choice, **dict(self.options))
-        return found
-
-
-@dataclass(frozen=True)
-class AddDropped:
-    """A step: a residual sum with what the module's ``dropout`` leaves of a value, and of the bias of ``part``."""
-
-    arg: int
-    residual: int
-    dropout: str
-    part: str | None
-    kernel: ClassVar[str] = "bias_dropout_residual"
-
-    def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
-        """Its result."""
-        x, bias = _product(module, self.part, values[self.arg], self.kernel, choice)
-        dropout = module._modules[self.dropout]
-        residual = values[self.residual]
-        found: torch.Tensor = run(self.kernel, x, bias, residual, choice=choice, p=dropout.p, training=dropout.training)
-        return found
-
-
-Step = Call | Activate | Gate | AddDropped
 
 
 @dataclass(frozen=True)
@@ -289,12 +203,14 @@ class Program:
     Args:
         inputs: Names of the forward's arguments, all tensors.
         steps: In the order of the forward.
+        conditions: When they do what the forward does.
         absorbed: Parts whose work a kernel does.
         choices: Kernel to the implementation that a user has chosen.
     """
 
     inputs: tuple[str, ...]
     steps: tuple[Step, ...]
+    conditions: Conditions
     absorbed: tuple[tuple[str, nn.Module], ...] = ()
     choices: tuple[tuple[str, str], ...] = ()
 
@@ -310,7 +226,7 @@ class Program:
 
     def fits(self, module: Any, args: tuple[Any, ...]) -> bool:
         """Whether the kernels may do the parts' work."""
-        return _are_there(module, self.absorbed)
+        return _are_there(module, self.absorbed) and self.conditions.hold(module, args)
 
     def __call__(self, module: Any, *args: torch.Tensor) -> torch.Tensor:
         """Run it on this module."""
@@ -325,15 +241,18 @@ class Experts:
     """A mixture's experts, whose own forward asks their method ``_apply_gate`` for the gate.
 
     Args:
-        step: The gate, of what the method is given.
+        inputs: Name of the method's argument.
+        step: The gate.
+        conditions: When it is what the method computes.
         absorbed: Parts whose work the kernel does.
         choice: Implementation that a user has chosen.
     """
 
+    inputs: tuple[str, ...]
     step: Gate
+    conditions: Conditions
     absorbed: tuple[tuple[str, nn.Module], ...] = ()
     choice: str | None = None
-    inputs: ClassVar[tuple[str, ...]] = ()
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -346,47 +265,17 @@ class Experts:
         return self.choice is not None
 
     def fits(self, module: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a gate is asked for; the forward is their own."""
-        return bool(args) and _are_there(module, self.absorbed)
+        """Whether the kernel may do the parts' work."""
+        return _are_there(module, self.absorbed) and self.conditions.hold(module, args)
 
-    def __call__(self, module: Any, *args: Any) -> Any:
-        """Never called: ``fits`` is true of gates alone."""
-        raise NotImplementedError
+    def __call__(self, module: Any, gate_up: torch.Tensor) -> torch.Tensor:
+        """The gate."""
+        return self.step.run(module, [gate_up], self.choice)
 
 
 def _are_there(module: Any, absorbed: tuple[tuple[str, nn.Module], ...]) -> bool:
     """Whether the parts that kernels stand for are still there and would do nothing else."""
     return all(module._modules.get(name) is part and not is_opaque(part) for name, part in absorbed)
-
-
-def _product(
-    module: Any, part: str | None, x: torch.Tensor, kernel: str, choice: str | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the linear layer ``part`` makes of ``x`` without its bias, and the bias; together where that is as fast.
-
-    Or where the layer may be more than a product: hooked, wrapped, sharded, or of another forward.
-    """
-    if part is None:
-        return x, None
-    linear = module._modules[part]
-    bias, transposed = linear.bias, is_conv1d(linear)
-    plain = transposed or type(linear).forward is nn.Linear.forward
-    if (
-        bias is None
-        or not plain
-        or torch.compiler.is_compiling()  # before the next, which the compiler cannot follow
-        or is_opaque(linear)
-        or not _fuses(kernel, choice, x.device.type, x.dtype)
-    ):
-        return linear(x), None
-    x = x @ linear.weight if transposed else F.linear(x, linear.weight)
-    return x, bias.to(x.dtype)
-
-
-@functools.cache
-def _fuses(kernel: str, choice: str | None, device: str, dtype: torch.dtype) -> bool:
-    """Whether an implementation adds a bias at no cost, as one operation with the rest."""
-    return choose(kernel, device, dtype, choice).name != "eager"
 
 
 class KernelCall(nn.Module):
@@ -407,7 +296,8 @@ class KernelCall(nn.Module):
     def forward(self, *args: Any) -> Any:
         """What the kernel computes of the inputs in its order."""
         if self.kernel == "attention" and len(args) > 3:
-            args = (*args[:3], ~args[3] if self.masks_out else sum(args[3:]))
+            mask = ~args[3] if self.masks_out else sum(args[3:])
+            args = (*args[:3], mask if mask.dim() > 1 else mask.view(1, -1))
         return run(self.kernel, *args, choice=self.choice, **self.options)
 
     def extra_repr(self) -> str:

@@ -100,7 +100,10 @@ def _attentions(traced: fx.GraphModule) -> Iterator[_Nodes]:
         if user is None or _op(user) != "matmul" or _given(user).get("self") is not end:
             continue
         inputs = [_given(scores)["self"], _given(keys)["self"], _given(user)["other"], *masks]
-        if all(isinstance(each, fx.Node) for each in inputs) and _dtype(user) == _dtype(inputs[0]):
+        added = all(_dtype(mask) in (torch.float32, _dtype(inputs[0])) for mask in masks)  # not numbers of other kinds
+        if not all(isinstance(each, fx.Node) for each in inputs) or not (masks_out or added):
+            continue
+        if _dtype(user) == _dtype(inputs[0]):
             options = {"dropout_p": dropout, "scale": float(scale), "masks_out": masks_out}
             yield _Nodes("attention", inputs, [*inside, user], [user], options)
 

@@ -12,7 +12,7 @@ from slapo_core.parameters import is_part
 from slapo_core.wrapping import is_opaque, own_forward
 
 from ..lazy_logits import LazyHead, find_heads
-from ..swapped import Body, Experts, Program, body_of
+from ..swapped import Body, Experts, Norm, Program, body_of
 from .alike import kind_of
 from .norms import recognise_embedding, recognise_norm
 from .programs import recognise_experts, recognise_program
@@ -61,6 +61,8 @@ def find_modules(root: nn.Module, wanted: Collection[str]) -> list[Served]:
             absorbed = tuple((name, module._modules[name]) for name, _ in body.absorbed)
             body = replace(body, absorbed=absorbed)
             parts |= dict(absorbed)
+        if isinstance(body, (Experts, Norm, Program)):
+            body = replace(body, conditions=body.conditions.of(module))
         hooked = next((name for name, part in parts.items() if is_opaque(part)), None if _may_swap(module, body) else "")
         found.append(Served(path, module, body, hooked if hooked is None else ".".join(filter(None, (path, hooked)))))
     return found

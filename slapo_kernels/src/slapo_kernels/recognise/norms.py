@@ -1,4 +1,4 @@
-"""Norms and embeddings, told by what their forward makes of random numbers."""
+"""Norms and embeddings, told by what their forward calls and makes of random numbers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..conditions import DTYPES, Conditions, can_be_compared
 from ..registry import run
 from ..swapped import Lookup, Norm
 from .copies import bare_copy
-from .numbers import close, equal, quietly, same_gradients
+from .forwards import NORM, USUAL, Steady
+from .numbers import close, quietly, rounded_alike, same_gradients
 from .signatures import tensor_inputs
 
 _SCALES = (1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e-6)
 """Of the rows of a probe: of small ones, the epsilon shows."""
+_SHAPES = ((2, 3), (5,), (2, 1, 2))
+"""Of probes but for the width."""
 
 
 def recognise_norm(module: nn.Module) -> Norm | None:
@@ -27,11 +31,23 @@ def recognise_norm(module: nn.Module) -> Norm | None:
     if set(module._parameters) - {"weight", "bias"} or (bias is not None and bias.shape != weight.shape):
         return None
     with quietly():
-        for exact in (True, False):
-            for kernel, options in _forms(module, bias is not None):
-                if all(_agrees(module, kernel, options, training, exact) for training in (True, False)):
-                    return Norm(names, kernel, options, _packs(module))
-    return None
+        first = Steady.of(module, torch.float32, weight.shape, NORM)
+        if first is None or not can_be_compared(module, first.reads):
+            return None
+        forms = [form for form in _forms(module, bias is not None) if _agrees(module, *form, torch.float32, first.dims)]
+        others = {
+            dtype: Steady.of(module, dtype, weight.shape, NORM) for dtype in DTYPES if dtype is not torch.float32 and forms
+        }
+        found: list[tuple[int, Norm]] = []
+        for form in forms:
+            seen = {torch.float32: first}
+            for dtype, other in others.items():
+                if other is not None and other.dims == first.dims and _agrees(module, *form, dtype, first.dims):
+                    seen[dtype] = other
+            reads = {read for each in seen.values() for read in each.reads}
+            conditions = Conditions(tuple(seen), first.dims, tuple(sorted(reads)))
+            found.append((len(seen), Norm(names, *form, _packs(module), conditions)))
+    return max(found, key=lambda each: each[0])[1] if found else None
 
 
 def recognise_embedding(module: nn.Module) -> Lookup | None:
@@ -61,34 +77,31 @@ def _forms(module: nn.Module, bias: bool) -> Iterator[tuple[str, dict[str, Any]]
         yield "layer_norm", {"eps": eps}
 
 
-def _agrees(module: nn.Module, kernel: str, options: dict[str, Any], training: bool, exact: bool) -> bool:
-    """Whether the module computes the kernel, in single precision and, ``exact`` to the bit, in bfloat16."""
+def _agrees(module: nn.Module, kernel: str, options: dict[str, Any], dtype: torch.dtype, dims: tuple[int, ...]) -> bool:
+    """Whether the module computes the kernel in both modes: in single precision but for rounding, else rounded alike."""
     width, generator = module._parameters["weight"].numel(), torch.Generator().manual_seed(0)  # type: ignore[union-attr]
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cpu")
 
-    scales = torch.tensor(_SCALES).view(2, 3, 1)
-    inputs = [draw(2, 3, width) * scales, draw(5, width), draw(2, 1, 2, width)]
-    weights = {name: draw(width) for name, tensor in module._parameters.items() if tensor is not None}
-    for dtype in (torch.float32, torch.bfloat16):
-        probe = bare_copy(module, dtype, training)
-        vars(probe)["_parameters"].update({name: nn.Parameter(value.to(dtype)) for name, value in weights.items()})
+    inputs = [draw(*shape, width) for shape in _SHAPES]
+    inputs[0] *= torch.tensor(_SCALES).view(*USUAL, 1)
+    inputs = [each.to(dtype) for each in inputs if each.dim() in dims]
+    weights = {name: draw(width).to(dtype) for name, tensor in module._parameters.items() if tensor is not None}
+    for training in (True, False):
+        probe: Any = bare_copy(module, dtype, training)
+        vars(probe)["_parameters"].update({name: nn.Parameter(value) for name, value in weights.items()})
         own = [probe.weight] if kernel == "rms_norm" else [probe.weight, probe.bias if "bias" in probe._parameters else None]
-        alike = equal if exact and dtype is torch.bfloat16 else close
-        for x in inputs:
-            try:
-                found = probe.forward(x.to(dtype))
-            except Exception:  # whatever a stranger's forward makes of these numbers
+
+        def compute(x: torch.Tensor, own: list[Any] = own) -> Any:
+            return run(kernel, x, *own, choice="eager", **options)
+
+        alike = close if dtype is torch.float32 else rounded_alike
+        try:
+            if not all(alike(probe.forward(x), compute(x)) for x in inputs):
                 return False
-            if not alike(found, run(kernel, x.to(dtype), *own, choice="eager", **options)):
-                return False
-    probe = bare_copy(module, torch.float32, training)
-    vars(probe)["_parameters"].update({name: nn.Parameter(value) for name, value in weights.items()})
-    own = [probe.weight] if kernel == "rms_norm" else [probe.weight, probe.bias if "bias" in probe._parameters else None]
-    return same_gradients(
-        probe.forward,
-        lambda x: run(kernel, x, *own, choice="eager", **options),
-        [inputs[1]],
-        list(probe.parameters()),
-    )
+        except Exception:  # whatever a stranger's forward makes of these numbers
+            return False
+        if dtype is torch.float32 and not same_gradients(probe.forward, compute, inputs[1:2], list(probe.parameters())):
+            return False
+    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -13,25 +13,19 @@ from slapo_core.errors import TraceError
 from slapo_core.operators import operator_of
 from slapo_core.tracing import TracedModule, trace_module
 
-from ..swapped import Activate, AddDropped, Call, Experts, Gate, Program, Step
+from ..conditions import DTYPES, Conditions, can_be_compared
+from ..steps import Activate, AddDropped, Call, Gate, Step
+from ..swapped import Experts, Program
 from .copies import bare_copy, is_function, is_linear
-from .regions import Region, identify
+from .forwards import ELEMENTWISE, HALVES, USUAL, Observed, Steady, inputs_of
+from .numbers import quietly
+from .regions import Found, Region, identify
 from .signatures import tensor_inputs
 
+_WIDTH = 16
+"""Of a probe of experts."""
 _MOST = 16
 """Parts that a module may have in it; more than that is a model."""
-
-
-class _Case(NamedTuple):
-    """What a forward is traced with: dtype of weights and inputs, or None for the module's own; mode; batch."""
-
-    dtype: torch.dtype | None
-    training: bool
-    batch: tuple[int, ...]
-
-
-_FIRST = _Case(torch.float32, True, (2, 3))
-_OTHERS = (_Case(torch.bfloat16, False, (4, 1)), _Case(torch.bfloat16, False, (5,)))
 
 
 def recognise_program(module: nn.Module) -> Program | None:
@@ -39,20 +33,33 @@ def recognise_program(module: nn.Module) -> Program | None:
     names = tensor_inputs(module)
     if names is None or len(names) > 2 or not module._modules or not _is_small(module):
         return None
-    traced = _trace(module, names, _FIRST)
-    first = traced and _program_of(traced, module, names)
-    if not first or not first.kernels:
-        return None
-    others = [(case, _trace(module, names, case)) for case in _OTHERS]
-    if all(traced is None for _, traced in others):
-        return None
-    dtypes = {tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()}
-    if len(dtypes) > 1:  # where the module casts between them, it is no program
-        others.append((_Case(None, True, (2, 3)), _trace(module, names, _Case(None, True, (2, 3)))))
-        if others[-1][1] is None:
+    with quietly():
+        widths = _input_widths(module, len(names))
+        first = widths and Steady.of(module, torch.float32, widths, whole=True)
+        if not widths or not first or not _has_equal_calls_with_own_dtypes(module, widths, first):
             return None
-    same = all(_program_of(traced, module, names, first) == first for _, traced in others if traced is not None)
-    return first if same else None
+        reading = _read(module, names, widths)
+        if reading is None or not any(step.kernel for step in reading.steps):
+            return None
+        reads = reading.reads(first, torch.float32)
+        if reads is None or not can_be_compared(module, reads):
+            return None
+        found = {torch.float32: reads}
+        for dtype in DTYPES[1:]:
+            other = Steady.of(module, dtype, widths, whole=True)
+            if other is None or (other.calls, other.dims) != (first.calls, first.dims):
+                continue
+            if (reads := reading.reads(other, dtype)) is not None:
+                found[dtype] = reads
+    conditions = Conditions(tuple(found), first.dims, tuple(sorted(set().union(*found.values()))))
+    return Program(names, tuple(reading.steps), conditions, tuple(reading.absorbed.items()))
+
+
+def _input_widths(module: nn.Module, count: int) -> tuple[int, ...] | None:
+    """Of inputs that the forward takes."""
+    observed = Observed(module, torch.float32, True, whole=True)
+    possible = product(_widths(module), repeat=count)
+    return next((each for each in possible if observed.calls(*inputs_of(each, torch.float32)(USUAL)) is not None), None)
 
 
 def _is_small(module: nn.Module) -> bool:
@@ -67,18 +74,11 @@ def _is_known(module: nn.Module) -> bool:
     return is_linear(module) or all(tensor is None or tensor.dim() <= 1 for tensor in module._parameters.values())
 
 
-def _trace(module: nn.Module, names: tuple[str, ...], case: _Case) -> TracedModule | None:
-    """The forward's graph on inputs of the widths that it takes; None where it takes no such batch."""
-    copied = bare_copy(module, case.dtype, case.training)
+def _has_equal_calls_with_own_dtypes(module: nn.Module, widths: tuple[int, ...], first: Steady) -> bool:
+    """Whether weights of several dtypes, where it has such, are no reason to cast."""
     own = dict.fromkeys(tensor.dtype for tensor in module.parameters() if tensor.is_floating_point())
-    for dtype in own if case.dtype is None else (case.dtype,):
-        for widths in product(_widths(module), repeat=len(names)):
-            inputs = tuple(torch.empty(*case.batch, width, dtype=dtype, device="meta") for width in widths)
-            try:
-                return trace_module(copied, inputs, leaf=lambda path, child: True)
-            except TraceError:
-                continue
-    return None
+    observed = Observed(module, None, True, whole=True)
+    return len(own) < 2 or any(observed.calls(*inputs_of(widths, dtype)(USUAL)) == first.calls for dtype in own)
 
 
 def _widths(module: nn.Module) -> list[int]:
@@ -90,12 +90,12 @@ def _widths(module: nn.Module) -> list[int]:
     return list(found)
 
 
-def _program_of(
-    traced: TracedModule, module: nn.Module, names: tuple[str, ...], expected: Program | None = None
-) -> Program | None:
+def _read(module: nn.Module, names: tuple[str, ...], widths: tuple[int, ...]) -> _Reading | None:
     try:
-        return _Reading(traced, module, names, expected).program()
-    except _NotKnown:
+        inputs = tuple(inputs_of(widths, torch.float32)(USUAL))
+        traced = trace_module(bare_copy(module, torch.float32, True), inputs, leaf=lambda path, child: True)
+        return _Reading(traced, module, names)
+    except (TraceError, _NotKnown):
         return None
 
 
@@ -110,24 +110,49 @@ class _Reading:
         traced: The graph, of a bare copy.
         module: The module itself.
         names: Of its arguments.
-        expected: The only program it may be.
+
+    Attributes:
+        steps: Of the program.
+        absorbed: Parts whose work a kernel does.
+
+    Raises:
+        _NotKnown: there is no program.
     """
 
-    def __init__(self, traced: TracedModule, module: nn.Module, names: tuple[str, ...], expected: Program | None) -> None:
-        self.traced, self.module, self.names, self.expected = traced, module, names, expected
+    def __init__(self, traced: TracedModule, module: nn.Module, names: tuple[str, ...]) -> None:
+        self.traced, self.module, self.names = traced, module, names
         self.nodes: list[fx.Node] = list(traced.graph.nodes)
         self.places: dict[fx.Node, int] = {}
         self.steps: list[Step] = []
         self.absorbed: dict[str, nn.Module] = {}
         self.merged: set[fx.Node] = set()
         """Calls that the step of a kernel makes."""
+        self.found: list[tuple[Region, Found]] = []
+        self.functions: dict[str, int] = {}
+        """Parts that are functions to the width of what they are called with."""
+        self._run()
 
-    def program(self) -> Program:
-        """The program.
+    def reads(self, own: Steady, dtype: torch.dtype) -> set[tuple[str, str]] | None:
+        """The attributes that module and parts go by; None where a kernel computes something else in this dtype.
 
-        Raises:
-            _NotKnown: there is none.
+        Args:
+            own: What the forward does.
+            dtype: Of all.
         """
+        if not all(region.is_still(found, dtype) for region, found in self.found):
+            return None
+        reads = {read for read in own.reads if not read[0]}
+        for name, part in self.absorbed.items():
+            if _is_dropout(part):
+                reads.add((name, "inplace"))
+                continue
+            steady = Steady.of(part, dtype, (self.functions[name],), ELEMENTWISE)
+            if steady is None or not set(own.dims) <= set(steady.dims):
+                return None
+            reads |= {(name, attribute) for _, attribute in steady.reads}
+        return reads
+
+    def _run(self) -> None:
         inputs = self.traced.graph.find_nodes(op="placeholder")
         loose = {node for node in self.nodes if self._is_loose(node)}
         if [node.target for node in inputs] != list(self.names):
@@ -147,7 +172,6 @@ class _Reading:
             raise _NotKnown
         if any(node.op in ("get_attr", "call_function", "call_method") and node not in loose for node in self.nodes):
             raise _NotKnown
-        return Program(self.names, tuple(self.steps), tuple(self.absorbed.items()))
 
     def _part(self, node: fx.Node) -> nn.Module:
         """The part of the module that a node calls."""
@@ -208,15 +232,13 @@ class _Reading:
         Raises:
             _NotKnown: none computes it.
         """
-        kinds = (
-            None if self.expected is None else {step.kind for step in self.expected.steps if isinstance(step, (Activate, Gate))}
-        )
-        found = region.recognise(kinds)
+        found = region.recognise()
         if found is None:
             raise _NotKnown
+        self.found.append((region, found))
         for node in region.nodes:
             if node.op == "call_module":
-                self.absorbed[str(node.target)] = self._part(node)
+                self._absorb(node)
         if found.kernel != "bias_act":
             gate, up = (region.inputs[place] for place in found.order)
             return lambda: Gate(found.kernel, self._place(gate), self._place(up), found.options, found.gate_first)
@@ -224,6 +246,13 @@ class _Reading:
         layer = self._layer(source, region, ())
         start, part = (source, None) if layer is None else (layer.args[0], str(layer.target))
         return lambda: Activate(self._place(start), dict(found.options)["activation"], part)
+
+    def _absorb(self, node: fx.Node) -> None:
+        """A function that a region calls."""
+        name, (given, *others) = str(node.target), node.args
+        if others or node.kwargs or not isinstance(given, fx.Node):
+            raise _NotKnown
+        self.absorbed[name], self.functions[name] = self._part(node), given.meta["val"].shape[-1]
 
     def _layer(self, node: fx.Node, region: Region, but: tuple[fx.Node, ...]) -> fx.Node | None:
         """The node, if it calls a layer whose bias may be added by what follows; its call is merged with that then."""
@@ -265,13 +294,23 @@ def _is_dropout(part: nn.Module) -> bool:
 def recognise_experts(module: nn.Module) -> Experts | None:
     """A mixture's experts that compute what a kernel does in ``_apply_gate``, as those of Transformers do."""
     parts = dict(module.named_children())
-    if not hasattr(type(module), "_apply_gate") or not all(map(is_function, parts.values())):
+    names = tensor_inputs(module, "_apply_gate")
+    if names is None or len(names) > 1 or not all(map(is_function, parts.values())):
         return None
-    found = None
-    for dtype, training, shape in ((torch.float32, True, (6, 16)), (torch.bfloat16, False, (3, 32))):
-        copied = bare_copy(module, dtype, training)
-        gate: Any = copied._apply_gate
-        found = identify(gate, 1, shape, dtype, None if found is None else {found.kind})
-        if found is None or found.kernel == "bias_act":
-            return None
-    return found and Experts(Gate(found.kernel, 0, 0, found.options, found.gate_first), tuple(parts.items()))
+    found: Found | None = None
+    seen = dict[torch.dtype, Steady]()
+    with quietly():
+        for dtype in DTYPES:
+            steady = Steady.of(module, dtype, (_WIDTH,), ELEMENTWISE | HALVES, "_apply_gate")
+            gate: Any = bare_copy(module, dtype, training=False)
+            now = steady and identify(gate._apply_gate, 1, (6, _WIDTH), dtype, found and {found.kind})
+            if steady and now and (not seen or steady.dims == seen[torch.float32].dims):
+                found, seen[dtype] = found or now, steady
+            elif not seen:
+                return None
+    reads = {read for steady in seen.values() for read in steady.reads}
+    if found is None or found.kernel == "bias_act" or not can_be_compared(module, reads):
+        return None
+    conditions = Conditions(tuple(seen), seen[torch.float32].dims, tuple(sorted(reads)))
+    step = Gate(found.kernel, 0, 0, found.options, found.gate_first)
+    return Experts(names, step, conditions, tuple(parts.items()))

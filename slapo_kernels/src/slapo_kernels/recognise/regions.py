@@ -11,7 +11,9 @@ from torch.fx.node import map_arg
 
 from slapo_core.operators import operator_of
 
+from ..conditions import DTYPES
 from ..registry import run
+from .forwards import ELEMENTWISE, HALVES
 from .numbers import close, equal, quietly, same_gradients
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_new", "quick_gelu", "relu", "relu2", "silu")
@@ -20,8 +22,12 @@ _GATES: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("geglu", (("approximate", "none"),)),
     ("geglu", (("approximate", "tanh"),)),
 )
-_EXTREMES = (0.0, 8.0, -8.0, 12.0, -12.0, 60.0, -60.0)
-"""Among the numbers of a probe: where activations that are clipped differ from those that are not."""
+_MORE = 16
+"""Batches in one of a probe: of two formulas of one activation, few numbers differ in the last bit."""
+_EXTREMES = (0.0, 8.0, -8.0, 12.0, -12.0, 60.0, -60.0, torch.nan)
+_LARGE = (120.0, -120.0, 1.1e3, -1.1e3, 1.1e4, -1.1e4)
+"""Among the numbers of a probe, the latter at the same places of all inputs: where activations that are clipped differ from
+those that are not, and where half precision overflows; bfloat16 does not, but such are all that counts of a distance then."""
 
 
 class Found(NamedTuple):
@@ -60,13 +66,19 @@ class Region:
 
     def recognise(self, kinds: Collection[Any] | None = None) -> Found | None:
         """The kernel that computes the same; see ``identify``."""
-        if any("dropout" in str(operator_of(node)) or node.meta.get("mutates") for node in self.nodes):
+        calls = [operator_of(node) for node in self.nodes if node.op != "call_module"]
+        if not ELEMENTWISE.union(HALVES).issuperset(calls) or any(map(_does_more, self.nodes)):
             return None
         shapes = {tuple(node.meta["val"].shape) for node in self.inputs}
         dtypes = {node.meta["val"].dtype for node in self.inputs}
         if len(shapes) != 1 or len(dtypes) != 1:
             return None
         return identify(self, len(self.inputs), shapes.pop(), dtypes.pop(), kinds)
+
+    def is_still(self, found: Found, dtype: torch.dtype) -> bool:
+        """Whether the same kernel computes it in another dtype."""
+        shape = tuple(self.inputs[0].meta["val"].shape)
+        return identify(self, len(self.inputs), shape, dtype, {found.kind}) is not None
 
     def __call__(self, *values: torch.Tensor) -> Any:
         """Run the operations."""
@@ -90,12 +102,13 @@ def identify(
     Args:
         function: Of ``count`` tensors.
         count: How many.
-        shape: Of each.
+        shape: Of each; the first dimension may be another.
         dtype: Of each.
         kinds: The only ones it may be.
     """
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in DTYPES:
         return None
+    shape = (_MORE * shape[0], *shape[1:])
     with quietly():
         values = [_probe(shape, dtype, seed) for seed in range(count)]
         try:
@@ -106,9 +119,14 @@ def identify(
             for found, kernel in _candidates(count, shape):
                 if kinds is not None and found.kind not in kinds:
                     continue
-                if alike(result, kernel(*values)) and (dtype != torch.float32 or same_gradients(function, kernel, values)):
+                if alike(result, kernel(*values)) and (dtype is torch.bfloat16 or same_gradients(function, kernel, values)):
                     return found
     return None
+
+
+def _does_more(node: fx.Node) -> bool:
+    """Whether a call changes a tensor or a module, or draws random numbers."""
+    return bool(node.meta.get("mutates") or node.meta.get("changes") or node.meta.get("draws"))
 
 
 def _candidates(count: int, shape: tuple[int, ...]) -> Iterator[tuple[Found, Callable[..., Any]]]:
@@ -125,12 +143,14 @@ def _candidates(count: int, shape: tuple[int, ...]) -> Iterator[tuple[Found, Cal
 
 
 def _probe(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Numbers of ordinary size, and a few that are not, in another order for every input."""
+    """Numbers of ordinary size, and a few that are not."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(shape, generator=generator, device="cpu") * 2
     flat = numbers.view(-1)
     places = torch.randperm(flat.numel(), generator=generator)[: len(_EXTREMES)]
     flat[places] = torch.tensor(_EXTREMES[: len(places)])
+    if dtype is not torch.bfloat16:
+        flat[: len(_LARGE)] = torch.tensor(_LARGE)
     return numbers.to(dtype)
 
 

@@ -7,11 +7,11 @@ import inspect
 from torch import nn
 
 
-def tensor_inputs(module: nn.Module) -> tuple[str, ...] | None:
-    """Names of the arguments of a forward that takes some and can be called with all of them alone; else None."""
+def tensor_inputs(module: nn.Module, method: str = "forward") -> tuple[str, ...] | None:
+    """Names of the arguments of a method that is there, takes some and can be called with all of them alone; else None."""
     try:
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    except (TypeError, ValueError):
+        parameters = list(inspect.signature(getattr(type(module), method)).parameters.values())[1:]
+    except (AttributeError, TypeError, ValueError):
         return None
     plain = all(each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty for each in parameters)
     return tuple(each.name for each in parameters) if parameters and plain else None
