@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
+from slapo_core.errors import ScheduleError
 from slapo_core.random import set_random_seed
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import assert_equivalent, run_distributed
@@ -81,3 +82,17 @@ def test_dropout_of_a_split_model(name: str, kernels_first: bool) -> None:
 def test_along_the_sequence(name: str) -> None:
     first, later = run_distributed(split, 2, name, True, timeout=100)[0]
     assert first == later
+
+
+def head(rank: int) -> str:
+    schedule = create_schedule(FAMILIES["llama"].model(), example_inputs=FAMILIES["llama"].batch())
+    schedule.tensor_parallel()
+    with pytest.raises(ScheduleError) as caught:
+        schedule.use_kernels("linear_cross_entropy")
+    return str(caught.value)
+
+
+@pytest.mark.multiproc
+def test_a_split_head_has_another_way_to_its_loss() -> None:
+    message = "use_kernels(''): 'lm_head' is sharded; tensor_parallel(parallel_loss=True) makes losses of its parts"
+    assert run_distributed(head, 2) == [message] * 2

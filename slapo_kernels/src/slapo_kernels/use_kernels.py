@@ -12,9 +12,11 @@ from torch import fx, nn
 from slapo_core import paths
 from slapo_core.errors import ScheduleError, UnknownNameError
 from slapo_core.logger import get_logger
+from slapo_core.parameters import is_part
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
+from .lazy_logits import LazyHead
 from .recognise import attention
 from .recognise.graphs import FoundCall, find_calls
 from .recognise.modules import Served, find_modules
@@ -72,6 +74,11 @@ class UseKernelsPrimitive(Primitive):
         found |= {"attention"} if plan.attention else set()
         for each in served:
             if each.hooked is not None and names is not None:
+                if isinstance(each.body, LazyHead) and any(map(is_part, each.module.parameters())):
+                    path = _below(schedule, each.path)
+                    raise _error(
+                        schedule, f"{path!r} is sharded; tensor_parallel(parallel_loss=True) makes losses of its parts"
+                    )
                 message = (
                     f"something is hooked to {_below(schedule, each.hooked)!r}, or put around it, that a kernel would pass by"
                 )
