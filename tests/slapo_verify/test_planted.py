@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo
-from slapo_core import create_schedule
+from slapo_core import Step, create_schedule
 from slapo_verify import verify
+from slapo_verify.blame import steps_to_blame
 
 
 class Attention(nn.Module):
@@ -161,3 +162,35 @@ def test_a_right_schedule_is_the_same() -> None:
     with slapo.Verify(sch, INPUTS) as proof:
         sch["layers.0.up"].decompose()
     assert proof.report
+
+
+def test_a_broken_tie_is_told() -> None:
+    reference = Model()
+    sch = create_schedule(copy.deepcopy(reference), example_inputs=INPUTS)
+    sch["layers"].checkpoint()
+    untied = nn.Linear(16, 32, bias=False)
+    untied.weight = nn.Parameter(sch["head"].mod.weight.detach().clone())  # type: ignore[union-attr]
+    sch["head"].replace(untied)
+    report = verify(reference, sch)
+    assert report.blame is not None
+    assert report.blame.step is not None
+    assert report.blame.step.startswith("2: sch['head'].replace(")
+    assert report.blame.hint == "'embed.weight' and 'head.weight' are one parameter, and have become 2: the tie is broken"
+
+
+@pytest.mark.parametrize("count", [1, 5, 24])
+def test_the_journal_is_searched_by_blocks(count: int) -> None:
+    steps = [Step(f"layers.{block}.{name}", "replace") for block in range(count) for name in ("a", "b", "c")]
+    for wrong in range(len(steps)):
+        asked = []
+
+        def right(numbers: Sequence[int], wrong: int = wrong, asked: list[Any] = asked) -> bool:
+            asked.append(numbers)
+            halves = {number // 3 for number in numbers if number % 3 == 0} == {n // 3 for n in numbers if n % 3 == 1}
+            return wrong not in numbers and halves  # a and b are right only together
+
+        suspects, before = steps_to_blame(steps, right)
+        start = wrong if wrong % 3 == 2 else wrong // 3 * 3
+        assert (suspects[0], wrong in suspects) == (start, True)
+        assert before == [*range(start)]
+        assert len(asked) <= count.bit_length() + 3
