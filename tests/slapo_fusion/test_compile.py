@@ -16,6 +16,7 @@ import slapo_memory.plugin
 from slapo_core.errors import ScheduleError, TraceError
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import assert_equivalent, isolated_plugins
+from slapo_fusion._torch_private import mode_options
 from slapo_memory.recompute import checkpoint
 
 # of inputs that are no leaves: torch's compiler asks, and tells nobody but where warnings are errors
@@ -208,3 +209,31 @@ def test_traced_layers_are_compiled_each_by_its_graph_and_still_refuse_other_sha
     assert_equivalent(before, copy.deepcopy(sch.mod), X)
     with pytest.raises(TraceError, match="traced as a tensor"):
         sch.mod(X[:, :3])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "default"},
+        pytest.param({"mode": "reduce-overhead"}, marks=pytest.mark.slow),
+        {"options": {"epilogue_fusion": False}},
+    ],
+    ids=str,
+)
+def test_dropout_draws_the_same_whatever_the_mode(options: dict[str, Any]) -> None:
+    before = Model(2)
+    sch = create_schedule(copy.deepcopy(before))
+    sch["layers"].compile(**options)
+    assert_equivalent(before, sch.mod, X)
+    torch.manual_seed(0)
+    before(X)
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    sch.mod(X)
+    assert torch.equal(torch.rand(1), drawn)
+
+
+def test_modes_are_options_of_inductor() -> None:
+    """Of torch's private names the one that this goes by."""
+    assert mode_options("max-autotune")["max_autotune"] is True
+    assert mode_options("default") == mode_options(None) == {}

@@ -176,6 +176,11 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "hooked gradient": lambda: Norm(lambda self, x: hooked(x * 1.0)),
     "in place": lambda: Norm(lambda self, y: y.mul_(1.0), "result"),
     "scaled by what cannot be compared": lambda: Norm(lambda self, x: x * self.settings.scale),
+    "another without gradients": lambda: Norm(lambda self, x: x if torch.is_grad_enabled() else x * 2.0),
+    "another in inference mode": lambda: Norm(lambda self, x: x * 2.0 if torch.is_inference_mode_enabled() else x),
+    "another for inputs that are packed": lambda: Norm(lambda self, x: x if x.is_contiguous() else x * 2.0),
+    "another by strides": lambda: Norm(lambda self, x: x if x.stride(-1) == 1 else x * 2.0),
+    "another for frozen weights": lambda: Norm(lambda self, w: w if w.requires_grad else w * 2.0, "weight"),
 }
 """Left as they are."""
 
@@ -212,6 +217,10 @@ GATES: dict[str, Callable[[], nn.Module]] = {
     "another above 64": lambda: Gated(lambda self, gate, up: self.act(gate) * up * (2.0 if len(gate) > 64 else 1.0)),
     "another where large": lambda: Gated(lambda self, gate, up: self.act(gate) * up if gate.max() < 1e3 else up),
     "scaled by what cannot be compared": lambda: Gated(lambda self, gate, up: self.settings(gate) * up),
+    "another without gradients": lambda: Gated(
+        lambda self, gate, up: self.act(gate) * (up if torch.is_grad_enabled() else -up)
+    ),
+    "another by strides": lambda: Gated(lambda self, gate, up: self.act(gate) * (up if up.stride(-1) == 1 else -up)),
 }
 """Left as they are."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -146,3 +147,27 @@ def test_a_change_of_the_logits_themselves(change: str) -> None:
     _, head, hidden = heads()
     with pytest.raises(SlapoError, match=r"changes logits in place that use_kernels.*; change a clone\(\)$"):
         CHANGE_IN_PLACE[change](head(hidden))
+
+
+READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "copy": lambda total, logits: total.copy_(logits),
+    "copy after a look": lambda total, logits: (logits.detach(), total.copy_(logits)),
+    "setitem": lambda total, logits: total.__setitem__(slice(0, 1), logits[:1]),
+    "iadd": lambda total, logits: total.__iadd__(logits),
+    "add": lambda total, logits: total.add_(logits, alpha=0.5),
+    "data": lambda total, logits: setattr(total, "data", logits.detach()),
+    "out": torch.no_grad()(lambda total, logits: torch.add(logits, 1, out=total)),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_others_are_made_of_in_place(read: str) -> None:
+    plain, head, hidden = heads()
+    found = []
+    for module in (plain, head):
+        total = torch.ones(2, 4, 9)
+        READS[read](total, module(hidden))
+        found.append([total.detach().clone()])
+        if total.requires_grad:
+            found[-1] += torch.autograd.grad(total.square().sum(), [module.weight, hidden])  # type: ignore[list-item]
+    torch.testing.assert_close(*found)

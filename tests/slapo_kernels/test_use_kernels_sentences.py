@@ -32,6 +32,7 @@ def scheduled() -> Schedule:
     ("names", "force", "sentence"),
     [
         (3, None, "names is 3, not a kernel or a list of them; available: attention, bias_act"),
+        (iter(["swiglu"]), None, "names is a list_iterator, which is used up; give a list"),
         (b"x", None, "names is b'x', not a kernel or a list of them"),
         ([3], None, "3 is no name of a kernel; available: attention, bias_act"),
         ([["swiglu"]], None, "['swiglu'] is no name of a kernel"),

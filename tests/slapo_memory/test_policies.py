@@ -170,6 +170,7 @@ def test_a_policy_for_a_subgraph() -> None:
         ("layers", {"policy": "mats"}, "policy is 'mats'; give None, 'matmuls', a list of operators"),
         ("layers", {"policy": [torch.mm]}, r"policy is \[<built-in method mm"),
         ("layers", {"policy": []}, r"policy is \[\]; give"),
+        ("layers", {"policy": nn.Linear(2, 2)}, "policy is Linear"),
         ("layers", {"policy": torch.mm}, "policy is <built-in method mm"),
         ("layers", {"policy": lambda: True}, "policy is <function <lambda>"),
         ("layers", {"policy": ["aten.mmm"]}, r"policy is \['aten.mmm'\]; give"),

@@ -169,7 +169,8 @@ class LazyLogits(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         first = args[0] if args else None
-        if name in _IN_PLACE or (name.endswith("_") and name[:2] != "__" and name != "requires_grad_") or func == _SET_DATA:
+        in_place = name in _IN_PLACE or (name.endswith("_") and name[:2] != "__" and name != "requires_grad_")
+        if (in_place or func == _SET_DATA) and isinstance(first, LazyLogits):
             raise _changed(name)
         if isinstance(first, LazyLogits):
             if func in _WATCHES and not (first.watch.has_loss and is_fsdp_hook(args[-1])):  # whose loss has that hook as well
@@ -185,7 +186,10 @@ class LazyLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func._schema.is_mutable:
+        written = [
+            value for value, of in zip(args, func._schema.arguments, strict=False) if of.alias_info and of.alias_info.is_write
+        ]
+        if any(isinstance(value, LazyLogits) for value in [*written, (kwargs or {}).get("out")]):
             raise _changed(str(func))
         args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.computed, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -148,6 +148,8 @@ def _wanted(schedule: Schedule, names: str | Iterable[str] | None) -> tuple[str,
         return tuple(kernel for kernel in known if kernel not in _NAMED_ONLY)
     if isinstance(names, Mapping):
         raise _error(schedule, "names is a mapping; give implementations as force=")
+    if isinstance(names, Iterator):  # and could not be written down
+        raise _error(schedule, f"names is a {type(names).__name__}, which is used up; give a list")
     if isinstance(names, bytes) or not isinstance(names, Iterable):
         raise _error(schedule, f"names is {names!r}, not a kernel or a list of them; available: {', '.join(sorted(known))}")
     given = [names] if isinstance(names, str) else list(names)

@@ -17,7 +17,7 @@ from slapo_core.schedule import Schedule
 from slapo_core.tracing.traced_module import TracedModule
 from slapo_core.wrapping import forward_wrappers, wrap_forward
 
-from ._torch_private import is_dry_run
+from ._torch_private import is_dry_run, mode_options
 from .compilers import SAME_DRAWS
 
 
@@ -33,9 +33,9 @@ class CompilePrimitive(Primitive):
     compile them, too.
 
     Args:
-        **options: Those of ``torch.compile``: ``mode``, ``dynamic``, ``fullgraph``, ``backend``, ``options``. Without ``mode``,
-            ``backend`` and ``options``, dropout draws the masks of the unmodified model for the same seed; with them torch's
-            compiler draws its own, unless ``options`` has ``fallback_random``.
+        **options: Those of ``torch.compile``: ``mode``, ``dynamic``, ``fullgraph``, ``backend``, ``options``. Dropout draws the
+            masks of the unmodified model for the same seed, but for another ``backend`` and ``options={"fallback_random":
+            False}``, by which inductor draws its own.
 
     Raises:
         ScheduleError: compiled already, no forward of its own, or options that ``torch.compile`` does not take.
@@ -107,8 +107,9 @@ class Compiled:
 
     def __init__(self, options: dict[str, Any], between: int) -> None:
         self._options, self._between = dict(options), between
-        if options.keys().isdisjoint({"backend", "mode", "options"}):
-            self._options["options"] = dict(SAME_DRAWS)
+        if options.get("backend", "inductor") == "inductor":
+            of_mode = mode_options(self._options.pop("mode", None))
+            self._options["options"] = {**SAME_DRAWS, **of_mode, **(options.get("options") or {})}
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward."""

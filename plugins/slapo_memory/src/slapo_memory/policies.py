@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .keeping import contexts
@@ -48,7 +49,7 @@ def contexts_of(policy: Any) -> Contexts | None:
         return partial(contexts, MATMULS.keeps)
     if (listed := Listed.of(policy)) is not None:
         return partial(contexts, listed.keeps)
-    if callable(policy) and _takes_a_call(policy):
+    if callable(policy) and not isinstance(policy, nn.Module) and _takes_a_call(policy):
         return partial(contexts, partial(_is_saved, policy))
     raise ValueError(
         f"policy is {policy!r}; give None, 'matmuls', a list of operators such as torch.ops.aten.mm.default, or a policy "

@@ -32,6 +32,8 @@ ELEMENTWISE = frozenset(
     "silu gelu relu".split()
 )
 """Calls that activations may consist of: none that does something else beyond some number."""
+_LAYOUT = frozenset("data_ptr is_contiguous is_inference is_leaf requires_grad storage_offset stride".split())
+"""What a forward may not go by: it differs between calls of equal shape and dtype."""
 HALVES = frozenset("chunk split getitem".split())
 NORM = frozenset(
     "add radd sub rsub mul rmul div rdiv truediv rtruediv pow rpow square neg reciprocal sqrt rsqrt to float double type "
@@ -69,16 +71,16 @@ class Observed:
             part.register_forward_pre_hook(lambda _, args, kwargs, path=path: self._enter(path, args, kwargs), with_kwargs=True)
             part.register_forward_hook(lambda _part, _args, out: self._leave(out))
 
-    def calls(self, *inputs: torch.Tensor, autocast: bool = True) -> tuple[Any, ...] | None:
+    def calls(self, *inputs: torch.Tensor, autocast: bool = True, gradients: bool = True) -> tuple[Any, ...] | None:
         """The calls and their arguments, equal for runs that do the same, and what is returned.
 
-        None where the forward does not run on such inputs, depends on numbers in them, draws random numbers but torch's, leaves
-        its module otherwise than it was, turns gradients or autocast off, or has a backward of its own.
+        None where the forward does not run on such inputs, goes by numbers in them or by how they lie in memory, draws random
+        numbers but torch's, leaves its module otherwise than it was, turns gradients or autocast off, or has its own backward.
         """
         before = Snapshot({path: vars(part) for path, part in self.module.named_modules()})
         others, self._watch = OtherRandomNumbers(), _Watch(self.module, inputs)
         try:
-            with _autocast(autocast), self._watch:
+            with _autocast(autocast), torch.inference_mode(not gradients), self._watch:
                 out = getattr(type(self.module), self.method)(self.module, *inputs)
         except Exception:  # whatever a stranger's forward makes of such inputs
             return None
@@ -86,7 +88,7 @@ class Observed:
             changed = before.changed() or others.changed()
             before.restore()
             others.put_back()
-        if changed or self._watch.modes - {(True, autocast, autocast)} or _has_own_backward(out):
+        if changed or self._watch.modes - {(gradients, autocast, autocast)} or _has_own_backward(out):
             return None
         return *self._watch.calls, self._watch.meaning(out)
 
@@ -142,6 +144,8 @@ class Steady(NamedTuple):
             calls = observed.calls(*make(USUAL))
             if calls is None or calls != observed.calls(*make(USUAL), autocast=False):
                 return None
+            if not training and calls != observed.calls(*make(USUAL), gradients=False):
+                return None
             if not (allowed is None or observed.names() <= set(allowed)):
                 return None
             if training or is_first:
@@ -177,6 +181,8 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = name_of(func)
         if is_metadata(func, name):
+            if name in _LAYOUT:
+                raise ValueError(f"{name} is asked for")
             return func(*args, **kwargs)
         if not self.depth:
             self.note(name, args, kwargs)
