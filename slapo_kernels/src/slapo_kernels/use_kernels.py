@@ -35,8 +35,8 @@ class UseKernelsPrimitive(Primitive):
         y = down(act(gate(x)) * up(x))            -->  y = down(swiglu(gate(x), up(x)))
         y = norm(dropout(dense(x)) + residual)    -->  y = norm(bias_dropout_residual(x @ W, dense.bias, residual))
 
-    Modules are found by what they compute: norms are run on random numbers, small modules are traced and what is between
-    their layers is run on numbers. What is put in is of a subclass of the module's class, with the same parameters and parts
+    Modules are found by what their forward calls, reads and leaves behind, and by what it makes of random numbers; where it
+    goes otherwise, in another dtype or after a setting has changed, their own forward runs. What is put in is of a subclass of the module's class, with the same parameters and parts
     under the same names; layers in it are called as before, so hooks on them, shards and syncs work. Models of Transformers are
     told how to attend by its own interface, with its own masks, and give no attention weights then; in modules that are traced,
     operations are found as well, rotations and attention that is written out only there.
