@@ -36,11 +36,11 @@ class UseKernelsPrimitive(Primitive):
         y = norm(dropout(dense(x)) + residual)    -->  y = norm(bias_dropout_residual(x @ W, dense.bias, residual))
 
     Modules are found by what their forward calls, reads and leaves behind, and by what it makes of random numbers; where it
-    goes otherwise, in another dtype or after a setting has changed, their own forward runs. What is put in is of a subclass of
-    the module's class, with the same parameters and parts under the same names; layers in it are called as before, so hooks on
-    them, shards and syncs work. Models of Transformers are told how to attend by its own interface, with its own masks, and
-    give no attention weights then; in modules that are traced, operations are found as well, rotations and attention that is written
-    out only there.
+    goes otherwise, in another dtype or after a setting has changed, their own forward runs. What is put in is of a subclass
+    of the module's class, with the same parameters and parts under the same names; layers in it are called as before, so
+    hooks on them, shards and syncs work. Models of Transformers are told how to attend by its own interface, with its own
+    masks, and give no attention weights then; in modules that are traced, operations are found as well, rotations and
+    attention that is written out only there.
     Hooks on what is put in keep firing; where a kernel would do the work of a part that something is hooked to, the module is
     left as it is. Dropout has the masks of the unmodified model for the same seed where the implementation says so.
 
