@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from slapo_core.schedule import create_schedule
 from slapo_kernels.lazy_logits import LazyLogits
+from tests.slapo_sharding.operators import Operators
 
 LABELS = torch.tensor([1, 2, -100, 4, 5, 6, 0, 8])
 Call = Callable[[nn.Module, torch.Tensor], Any]
@@ -277,18 +277,6 @@ def test_a_loss_says_what_it_is_a_mean_over(reduction: str) -> None:
     assert found is None if reduction == "sum" else (torch.equal(found[0], labels), found[1]) == (True, 5)
 
 
-class _Operations(TorchDispatchMode):
-    """Names of the operations of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("waits", [False, True])
 def test_the_kernel_makes_the_gradients_where_nobody_waits(waits: bool) -> None:
     def call(head: nn.Module, hidden: torch.Tensor) -> Any:
@@ -296,7 +284,7 @@ def test_the_kernel_makes_the_gradients_where_nobody_waits(waits: bool) -> None:
         loss = loss_of(logits)
         if waits:
             logits.retain_grad()
-        with _Operations() as operations:
+        with Operators() as operations:
             loss.backward()
         return "_log_softmax" in operations.names, "mm" in operations.names
 

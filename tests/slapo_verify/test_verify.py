@@ -139,6 +139,8 @@ def test_a_with_verifies_its_own_steps_alone() -> None:
     with Verify(sch, X, enable=False) as off:
         sch["act"].replace(nn.Tanh())
     assert off.report is None
+    with pytest.raises(VerifyError, match="sch is 3; give a schedule"):
+        Verify(3)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError), Verify(sch, X):
         raise ZeroDivisionError
 

@@ -18,14 +18,12 @@ class Kernel:
 
     Args:
         name: What ``use_kernels`` calls it.
-        summary: What it computes.
         implementations: Those of this distribution, the preferred ones first; the last is eager and works everywhere.
         weighed: Which argument's dtype counts.
         on_cpu: Names of those that are the preferred ones on a CPU.
     """
 
     name: str
-    summary: str
     implementations: tuple[Implementation, ...]
     weighed: int = 0
     on_cpu: tuple[str, ...] = ()
@@ -36,11 +34,17 @@ class Kernel:
         return {name: place for place, name in enumerate(names)}
 
 
+def _flex_refuses(*args: Any, **kwargs: Any) -> str | None:
+    from .flex import refuses  # noqa: PLC0415  FlexAttention takes a while to import
+
+    return refuses(*args, **kwargs)
+
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EAGER = Implementation("eager", name="eager")
 _NATIVE = Implementation("native", name="native")
 _INDUCTOR = Implementation("compiled", ("cpu", "cuda"), needs=can_compile, avoids=compiled.avoids, name="inductor")
-_FLEX = Implementation("flex", ("cuda",), _FLOATS, needs=can_compile, name="flex")
+_FLEX = Implementation("flex", ("cuda",), _FLOATS, needs=can_compile, refuses=_flex_refuses, name="flex")
 _FLASH = Implementation("flash", ("cuda",), _FLOATS[1:], ("flash-attn",), is_ampere, flash.refuses, name="flash")
 
 
@@ -48,34 +52,28 @@ def _liger(refuses: Callable[..., str | None] | None = None) -> Implementation:
     return Implementation("liger", ("cuda",), _FLOATS, ("liger-kernel",), refuses=refuses, name="liger")
 
 
-def _flex_refuses(*args: Any, **kwargs: Any) -> str | None:
-    from .flex import refuses  # noqa: PLC0415  FlexAttention takes a while to import
-
-    return refuses(*args, **kwargs)
-
-
-def _kernel(name: str, summary: str, *implementations: Implementation, **settings: Any) -> Kernel:
+def _kernel(name: str, *implementations: Implementation, **settings: Any) -> Kernel:
     """The targets of the implementations are modules of this package, with a function of the kernel's name."""
     found = (
         replace(each, target=f"slapo_kernels.{each.target}:{name}", kernel=name, provider="slapo-kernels")
         for each in (*implementations, _EAGER)
     )
-    return Kernel(name, summary, tuple(found), **settings)
+    return Kernel(name, tuple(found), **settings)
 
 
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        _kernel("attention", "softmax(q @ k.T * scale + mask) @ v", _FLASH, _NATIVE, replace(_FLEX, refuses=_flex_refuses)),
-        _kernel("rotary", "q and k turned by their positions", _INDUCTOR),
-        _kernel("rms_norm", "x / rms(x) * weight", _liger(liger.refuses_rms_norm), _NATIVE, _INDUCTOR, on_cpu=("inductor",)),
-        _kernel("layer_norm", "(x - mean) / deviation * weight + bias", _liger(liger.refuses_layer_norm), _NATIVE, _INDUCTOR),
-        _kernel("swiglu", "silu(gate) * up", _INDUCTOR, _liger(liger.refuses_gate)),
-        _kernel("geglu", "gelu(gate) * up", _INDUCTOR, _liger(liger.refuses_geglu)),
-        _kernel("bias_act", "activation(x + bias)", _INDUCTOR),
-        _kernel("bias_dropout_residual", "residual + dropout(x + bias)", _INDUCTOR, on_cpu=("eager",)),
-        _kernel("linear_cross_entropy", "cross entropy of hidden @ weight.T, the logits never all at once", _NATIVE, _liger()),
-        _kernel("embedding", "rows of weight", _NATIVE, _liger(liger.refuses_embedding), weighed=1),
+        _kernel("attention", _FLASH, _NATIVE, _FLEX),
+        _kernel("rotary", _INDUCTOR),
+        _kernel("rms_norm", _liger(liger.refuses_rms_norm), _NATIVE, _INDUCTOR, on_cpu=("inductor",)),
+        _kernel("layer_norm", _liger(liger.refuses_layer_norm), _NATIVE, _INDUCTOR),
+        _kernel("swiglu", _INDUCTOR, _liger(liger.refuses_gate)),
+        _kernel("geglu", _INDUCTOR, _liger(liger.refuses_geglu)),
+        _kernel("bias_act", _INDUCTOR),
+        _kernel("bias_dropout_residual", _INDUCTOR, on_cpu=("eager",)),
+        _kernel("linear_cross_entropy", _NATIVE, _liger()),
+        _kernel("embedding", _NATIVE, _liger(liger.refuses_embedding), weighed=1),
     )
 }
 """By name."""

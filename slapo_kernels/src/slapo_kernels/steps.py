@@ -42,11 +42,6 @@ class Activate:
     part: str | None
     kernel: ClassVar[str] = "bias_act"
 
-    @property
-    def kind(self) -> Any:
-        """What it computes."""
-        return "bias_act", (("activation", self.activation),), True
-
     def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
         """Its result."""
         x, bias = _product(module, self.part, values[self.arg], self.kernel, choice)
@@ -63,11 +58,6 @@ class Gate:
     up: int
     options: tuple[tuple[str, Any], ...]
     gate_first: bool = True
-
-    @property
-    def kind(self) -> Any:
-        """What it computes."""
-        return self.kernel, self.options, self.gate_first
 
     def run(self, module: Any, values: Values, choice: str | None) -> torch.Tensor:
         """Its result."""

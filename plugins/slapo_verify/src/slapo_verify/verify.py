@@ -111,13 +111,8 @@ class Verify:
         loss: Loss | None = None,
         tolerance: Tolerance | None = None,
     ) -> None:
-        self._top, self._enable, self._level, self._loss, self._tolerance = (
-            sch.get_top_schedule(),
-            enable,
-            level,
-            loss,
-            tolerance,
-        )
+        self._top, self._enable = _top(sch), enable
+        self._level, self._loss, self._tolerance = level, loss, tolerance
         self._inputs, self._eval_mode = example_inputs, eval_mode
         if device is not None:
             moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), example_inputs)

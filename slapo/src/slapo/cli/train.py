@@ -9,6 +9,8 @@ import typer
 from slapo.training.failures import InterruptedRunError, RankError
 from slapo.training.settings import TOLERANCES, Settings
 
+from .flags import CheckpointLayers, Device, Heads, Hidden, Layers, Model, ScheduleFile, SequenceParallel, TensorParallel
+
 REFERENCE = (
     "Train the unmodified model in one process as well, and compare: with exit status 1 when, without dropout, the loss of a "
     f"step differs by more than {TOLERANCES['fp32']:g} ({TOLERANCES['bf16']:g} with bf16)."
@@ -22,17 +24,15 @@ def register(app: typer.Typer) -> None:
 
 def train(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Option(help="Transformers model type with a language model, e.g. gpt2, llama, t5.", metavar="TYPE")
-    ] = "gpt2",
-    layers: Annotated[int, typer.Option(help="Number of layers.")] = 4,
-    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 64,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
+    model: Model = "gpt2",
+    layers: Layers = 4,
+    hidden: Hidden = 64,
+    heads: Heads = 4,
     seq: Annotated[int, typer.Option(help="Bytes in a sequence.")] = 128,
     dropout: Annotated[float, typer.Option(help="Dropout probability, everywhere in the model.")] = 0.0,
     batch: Annotated[int, typer.Option(help="Sequences in an optimizer step, over all ranks.")] = 8,
     microbatches: Annotated[int, typer.Option(help="Parts each rank's share of the batch is cut into.")] = 4,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    tp: TensorParallel = 1,
     pp: Annotated[int, typer.Option(help="Pipeline ranks; each runs one stage, or two with most kinds of schedules.")] = 1,
     dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
     target: Annotated[str, typer.Option(help="Engine to train with; `slapo dialects` lists them.")] = "torch",
@@ -43,20 +43,9 @@ def train(
             metavar="FILE",
         ),
     ] = None,
-    schedule: Annotated[
-        str,
-        typer.Option(
-            help="Python file with `def schedule(sch)`, or a saved .json; default: made from the model's structure.",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ] = "",
-    checkpoint_layers: Annotated[
-        bool, typer.Option("--checkpoint-layers", help="Recompute each layer in the backward pass.")
-    ] = False,
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="Split the sequence too, between the layers that --tp splits.")
-    ] = False,
+    schedule: ScheduleFile = "",
+    checkpoint_layers: CheckpointLayers = False,
+    sequence_parallel: SequenceParallel = False,
     schedule_kind: Annotated[
         Literal["1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"],
         typer.Option(help="Order of the micro-batches in the pipeline; all but the first two have two stages on each rank."),
@@ -69,9 +58,7 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 30,
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs when there is one for every rank.")
-    ] = "auto",
+    device: Device = "auto",
     reference: Annotated[bool, typer.Option("--reference", help=REFERENCE)] = False,
     report: Annotated[
         str,

@@ -9,6 +9,8 @@ import typer
 from slapo.training.failures import InterruptedRunError, RankError
 from slapo.training.settings import Settings
 
+from .flags import CheckpointLayers, Device, Heads, Hidden, Layers, Model, ScheduleFile, SequenceParallel, TensorParallel
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the ``slapo`` command line."""
@@ -17,38 +19,23 @@ def register(app: typer.Typer) -> None:
 
 def verify(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Option(help="Transformers model type with a language model, e.g. gpt2, llama, t5.", metavar="TYPE")
-    ] = "gpt2",
-    layers: Annotated[int, typer.Option(help="Number of layers.")] = 2,
-    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 64,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
+    model: Model = "gpt2",
+    layers: Layers = 2,
+    hidden: Hidden = 64,
+    heads: Heads = 4,
     seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 32,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
-    schedule: Annotated[
-        str,
-        typer.Option(
-            help="Python file with `def schedule(sch)`, or a saved .json; default: made from the model's structure.",
-            metavar="FILE",
-            show_default=False,
-        ),
-    ] = "",
-    checkpoint_layers: Annotated[
-        bool, typer.Option("--checkpoint-layers", help="Recompute each layer in the backward pass.")
-    ] = False,
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="Split the sequence too, between the layers that --tp splits.")
-    ] = False,
+    tp: TensorParallel = 1,
+    schedule: ScheduleFile = "",
+    checkpoint_layers: CheckpointLayers = False,
+    sequence_parallel: SequenceParallel = False,
     level: Annotated[
         Literal["outputs", "grads", "step"],
         typer.Option(help="How far to compare: outputs; the loss and all gradients too; an optimizer's step too."),
     ] = "grads",
     dtype: Annotated[Literal["fp64", "fp32", "bf16"], typer.Option(help="Type of the parameters.")] = "fp32",
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs when there is one for every rank.")
-    ] = "auto",
+    device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Compare a scheduled model with the unmodified one, and name the step to blame where they differ.

@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
     @property
     def kind(self) -> Any:
-        """What it computes, as the steps of a program tell it."""
+        """What it computes, wherever that stands."""
         return self.kernel, self.options, self.gate_first
 
 

@@ -1,0 +1,28 @@
+"""Flags that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+Model = Annotated[
+    str, typer.Option(help="Transformers model type with a language model, e.g. gpt2, llama, t5.", metavar="TYPE")
+]
+Layers = Annotated[int, typer.Option(help="Number of layers.")]
+Hidden = Annotated[int, typer.Option(help="Hidden size.")]
+Heads = Annotated[int, typer.Option(help="Attention heads.")]
+TensorParallel = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
+ScheduleFile = Annotated[
+    str,
+    typer.Option(
+        help="Python file with `def schedule(sch)`, or a saved .json; default: made from the model's structure.",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
+CheckpointLayers = Annotated[bool, typer.Option("--checkpoint-layers", help="Recompute each layer in the backward pass.")]
+SequenceParallel = Annotated[
+    bool, typer.Option("--sequence-parallel", help="Split the sequence too, between the layers that --tp splits.")
+]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs when there is one for every rank.")]
