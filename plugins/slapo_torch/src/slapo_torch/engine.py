@@ -20,7 +20,9 @@ from slapo_training.means import EQUAL_PARTS
 from slapo_training.meeting import check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
 from slapo_training.optimizers import adopted, made, scheduled_rate
+from slapo_training.pieces import Piece
 
+from . import model_state
 from .checkpoint import load_checkpoint, save_checkpoint
 from .failures import Peers
 from .holdings import Holdings
@@ -163,6 +165,10 @@ class TorchEngine(Engine):
             BuildError: no complete checkpoint, or one of another layout.
         """
         load_checkpoint(path, self._program, self.module, self.optimizer, self._progress())
+
+    def pieces(self) -> dict[str, Piece]:
+        """What this rank holds of the parameters and persistent buffers, each under its first original name."""
+        return model_state.pieces(self.module)
 
     def _progress(self) -> Progress:
         waits = self._options.lr_scheduler is not None and self.lr_scheduler is None

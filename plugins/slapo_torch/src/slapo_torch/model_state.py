@@ -11,6 +11,7 @@ from torch import nn
 from slapo_core.errors import BuildError
 from slapo_core.gather import original_keys
 from slapo_core.parameters import is_part, shard_spec
+from slapo_training.pieces import Piece, piece_of
 
 from .replica_spec import in_replica, joined, replica_spec
 
@@ -32,6 +33,24 @@ def buffers(module: nn.Module) -> Tensors:
             if buffer is not None and name not in each._non_persistent_buffers_set:
                 held.setdefault(id(buffer), (f"{path}.{name}" if path else name, buffer))
     return _by_first_name(held.values())
+
+
+def pieces(module: nn.Module) -> dict[str, Piece]:
+    """What this rank holds of the parameters and persistent buffers, under the names of ``parameters`` and ``buffers``."""
+    return {name: piece(tensor, tensor) for name, tensor in {**parameters(module), **buffers(module)}.items()}
+
+
+def piece(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
+    """Where a tensor of a parameter's shape on this rank lies in the whole one.
+
+    Args:
+        tensor: The parameter or buffer.
+        value: Itself, or what an optimizer keeps for each of its elements.
+    """
+    spec = replica_spec(tensor)
+    if spec is None:
+        return piece_of(value, shard_spec(tensor))
+    return piece_of(value, spec.inner, in_replica(tensor).shape, spec.rows())
 
 
 def _by_first_name(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
