@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import slapo_pipeline.plugin
-import slapo_sharding.plugin
 import slapo_torch.plugin
 from slapo_core.build import build
 from slapo_core.errors import BuildError, ScheduleError
@@ -24,38 +23,9 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_core.tracing import trace_module
-from slapo_torch.plain import check_plain
+from slapo_training.plain import check_plain
 
-from .layouts import mesh_of, message_of
-
-
-def sharded_engine(blocks: int) -> Any:
-    """One layer, its output cut over two ranks in some number of blocks."""
-    torch.manual_seed(0)
-    plugins = Registry([slapo_sharding.plugin, slapo_torch.plugin])
-    sch = create_schedule(nn.Sequential(nn.Linear(12, 12, bias=False)), mesh=mesh_of(tp=2), plugins=plugins)
-    sch["0"].shard("weight", axis=0, blocks=blocks, gathered=False).sync("bwd_post", "all_reduce")
-    return build(sch, "torch", loss_fn=lambda outputs, labels: outputs.mean())
-
-
-def load_with_other_blocks(rank: int, path: str) -> list[Any]:
-    sharded_engine(1).save(path)
-    engine = sharded_engine(3)
-    before = engine.module[0].weight.detach().clone()
-    messages = [message_of(lambda: engine.load(path))]
-    same = sharded_engine(1)
-    same.load(path)
-    return [*messages, torch.equal(engine.module[0].weight, before)]
-
-
-@pytest.mark.multiproc
-def test_shards_cut_in_other_blocks_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    """They have the same shape, and other rows."""
-    for message, unchanged in run_distributed(load_with_other_blocks, 2, str(tmp_path)):
-        assert "'0.weight' is sharded with dim=0, full_shape=(12, 12), rank=" in message
-        assert "blocks=(12,), axis=tp in the checkpoint, but" in message
-        assert "blocks=(4, 4, 4), axis=tp in the engine; load it into a schedule that shards alike" in message
-        assert unchanged
+from .layouts import mesh_of
 
 
 def replicas_with_statistics(rank: int, path: str) -> list[list[Any]]:
@@ -101,7 +71,7 @@ def test_two_parameters_of_one_name_are_not_saved(tmp_path: Path) -> None:
     engine: Any = build(sch, "torch", loss_fn=nn.functional.mse_loss)
     with pytest.raises(ScheduleError, match="'0.weight' and '0.inner.weight' are both '0.weight'"):
         engine.save(tmp_path)
-    assert not (tmp_path / "layout.json").exists()
+    assert not (tmp_path / "slapo.json").exists()
 
 
 def engine_with(optimizer: Any, model: nn.Module | None = None) -> Any:
@@ -166,10 +136,10 @@ class Remembers(torch.optim.SGD):
 
 def test_an_optimizer_state_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     engine_with(partial(torch.optim.SGD, lr=0.1)).save(tmp_path)
-    complete = (tmp_path / "layout.json").read_text()
+    complete = (tmp_path / "slapo.json").read_text()
     with pytest.raises(BuildError, match=r"the state of Remembers, 'more', 'notes' has a pathlib\..*Path; only numbers"):
         engine_with(partial(Remembers, lr=0.1)).save(tmp_path)
-    assert (tmp_path / "layout.json").read_text() == complete
+    assert (tmp_path / "slapo.json").read_text() == complete
 
 
 def test_plain_data_is_what_comes_back(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
 from slapo_core.weights import init_empty_weights
 from slapo_sharding import load_full_state
+from slapo_training.tensor_files import SavedTensors
 
 from .layouts import adamw, gpt2, losses, mesh_of, message_of, my_part, scheduled, tokens, train_beside_reference
 
@@ -146,8 +147,10 @@ def _trained(rank: int, layout: dict[str, int], path: str) -> list[Any]:
             loaded: Any = build(schedule, "torch", optimizer=adamw, data_parallel=kind, **config)
             loaded.load(f"{path}/{saved}")
             found[f"{saved} {kind}"] = losses(loaded, mesh, data[2:])
-    files = [torch.load(f"{path}/{kind}/shared-pp0-tp0.pt") for kind in ("ddp", "fsdp")]
-    names = [{n: tuple(t.shape) for n, t in file["parameters"]["tensors"].items()} for file in files]
+    names = []
+    for kind in ("ddp", "fsdp"):
+        (data,) = Path(path, kind).glob("data-*")
+        names.append({name: shape for name, (shape, _) in SavedTensors(data).facts().items()})
     return [found, names]
 
 
@@ -156,7 +159,7 @@ def test_what_one_kind_of_replicas_saved_the_other_loads(layout: dict[str, int],
     size = layout.get("pp", 1) * layout["dp"]
     for found, (ddp, fsdp) in run_distributed(_trained, size, layout, str(tmp_path), timeout=110):
         assert ddp == fsdp
-        assert ddp["transformer.wte.weight"] == (64, 32)
+        assert ddp["model.transformer.wte.weight"] == ddp["optimizer.exp_avg.transformer.wte.weight"] == (64, 32)
         for key, values in found.items():
             assert values == pytest.approx(found[key.split()[0]], abs=1e-5), key
 

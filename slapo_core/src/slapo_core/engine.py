@@ -39,11 +39,11 @@ class Engine(ABC):
         """The loss of a batch in evaluation mode, without gradients; the same on every rank."""
 
     @abstractmethod
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | PathLike[str]) -> Any:
         """Write model and optimizer under original parameter names; collective."""
 
     @abstractmethod
-    def load(self, path: str | PathLike[str]) -> None:
+    def load(self, path: str | PathLike[str]) -> Any:
         """Read what ``save`` wrote; collective."""
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class PlainEngine(Engine):
 
     eval_batch = train_batch
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | PathLike[str]) -> Any:
         raise TypeError("target=None gives a plain module; save its state_dict(), or build for target='torch'")
 
     load = save

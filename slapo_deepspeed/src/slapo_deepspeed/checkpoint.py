@@ -14,8 +14,9 @@ import torch.distributed as dist
 from slapo_core.agreement import gather
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
-from slapo_training import checkpoint_folder, engine_checkpoint, random_state
+from slapo_training import checkpoint_folder, engine_checkpoint
 from slapo_training.batches import fingerprint
+from slapo_training.engine_checkpoint import Position
 from slapo_training.meeting import on_all
 
 from . import replicas
@@ -36,19 +37,21 @@ class Checkpoint:
 
     Args:
         folder: Where DeepSpeed's files are.
-        random: This rank's random states; None for another number of replicas.
+        random: What puts this rank's random states back.
+        position: Where training was.
         universal: The same for any number of replicas, where it had to be converted; removed once it is loaded.
     """
 
     folder: Path
-    random: Any = None
+    random: Any
+    position: Position
     universal: Path | None = None
 
 
-def save(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> None:
-    """Write DeepSpeed's checkpoint and what belongs to it. Collective; a directory without ``slapo.json`` is not complete."""
-    folder, about = Path(path), {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
-    engine_checkpoint.write(folder, TARGET, program, about, lambda: model.save_checkpoint(str(folder)))
+def save(model: Any, path: str | PathLike[str], program: Program, zero_stage: int, position: Position) -> None:
+    """Write DeepSpeed's checkpoint and what belongs to it. Collective."""
+    about = {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
+    engine_checkpoint.write(path, TARGET, program, about, position, lambda folder: model.save_checkpoint(str(folder)))
 
 
 def checked(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> Checkpoint:
@@ -57,22 +60,22 @@ def checked(model: Any, path: str | PathLike[str], program: Program, zero_stage:
     Raises:
         BuildError: on every rank: it is none, of another model, or of a layout that cannot be loaded into this one.
     """
-    found = Checkpoint(Path(path))
-    saved: dict[str, Any] = {}
-    own = _steps(model, program)
+    complete = engine_checkpoint.opened(path, TARGET, program)
+    saved, own = complete.about, _steps(model, program)
+    is_elsewhere = saved["dp"] != program.axis_size("dp")
 
     def check() -> None:
-        saved.update(_read(found.folder, program, zero_stage))
+        _check(complete, program, zero_stage)
         _check_steps(saved, own)
-        if saved["dp"] == program.axis_size("dp"):
-            found.random = engine_checkpoint.read_random(found.folder)
-        elif zero_stage:
+        if is_elsewhere and zero_stage:
             replicas.check(model, zero_stage)
 
     on_all(check, program)
-    checkpoint_folder.check_same(saved["number"], program)
-    if zero_stage and found.random is None:
-        found.universal = replicas.converted(model, found.folder, program, saved["dp"])
+    engine_checkpoint.verify(complete, program)
+    random = engine_checkpoint.read_random(complete, program)
+    found = Checkpoint(complete.data, random, engine_checkpoint.read_position(complete))
+    if zero_stage and is_elsewhere:
+        found.universal = replicas.converted(found.folder, program, saved["dp"])
     return found
 
 
@@ -102,21 +105,21 @@ def load(model: Any, found: Checkpoint, program: Program) -> None:
     finally:
         if found.universal is not None and dist.get_rank() == 0:
             shutil.rmtree(found.universal.parent, ignore_errors=True)
-    if found.random is not None:
-        random_state.put(found.random)
+    engine_checkpoint.put_random(found.random)
 
 
-def _read(folder: Path, program: Program, zero_stage: int) -> dict[str, Any]:
-    """The layout of a checkpoint that can be loaded."""
-    own = _layout(program, zero_stage)
-    saved = engine_checkpoint.read_about(folder, TARGET)
-    if saved.get("parameters", _parameters(program)) != _parameters(program):
-        raise BuildError(f"{str(folder)!r} is of a model with other parameters; build an engine of the model that was saved")
+def _check(complete: checkpoint_folder.Checkpoint, program: Program, zero_stage: int) -> None:
+    """Refuse another model, or a layout that cannot be loaded."""
+    own, saved = _layout(program, zero_stage), complete.about
+    if saved["parameters"] != _parameters(program):
+        raise BuildError(
+            f"{str(complete.folder)!r} is of a model with other parameters; build an engine of the model that was saved"
+        )
     is_flat = program.axis_size("pp") == program.axis_size("tp") == 1
     needed = [key for key in own if key != "dp" or (own["zero"] and not is_flat)]
-    if all(saved.get(key) == own[key] for key in needed):
-        return saved
-    words = [", ".join(f"{key}={layout.get(key)}" for key in own) for layout in (saved, own)]
+    if all(saved[key] == own[key] for key in needed):
+        return
+    words = [", ".join(f"{key}={layout[key]}" for key in own) for layout in (saved, own)]
     raise BuildError(
         f"saved with {words[0]}, but this engine has {words[1]}; load it on the same layout with the same stage of ZeRO, or at "
         "another dp where that is 0, or where there is neither a pipeline nor tensor parallelism"
@@ -128,7 +131,7 @@ def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if own["optimizer"] is None:
         return
     for key, word in _WORDS.items():
-        if (before := saved.get(key, own[key])) != own[key]:
+        if (before := saved[key]) != own[key]:
             raise BuildError(f"saved with {before!r} for {word}, but this engine has {own[key]!r}; build with the same")
 
 

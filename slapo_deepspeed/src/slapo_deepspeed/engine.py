@@ -17,6 +17,7 @@ from slapo_core.parameters import is_part
 from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.batches import Batch, rows_of
+from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.losses import CountedLoss, check_has_gradient
 from slapo_training.means import Counted
@@ -152,16 +153,24 @@ class DeepSpeedEngine(BatchEngine):
         """Where this rank computes."""
         return torch.device(self.model.device)
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write a checkpoint of DeepSpeed's, and the random states, to the directory ``path``."""
-        self._check_weights()
-        checkpoint.save(self.model, path, self.program, self._options.zero_stage)
+    def save(self, path: str | PathLike[str], *, extra: Any = None) -> None:
+        """Write a checkpoint of DeepSpeed's, and the random states, to the directory ``path``, in the place of one there.
 
-    def load(self, path: str | PathLike[str]) -> None:
+        Args:
+            path: The same on every rank.
+            extra: What ``load`` is to give back, plain data and the same on every rank: where the data loader is, say.
+        """
+        self._check_weights()
+        checkpoint.save(self.model, path, self.program, self._options.zero_stage, Position(self.steps, extra))
+
+    def load(self, path: str | PathLike[str]) -> Any:
         """Go on exactly from what ``save`` wrote.
 
         Also with another number of replicas: without ZeRO, and without pipeline and tensor parallelism; random numbers are
-        then this engine's own.
+        then new ones, derived from the checkpoint's.
+
+        Returns:
+            What was given to ``save`` as ``extra``.
 
         Raises:
             BuildError: no complete checkpoint, or one of another model or layout, and nothing has changed; or DeepSpeed cannot
@@ -170,6 +179,8 @@ class DeepSpeedEngine(BatchEngine):
         found = checkpoint.checked(self.model, path, self.program, self._options.zero_stage)
         with self._reading():
             checkpoint.load(self.model, found, self.program)
+        self.steps, extra = found.position
+        return extra
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:

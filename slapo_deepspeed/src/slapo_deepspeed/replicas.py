@@ -36,7 +36,7 @@ def check(model: Any, zero_stage: int) -> None:
         raise BuildError("stage 3 of ZeRO with frozen parameters is not converted for another dp; load it at the same")
 
 
-def converted(model: Any, folder: Path, program: Program, dp: int) -> Path:
+def converted(folder: Path, program: Program, dp: int) -> Path:
     """Convert a checkpoint of ``dp`` replicas in a new folder inside its own; changes no engine. Collective.
 
     Returns:
@@ -52,7 +52,7 @@ def converted(model: Any, folder: Path, program: Program, dp: int) -> Path:
             return
         try:
             made.append(tempfile.mkdtemp(prefix="universal-", dir=folder))
-            _convert(model, folder, Path(made[0], "universal"))
+            _convert(folder, Path(made[0], "universal"))
         except Exception as err:
             for each in made:
                 shutil.rmtree(each, ignore_errors=True)
@@ -65,9 +65,9 @@ def converted(model: Any, folder: Path, program: Program, dp: int) -> Path:
     return Path(next(each for each in gather(made, program.mesh) if each)[0], "universal")
 
 
-def _convert(model: Any, folder: Path, target: Path) -> None:
+def _convert(folder: Path, target: Path) -> None:
     source = folder / (folder / "latest").read_text().strip()
-    _check_states(model, source)
+    _check_states(source)
     with without_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         from deepspeed.checkpoint import ds_to_universal
 
@@ -75,16 +75,14 @@ def _convert(model: Any, folder: Path, target: Path) -> None:
         ds_to_universal.main(Namespace(input_folder=str(source), output_folder=str(target), strict=True, **options))
 
 
-def _check_states(model: Any, source: Path) -> None:
-    """The format has Adam's two states, and takes the groups of parameters for equally many."""
+def _check_states(source: Path) -> None:
+    """The format has Adam's two states."""
     file = sorted(source.glob("*_optim_states.pt"))[0]
     saved = torch.load(file, map_location="cpu", weights_only=False, mmap=True)[_STATE]
     base = saved[_STATE] if _STATE in saved else saved["base_optimizer_state"]
     for state in base["state"].values() if isinstance(base["state"], dict) else base["state"]:
         if set(state) - {"step"} != _ADAM:
             raise BuildError(f"its optimizer has the states {', '.join(sorted(state))}, and DeepSpeed converts Adam's alone")
-    if (number := len(base["param_groups"])) != (own := len(model.optimizer.optimizer.param_groups)):
-        raise BuildError(f"its optimizer has {number} groups of parameters, and this engine's {own}")
 
 
 def load(model: Any, folder: Path, universal: Path) -> None:

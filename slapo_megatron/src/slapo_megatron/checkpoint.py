@@ -12,7 +12,8 @@ import torch
 
 from slapo_core.agreement import compare
 from slapo_core.errors import BuildError
-from slapo_training import checkpoint_folder, engine_checkpoint, random_state
+from slapo_training import engine_checkpoint
+from slapo_training.engine_checkpoint import Position
 from slapo_training.meeting import on_all
 
 from .optimizer_state import OptimizerState
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from .engine import MegatronEngine
 
 
-def save(engine: MegatronEngine, path: str | PathLike[str]) -> None:
-    """Write Megatron's checkpoint and what belongs to it. Collective; a directory without ``slapo.json`` is not complete."""
+def save(engine: MegatronEngine, path: str | PathLike[str], position: Position) -> None:
+    """Write Megatron's checkpoint and what belongs to it. Collective."""
     from megatron.core import dist_checkpointing
 
-    folder, program = Path(path), engine.program
+    program = engine.program
     held = Held(program)
     state: dict[str, Any] = {"model": held.sharded(held.tensors), "common": _common(engine)}
 
@@ -35,7 +36,7 @@ def save(engine: MegatronEngine, path: str | PathLike[str]) -> None:
         if engine.optimizer is not None:
             OptimizerState(engine, held).check()
 
-    def fill() -> None:
+    def fill(folder: Path) -> None:
         if engine.optimizer is not None:
             state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
         with repaired():
@@ -43,10 +44,10 @@ def save(engine: MegatronEngine, path: str | PathLike[str]) -> None:
 
     compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
     on_all(check, program)
-    engine_checkpoint.write(folder, engine.options.target, program, _about(engine, held), fill)
+    engine_checkpoint.write(path, engine.options.target, program, _about(engine, held), position, fill)
 
 
-def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> None:
+def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
     """Read it. Collective.
 
     Args:
@@ -54,30 +55,30 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
         path: The directory.
         reading: Around what changes the engine.
 
+    Returns:
+        Where training was.
+
     Raises:
         BuildError: on every rank: it is none, or of something else than this engine trains; the engine is as before then.
     """
     from megatron.core import dist_checkpointing
 
-    folder, program = Path(path), engine.program
+    program = engine.program
     held, found = Held(program), dict[str, Any]()
-
-    def check() -> None:
-        found.update(_checked(folder, engine.options.target, _about(engine, held)))
-        if found["layout"] == _layout(engine):
-            found["random"] = engine_checkpoint.read_random(folder)
+    complete = engine_checkpoint.opened(path, engine.options.target, program)
+    has_stepped = complete.about["has_stepped"]
 
     def read() -> None:
         fresh = {key: torch.empty_like(tensor) for key, tensor in held.tensors.items()}
         state: dict[str, Any] = {"model": held.sharded(fresh)}
         if engine.optimizer is not None:
-            state["optimizer"], found["take"] = OptimizerState(engine, held).sharded(found["has_stepped"], is_loading=True)
+            state["optimizer"], found["take"] = OptimizerState(engine, held).sharded(has_stepped, is_loading=True)
         try:
             with repaired():
-                found["state"] = dist_checkpointing.load(state, str(folder))
+                found["state"] = dist_checkpointing.load(state, str(complete.data))
         except Exception as err:  # whatever Megatron and torch raise of files that are missing or broken
             raise BuildError(
-                f"{str(folder)!r} is a broken checkpoint: {type(err).__name__}: {_first(err)}; load another"
+                f"{str(complete.folder)!r} is a broken checkpoint: {type(err).__name__}: {_first(err)}; load another"
             ) from err
 
     def put() -> None:
@@ -86,22 +87,23 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
             for key, tensor in held.tensors.items():
                 tensor.copy_(state["model"][key])
         if (inner := _inner(engine)) is not None:
-            if not found["has_stepped"]:
+            if not has_stepped:
                 inner.state.clear()
             found["take"](state["optimizer"])
             for group, saved in zip(inner.param_groups, state["common"]["groups"], strict=True):
                 group.update(saved)
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(state["common"]["rate"])
-        if "random" in found:
-            random_state.put(found["random"])
-        engine.has_stepped = found["has_stepped"]
+        engine_checkpoint.put_random(random)
+        engine.has_stepped = has_stepped
 
-    on_all(check, program)
-    checkpoint_folder.check_same(found["number"], program)
+    on_all(lambda: _check(complete.about, _about(engine, held)), program)
+    engine_checkpoint.verify(complete, program)
+    random = engine_checkpoint.read_random(complete, program)
     with reading():  # the optimizer's state is made in it
         for action in (read, put):
             on_all(action, program)
+    return engine_checkpoint.read_position(complete)
 
 
 def _first(error: Exception) -> str:
@@ -129,7 +131,6 @@ def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
         "lr_scheduler": None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__,
         "groups": 0 if optimizer is None else len(optimizer.param_groups),
         "shapes": held.shapes,
-        "layout": _layout(engine),
         "has_stepped": engine.has_stepped,
     }
 
@@ -142,8 +143,8 @@ _WORDS = {
 }
 
 
-def _checked(folder: Path, target: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    saved = engine_checkpoint.read_about(folder, target)
+def _check(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse what is of something else than this engine trains."""
     for key, word in _WORDS.items():
         if saved[key] != own[key]:
             raise BuildError(f"saved with {saved[key]!r} for {word}, but this engine has {own[key]!r}; build with the same")
@@ -154,8 +155,3 @@ def _checked(folder: Path, target: str, own: Mapping[str, Any]) -> dict[str, Any
     for name, shape in own["shapes"].items():
         if shapes[name] != shape:
             raise BuildError(f"{name!r} was saved with the shape {shapes[name]}, and has {shape}; load it into the same model")
-    return saved
-
-
-def _layout(engine: MegatronEngine) -> dict[str, int]:
-    return {**engine_checkpoint.layout_of(engine.program), "stages": len(engine.program.stages)}

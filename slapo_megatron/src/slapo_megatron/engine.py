@@ -13,6 +13,7 @@ from slapo_core.agreement import all_reduce, compare
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
+from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.means import Counted
 from slapo_training.modes import Modes
@@ -160,21 +161,32 @@ class MegatronEngine(BatchEngine):
         config = config_of(DistributedDataParallelConfig, given)
         return DistributedDataParallel(self.config, config, stage, disable_bucketing=number > 0, pg_collection=self.groups)
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write a checkpoint of Megatron's, weights under their original names, and the random states, to the directory."""
+    def save(self, path: str | PathLike[str], *, extra: Any = None) -> None:
+        """Write a checkpoint of Megatron's, weights under their original names, and the random states, to the directory.
+
+        Args:
+            path: The same on every rank; a checkpoint that is there is replaced.
+            extra: What ``load`` is to give back, plain data and the same on every rank: where the data loader is, say.
+        """
         with self._mode(), without_warnings():
             self._check_weights()
-            checkpoint.save(self, path)
+            checkpoint.save(self, path, Position(self.steps, extra))
 
-    def load(self, path: str | PathLike[str]) -> None:
+    def load(self, path: str | PathLike[str]) -> Any:
         """Go on from what ``save`` wrote: exactly on the same layout, and with another number of ranks along any axis.
+
+        On another layout random numbers are new ones, derived from the checkpoint's.
+
+        Returns:
+            What was given to ``save`` as ``extra``.
 
         Raises:
             BuildError: no complete checkpoint, or one of something else, and nothing has changed; or Megatron cannot read it to
                 its end, and the engine does nothing before another one is loaded.
         """
         with self._mode(), without_warnings():
-            checkpoint.load(self, path, self._reading)
+            self.steps, extra = checkpoint.load(self, path, self._reading)
+        return extra
 
     def close(self) -> None:
         """Give back Megatron's groups, where they were made for this engine; it trains no more."""

@@ -1,129 +1,280 @@
-"""Save and load an engine: model, optimizer and random states, to go on exactly on the same layout.
+"""Save and load an engine: exactly on the same layout, and on any other so that the losses go on.
 
-A directory with ``layout.json``, written last, and per place of the mesh ``shared-pp0-tp0.pt`` (parameters and optimizer, equal
-in all replicas, so written by the first) and ``own-pp0-dp0-tp0.pt`` (buffers, the modules' extra state and random states, which
-are each replica's own).
+In the folder of ``slapo_training.checkpoint_folder``: the files of ``torch.distributed.checkpoint`` have parameters, persistent
+buffers and what the optimizer keeps for each element of a parameter, all by original names; ``common.pt`` what there is once;
+``place-0.pt`` and so on, by ranks, what is each rank's own and comes back on the same layout alone: random states, a replica's
+buffers, modules' extra state.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from slapo_core.causes import reason
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training import checkpoint_folder, random_state
-from slapo_training.meeting import on_all
+from slapo_training.checkpoint_folder import Writing
+from slapo_training.engine_checkpoint import Position
+from slapo_training.pieces import Piece
+from slapo_training.ranks import Ranks
+from slapo_training.saving import Saving
 
 from . import extra_state, model_state, optimizer_state
 from .updates import Progress
 
-_AXES = ("pp", "dp", "tp")
-_FORMAT = 3
+if TYPE_CHECKING:
+    from slapo_training.tensor_files import Buffers
+
+_TARGET = "torch"
+_COMMON = "common.pt"
+_MODEL = "model."
 
 
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    program: Program,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    progress: Progress,
-) -> None:
-    """Write this rank's part. Collective; a directory without ``layout.json`` is not complete.
+class Trained(NamedTuple):
+    """What of an engine is saved and loaded.
 
-    Raises:
-        SlapoError: on every rank, before anything is written: something in the state cannot be saved.
+    Args:
+        program: The program.
+        module: This rank's stages.
+        optimizer: This rank's, or None.
+        progress: Of what changes the weights.
     """
-    folder, number = checkpoint_folder.to_save(path, program, "torch")
-    layout = folder / "layout.json"
-    first = not dist.is_initialized() or all(program.axis_rank(axis) == 0 for axis in _AXES)
 
-    parts: dict[Path, Any] = {}
-    states: dict[str, Any] = {}
-
-    def check() -> None:
-        optimizer_state.check(module, optimizer)
-        states.update(parameters=model_state.parameters(module), progress=progress.packed())
-
-    def collect() -> None:  # all replicas, which may have to send each other what they share out
-        parameters = model_state.packed(states["parameters"])
-        shared = {"parameters": parameters, "optimizer": optimizer_state.packed(module, optimizer)}
-        if program.axis_rank("dp") == 0:
-            parts[folder / _file("shared", program, "pp", "tp")] = {**shared, "progress": states["progress"]}
-        parts[folder / _file("own", program, *_AXES)] = {
-            "buffers": model_state.packed(model_state.buffers(module)),
-            "extra": extra_state.packed(program.module),
-            "random": random_state.packed(),
-        }
-
-    def begin() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if first:
-            layout.unlink(missing_ok=True)
-
-    def write() -> None:
-        for file, part in parts.items():
-            torch.save(part, file)
-
-    def finish() -> None:
-        if first:
-            layout.write_text(json.dumps({**_layout(program), "number": number}))
-
-    for action in (check, collect, begin, write, finish):
-        on_all(action, program)
+    program: Program
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    progress: Progress
 
 
-def load_checkpoint(
-    path: str | os.PathLike[str],
-    program: Program,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    progress: Progress,
-) -> None:
+class Saver:
+    """Writes checkpoints of one engine, one after the other.
+
+    Args:
+        program: The engine's.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._apart: Ranks | None = None
+        self._last: Saving | None = None
+        self._copies: Buffers = {}
+
+    def save(self, path: str | os.PathLike[str], what: Trained, position: Position, waits: bool) -> Saving:
+        """Write a checkpoint. Collective.
+
+        Args:
+            path: The same folder on every rank.
+            what: What is saved.
+            position: Where training is.
+            waits: Whether to return when it is written, not when all that is to be written was copied.
+
+        Raises:
+            SlapoError: on every rank: something in the state cannot be saved, and nothing was written; or it could not be
+                written, and the folder has the checkpoint it had.
+            Exception: what kept the checkpoint before from being written, if nobody has waited for it.
+        """
+        self.wait()
+        ranks = Ranks.of(self._program)
+        if not waits and self._apart is None:
+            self._apart = ranks.apart()
+        write = _prepared(path, what, position, ranks, None if waits else self._copies)
+        meeting = ranks if waits or self._apart is None else self._apart
+        self._last = Saving(lambda: write(meeting), waits)
+        return self._last
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is written; raises what kept it from that."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
+
+    def close(self) -> None:
+        """Wait, and give back what only a checkpoint in the background needs."""
+        try:
+            self.wait()
+        finally:
+            self._copies.clear()
+            apart, self._apart = self._apart, None
+            if apart is not None and apart.group is not None:
+                torch.distributed.destroy_process_group(apart.group)
+
+
+def _prepared(path: str | os.PathLike[str], what: Trained, position: Position, ranks: Ranks, copies: Buffers | None) -> Any:
+    """What writes the checkpoint as the engine is now, given the ranks to meet. Collective."""
+    from slapo_training.tensor_files import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+
+    program, module = what.program, what.module
+    once: dict[str, Any] = {}
+    place: dict[str, Any] = {}
+    pieces: dict[str, Piece] = {}
+
+    def collect() -> None:
+        optimizer_state.check(module, what.optimizer)
+        state = optimizer_state.held(module, what.optimizer)
+        parameters, buffers = model_state.parameters(module), model_state.buffers(module)
+        kept = parameters if program.axis_rank("dp") else {**parameters, **buffers}
+        pieces.update({_MODEL + name: model_state.piece(tensor, tensor) for name, tensor in kept.items()})
+        pieces.update({optimizer_state.key_of(*key): piece for key, piece in state.tensors.items()})
+        extra = extra_state.packed(program.module)
+        progress = what.progress.packed()
+        once.update(optimizer=state.once, progress=progress, extra=(extra, extra_state.run(program.module, module)))
+        place.update(
+            buffers={name: tensor.detach() for name, tensor in buffers.items()},
+            ranges=_ranges(module),
+            optimizer=state.parts,
+            progress=progress,
+            extra=extra,
+            random=random_state.packed(),
+        )
+
+    ranks.on_all(collect)
+    writing = Writing.to(path, _TARGET, ranks)
+    position.check(ranks)
+    is_first = program.axis_rank("dp") == program.axis_rank("tp") == 0
+    stages = [own for own in ranks.gather(once if is_first else None) if own is not None]
+    files = {f"place-{ranks.place}.pt": _bytes(place)}
+    if ranks.place == 0:
+        files[_COMMON] = _bytes(
+            {
+                "optimizer": optimizer_state.merged([own["optimizer"] for own in stages]),
+                "progress": [own["progress"] for own in stages],
+                "extra": extra_state.merged([own["extra"] for own in stages]),
+                "random": random_state.digest_of(place["random"]),
+                "position": position._asdict(),
+            }
+        )
+    tensors = TensorFiles(pieces, ranks, copies)
+    about = {"layout": _layout(program)}
+
+    def write(meeting: Ranks) -> None:
+        def put() -> None:
+            for name, content in files.items():
+                (writing.data / name).write_bytes(content)
+
+        try:
+            writing.begin(meeting)
+            meeting.on_all(put)
+            tensors.write(writing.data, meeting)
+            writing.seal(about, meeting)
+        except Exception:
+            writing.drop()
+            raise
+
+    return write
+
+
+def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
     """Read this rank's part; nothing is changed before all ranks have found theirs to fit. Collective.
 
+    Returns:
+        Where training was.
+
     Raises:
-        BuildError: on every rank: not a complete checkpoint, another layout, other parameters or another optimizer.
+        BuildError: on every rank: no complete checkpoint, a damaged one, other parameters or another optimizer.
     """
-    folder = Path(path)
+    from slapo_training.tensor_files import SavedTensors  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+
+    program, module, optimizer, progress = what
+    ranks = Ranks.of(program)
+    checkpoint = checkpoint_folder.opened(path, _TARGET, ranks)
+    checkpoint_folder.verify(checkpoint, ranks)
+    _, data, about = checkpoint
+    is_same = about["layout"] == _layout(program)
+    tensors = {**model_state.parameters(module), **model_state.buffers(module)}
+    pieces = model_state.pieces(module)
     found: dict[str, Any] = {}
-    numbers: list[str] = []
-    tensors: dict[str, model_state.Tensors] = {}
+    place: dict[str, Any] = {}
 
     def read() -> None:
-        numbers.append(_check_layout(folder, program))
-        found.update(_read(folder / _file("shared", program, "pp", "tp")))
-        found.update(_read(folder / _file("own", program, *_AXES)))
-        tensors.update(parameters=model_state.parameters(module), buffers=model_state.buffers(module))
-        for kind, held in tensors.items():
-            model_state.check_same(held, found[kind])
-        optimizer_state.check_same(module, optimizer, found["optimizer"])
+        found.update(_read(data / _COMMON))
+        if is_same:
+            place.update(_read(data / f"place-{ranks.place}.pt"))
+        try:
+            found["tensors"] = SavedTensors(data)
+        except (OSError, UnpicklingError, EOFError) as err:
+            raise BuildError(f"'.metadata' of the checkpoint cannot be read: {reason(err)}; load another one") from err
+
+    ranks.on_all(read)
+    facts = found["tensors"].facts()
+    _check_names(pieces, facts, ranks)
+    groups = ranks.gather(optimizer_state.groups(module, optimizer))
+    wanted: dict[tuple[str, str], Piece] = {}
+
+    def check() -> None:
+        optimizer_state.check_same(optimizer, groups, found["optimizer"])
+        kept = place.get("ranges", {})
+        same = {name for name, ranges in _ranges(module).items() if kept.get(name) == ranges}
+        found["buffers"] = {name: tensor for name, tensor in place.get("buffers", {}).items() if name in same}
+        found["parts"] = {n: each for n, each in place.get("optimizer", {}).items() if n in same or n not in kept}
+        optimizer_state.check_parts(module, optimizer, found["optimizer"], found["parts"])
+        found["progress"] = place["progress"] if is_same else progress.chosen(found["progress"])
         progress.check_same(found["progress"])
+        found["extra"] = place.get("extra", found["extra"])
         extra_state.check_same(program.module, found["extra"])
-        random_state.check(found["random"])
+        if is_same:
+            random_state.check(place["random"])
+        wanted.update(optimizer_state.wanted(module, optimizer, found["optimizer"], facts))
+
+    def fetch() -> None:
+        fresh = {name: piece._replace(tensor=torch.empty_like(piece.tensor, device="cpu")) for name, piece in pieces.items()}
+        named = {_MODEL + name: piece for name, piece in fresh.items()}
+        found["tensors"].read({**named, **{optimizer_state.key_of(*key): piece for key, piece in wanted.items()}})
+        found["model"] = {name: found["buffers"].get(name, piece.tensor) for name, piece in fresh.items()}
 
     def put_foreign() -> None:  # others' code, which may raise, while the tensors are as they were
         extra_state.put(program.module, found["extra"])
-        optimizer_state.put(module, optimizer, found["optimizer"])
+        optimizer_state.put(module, optimizer, found["optimizer"], wanted, found["parts"])
         progress.put(found["progress"])
 
     def put() -> None:
-        for kind, held in tensors.items():
-            model_state.put(held, found[kind])
-        random_state.put(found["random"])
+        model_state.put(tensors, found["model"])
+        if is_same:
+            random_state.put(place["random"])
+        else:
+            random_state.derive(found["random"])
 
-    on_all(read, program)
-    checkpoint_folder.check_same(numbers[0], program)
-    for action in (put_foreign, put):
-        on_all(action, program)
+    for action in (check, fetch, put_foreign, put):
+        ranks.on_all(action)
+    return Position(**found["position"])
+
+
+def _check_names(pieces: Mapping[str, Piece], facts: Mapping[str, Any], ranks: Ranks) -> None:
+    """Refuse another model, by all that is different.
+
+    Raises:
+        BuildError: the same on every rank.
+    """
+    saved = {name.removeprefix(_MODEL): fact for name, fact in facts.items() if name.startswith(_MODEL)}
+    everyone = ranks.gather(([*model_state.faults(pieces, saved)], [*pieces]))
+    faults = list(dict.fromkeys(fault for each, _ in everyone for fault in each))
+    left = set(saved) - {name for _, names in everyone for name in names}
+    faults += [f"{name!r} is not in the engine" for name in sorted(left)]
+    if faults:
+        raise BuildError(f"{'; '.join(faults)}; load it into the model it was saved from")
+
+
+def _ranges(module: nn.Module) -> dict[str, Any]:
+    """Where what this rank has lies."""
+    return {name: (piece.full_shape, piece.ranges) for name, piece in model_state.pieces(module).items()}
+
+
+def _layout(program: Program) -> dict[str, int]:
+    return {"stages": len(program.stages), **{axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}}
+
+
+def _bytes(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 def _read(file: Path) -> Any:
@@ -133,29 +284,3 @@ def _read(file: Path) -> Any:
         raise BuildError(
             f"{os.fspath(file)!r} of the checkpoint is missing or broken: {reason(err)}; load another one"
         ) from err
-
-
-def _check_layout(folder: Path, program: Program) -> str:
-    """The number of the checkpoint, if it fits."""
-    path = checkpoint_folder.to_load(folder, "torch") / "layout.json"
-    saved, own = json.loads(path.read_text()), _layout(program)
-    number = str(saved.pop("number", ""))
-    if (kind := saved.get("format")) != _FORMAT:
-        raise BuildError(f"{os.fspath(folder)!r} has format {kind}, this version reads format {_FORMAT}; save it anew")
-    if saved != own:
-        raise BuildError(
-            f"saved with {_words(saved)}, but this engine has {_words(own)}; load it on the same mesh and in the same stages"
-        )
-    return number
-
-
-def _layout(program: Program) -> dict[str, Any]:
-    return {"format": _FORMAT, "stages": len(program.stages), **{axis: program.axis_size(axis) for axis in _AXES}}
-
-
-def _words(layout: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in layout.items() if key != "format")
-
-
-def _file(kind: str, program: Program, *axes: str) -> str:
-    return f"{kind}-{'-'.join(f'{axis}{program.axis_rank(axis)}' for axis in axes)}.pt"

@@ -16,14 +16,16 @@ from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
 from slapo_core.program import Program
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
+from slapo_training.engine_checkpoint import Position
 from slapo_training.means import EQUAL_PARTS
 from slapo_training.meeting import check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
 from slapo_training.optimizers import adopted, made, scheduled_rate
 from slapo_training.pieces import Piece
+from slapo_training.saving import Saving
 
 from . import model_state
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import Saver, Trained, load_checkpoint
 from .failures import Peers
 from .holdings import Holdings
 from .means import LabelCount, Share
@@ -71,6 +73,7 @@ class TorchEngine(Engine):
         module: This rank's stage, all its stages in one tree, or the model.
         optimizer: Of this rank's trainable parameters; None when there are none, or none was asked for.
         lr_scheduler: The schedule of its learning rate, or None.
+        steps: Batches that were trained, those before the checkpoint that was loaded included.
         timeline: With ``record_timeline``: the forwards (``"F"``) and backwards (``"B"``, or in two parts ``"I"`` and ``"W"``)
             of this rank in its last step, and its messages (``"SEND_F"`` and so on, see ``timeline.MESSAGES``), as dicts of
             ``rank``, ``dp``, ``tp``, ``stage``, ``kind``, ``microbatch``, ``start`` and ``end`` (seconds since the epoch).
@@ -95,6 +98,8 @@ class TorchEngine(Engine):
         self.module: nn.Module = merged([program.stages[index].module for index in self._mine])
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
+        self.steps = 0
+        self._saver = Saver(program)
         self._missed = MissedSteps()
         self._loss_scale = LossScale(options.loss_scale, program.mesh) if options.precision == "fp16" else None
         self._holdings = Holdings(program, self.module)
@@ -144,40 +149,62 @@ class TorchEngine(Engine):
         if self._loss_scale is not None and self._loss_scale.overflows(self._holdings.trainable, self._device):
             self.module.zero_grad(set_to_none=True)
             self.grad_norm = None
+            self.steps += 1
             return loss
         self._check_gradients()
         self._reduce()
         self._together(lambda: self._update(loss.item()))
+        self.steps += 1
         return loss
 
     def eval_batch(self, **batch: Any) -> torch.Tensor:
         """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
         return self._step(batch, training=False)
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the model under original names, the optimizer and the random states to the directory ``path``."""
-        save_checkpoint(path, self._program, self.module, self.optimizer, self._progress())
+    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
+        """Write a checkpoint to the directory ``path``, in the place of one that is there.
 
-    def load(self, path: str | PathLike[str]) -> None:
-        """Go on exactly from what ``save`` wrote.
+        Args:
+            path: The same on every rank.
+            extra: What ``load`` is to give back, plain data and the same on every rank: where the data loader is, say.
+            wait: False to return when all that is to be written was copied, and write it while training goes on. The next
+                save, load or close waits for it, and raises what kept it from being written.
+
+        Returns:
+            The checkpoint that is being written; it is complete after its ``wait()``.
+        """
+        return self._saver.save(path, self._trained(), Position(self.steps, extra), wait)
+
+    def load(self, path: str | PathLike[str]) -> Any:
+        """Go on from what ``save`` wrote: exactly on the same layout, and on any other with the same losses.
+
+        Random numbers go on where they were on the same layout alone; on another one dropout draws new ones, derived from the
+        checkpoint's and from what each rank was seeded with.
+
+        Returns:
+            What was given to ``save`` as ``extra``.
 
         Raises:
-            BuildError: no complete checkpoint, or one of another layout.
+            BuildError: no complete checkpoint, a damaged one, or one of another model or optimizer; nothing has changed.
         """
-        load_checkpoint(path, self._program, self.module, self.optimizer, self._progress())
+        self._saver.wait()
+        self.steps, extra = load_checkpoint(path, self._trained())
+        return extra
 
     def pieces(self) -> dict[str, Piece]:
         """What this rank holds of the parameters and persistent buffers, each under its first original name."""
         return model_state.pieces(self.module)
 
-    def _progress(self) -> Progress:
+    def _trained(self) -> Trained:
         waits = self._options.lr_scheduler is not None and self.lr_scheduler is None
-        return Progress(self._missed if waits else self.lr_scheduler, self._loss_scale, self._labels)
+        progress = Progress(self._missed if waits else self.lr_scheduler, self._loss_scale, self._labels)
+        return Trained(self._program, self.module, self.optimizer, progress)
 
     def close(self) -> None:
         """Take the engine's hooks off the parameters and forget its plans; it only evaluates and saves from now on."""
         self._is_closed = True
         self._release()
+        self._saver.close()
 
     def _release(self) -> None:
         self._plans.clear()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.tracing.traced_module import as_original
-
-from .plain import check_plain
+from slapo_training.plain import check_plain
 
 
 def packed(model: nn.Module) -> dict[str, Any]:
@@ -23,6 +22,27 @@ def packed(model: nn.Module) -> dict[str, Any]:
     for path, state in states.items():
         check_plain(state, f"the extra state of {path!r}")
     return states
+
+
+def run(model: nn.Module, stages: nn.Module) -> set[str]:
+    """The paths of those of these modules that this rank's stages run."""
+    own = {id(as_original(module)) for module in stages.modules()}
+    return {path for path, module in _keepers(model).items() if id(module) in own}
+
+
+def merged(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]:
+    """The state of each module on the first rank that runs it.
+
+    Args:
+        ranks: ``packed`` and ``run`` of the ranks of one pipeline.
+    """
+    found: dict[str, Any] = {}
+    for is_run in (True, False):
+        for states, paths in ranks:
+            for path, state in states.items():
+                if not is_run or path in paths:
+                    found.setdefault(path, state)
+    return found
 
 
 def check_same(model: nn.Module, saved: Mapping[str, Any]) -> None:

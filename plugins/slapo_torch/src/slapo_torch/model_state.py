@@ -1,23 +1,19 @@
-"""What a checkpoint keeps of a model: its parameters and persistent buffers under original names, and how they are sharded."""
+"""What a checkpoint keeps of a model: its parameters and persistent buffers under original names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
-from slapo_core.errors import BuildError
 from slapo_core.gather import original_keys
-from slapo_core.parameters import is_part, shard_spec
+from slapo_core.parameters import shard_spec
 from slapo_training.pieces import Piece, piece_of
 
-from .replica_spec import in_replica, joined, replica_spec
+from .replica_spec import in_replica, replica_spec
 
 Tensors = dict[str, torch.Tensor]
-
-_CUT = ("dim", "full_shape", "rank", "num_shards", "blocks", "axis", "dealt")
 
 
 def parameters(module: nn.Module) -> Tensors:
@@ -58,49 +54,24 @@ def _by_first_name(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
     return {keys[0]: tensors[name] for name, keys in original_keys(tensors.items()).items()}
 
 
-def packed(tensors: Tensors) -> dict[str, Any]:
-    """What is written of these tensors. Collective over the replicas, where they share tensors out."""
-    return {
-        "tensors": {name: joined(tensor, tensor.detach()) for name, tensor in tensors.items()},
-        "cuts": {name: _cut(in_replica(tensor)) for name, tensor in tensors.items()},
-    }
+def faults(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[str]:
+    """What of a model is not in a checkpoint, or is there with another shape or type.
 
-
-def check_same(tensors: Tensors, saved: Mapping[str, Any]) -> None:
-    """Refuse what was not packed from the same tensors, cut alike.
-
-    Raises:
-        BuildError: other names, shapes or types; another shard, which may have the same shape.
+    Args:
+        pieces: This rank's.
+        saved: Shape and type of what there is, by name.
     """
-    if odd := sorted(set(tensors) ^ set(saved["tensors"])):
-        where = "checkpoint" if odd[0] in tensors else "engine"
-        raise BuildError(f"{odd[0]!r} is not in the {where}; load it into the model and stages it was saved from")
-    for name, tensor in ((name, in_replica(tensor)) for name, tensor in tensors.items()):
-        if (own := _cut(tensor)) != (cut := saved["cuts"][name]):
-            raise BuildError(
-                f"{name!r} is {_described(cut)} in the checkpoint, but {_described(own)} in the engine; "
-                "load it into a schedule that shards alike"
-            )
-        there, here = (f"shape {tuple(each.shape)} and type {each.dtype}" for each in (saved["tensors"][name], tensor))
+    for name, held in pieces.items():
+        if name not in saved:
+            yield f"{name!r} is not in the checkpoint"
+            continue
+        there, here = (f"shape {shape} and type {kind}" for shape, kind in (saved[name], (held.full_shape, held.tensor.dtype)))
         if there != here:
-            raise BuildError(
-                f"{name!r} has {there} in the checkpoint, {here} in the engine; load it into the model it was saved from"
-            )
+            yield f"{name!r} has {there} in the checkpoint, {here} in the engine"
 
 
 @torch.no_grad()
-def put(tensors: Tensors, saved: Mapping[str, Any]) -> None:
-    """Write what was saved into the tensors."""
+def put(tensors: Tensors, read: Mapping[str, torch.Tensor]) -> None:
+    """Write what was read into the tensors."""
     for name, tensor in tensors.items():
-        spec, whole = replica_spec(tensor), saved["tensors"][name]
-        tensor.copy_(spec.cut(whole) if spec is not None else whole)
-
-
-def _cut(tensor: torch.Tensor) -> dict[str, Any] | None:
-    """How this rank's part was cut from the full tensor; None for a whole one."""
-    spec = shard_spec(tensor)
-    return {key: value for key in _CUT if (value := getattr(spec, key)) is not None} if is_part(tensor) else None
-
-
-def _described(cut: dict[str, Any] | None) -> str:
-    return f"sharded with {', '.join(f'{key}={value}' for key, value in cut.items())}" if cut else "whole"
+        tensor.copy_(read[name])

@@ -1,20 +1,47 @@
-"""What a checkpoint keeps of an optimizer: its ``state_dict`` with the original names of its parameters."""
+"""What a checkpoint keeps of an optimizer: its ``state_dict`` by the original names of parameters, for all ranks together.
+
+A tensor with a number for each element of a parameter lies where the parameter does. Single numbers are kept once. What has
+another shape is kept once of a parameter that this rank has whole; of a part of one it fits the same parts only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from slapo_core.errors import BuildError
+from slapo_core.parameters import is_part
+from slapo_training.pieces import Piece
+from slapo_training.plain import check_plain
 
-from .model_state import parameters
-from .plain import check_plain
-from .replica_spec import in_replica, joined, replica_spec
+from .model_state import parameters, piece
+from .replica_spec import replica_spec
 
 _ANOTHER = "build with the factory it was saved with"
+_FOREIGN = ""
+"""The name of what is kept of no parameter."""
+
+
+class State(NamedTuple):
+    """This rank's.
+
+    Args:
+        tensors: By the name of the parameter and the optimizer's own for it, where they lie.
+        once: What is kept once, plain data.
+        parts: What fits parts of parameters as this rank has them, by parameter.
+    """
+
+    tensors: dict[tuple[str, str], Piece]
+    once: dict[str, Any] | None
+    parts: dict[str, dict[str, Any]]
+
+
+def key_of(name: str, key: str) -> str:
+    """The name of a tensor in the checkpoint."""
+    return f"optimizer.{key}.{name}"
 
 
 def check(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -37,28 +64,76 @@ def check(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
             )
 
 
-def packed(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
-    """What is written of the optimizer, which was checked. Collective over the replicas, where they share it out."""
+def held(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
+    """What is written of the optimizer, which was checked."""
     if optimizer is None:
+        return State({}, None, {})
+    named, known = _named_state(module, optimizer), parameters(module)
+    tensors: dict[tuple[str, str], Piece] = {}
+    once: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for name, state in named.pop("state").items():
+        if name not in known:
+            parts.setdefault(_FOREIGN, {})[name] = state
+            continue
+        parameter = known[name]
+        own: dict[str, Any] = {"tensors": [], "values": {}, "parts": []}
+        for key, value in state.items():
+            if _is_per_element(value, parameter):
+                own["tensors"].append(key)
+                tensors[name, key] = piece(parameter, value)
+            elif _is_one(value) or not is_part(parameter):
+                own["values"][key] = value
+            else:
+                own["parts"].append(key)
+                parts.setdefault(name, {})[key] = value
+        once[name] = own
+    return State(tensors, {**named, "state": once, "foreign": _FOREIGN in parts}, parts)
+
+
+def merged(ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """What is kept once, of the optimizers of all pipeline ranks.
+
+    Args:
+        ranks: ``State.once`` of each.
+    """
+    found = [each for each in ranks if each is not None]
+    if not found:
         return None
-    result = _named_state(module, optimizer)
-    state = result["state"]
-    for name, parameter in parameters(module).items():
-        if replica_spec(parameter) is not None and name in state:
-            own = state[name].items()
-            state[name] = {k: joined(parameter, v) if _is_per_element(v, parameter) else v for k, v in own}
-    return result
+    state = {name: own for each in reversed(found) for name, own in each["state"].items()}
+    foreign = any(each["foreign"] for each in found)
+    return {**found[0], "state": state, "groups": _all_groups([each["groups"] for each in found]), "foreign": foreign}
 
 
-def _named_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    (names, listed), written = _names(module, optimizer), optimizer.state_dict()
-    state = {names[key] if isinstance(key, int) else key: value for key, value in written.pop("state").items()}
-    groups = [{**group, "params": own} for group, own in zip(written.pop("param_groups"), listed, strict=True)]
-    return {"class": _class(optimizer), "state": state, "groups": groups, "more": written}
+def _all_groups(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The groups of all ranks: the first of each are one, and so on; where they have different numbers, those set alike."""
+    numbered = len({len(groups) for groups in ranks}) == 1
+    found: dict[str, dict[str, Any]] = {}
+    for groups in ranks:
+        for number, group in enumerate(groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            one = found.setdefault(str(number) if numbered else repr(sorted(options.items())), {**options, "params": []})
+            one["params"] += [name for name in group["params"] if name not in one["params"]]
+    return list(found.values())
 
 
-def check_same(module: nn.Module, optimizer: torch.optim.Optimizer | None, saved: Mapping[str, Any] | None) -> None:
+def groups(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """This rank's groups, by names."""
+    if optimizer is None:
+        return []
+    _, listed = _names(module, optimizer)
+    return [{**group, "params": own} for group, own in zip(optimizer.param_groups, listed, strict=True)]
+
+
+def check_same(
+    optimizer: torch.optim.Optimizer | None, ranks: Sequence[Sequence[Mapping[str, Any]]], saved: Mapping[str, Any] | None
+) -> None:
     """Refuse the state of another optimizer; an engine without one needs none.
+
+    Args:
+        optimizer: This rank's.
+        ranks: ``groups`` of all of them.
+        saved: What ``merged`` gave.
 
     Raises:
         BuildError: no state was saved, or that of another class, or other groups.
@@ -69,30 +144,99 @@ def check_same(module: nn.Module, optimizer: torch.optim.Optimizer | None, saved
         raise BuildError("the checkpoint has no optimizer state; build without optimizer= to load the weights alone")
     if saved["class"] != _class(optimizer):
         raise BuildError(f"the checkpoint's optimizer is {saved['class']}, the engine's is {_class(optimizer)}; {_ANOTHER}")
-    _, listed = _names(module, optimizer)
-    if [group["params"] for group in saved["groups"]] != listed:
+    own = _all_groups([each for each in ranks if each])
+    if _as_sets(own) != _as_sets(saved["groups"]):
         raise BuildError(f"the checkpoint's optimizer has other parameter groups; {_ANOTHER}")
 
 
-def put(module: nn.Module, optimizer: torch.optim.Optimizer | None, saved: Mapping[str, Any] | None) -> None:
+def _as_sets(groups: Sequence[Mapping[str, Any]]) -> set[frozenset[str]]:
+    return {frozenset(group["params"]) for group in groups} - {frozenset()}
+
+
+def wanted(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    saved: Mapping[str, Any] | None,
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+) -> dict[tuple[str, str], Piece]:
+    """Tensors for what is to be read of the optimizer's state, by parameter and the optimizer's own name."""
+    if optimizer is None or saved is None:
+        return {}
+    found = {}
+    for name, parameter in _stepped(module, optimizer).items():
+        for key in saved["state"].get(name, {"tensors": ()})["tensors"]:
+            _, dtype = shapes[key_of(name, key)]
+            found[name, key] = piece(parameter, torch.empty(parameter.shape, dtype=dtype))
+    return found
+
+
+def check_parts(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, saved: Mapping[str, Any] | None, parts: Mapping[str, Any]
+) -> None:
+    """Refuse state of parts of parameters that are not this rank's.
+
+    Args:
+        module: This rank's stages.
+        optimizer: Its own.
+        saved: What ``merged`` gave.
+        parts: What fits this rank's parts, as it was saved.
+
+    Raises:
+        BuildError: it would be needed.
+    """
+    if optimizer is None or saved is None:
+        return
+    for name in _stepped(module, optimizer):
+        for key in saved["state"].get(name, {"parts": ()})["parts"]:
+            if key not in parts.get(name, {}):
+                raise BuildError(
+                    f"{key!r} in the state of {type(optimizer).__name__} is no number for each element of {name!r}, which was "
+                    "sharded when it was saved; load it on the same layout"
+                )
+    if saved["foreign"] and _FOREIGN not in parts:
+        raise BuildError(f"{type(optimizer).__name__} keeps more than its parameters' state; load it on the same layout")
+
+
+def put(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    saved: Mapping[str, Any] | None,
+    read: Mapping[tuple[str, str], Piece],
+    parts: Mapping[str, Any],
+) -> None:
     """Hand the optimizer what was saved."""
     if optimizer is None or saved is None:
         return
-    names, _ = _names(module, optimizer)
+    names, listed = _names(module, optimizer)
     index = {name: number for number, name in enumerate(names)}
-    groups = [{**group, "params": [index[name] for name in group["params"]]} for group in saved["groups"]]
-    held = parameters(module)
-    state = {index.get(key, key): _mine(value, held.get(key)) for key, value in saved["state"].items()}
-    optimizer.load_state_dict({**saved["more"], "state": state, "param_groups": groups})
+    state: dict[Any, Any] = dict(parts.get(_FOREIGN, {}))
+    for name, kept in saved["state"].items():
+        if name in index:
+            tensors = {key: read[name, key].tensor for key in kept["tensors"]}
+            own = {**tensors, **kept["values"], **{key: parts[name][key] for key in kept["parts"]}}
+            state[index[name]] = own
+    options = {name: group for group in saved["groups"] for name in group["params"]}
+    made = []
+    for number, own_names in enumerate(listed):
+        if own_names:
+            found = options[own_names[0]]
+        else:
+            found = saved["groups"][number] if len(saved["groups"]) == len(listed) else optimizer.param_groups[number]
+        made.append({**found, "params": [index[name] for name in own_names]})
+    optimizer.load_state_dict({**saved["more"], "state": state, "param_groups": made})
 
 
-def _mine(state: Any, parameter: torch.Tensor | None) -> Any:
-    """What this rank keeps for a parameter out of what its replica has."""
-    spec = replica_spec(parameter) if parameter is not None else None
-    if spec is None or parameter is None:
-        return state
-    whole = in_replica(parameter)
-    return {key: spec.cut(value) if _is_per_element(value, whole) else value for key, value in state.items()}
+def _stepped(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Those that the optimizer has, by name."""
+    known = parameters(module)
+    return {name: known[name] for name in _names(module, optimizer)[0]}
+
+
+def _named_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    (names, listed), written = _names(module, optimizer), optimizer.state_dict()
+    state = {names[key] if isinstance(key, int) else key: value for key, value in written.pop("state").items()}
+    own = [{**group, "params": own} for group, own in zip(written.pop("param_groups"), listed, strict=True)]
+    return {"class": _class(optimizer), "state": state, "groups": own, "more": written}
 
 
 def _is_per_element(value: Any, parameter: torch.Tensor) -> bool:
@@ -100,7 +244,7 @@ def _is_per_element(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def _is_one(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or value.dim() == 0
+    return not isinstance(value, torch.Tensor | list | tuple | dict) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def _class(optimizer: torch.optim.Optimizer) -> str:

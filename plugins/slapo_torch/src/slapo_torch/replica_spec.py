@@ -108,20 +108,6 @@ class ReplicaSpec(ShardSpec):
         parts = [torch.cat(kept[part :: self.parts]) for part in range(self.parts)]
         return self.inner.assemble(parts) if self.inner is not None and self.parts > 1 else parts[0]
 
-    def joined(self, shard: torch.Tensor) -> torch.Tensor:
-        """The replica's tensor from the rows of all replicas. Collective over these.
-
-        Args:
-            shard: Of the shape of this rank's rows: of the parameter, or what an optimizer keeps for each element.
-        """
-        assert self.replicas is not None
-        sizes = [self.rows(rank)[1] - self.rows(rank)[0] for rank in range(self.rank % self.parts, self.num_shards, self.parts)]
-        padded = shard.new_zeros((max(sizes), *shard.shape[1:]))
-        padded[: len(shard)].copy_(shard)
-        found = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, group=self.replicas)
-        return torch.cat([each[:size] for each, size in zip(found, sizes, strict=True)])
-
 
 def replica_spec(tensor: torch.Tensor) -> ReplicaSpec | None:
     """How a parameter is sharded over replicas; None for what each has for itself."""
@@ -137,19 +123,6 @@ def in_replica(tensor: torch.Tensor) -> torch.Tensor:
     meta = torch.empty((spec.replica_rows(), *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
     facts(meta).names, facts(meta).spec = facts(tensor).names, spec.inner
     return meta
-
-
-def joined(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What a replica has of a parameter, or of what an optimizer keeps for each of its elements.
-
-    Collective over the replicas that share it out. The first one gets it, in the CPU's memory; what it is on the others nobody
-    needs, and they get ``value``.
-    """
-    spec = replica_spec(tensor)
-    if spec is None or spec.replicas is None:
-        return value
-    whole = spec.joined(value)
-    return whole.cpu() if spec.replicas.rank() == 0 else value
 
 
 def as_replicas_see(parameter: nn.Parameter) -> nn.Parameter:

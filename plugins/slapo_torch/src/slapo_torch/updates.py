@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
+from slapo_training.plain import check_plain
 
 from .means import LabelCount
-from .plain import check_plain
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -141,13 +141,33 @@ class Progress:
             check_plain(state, f"the state of the {what}")
         return states
 
+    def chosen(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What of the packed states of other ranks is for this one: for each part that of its class, where one has it."""
+        found: dict[str, Any] = {}
+        for each in ranks:
+            for what, saved in each.items():
+                is_own = what in self._parts and saved["class"] == type(self._parts[what][0]).__name__
+                if what not in found or (is_own and found[what]["class"] != saved["class"]):
+                    found[what] = saved
+        return found
+
     def check_same(self, saved: Mapping[str, Any]) -> None:
-        """Raise ``BuildError`` where the checkpoint has no state for what there is, or that of another class."""
+        """Refuse what was packed of other parts.
+
+        Raises:
+            BuildError: the checkpoint has no state for what there is, that of another class, or that of other groups.
+        """
         for what, (part, _, _) in self._parts.items():
             name = saved.get(what, {}).get("class", "none")
             if name != type(part).__name__:
                 raise BuildError(
                     f"the checkpoint's {what} is {name}, the engine's is {type(part).__name__}; build with the same"
+                )
+            rates = saved[what]["state"].get("base_lrs") if isinstance(saved[what]["state"], dict) else None
+            if rates is not None and len(rates) != len(part.optimizer.param_groups):
+                raise BuildError(
+                    f"the checkpoint's {what} is of {len(rates)} parameter groups, and this rank's optimizer has "
+                    f"{len(part.optimizer.param_groups)}; load it on the same layout"
                 )
 
     def put(self, saved: Mapping[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import pickle
 from typing import Any
 
 import torch
@@ -28,3 +30,22 @@ def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
 
 _MEAN = 1
 """How torch numbers ``reduction="mean"``."""
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads the ``.metadata`` of ``torch.distributed.checkpoint``, a pickle, and makes objects of its classes alone."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """One of the classes, or a type of tensors."""
+        from torch.distributed.checkpoint import filesystem, metadata  # noqa: PLC0415  it takes half a second
+
+        kinds = [getattr(metadata, each) for each in (*metadata.__all__, "_MEM_FORMAT_ENCODING")]
+        known = {(kind.__module__, kind.__qualname__): kind for kind in (*kinds, filesystem._StorageInfo)}
+        known |= {("torch", "Size"): torch.Size, ("pathlib", "PosixPath"): pathlib.PosixPath}
+        if (module, name) in known:
+            return known[module, name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
+            return found
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return getattr(torch.serialization, name)
+        raise pickle.UnpicklingError(f"it has {module}.{name}, which no checkpoint needs")

@@ -53,6 +53,7 @@ class BatchEngine(Engine):
 
     Attributes:
         program: What runs.
+        steps: Batches that were trained, those before the checkpoint that was loaded included.
         grad_norm: Norm of all gradients of the last step before clipping; without ``clip`` None where the engine computes none.
     """
 
@@ -61,6 +62,7 @@ class BatchEngine(Engine):
         self._kind: int | None = None
         self._is_broken = self._is_half_read = self._is_closed = False
         self.grad_norm: float | None = None
+        self.steps = 0
         self._trained: dict[str, tuple[nn.Parameter, bool]] = {}
 
     def _remember_trained(self, named: Mapping[str, nn.Parameter]) -> None:
@@ -99,6 +101,7 @@ class BatchEngine(Engine):
         self._is_broken = True
         loss = self._train(cut)
         self._is_broken = False
+        self.steps += 1
         return loss
 
     @torch.no_grad()

@@ -1,74 +1,277 @@
-"""The folder of a checkpoint is the same one on every rank, and no other target's."""
+"""The folder of a checkpoint: written aside, summed up, and put in the place of the one before in one moment.
+
+The files lie in a folder of their own inside of it, ``data-…``, which the manifest ``slapo.json`` names together with their
+sizes and SHA-256 sums. The manifest is written last and renamed into its place, so that the folder has the checkpoint before or
+the new one, whole, and what a crash leaves behind is named by nothing; the next save removes it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
 import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from slapo_core.agreement import gather
+from slapo_core.causes import reason
 from slapo_core.errors import BuildError
-from slapo_core.program import Program
 
-from .meeting import on_all
+from .ranks import Ranks
 
-MARKS = {"layout.json": "torch", "slapo.json": None}
-"""The file that is written last, and whose checkpoint it marks; None: the file says so."""
+MANIFEST = "slapo.json"
+_FORMAT = 4
+_DATA = "data-"
+_SHOWN = 8
+_BLOCK = 1 << 22
 
 
-def to_save(path: str | PathLike[str], program: Program, target: str) -> tuple[Path, str]:
-    """The folder, and a number that no other checkpoint has. Collective.
+@dataclass
+class Writing:
+    """A checkpoint that is being written.
+
+    Args:
+        folder: Where it is to be.
+        data: Where its files go.
+        number: One that no other checkpoint has.
+        target: Whose it is.
+    """
+
+    folder: Path
+    data: Path
+    number: str
+    target: str
+
+    @classmethod
+    def to(cls, path: str | PathLike[str], target: str, ranks: Ranks) -> Writing:
+        """A checkpoint in ``path``, where nothing is changed yet. Collective.
+
+        Raises:
+            BuildError: on every rank: they were given different folders, or another target's checkpoint is in it.
+        """
+        folder = Path(path)
+        folders = list(dict.fromkeys(ranks.gather(fspath(path))))
+        if len(folders) > 1:
+            raise BuildError(f"the ranks save to {folders[0]!r} and {folders[1]!r}; give every rank the same folder")
+
+        def check() -> None:
+            if folder.exists() and not folder.is_dir():
+                raise BuildError(f"{fspath(path)!r} is a file; give a folder")
+            if (whose := _target_of(folder)) not in (None, target):
+                raise BuildError(
+                    f"{fspath(path)!r} has a checkpoint of target {whose!r}, and this engine is of {target!r}; "
+                    "give another folder"
+                )
+
+        ranks.on_all(check)
+        number = str(ranks.gather(uuid.uuid4().hex)[0])
+        return cls(folder, folder / (_DATA + number[:12]), number, target)
+
+    def begin(self, ranks: Ranks) -> None:
+        """Make the folder, without what crashes have left in it. Collective."""
+
+        def make() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (kept := _data_of(self.folder)) is not None:
+                _remove_others(self.folder, kept)
+            self.data.mkdir()
+
+        ranks.first(make)
+
+    def seal(self, about: Mapping[str, Any], ranks: Ranks) -> None:
+        """Sum up the files that all ranks have written, and let the checkpoint take its place. Collective.
+
+        Args:
+            about: What is written of it, plain data.
+            ranks: All that wrote.
+        """
+        sizes: dict[str, int] = {}
+        sums: dict[str, str] = {}
+
+        def look() -> None:
+            found = (file for file in self.data.rglob("*") if file.is_file())
+            sizes.update({file.relative_to(self.data).as_posix(): file.stat().st_size for file in found})
+
+        def sum_up() -> None:
+            sums.update({name: _summed(self.data / name, is_new=True) for name in _dealt(sizes, ranks)})
+
+        def put() -> None:
+            files = {name: [sizes[name], total] for own in everyone for name, total in own.items()}
+            for each in {self.data, *(directory for directory in self.data.rglob("*") if directory.is_dir())}:
+                _sync(each)
+            content = {"format": _FORMAT, "target": self.target, "number": self.number, "data": self.data.name, "files": files}
+            made = self.folder / f"{MANIFEST}.{self.number}"
+            made.write_text(manifest({**content, **about}))
+            _sync(made)
+            os.replace(made, self.folder / MANIFEST)
+            _sync(self.folder)
+            _sync(self.folder.parent)
+            _remove_others(self.folder, self.data.name)
+
+        ranks.first(look)
+        sizes.update(ranks.gather(sizes)[0])
+        ranks.on_all(sum_up)
+        everyone = ranks.gather(sums)
+        ranks.first(put)
+
+    def drop(self) -> None:
+        """Remove what was written, as it could not be finished."""
+        shutil.rmtree(self.data, ignore_errors=True)
+
+
+class Checkpoint(NamedTuple):
+    """One that is complete.
+
+    Args:
+        folder: The whole of it.
+        data: Where its files are.
+        about: What was written of it.
+    """
+
+    folder: Path
+    data: Path
+    about: dict[str, Any]
+
+
+def opened(path: str | PathLike[str], target: str, ranks: Ranks) -> Checkpoint:
+    """A complete checkpoint, whose files are not looked at yet. Collective.
 
     Raises:
-        BuildError: on every rank: the ranks were given different folders, or another target's checkpoint is in it.
+        BuildError: on every rank: there is none, it is another target's, or the ranks have different ones.
     """
-    folder = Path(path)
-    folders = list(dict.fromkeys(gather(fspath(path), program.mesh)))
-    if len(folders) > 1:
-        raise BuildError(f"the ranks save to {folders[0]!r} and {folders[1]!r}; give every rank the same folder")
-
-    def check() -> None:
-        if folder.exists() and not folder.is_dir():
-            raise BuildError(f"{fspath(path)!r} is a file; give a folder")
-        if (whose := target_of(folder)) not in (None, target):
-            raise BuildError(
-                f"{fspath(path)!r} has a checkpoint of target {whose!r}, and this engine is of {target!r}; give another folder"
-            )
-
-    on_all(check, program)
-    return folder, str(gather(uuid.uuid4().hex, program.mesh)[0])
-
-
-def to_load(path: str | PathLike[str], target: str) -> Path:
-    """The folder, as one rank can see it.
-
-    Raises:
-        BuildError: there is none, no complete checkpoint is in it, or another target's.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise BuildError(f"{fspath(path)!r} is no checkpoint of target {target!r}: there is no such folder")
-    whose = target_of(folder)
-    if whose is None:
-        (mark,) = (mark for mark, of in MARKS.items() if (of == target) or (of is None and target not in MARKS.values()))
-        raise BuildError(f"{fspath(path)!r} is no complete checkpoint of target {target!r}: it has no {mark}")
-    if whose != target:
-        raise BuildError(
-            f"{fspath(path)!r} is a checkpoint of target {whose!r}, and this engine is of {target!r}; load it there"
-        )
-    return folder
-
-
-def check_same(number: str | None, program: Program) -> None:
-    """Raise ``BuildError`` on every rank where ranks have read different checkpoints. Collective."""
-    if len(set(gather(number, program.mesh))) > 1:
+    found: list[dict[str, Any]] = []
+    ranks.on_all(lambda: found.append(_read(Path(path), target)))
+    (about,) = found
+    if len(set(ranks.gather(about["number"]))) > 1:
         raise BuildError("the ranks load different checkpoints; give every rank the same one")
+    return Checkpoint(Path(path), Path(path) / about["data"], about)
 
 
-def target_of(folder: Path) -> str | None:
-    """Whose complete checkpoint is in a folder; None where there is none."""
-    for mark, target in MARKS.items():
-        if (folder / mark).exists():
-            return target or str(json.loads((folder / mark).read_text()).get("target"))
-    return None
+def verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Refuse files that are not what was written. Collective; each rank reads a share of them.
+
+    Raises:
+        BuildError: the same on every rank: some are damaged or missing.
+    """
+    files = checkpoint.about["files"]
+    own = _dealt({name: size for name, (size, _) in files.items()}, ranks)
+    found = [fault for name in own for fault in _faults(checkpoint.data, name, files)]
+    faults = sorted(fault for each in ranks.gather(found) for fault in each)
+    if faults:
+        more = f", and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        shown = ", ".join(faults[:_SHOWN]) + more
+        raise BuildError(f"the checkpoint {fspath(checkpoint.folder)!r} is damaged: {shown}; load another one")
+
+
+def manifest(content: Mapping[str, Any]) -> str:
+    """The text of a manifest, with its own sum."""
+    text = json.dumps(content, indent=1, sort_keys=True)
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "checkpoint": content}, indent=1, sort_keys=True)
+
+
+def content_of(text: str) -> dict[str, Any]:
+    """What is in a manifest.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    found = json.loads(text)
+    content: dict[str, Any] = found["checkpoint"]
+    if json.loads(manifest(content)) != found:
+        raise ValueError("its sum is another one")
+    return content
+
+
+def _read(folder: Path, target: str) -> dict[str, Any]:
+    path = fspath(folder)
+    if not folder.is_dir():
+        raise BuildError(f"{path!r} is no checkpoint of target {target!r}: there is no such folder")
+    if not (folder / MANIFEST).exists():
+        older = ", which older versions wrote otherwise; save it anew" if (folder / "layout.json").exists() else ""
+        raise BuildError(f"{path!r} is no complete checkpoint of target {target!r}: it has no {MANIFEST}{older}")
+    try:
+        text = (folder / MANIFEST).read_text()
+        written = json.loads(text)
+        kind = written["checkpoint"].get("format") if "checkpoint" in written else written.get("format")
+        if kind == _FORMAT:
+            written = content_of(text)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as err:
+        raise BuildError(f"the checkpoint {path!r} is damaged: {MANIFEST}: {reason(err)}; load another one") from err
+    if kind != _FORMAT:
+        raise BuildError(f"{path!r} has format {kind}, this version reads format {_FORMAT}; save it anew")
+    if (whose := written["target"]) != target:
+        raise BuildError(f"{path!r} is a checkpoint of target {whose!r}, and this engine is of {target!r}; load it there")
+    return dict(written)
+
+
+def _target_of(folder: Path) -> str | None:
+    """Whose checkpoint is in a folder; None where there is none that can be read."""
+    content = _content(folder)
+    return None if content is None else str(content.get("target"))
+
+
+def _data_of(folder: Path) -> str | None:
+    """The data that belong to the folder's checkpoint, "" where it has none; None where that cannot be told."""
+    content = _content(folder)
+    if content is not None:
+        return str(content.get("data"))
+    return None if (folder / MANIFEST).exists() else ""
+
+
+def _content(folder: Path) -> dict[str, Any] | None:
+    try:
+        return content_of((folder / MANIFEST).read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _remove_others(folder: Path, kept: str) -> None:
+    for each in [*folder.glob(f"{_DATA}*"), *folder.glob(f"{MANIFEST}.*")]:
+        if each.name != kept:
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+
+
+def _dealt(sizes: Mapping[str, int], ranks: Ranks) -> Iterable[str]:
+    """This rank's share of the files, about as many bytes as the others'."""
+    loads = [0] * ranks.size
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        place = loads.index(min(loads))
+        loads[place] += sizes[name] + 1
+        if place == ranks.place:
+            yield name
+
+
+def _faults(data: Path, name: str, files: Mapping[str, tuple[int, str]]) -> Iterable[str]:
+    size, total = files[name]
+    try:
+        if (found := (data / name).stat().st_size) != size:
+            yield f"{name!r} has {found} bytes and not {size}"
+        elif _summed(data / name) != total:
+            yield f"{name!r} has other bytes than were written"
+    except FileNotFoundError:
+        yield f"{name!r} is missing"
+    except OSError as err:
+        yield f"{name!r} cannot be read, {reason(err)}"
+
+
+def _summed(file: Path, is_new: bool = False) -> str:
+    """The SHA-256 of a file, which is on the disk then if it is new."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        if is_new:
+            os.fsync(stream.fileno())
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 from . import checkpoint_folder, random_state
-from .meeting import on_all
+from .checkpoint_folder import Checkpoint, Writing
+from .plain import check_plain
+from .ranks import Ranks
 
-ABOUT = "slapo.json"
-"""What a checkpoint is of, as JSON. It is written last: a directory without it is not complete."""
+_POSITION = "position.pt"
 
 
-def write(path: str | PathLike[str], target: str, program: Program, about: Mapping[str, Any], fill: Callable[[], None]) -> None:
+class Position(NamedTuple):
+    """Where training was.
+
+    Args:
+        steps: Batches that were trained.
+        extra: What the user gave to ``save``, the same on every rank.
+    """
+
+    steps: int
+    extra: Any
+
+    def check(self, ranks: Ranks) -> None:
+        """Refuse what is not plain data, or not the same on all ranks. Collective."""
+        ranks.on_all(lambda: check_plain(self.extra, "extra"))
+        if len({repr(extra) for extra in ranks.gather(self.extra)}) > 1:
+            raise BuildError("the ranks save different extra; give all of them the same, as it is kept once")
+
+
+def write(
+    path: str | PathLike[str],
+    target: str,
+    program: Program,
+    about: Mapping[str, Any],
+    position: Position,
+    fill: Callable[[Path], None],
+) -> None:
     """Write a checkpoint. Collective.
 
     Args:
@@ -28,49 +53,77 @@ def write(path: str | PathLike[str], target: str, program: Program, about: Mappi
         target: Whose it is.
         program: Whose ranks.
         about: What is written of it, the same on every rank.
-        fill: Writes the engine's own files.
+        position: Where training is.
+        fill: Writes the engine's own files to a folder.
 
     Raises:
-        BuildError: on every rank: it failed on one, the ranks have different folders, or it has another target's checkpoint.
+        BuildError: on every rank: it failed on one, the ranks have different folders, or it has another target's checkpoint;
+            the checkpoint that was there is as it was.
     """
-    folder, number = checkpoint_folder.to_save(path, program, target)
-
-    def begin() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if dist.get_rank() == 0:
-            (folder / ABOUT).unlink(missing_ok=True)
+    ranks = Ranks.of(program)
+    position.check(ranks)
+    writing = Writing.to(path, target, ranks)
 
     def put() -> None:
-        fill()
-        torch.save(random_state.packed(), _random_file(folder))
+        fill(writing.data)
+        torch.save(random_state.packed(), _random_file(writing.data, ranks))
+        if ranks.place == 0:
+            torch.save(position._asdict(), writing.data / _POSITION)
 
-    def finish() -> None:
-        if dist.get_rank() == 0:
-            (folder / ABOUT).write_text(json.dumps({"target": target, "number": number, **about}))
+    try:
+        writing.begin(ranks)
+        ranks.on_all(put)
+        writing.seal({**about, "layout_of_ranks": layout_of(program)}, ranks)
+    except Exception:
+        writing.drop()
+        raise
 
-    for action in (begin, put, finish):
-        on_all(action, program)
 
-
-def read_about(path: str | PathLike[str], target: str) -> dict[str, Any]:
-    """What a checkpoint is of.
+def opened(path: str | PathLike[str], target: str, program: Program) -> Checkpoint:
+    """A complete checkpoint, whose files are not looked at yet. Collective.
 
     Raises:
-        BuildError: it is not complete, or another target's.
+        BuildError: on every rank: it is not complete, another target's, or not the same on all.
     """
-    found: dict[str, Any] = json.loads((checkpoint_folder.to_load(path, target) / ABOUT).read_text())
-    return found
+    return checkpoint_folder.opened(path, target, Ranks.of(program))
 
 
-def read_random(folder: Path) -> Any:
-    """The random states of this rank, which are on the same layout only.
+def verify(checkpoint: Checkpoint, program: Program) -> None:
+    """Raise ``BuildError`` on every rank unless every byte is what was written. Collective."""
+    checkpoint_folder.verify(checkpoint, Ranks.of(program))
+
+
+def read_position(checkpoint: Checkpoint) -> Position:
+    """Where training was."""
+    return Position(**torch.load(checkpoint.data / _POSITION, weights_only=True))
+
+
+def read_random(checkpoint: Checkpoint, program: Program) -> Any:
+    """The random states of this rank, and what puts them back: derived ones on another layout. Collective.
 
     Raises:
         BuildError: they cannot be put back in this process.
     """
-    saved = torch.load(_random_file(folder), weights_only=True)
-    random_state.check(saved)
-    return saved
+    ranks = Ranks.of(program)
+    is_same = checkpoint.about["layout_of_ranks"] == layout_of(program)
+    saved: list[Any] = []
+
+    def read() -> None:
+        place = ranks.place if is_same else 0
+        saved.append(torch.load(checkpoint.data / f"random-{place}.pt", weights_only=True))
+        if is_same:
+            random_state.check(saved[0])
+
+    ranks.on_all(read)
+    return saved[0] if is_same else random_state.digest_of(saved[0])
+
+
+def put_random(found: Any) -> None:
+    """Put back what ``read_random`` gave."""
+    if isinstance(found, int):
+        random_state.derive(found)
+    else:
+        random_state.put(found)
 
 
 def layout_of(program: Program) -> dict[str, int]:
@@ -78,5 +131,5 @@ def layout_of(program: Program) -> dict[str, int]:
     return {axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}
 
 
-def _random_file(folder: Path) -> Path:
-    return folder / f"random-{dist.get_rank()}.pt"
+def _random_file(folder: Path, ranks: Ranks) -> Path:
+    return folder / f"random-{ranks.place}.pt"

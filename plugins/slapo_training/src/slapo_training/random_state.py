@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from slapo_core.errors import BuildError
 from slapo_core.random import RNGState, get_cuda_rng_tracker, rng_state, set_rng_state
@@ -44,3 +47,33 @@ def put(saved: Mapping[str, Any]) -> None:
 
 def _numpy_random() -> Any:
     return getattr(sys.modules.get("numpy"), "random", None)
+
+
+def digest_of(saved: Mapping[str, Any]) -> int:
+    """A number that what ``packed`` gave comes to."""
+    return int.from_bytes(hashlib.sha256(bytes(saved["devices"]["cpu"].tolist())).digest()[:7], "little")
+
+
+def derive(base: int) -> None:
+    """Seed all generators anew by ``base`` and by what each was seeded with, so that ranks still differ where they did.
+
+    Args:
+        base: The same number on every rank.
+    """
+    tracker, numpy = get_cuda_rng_tracker(), _numpy_random()
+    seeds = {}
+    for name in tracker.get_states():
+        with tracker.fork(name):
+            seeds[name] = _mixed(base, torch.initial_seed(), name)
+    own = _mixed(base, torch.initial_seed(), "")
+    tracker.reset()
+    for name, seed in seeds.items():
+        tracker.add(name, seed)
+    random.seed(own)
+    torch.manual_seed(own)
+    if numpy is not None:
+        numpy.seed(own % 2**32)
+
+
+def _mixed(*parts: int | str) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "little")

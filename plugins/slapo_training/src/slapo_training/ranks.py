@@ -1,0 +1,66 @@
+"""The ranks that write or read a checkpoint together, also while others of their threads train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from slapo_core.agreement import agree, gather
+from slapo_core.program import Program
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Those of a program.
+
+    Args:
+        place: This one's, counted row-major over the mesh.
+        size: How many they are.
+        mesh: Theirs; None where they meet in ``group``.
+        group: Their own, which no step uses.
+    """
+
+    place: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, program: Program) -> Ranks:
+        """The ranks of a program, which meet in the groups that its steps use. Collective."""
+        own = dist.get_rank() if dist.is_initialized() else 0
+        everyone = gather(own, program.mesh)
+        return cls(everyone.index(own), len(everyone), program.mesh)
+
+    def apart(self) -> Ranks:
+        """The same ranks in a new group, for a thread. Collective."""
+        if self.size == 1 or self.mesh is None:
+            return Ranks(self.place, self.size)
+        ranks = self.mesh.mesh.flatten().tolist()
+        return Ranks(self.place, self.size, None, dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+
+    def gather(self, value: Any) -> list[Any]:
+        """One value of every rank, by place. Collective."""
+        return gather(value, self.mesh, self.group)
+
+    def on_all(self, action: Callable[[], None]) -> None:
+        """Do what one rank can do alone, and go on only if all could. Collective.
+
+        Raises:
+            Exception: what the action raised here.
+            BuildError: it raised on another rank.
+        """
+        error = None
+        try:
+            action()
+        except Exception as err:
+            error = err
+        agree(error, self.mesh, self.group)
+
+    def first(self, action: Callable[[], None]) -> None:
+        """``on_all`` of what the first rank alone does."""
+        self.on_all(action if self.place == 0 else lambda: None)

@@ -1,0 +1,194 @@
+"""Tensors of all ranks in the files of ``torch.distributed.checkpoint``, read back in whatever pieces are wanted.
+
+What its planners do for DTensors, these do for pieces: one may consist of several boxes, and several ranks may have some of
+them. What is equal is written once, and by turns by those that have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from slapo_core.errors import BuildError
+
+from ._torch_private import MetadataUnpickler
+from .pieces import Chunk, Piece
+from .ranks import Ranks
+
+Edges = dict[str, tuple[tuple[int, ...], ...]]
+Buffers = dict[tuple[str, tuple[int, ...]], torch.Tensor]
+
+
+class TensorFiles:
+    """What this rank is to write of the pieces that all have. Collective.
+
+    Args:
+        pieces: This rank's.
+        ranks: All.
+        copies: Memory on the CPU that what is written is copied to first, from the save before, or new; None to write the
+            tensors as they are when it comes to that.
+    """
+
+    def __init__(self, pieces: Mapping[str, Piece], ranks: Ranks, copies: Buffers | None = None) -> None:
+        self._planner = _SavePlanner(pieces, _edges(pieces, ranks))
+        plans, self._metadata = self._planner.create_global_plan(ranks.gather(self._planner.create_local_plan()))
+        self._writer = FileSystemWriter(".", overwrite=False)
+        self._plan = self._writer.prepare_global_plan(plans)[ranks.place]
+        if copies is not None:
+            self._planner.copy(self._plan, copies)
+
+    def write(self, folder: Path, ranks: Ranks) -> None:
+        """Write the files. Collective."""
+        results: list[Any] = []
+
+        def put() -> None:
+            self._writer.reset(folder)
+            self._writer.set_up_storage_writer(ranks.place == 0)
+            results.extend(self._writer.write_data(self._plan, self._planner).value())
+
+        ranks.on_all(put)
+        everyone = ranks.gather(results)
+        ranks.first(lambda: self._writer.finish(self._metadata, everyone))
+
+
+class SavedTensors:
+    """The tensors of a checkpoint.
+
+    Args:
+        folder: That of its files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = _Reader(folder)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+
+    def facts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and type of each, by name."""
+        found = self._metadata.state_dict_metadata.items()
+        return {
+            name: (tuple(each.size), each.properties.dtype) for name, each in found if isinstance(each, TensorStorageMetadata)
+        }
+
+    def read(self, wanted: Mapping[str, Piece]) -> None:
+        """Read into the tensors of these pieces.
+
+        Raises:
+            BuildError: the checkpoint leaves some of it out.
+        """
+        planner = _LoadPlanner(wanted)
+        planner.set_up_planner({}, self._metadata)
+        plan = planner.create_local_plan()
+        for name, piece in wanted.items():
+            found = sum(math.prod(item.lengths) for item in plan.items if item.dest_index.fqn == name)
+            if found != piece.tensor.numel():
+                raise BuildError(f"the checkpoint has {found} of {piece.tensor.numel()} numbers of {name!r}; load another one")
+        self._reader.read_data(plan, planner).wait()
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, pieces: Mapping[str, Piece], edges: Edges) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._items: list[WriteItem] = []
+        self._tensors: Buffers = {}
+        for name, piece in pieces.items():
+            properties = TensorProperties(dtype=piece.tensor.dtype)
+            for chunk in _written(piece, edges[name]):
+                box = ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.sizes))
+                data = TensorWriteData(box, properties, torch.Size(piece.full_shape))
+                self._items.append(WriteItem(MetadataIndex(name, box.offsets), WriteItemType.SHARD, tensor_data=data))
+                self._tensors[name, chunk.offset] = chunk.of(piece.tensor)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(self._items)
+        return self.plan
+
+    def copy(self, plan: SavePlan, buffers: Buffers) -> None:
+        """Have the tensors of a plan as they are now, and no others."""
+        kept = [_key(item.index) for item in plan.items]
+        for key in set(buffers) - set(kept):
+            del buffers[key]
+        for key in kept:
+            own = self._tensors[key]
+            if key not in buffers or buffers[key].shape != own.shape or buffers[key].dtype is not own.dtype:
+                buffers[key] = torch.empty_like(own, device="cpu", memory_format=torch.contiguous_format)
+            buffers[key].copy_(own)
+        self._tensors = {key: buffers[key] for key in kept}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self._tensors[_key(write_item.index)]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, wanted: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._wanted = wanted
+        self._places: Buffers = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for name, piece in self._wanted.items():
+            chunks = [*piece.chunks()]
+            self._places |= {(name, chunk.offset): chunk.of(piece.tensor) for chunk in chunks}
+            boxes = [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.sizes)) for chunk in chunks]
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, saved, boxes)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._places[_key(index)]
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Of the file, whose pickle may have these classes of torch's and no others."""
+        with Path(self.path, ".metadata").open("rb") as stream:
+            found: Metadata = MetadataUnpickler(stream).load()
+        return found
+
+
+def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    assert index.offset is not None
+    return index.fqn, tuple(index.offset)
+
+
+def _edges(pieces: Mapping[str, Piece], ranks: Ranks) -> Edges:
+    """Where in each dimension of a tensor the ranges of some rank begin or end."""
+    found: dict[str, list[set[int]]] = {}
+    for own in ranks.gather({name: piece.ranges for name, piece in pieces.items()}):
+        for name, dims in own.items():
+            known = found.setdefault(name, [set() for _ in dims])
+            for edges, ranges in zip(known, dims, strict=True):
+                edges.update(edge for each in ranges for edge in each)
+    return {name: tuple(tuple(sorted(edges)) for edges in dims) for name, dims in found.items()}
+
+
+def _written(piece: Piece, edges: Sequence[Sequence[int]]) -> Iterator[Chunk]:
+    """The boxes of a piece, cut where another rank's begin or end inside of them: two are the same, or apart."""
+    if math.prod(piece.full_shape) == 0:
+        yield Chunk((0,) * len(piece.full_shape), (0,) * len(piece.full_shape), piece.full_shape)
+    for chunk in piece.chunks():
+        lines = []
+        for at, start, size, cuts in zip(chunk.local, chunk.offset, chunk.sizes, edges, strict=True):
+            inside = [start, *(cut for cut in cuts if start < cut < start + size), start + size]
+            lines.append([(at + low - start, low, high - low) for low, high in zip(inside, inside[1:], strict=False)])
+        for box in product(*lines):
+            yield Chunk(tuple(at for at, _, _ in box), tuple(start for _, start, _ in box), tuple(size for *_, size in box))
