@@ -13,10 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import slapo_pipeline.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
+from slapo_core.agreement import gather
 from slapo_core.build import build
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_torch.engine import TorchEngine
+from slapo_training.pieces import whole
 
 ROWS = 8
 """Rows of a batch per data-parallel rank."""
@@ -116,3 +118,18 @@ def message_of(call: Callable[[], Any]) -> str:
     except Exception as err:
         return f"{type(err).__name__}: {err}"
     return "no error"
+
+
+def put_together(engine: Any, mesh: Any) -> dict[str, torch.Tensor]:
+    """What the pieces of all ranks give."""
+    held = gather({name: piece._replace(tensor=piece.tensor.clone()) for name, piece in engine.pieces().items()}, mesh)
+    names = {name for own in held for name in own}
+    return {name: whole(own[name] for own in held if name in own) for name in names}
+
+
+def largest_difference(found: dict[str, torch.Tensor], model: nn.Module) -> float:
+    """From the values of a model, whose names have to be the same ones."""
+    expected = model.state_dict(keep_vars=True)
+    once = {id(tensor): name for name, tensor in reversed(expected.items())}
+    assert found.keys() == set(once.values())
+    return max(float((found[name] - expected[name].detach()).abs().max()) for name in found)

@@ -10,7 +10,6 @@ from torch import nn
 
 import slapo_sharding.plugin
 import slapo_torch.plugin
-from slapo_core.agreement import gather
 from slapo_core.build import build
 from slapo_core.errors import BuildError
 from slapo_core.parameters import ShardSpec
@@ -19,24 +18,9 @@ from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_training.pieces import Piece, piece_of, whole
 
-from .layouts import adamw, gpt2, mesh_of, my_part, scheduled, tokens
+from .layouts import adamw, gpt2, largest_difference, mesh_of, my_part, put_together, scheduled, tokens
 
 Layout = dict[str, int]
-
-
-def put_together(engine: Any, mesh: Any) -> dict[str, torch.Tensor]:
-    """What the pieces of all ranks give."""
-    held = gather({name: piece._replace(tensor=piece.tensor.clone()) for name, piece in engine.pieces().items()}, mesh)
-    names = {name for own in held for name in own}
-    return {name: whole(own[name] for own in held if name in own) for name in names}
-
-
-def largest_difference(found: dict[str, torch.Tensor], model: nn.Module) -> float:
-    """From the values of a model, whose names have to be the same ones."""
-    expected = model.state_dict(keep_vars=True)
-    once = {id(tensor): name for name, tensor in reversed(expected.items())}
-    assert found.keys() == set(once.values())
-    return max(float((found[name] - expected[name].detach()).abs().max()) for name in found)
 
 
 def gpt2_in_pieces(rank: int, layout: Layout, options: dict[str, Any]) -> tuple[float, int]:

@@ -25,12 +25,13 @@ from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.options import is_rate
 from slapo_training.other_stages import release_others
+from slapo_training.pieces import Piece
 from slapo_training.quiet import without_warnings
 from slapo_training.same_start import check_same_start
 from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 
-from . import checkpoint
+from . import checkpoint, masters
 from .config_reading import check_config
 from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
@@ -181,6 +182,14 @@ class DeepSpeedEngine(BatchEngine):
             checkpoint.load(self.model, found, self.program)
         self.steps, extra = found.position
         return extra
+
+    def pieces(self) -> dict[str, Piece]:
+        """What this rank has of the parameters, in fp32 where DeepSpeed's optimizer has, and persistent buffers. Collective.
+
+        Each stands under its first original name.
+        """
+        self._check_weights()
+        return masters.pieces(self.module, self.program, self._options.zero_stage)
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:

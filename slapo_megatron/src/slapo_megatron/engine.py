@@ -11,6 +11,7 @@ from torch import nn
 
 from slapo_core.agreement import all_reduce, compare
 from slapo_core.errors import BuildError
+from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_checkpoint import Position
@@ -19,6 +20,7 @@ from slapo_training.means import Counted
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.other_stages import release_others
+from slapo_training.pieces import Piece, piece_of
 from slapo_training.quiet import without_warnings
 from slapo_training.same_start import check_same_start
 from slapo_training.unused import Unused
@@ -27,9 +29,11 @@ from slapo_training.whole_gradients import WholeGradients
 from . import checkpoint
 from .cpu_mode import mode_of
 from .limits import ANOTHER_OPTIMIZER
+from .optimizer_state import OptimizerState
 from .optimizers import is_shared_out, megatrons, optimizer_config, wrapped
 from .options import MegatronOptions
 from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
+from .sharded_state import Held
 from .starting import ParallelState, config_of, device_of
 
 
@@ -187,6 +191,16 @@ class MegatronEngine(BatchEngine):
         with self._mode(), without_warnings():
             self.steps, extra = checkpoint.load(self, path, self._reading)
         return extra
+
+    def pieces(self) -> dict[str, Piece]:
+        """What this rank has of the parameters, in fp32 where they are trained, and of persistent buffers. Collective.
+
+        Each stands under its first original name.
+        """
+        self._check_weights()
+        held = Held(self.program)
+        masters = {} if self.optimizer is None else OptimizerState(self, held).masters()
+        return {key: piece_of(masters.get(key, tensor), shard_spec(tensor)) for key, tensor in held.tensors.items()}
 
     def close(self) -> None:
         """Give back Megatron's groups, where they were made for this engine; it trains no more."""

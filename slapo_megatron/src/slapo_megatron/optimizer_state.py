@@ -75,6 +75,10 @@ class OptimizerState:
                     "optimizer, or target='torch'"
                 )
 
+    def masters(self) -> dict[str, torch.Tensor]:
+        """The weights in fp32, of what is trained. Collective over the replicas."""
+        return self._whole(MASTER, is_loading=False) if self._has_masters else {}
+
     def sharded(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
         """What Megatron writes or reads, and what takes over what was read. Collective.
 

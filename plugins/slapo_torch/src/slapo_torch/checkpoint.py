@@ -21,7 +21,7 @@ from torch import nn
 from slapo_core.causes import reason
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
-from slapo_training import checkpoint_folder, random_state
+from slapo_training import checkpoint_folder, model_tensors, random_state
 from slapo_training.checkpoint_folder import Writing
 from slapo_training.engine_checkpoint import Position
 from slapo_training.pieces import Piece
@@ -120,7 +120,7 @@ def _prepared(path: str | os.PathLike[str], what: Trained, position: Position, r
     def collect() -> None:
         optimizer_state.check(module, what.optimizer)
         state = optimizer_state.held(module, what.optimizer)
-        parameters, buffers = model_state.parameters(module), model_state.buffers(module)
+        parameters, buffers = model_tensors.parameters(module), model_tensors.buffers(module)
         kept = parameters if program.axis_rank("dp") else {**parameters, **buffers}
         pieces.update({_MODEL + name: model_state.piece(tensor, tensor) for name, tensor in kept.items()})
         pieces.update({optimizer_state.key_of(*key): piece for key, piece in state.tensors.items()})
@@ -189,7 +189,7 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
     checkpoint_folder.verify(checkpoint, ranks)
     _, data, about = checkpoint
     is_same = about["layout"] == _layout(program)
-    tensors = {**model_state.parameters(module), **model_state.buffers(module)}
+    tensors = {**model_tensors.parameters(module), **model_tensors.buffers(module)}
     pieces = model_state.pieces(module)
     found: dict[str, Any] = {}
     place: dict[str, Any] = {}

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
-from slapo_core.gather import original_keys
 from slapo_core.parameters import shard_spec
+from slapo_training.model_tensors import Tensors, buffers, parameters
 from slapo_training.pieces import Piece, piece_of
 
 from .replica_spec import in_replica, replica_spec
-
-Tensors = dict[str, torch.Tensor]
-
-
-def parameters(module: nn.Module) -> Tensors:
-    """Parameters by their first name in the unmodified model, a tied one once."""
-    return _by_first_name(module.named_parameters())
-
-
-def buffers(module: nn.Module) -> Tensors:
-    """Persistent buffers by their first name in the unmodified model, a shared one once."""
-    held: dict[int, tuple[str, torch.Tensor]] = {}
-    for path, each in module.named_modules():
-        for name, buffer in each._buffers.items():
-            if buffer is not None and name not in each._non_persistent_buffers_set:
-                held.setdefault(id(buffer), (f"{path}.{name}" if path else name, buffer))
-    return _by_first_name(held.values())
 
 
 def pieces(module: nn.Module) -> dict[str, Piece]:
@@ -47,11 +30,6 @@ def piece(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
     if spec is None:
         return piece_of(value, shard_spec(tensor))
     return piece_of(value, spec.inner, in_replica(tensor).shape, spec.rows())
-
-
-def _by_first_name(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
-    tensors = dict(named)
-    return {keys[0]: tensors[name] for name, keys in original_keys(tensors.items()).items()}
 
 
 def faults(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[str]:

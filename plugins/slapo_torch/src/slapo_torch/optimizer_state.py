@@ -14,10 +14,11 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
+from slapo_training.model_tensors import parameters
 from slapo_training.pieces import Piece
 from slapo_training.plain import check_plain
 
-from .model_state import parameters, piece
+from .model_state import piece
 from .replica_spec import replica_spec
 
 _ANOTHER = "build with the factory it was saved with"

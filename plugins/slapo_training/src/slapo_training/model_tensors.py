@@ -1,0 +1,32 @@
+"""What of a model is kept: its parameters and persistent buffers, each by its first name in the unmodified model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from slapo_core.gather import original_keys
+
+Tensors = dict[str, torch.Tensor]
+
+
+def parameters(module: nn.Module) -> Tensors:
+    """Parameters by their first name in the unmodified model, a tied one once."""
+    return _by_first_name(module.named_parameters())
+
+
+def buffers(module: nn.Module) -> Tensors:
+    """Persistent buffers by their first name in the unmodified model, a shared one once."""
+    held: dict[int, tuple[str, torch.Tensor]] = {}
+    for path, each in module.named_modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in each._non_persistent_buffers_set:
+                held.setdefault(id(buffer), (f"{path}.{name}" if path else name, buffer))
+    return _by_first_name(held.values())
+
+
+def _by_first_name(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
+    tensors = dict(named)
+    return {keys[0]: tensors[name] for name, keys in original_keys(tensors.items()).items()}
