@@ -366,3 +366,30 @@ def test_an_optimizer_that_is_refused_is_unchanged(case: str, expected: str) -> 
     for message, same in run_distributed(unchanged, 2, case):
         assert expected in message
         assert same
+
+
+def placed(rank: int, folder: str) -> list[Any]:
+    """What a save that fails says, and where training was and how it goes on by what is left."""
+    engine = engine_of(Counts(0), 2)
+    losses(engine, range(2))
+    engine.save(folder, extra=[2])
+    expected = losses(engine, range(2, 4))
+    kept, torch.save = torch.save, _fail if rank == 1 else torch.save
+    message = message_of(lambda: engine.save(folder, extra=[4]))
+    torch.save = kept
+    found = engine.load(folder), engine.steps
+    again = losses(engine, range(engine.steps, 4))
+    engine.close()
+    return [message, found, again == expected, len([*Path(folder).glob("data-*")])]
+
+
+def _fail(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+    for message, found, same, folders in run_distributed(placed, 2, str(tmp_path)):
+        assert "No space left on device" in message
+        assert found == ([2], 2)
+        assert same
+        assert folders == 1

@@ -230,3 +230,42 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "saved with 'AdamW' for the optimizer, but this engine has 'SGD'; build with the same" in first[1]
     assert "is in the model, not the checkpoint; load it into the same model" in first[2]
     assert "saved with 'fp32' for precision, but this engine has 'bf16'" in first[3]
+
+
+def damaged(rank: int, folder: str) -> list[Any]:
+    """What a load says of a damaged file, and a save that fails; where training was then, of what is left."""
+    engine, mesh = engine_of({"dp": 2})
+    engine.train_batch(**my_part(batches(2)[0], mesh))
+    engine.save(folder, extra={"next": 1})
+    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    engine.train_batch(**my_part(batches(2)[1], mesh))
+    kept, torch.save = torch.save, _fail if rank == 1 else torch.save
+    messages = [message_of(lambda: engine.save(folder, extra={"next": 2}))]
+    torch.save = kept
+    found = engine.load(folder), engine.steps, all(map(torch.equal, before, engine.module.parameters()))
+    engine.train_batch(**my_part(batches(2)[1], mesh))
+    dist.barrier()
+    if rank == 0:
+        file = max(Path(folder).rglob("*.distcp"), key=lambda file: file.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[-100] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    messages.append(message_of(lambda: engine.load(folder)))
+    messages.append(message_of(lambda: engine.train_batch(**my_part(batches(2)[2], mesh))))
+    engine.close()
+    return [messages, found, engine.steps]
+
+
+def _fail(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_damaged_checkpoint_changes_nothing_and_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+    for (full, broken, after), found, steps in run_distributed(damaged, 2, str(tmp_path)):
+        assert "No space left on device" in full
+        assert found == ({"next": 1}, 1, True)
+        assert broken.startswith("BuildError: the checkpoint ")
+        assert "has other bytes than were written; load another one" in broken
+        assert after == "no error"
+        assert steps == 3

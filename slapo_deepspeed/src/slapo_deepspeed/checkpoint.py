@@ -51,7 +51,29 @@ class Checkpoint:
 def save(model: Any, path: str | PathLike[str], program: Program, zero_stage: int, position: Position) -> None:
     """Write DeepSpeed's checkpoint and what belongs to it. Collective."""
     about = {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
-    engine_checkpoint.write(path, TARGET, program, about, position, lambda folder: model.save_checkpoint(str(folder)))
+    engine_checkpoint.write(path, TARGET, program, about, position, lambda folder: _fill(model, folder))
+
+
+def _fill(model: Any, folder: Path) -> None:
+    """DeepSpeed's files. What one rank cannot write is an error behind them, as the others wait for it inside of DeepSpeed."""
+    writer, errors = model.checkpoint_engine, list[Exception]()
+    if writer.is_decoupled():
+        raise BuildError("DeepSpeed's decoupled checkpoint engine writes on behind a save; leave it out of DeepSpeed's config")
+    write = writer.save
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return write(*args, **kwargs)
+        except Exception as err:
+            errors.append(err)
+
+    writer.save = noted
+    try:
+        model.save_checkpoint(str(folder))
+    finally:
+        del writer.save
+    if errors:
+        raise errors[0]
 
 
 def checked(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> Checkpoint:

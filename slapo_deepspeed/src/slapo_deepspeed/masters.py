@@ -26,8 +26,8 @@ def pieces(module: nn.Module, program: Program, zero_stage: int) -> dict[str, Pi
 
 
 def _value(parameter: torch.Tensor, zero_stage: int) -> torch.Tensor:
-    from deepspeed.utils import safe_get_full_fp32_param
     from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
 
     trained = parameter.requires_grad and (zero_stage < 3 or hasattr(parameter, "_z3_optimizer"))
     master: torch.Tensor | None = safe_get_full_fp32_param(parameter) if trained else None

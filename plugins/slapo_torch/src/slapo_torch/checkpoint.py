@@ -64,6 +64,7 @@ class Saver:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self._ranks: Ranks | None = None
         self._apart: Ranks | None = None
         self._last: Saving | None = None
         self._copies: Buffers = {}
@@ -83,7 +84,7 @@ class Saver:
             Exception: what kept the checkpoint before from being written, if nobody has waited for it.
         """
         self.wait()
-        ranks = Ranks.of(self._program)
+        ranks = self._ranks = self._ranks or Ranks.of(self._program)
         if not waits and self._apart is None:
             self._apart = ranks.apart()
         write = _prepared(path, what, position, ranks, None if waits else self._copies)
@@ -113,11 +114,10 @@ def _prepared(path: str | os.PathLike[str], what: Trained, position: Position, r
     from slapo_training.tensor_files import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
 
     program, module = what.program, what.module
-    once: dict[str, Any] = {}
     place: dict[str, Any] = {}
     pieces: dict[str, Piece] = {}
 
-    def collect() -> None:
+    def collect() -> dict[str, Any] | None:
         optimizer_state.check(module, what.optimizer)
         state = optimizer_state.held(module, what.optimizer)
         parameters, buffers = model_tensors.parameters(module), model_tensors.buffers(module)
@@ -126,7 +126,6 @@ def _prepared(path: str | os.PathLike[str], what: Trained, position: Position, r
         pieces.update({optimizer_state.key_of(*key): piece for key, piece in state.tensors.items()})
         extra = extra_state.packed(program.module)
         progress = what.progress.packed()
-        once.update(optimizer=state.once, progress=progress, extra=(extra, extra_state.run(program.module, module)))
         place.update(
             buffers={name: tensor.detach() for name, tensor in buffers.items()},
             ranges=_ranges(module),
@@ -135,12 +134,12 @@ def _prepared(path: str | os.PathLike[str], what: Trained, position: Position, r
             extra=extra,
             random=random_state.packed(),
         )
+        once = {"optimizer": state.once, "progress": progress, "extra": (extra, extra_state.run(program.module, module))}
+        return once if program.axis_rank("dp") == program.axis_rank("tp") == 0 else None
 
-    ranks.on_all(collect)
+    stages = [own for own in ranks.on_all(collect) if own is not None]
     writing = Writing.to(path, _TARGET, ranks)
     position.check(ranks)
-    is_first = program.axis_rank("dp") == program.axis_rank("tp") == 0
-    stages = [own for own in ranks.gather(once if is_first else None) if own is not None]
     files = {f"place-{ranks.place}.pt": _bytes(place)}
     if ranks.place == 0:
         files[_COMMON] = _bytes(

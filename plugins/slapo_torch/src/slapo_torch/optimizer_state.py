@@ -78,11 +78,13 @@ def held(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
             parts.setdefault(_FOREIGN, {})[name] = state
             continue
         parameter = known[name]
-        own: dict[str, Any] = {"tensors": [], "values": {}, "parts": []}
+        own: dict[str, Any] = {"tensors": [], "numbers": {}, "values": {}, "parts": []}
         for key, value in state.items():
             if _is_per_element(value, parameter):
                 own["tensors"].append(key)
                 tensors[name, key] = piece(parameter, value)
+            elif isinstance(value, torch.Tensor) and value.dim() == 0:
+                own["numbers"][key] = value.item(), value.dtype  # pickled by the thousand, tensors would take their time
             elif _is_one(value) or not is_part(parameter):
                 own["values"][key] = value
             else:
@@ -214,8 +216,8 @@ def put(
     for name, kept in saved["state"].items():
         if name in index:
             tensors = {key: read[name, key].tensor for key in kept["tensors"]}
-            own = {**tensors, **kept["values"], **{key: parts[name][key] for key in kept["parts"]}}
-            state[index[name]] = own
+            numbers = {key: torch.tensor(value, dtype=dtype) for key, (value, dtype) in kept["numbers"].items()}
+            state[index[name]] = {**tensors, **numbers, **kept["values"], **{key: parts[name][key] for key in kept["parts"]}}
     options = {name: group for group in saved["groups"] for name in group["params"]}
     made = []
     for number, own_names in enumerate(listed):

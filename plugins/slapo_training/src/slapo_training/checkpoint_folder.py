@@ -54,11 +54,8 @@ class Writing:
             BuildError: on every rank: they were given different folders, or another target's checkpoint is in it.
         """
         folder = Path(path)
-        folders = list(dict.fromkeys(ranks.gather(fspath(path))))
-        if len(folders) > 1:
-            raise BuildError(f"the ranks save to {folders[0]!r} and {folders[1]!r}; give every rank the same folder")
 
-        def check() -> None:
+        def check() -> tuple[str, str]:
             if folder.exists() and not folder.is_dir():
                 raise BuildError(f"{fspath(path)!r} is a file; give a folder")
             if (whose := _target_of(folder)) not in (None, target):
@@ -66,9 +63,13 @@ class Writing:
                     f"{fspath(path)!r} has a checkpoint of target {whose!r}, and this engine is of {target!r}; "
                     "give another folder"
                 )
+            return fspath(path), uuid.uuid4().hex
 
-        ranks.on_all(check)
-        number = str(ranks.gather(uuid.uuid4().hex)[0])
+        found = ranks.on_all(check)
+        folders = list(dict.fromkeys(each for each, _ in found))
+        if len(folders) > 1:
+            raise BuildError(f"the ranks save to {folders[0]!r} and {folders[1]!r}; give every rank the same folder")
+        number: str = found[0][1]
         return cls(folder, folder / (_DATA + number[:12]), number, target)
 
     def begin(self, ranks: Ranks) -> None:
@@ -89,15 +90,13 @@ class Writing:
             about: What is written of it, plain data.
             ranks: All that wrote.
         """
-        sizes: dict[str, int] = {}
-        sums: dict[str, str] = {}
 
-        def look() -> None:
+        def look() -> dict[str, int]:
             found = (file for file in self.data.rglob("*") if file.is_file())
-            sizes.update({file.relative_to(self.data).as_posix(): file.stat().st_size for file in found})
+            return {file.relative_to(self.data).as_posix(): file.stat().st_size for file in found}
 
-        def sum_up() -> None:
-            sums.update({name: _summed(self.data / name, is_new=True) for name in _dealt(sizes, ranks)})
+        def sum_up() -> dict[str, str]:
+            return {name: _summed(self.data / name, is_new=True) for name in _dealt(sizes, ranks)}
 
         def put() -> None:
             files = {name: [sizes[name], total] for own in everyone for name, total in own.items()}
@@ -112,10 +111,8 @@ class Writing:
             _sync(self.folder.parent)
             _remove_others(self.folder, self.data.name)
 
-        ranks.first(look)
-        sizes.update(ranks.gather(sizes)[0])
-        ranks.on_all(sum_up)
-        everyone = ranks.gather(sums)
+        sizes: dict[str, int] = ranks.first(look)
+        everyone: list[dict[str, str]] = ranks.on_all(sum_up)
         ranks.first(put)
 
     def drop(self) -> None:
@@ -143,10 +140,9 @@ def opened(path: str | PathLike[str], target: str, ranks: Ranks) -> Checkpoint:
     Raises:
         BuildError: on every rank: there is none, it is another target's, or the ranks have different ones.
     """
-    found: list[dict[str, Any]] = []
-    ranks.on_all(lambda: found.append(_read(Path(path), target)))
-    (about,) = found
-    if len(set(ranks.gather(about["number"]))) > 1:
+    everyone = ranks.on_all(lambda: _read(Path(path), target))
+    about: dict[str, Any] = everyone[ranks.place]
+    if len({each["number"] for each in everyone}) > 1:
         raise BuildError("the ranks load different checkpoints; give every rank the same one")
     return Checkpoint(Path(path), Path(path) / about["data"], about)
 

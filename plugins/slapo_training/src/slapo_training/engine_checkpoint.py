@@ -33,8 +33,12 @@ class Position(NamedTuple):
 
     def check(self, ranks: Ranks) -> None:
         """Refuse what is not plain data, or not the same on all ranks. Collective."""
-        ranks.on_all(lambda: check_plain(self.extra, "extra"))
-        if len({repr(extra) for extra in ranks.gather(self.extra)}) > 1:
+
+        def check() -> str:
+            check_plain(self.extra, "extra")
+            return repr(self.extra)
+
+        if len(set(ranks.on_all(check))) > 1:
             raise BuildError("the ranks save different extra; give all of them the same, as it is kept once")
 
 
@@ -106,16 +110,16 @@ def read_random(checkpoint: Checkpoint, program: Program) -> Any:
     """
     ranks = Ranks.of(program)
     is_same = checkpoint.about["layout_of_ranks"] == layout_of(program)
-    saved: list[Any] = []
+    found: list[Any] = []
 
     def read() -> None:
-        place = ranks.place if is_same else 0
-        saved.append(torch.load(checkpoint.data / f"random-{place}.pt", weights_only=True))
+        saved = torch.load(checkpoint.data / f"random-{ranks.place if is_same else 0}.pt", weights_only=True)
         if is_same:
-            random_state.check(saved[0])
+            random_state.check(saved)
+        found.append(saved if is_same else random_state.digest_of(saved))
 
     ranks.on_all(read)
-    return saved[0] if is_same else random_state.digest_of(saved[0])
+    return found[0]
 
 
 def put_random(found: Any) -> None:

@@ -47,20 +47,26 @@ class Ranks:
         """One value of every rank, by place. Collective."""
         return gather(value, self.mesh, self.group)
 
-    def on_all(self, action: Callable[[], None]) -> None:
+    def on_all(self, action: Callable[[], Any]) -> list[Any]:
         """Do what one rank can do alone, and go on only if all could. Collective.
+
+        Returns:
+            What it gave on every rank, by place.
 
         Raises:
             Exception: what the action raised here.
             BuildError: it raised on another rank.
         """
-        error = None
+        value, error = None, None
         try:
-            action()
+            value = action()
         except Exception as err:
             error = err
-        agree(error, self.mesh, self.group)
+        found = self.gather((error is None, value))
+        if not all(is_done for is_done, _ in found):
+            agree(error, self.mesh, self.group)
+        return [each for _, each in found]
 
-    def first(self, action: Callable[[], None]) -> None:
-        """``on_all`` of what the first rank alone does."""
-        self.on_all(action if self.place == 0 else lambda: None)
+    def first(self, action: Callable[[], Any]) -> Any:
+        """What the first rank alone does, and gives to all. Collective; it raises as ``on_all`` does."""
+        return self.on_all(action if self.place == 0 else lambda: None)[0]

@@ -55,15 +55,13 @@ class TensorFiles:
 
     def write(self, folder: Path, ranks: Ranks) -> None:
         """Write the files. Collective."""
-        results: list[Any] = []
 
-        def put() -> None:
+        def put() -> list[Any]:
             self._writer.reset(folder)
             self._writer.set_up_storage_writer(ranks.place == 0)
-            results.extend(self._writer.write_data(self._plan, self._planner).value())
+            return self._writer.write_data(self._plan, self._planner).value()
 
-        ranks.on_all(put)
-        everyone = ranks.gather(results)
+        everyone = ranks.on_all(put)
         ranks.first(lambda: self._writer.finish(self._metadata, everyone))
 
 

@@ -1,0 +1,118 @@
+"""Saving an engine, and for how long that stops training, beside ``torch.distributed.checkpoint`` alone.
+
+Run ``python -m benchmarks.checkpoints``; it prints a section for ``benchmarks/README.md``. Both sides write the same tensors of
+the same ranks, flushed to the disk; ours also takes SHA-256 sums of the files, and puts them in the place of the checkpoint
+before. Turns of both follow each other in one process; times are those of the slowest rank, medians of the turns.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from benchmarks.peers.rounds import in_new_processes
+from benchmarks.sharding import blocks
+from slapo_core import build, create_schedule
+from slapo_core.agreement import all_reduce
+
+HIDDEN, LAYERS, TURNS = 1024, 4, 5
+CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({}, {}),
+    ({"pp": 2}, {}),
+    ({"tp": 2}, {}),
+    ({"dp": 2}, {}),
+    ({"dp": 2}, {"data_parallel": "fsdp"}),
+]
+
+
+def engine_of(layout: dict[str, int], options: dict[str, Any], small: bool) -> tuple[Any, Any]:
+    """An engine that has stepped, and its mesh."""
+    hidden = HIDDEN // 8 if small else HIDDEN
+    sizes = [layout.get(axis, 1) for axis in ("pp", "dp", "tp")]
+    mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=("pp", "dp", "tp"))
+    x = torch.randn(2, 16, hidden, generator=torch.Generator().manual_seed(1))
+    schedule = create_schedule(blocks(hidden, layers=LAYERS), mesh=mesh, example_inputs={"input": x[:1]})
+    if sizes[2] > 1:
+        schedule.tensor_parallel()
+    if sizes[0] > 1:
+        schedule.pipeline(sizes[0])
+    adamw = partial(torch.optim.AdamW, lr=1e-4)
+    engine = build(schedule, "torch", optimizer=adamw, loss_fn=F.mse_loss, microbatches=2, **options)
+    engine.train_batch(input=x, labels=x)
+    return engine, mesh
+
+
+def seconds(action: Callable[[], Any], mesh: Any) -> float:
+    """How long the slowest rank takes."""
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    return float(all_reduce(torch.tensor(time.perf_counter() - start), mesh, dist.ReduceOp.MAX))
+
+
+def measure(rank: int, layout: dict[str, int], options: dict[str, Any], folder: str, small: bool) -> dict[str, Any]:
+    """MiB on the disk, and seconds of each way to save, and of a load."""
+    torch.set_num_threads(1)
+    engine, mesh = engine_of(layout, options, small)
+    state: dict[str, Any] = {f"{dist.get_rank()} {name}": piece.tensor for name, piece in engine.pieces().items()}
+    if layout.get("dp") and not options and dist.get_rank():
+        state = {}  # the first replica writes what all have
+    for number, kept in enumerate(engine.optimizer.state.values() if state else ()):
+        state |= {f"{dist.get_rank()} {number} {key}": value for key, value in kept.items()}
+    found: dict[str, Any] = {"alone": [], "waits": [], "stops": [], "loads": []}
+    for turn in range(TURNS):
+        alone = Path(folder, f"alone-{turn}")
+        found["alone"].append(seconds(lambda alone=alone: dcp.save(state, checkpoint_id=alone), mesh))
+        if dist.get_rank() == 0:
+            shutil.rmtree(alone)
+        found["waits"].append(seconds(lambda: engine.save(f"{folder}/waits"), mesh))
+        savings: list[Any] = []
+        found["stops"].append(seconds(lambda savings=savings: savings.append(engine.save(f"{folder}/stops", wait=False)), mesh))
+        savings[0].wait()
+        found["loads"].append(seconds(lambda: engine.load(f"{folder}/waits"), mesh))
+    engine.close()
+    found["size"] = sum(file.stat().st_size for file in Path(folder, "waits").rglob("*") if file.is_file()) / 2**20
+    return found
+
+
+def main() -> None:
+    """Print the section; with ``--small`` of a small model."""
+    small = "--small" in sys.argv[1:]
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+    print(f"\n## Checkpoints: {LAYERS} GPT blocks, hidden size {HIDDEN}, with AdamW's state, in fp32\n")
+    print(
+        "| layout | MiB | `dcp.save` (ms) | `save` (ms) | `save` / `dcp.save` | `save(wait=False)`: first, later (ms) "
+        "| stops for, of a `save` | `load` (ms) |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for layout, options in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = 2 if layout else 1
+            found = in_new_processes(measure, ranks, layout, options, folder, small)[0]
+        alone, waits, loads = (1e3 * median(found[key]) for key in ("alone", "waits", "loads"))
+        first, later = 1e3 * found["stops"][0], 1e3 * median(found["stops"][1:])
+        words = ", ".join([*(f"{axis}={size}" for axis, size in layout.items()), *options.values()]) or "one process"
+        print(
+            f"| {words} | {found['size']:.0f} | {alone:.0f} | {waits:.0f} | {waits / alone:.2f} | {first:.0f}, {later:.0f} "
+            f"| {100 * later / waits:.1f} % | {loads:.0f} |",
+            flush=True,
+        )
+    print("\nThe first save in the background takes memory for the copies, on later ones they are made in the same memory.")
+
+
+if __name__ == "__main__":
+    main()
