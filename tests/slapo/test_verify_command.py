@@ -34,6 +34,50 @@ def test_a_schedule_that_changes_the_model_is_refused_with_its_step(tmp_path: Pa
     assert report["blame"]["step"].startswith("2: sch['transformer.h.1.mlp.act'].replace(")
 
 
+CUT = """
+from torch import nn
+
+def schedule(sch):
+    sch.pipeline(2)
+    sch["transformer.h.1.mlp.act"].replace(nn.ReLU())
+"""
+SMALL = ("--layers", "2", "--hidden", "32", "--seq", "8")
+
+
+def test_a_pipeline_is_trained_and_the_step_in_it_is_blamed(tmp_path: Path) -> None:
+    file = tmp_path / "cut.py"
+    file.write_text(CUT)
+    found = command("--pp", "2", *SMALL, "--schedule", str(file), "--json")
+    assert found.returncode == 1, found.stderr
+    report = json.loads(found.stdout)
+    assert (report["ok"], report["subject"]) == (False, "torch")
+    assert report["blame"]["step"].startswith("2: sch['transformer.h.1.mlp.act'].replace(")
+    assert report["blame"]["engine"] is None
+
+
+def test_two_engines_are_verified_and_compared() -> None:
+    found = command("--pp", "2", *SMALL, "--against", "deepspeed", "--json")
+    assert found.returncode == 0, found.stderr
+    both = json.loads(found.stdout.splitlines()[-1])
+    assert [both[name]["subject"] for name in ("deepspeed", "torch")] == ["deepspeed", "torch against deepspeed"]
+    assert both["ok"] is both["torch"]["ok"] is both["deepspeed"]["ok"] is True
+
+
+def test_an_option_of_an_engine_is_blamed() -> None:
+    found = command("--dp", "2", *SMALL, "--clip", "0.01", "--data-parallel", "fsdp")
+    assert found.returncode == 1, found.stderr
+    assert "target 'torch' is to blame, or clip=0.01, without which it is right" in found.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["torch", "deepspeed", "megatron"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_four_ranks_of_every_engine(target: str, dtype: str) -> None:
+    found = command("--model", "llama", "--tp", "2", "--pp", "2", "--target", target, "--dtype", dtype, "--checkpoint-layers")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert f"{target}: the same: " in found.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", "llama", "t5"])
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
@@ -50,6 +94,12 @@ def test_what_is_made_without_a_file_is_the_same(model: str, dtype: str) -> None
         (("--tp", "3"), "--tp 3: 4 heads cannot be divided among 3 ranks"),
         (("--model", "gtp2"), "--model gtp2: transformers"),
         (("--level", "gradients"), "Invalid value for '--level'"),
+        (("--target", "tensorflow"), "no dialect 'tensorflow'; available: "),
+        (("--target", "torch", "--dtype", "fp64"), "--dtype fp64: engines have no such precision"),
+        (("--dtype", "fp16"), "--dtype fp16: only of engines"),
+        (("--clip", "1"), "--clip 1.0: nothing clips gradients without an engine; give --target"),
+        (("--against", "torch"), "--against torch: that is the target itself"),
+        (("--batch", "3", "--dp", "2"), "--batch 3: not divisible by 2 data-parallel ranks"),
     ],
 )
 def test_mistakes_are_told_before_any_rank_starts(flags: tuple[str, ...], message: str) -> None:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         trace_module,
     )
     from slapo_memory.recompute import checkpoint
-    from slapo_verify import Report, Verify, verify
+    from slapo_verify import Report, Verify, verify, verify_engine
 
 __all__ = [
     "BuildError",
@@ -109,6 +109,7 @@ __all__ = [
     "trace",
     "trace_module",
     "verify",
+    "verify_engine",
 ]
 
 

@@ -26,6 +26,7 @@ HOMES = {
     "field": "dataclasses",
     "partial": "functools",
     "verify": "slapo_verify",
+    "verify_engine": "slapo_verify",
 }
 """Name to the module it comes from; what is not listed comes from ``slapo_core``."""
 

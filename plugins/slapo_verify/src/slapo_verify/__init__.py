@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .engines import verify_engine
+from .plain_steps import Trained
 from .report import Report
 from .verify import Verify, verify
 
-__all__ = ["Report", "Verify", "verify"]
+__all__ = ["Report", "Trained", "Verify", "verify", "verify_engine"]

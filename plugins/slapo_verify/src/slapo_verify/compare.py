@@ -20,6 +20,8 @@ from slapo_core.parameters import facts
 from slapo_core.random import rng_state, set_rng_state
 from slapo_core.testing.equivalence import Difference, Run, Tolerance, differences, of_named, run_model, weighted_sum
 
+from .dropouts import same_random_state
+
 Loss = Callable[[Any], torch.Tensor | None]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 LEVELS = ("outputs", "grads", "step")
@@ -73,11 +75,13 @@ class Computed:
         weights: The parameters, by original name, as they were.
         run: Outputs, loss, gradients.
         updates: What the optimizer's step added to each parameter, by original name.
+        draws: Whether it drew random numbers.
     """
 
     weights: dict[str, torch.Tensor | None]
     run: Run
     updates: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    draws: bool = False
 
     @property
     def counts(self) -> dict[str, int]:
@@ -96,11 +100,12 @@ class Computed:
 def compute(model: nn.Module, task: Task) -> Computed:
     """Do the task; the model is left as it was, its random state, mode, gradients and buffers included. Collective."""
     with _left_alone(model, task.training):
+        state = rng_state()
         with torch.set_grad_enabled(task.level != "outputs"):
             run = run_model(model, task.args, dict(task.kwargs), task.loss or _default_loss)
-        return Computed(
-            _by_original_name(model, torch.Tensor.detach), run, _updates(model, task) if task.level == "step" else {}
-        )
+        draws = not same_random_state(state, rng_state())
+        updates = _updates(model, task) if task.level == "step" else {}
+        return Computed(_by_original_name(model, torch.Tensor.detach), run, updates, draws)
 
 
 def compare(expected: Computed, actual: Computed, tolerance: Tolerance) -> Iterator[Difference]:

@@ -40,10 +40,12 @@ def hint_of(
     if ranks > 1 and not _is_same_everywhere(actual, near, expected, group):
         what = "gradients of it, which is whole: a sync of gradients" if backward else "values: an all-reduce or a gather"
         return f"the ranks have different {what} is missing between it and the {'loss' if backward else 'inputs'}"
-    return next(_alone(expected, actual, reference, near, ranks), None)
+    return next(alone(expected, actual, reference, tolerance, ranks), None)
 
 
-def _alone(expected: Tensor, actual: Tensor, reference: nn.Module, near: Callable[[Tensor], bool], ranks: int) -> Iterator[str]:
+def alone(expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, ranks: int = 1) -> Iterator[str]:
+    """What it looks like without asking other ranks."""
+    near = _nearness(expected, tolerance)
     factor = _factor(expected, actual)
     if factor is not None and abs(factor - 1) > 0.05 and abs(factor) > 1e-3 and near(actual / factor):
         times = f"{factor:.4g}"

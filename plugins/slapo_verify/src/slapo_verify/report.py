@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from slapo_core.errors import VerifyError
 from slapo_core.testing.equivalence import Difference
+
+if TYPE_CHECKING:
+    from .plain_steps import Trained
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,7 @@ class Blame:
         parameter: The parameter nearest to the loss whose gradient, or weight after the step, differs.
         hint: What is known of such a difference.
         unknown: Why no step is named.
+        engine: What of an engine is to blame, where the schedule is not.
     """
 
     step: str | None = None
@@ -26,9 +32,11 @@ class Blame:
     parameter: str | None = None
     hint: str | None = None
     unknown: str | None = None
+    engine: str | None = None
 
     def __str__(self) -> str:
         lines = {
+            "to blame": self.engine,
             "step to blame": self.step or (f"not known: {self.unknown}" if self.unknown else None),
             "first module that differs": self.module,
             "parameter nearest to the loss that differs": self.parameter,
@@ -48,6 +56,8 @@ class Report:
         largest: The largest absolute error of all that was compared, allowed or not; None where all is equal to the bit.
         blame: Where the first difference comes from; None where there is none.
         notes: What a reader has to know to trust this.
+        subject: Target of the engine that was verified, and against which other one; empty for a schedule alone.
+        trained: What the engine has trained, to verify another one against it.
     """
 
     level: str
@@ -56,6 +66,8 @@ class Report:
     largest: Difference | None = None
     blame: Blame | None = None
     notes: tuple[str, ...] = ()
+    subject: str = ""
+    trained: Trained | None = field(default=None, compare=False, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -72,12 +84,17 @@ class Report:
             head = f"the same: {counts}; {far}"
         else:
             head = f"NOT the same: {len(self.differences)} of {counts} differ\n{self.differences[0].message}"
+        head = f"{self.subject}: {head}" if self.subject else head
         parts = [head, str(self.blame) if self.blame else "", *(f"note: {note}" for note in self.notes)]
         return "\n".join(filter(None, parts))
 
     def as_json(self) -> str:
-        """The report as one JSON object."""
-        return json.dumps({"ok": self.ok, **asdict(self)})
+        """The report as one JSON object; an infinite error is null there, and in words in its message."""
+        found = asdict(replace(self, trained=None))
+        del found["trained"]
+        for each in [*found["differences"], *filter(None, [found["largest"]])]:
+            each.update({name: None for name in ("absolute", "relative") if each[name] and math.isinf(each[name])})
+        return json.dumps({"ok": self.ok, **found}, allow_nan=False)
 
     def check(self) -> Report:
         """The report itself, if nothing differs.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import nn
 from slapo_core.agreement import agree, gather
 from slapo_core.errors import ScheduleError, UnknownNameError, VerifyError
 from slapo_core.journal import Step
-from slapo_core.parameters import facts
+from slapo_core.parameters import facts, is_part
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing.equivalence import Difference, Tolerance, of_named
 from slapo_core.tracing.tracers import split_inputs
@@ -35,9 +36,11 @@ from .compare import (
     tolerance_of,
     with_rounding,
 )
+from .dropouts import switched_off
 from .modules import differing, outputs_of
 from .replay import replay
 from .report import Blame, Report
+from .stages import Staged, as_built
 
 
 def verify(
@@ -79,7 +82,7 @@ def verify(
     """
     top = _top(sch)
     task = _task(reference, top, inputs, level, loss, optimizer, tolerance, eval_mode)
-    return _verified(_Models(reference, top, lambda: _fresh(reference, top), top.journal.steps, tolerance), task, blame)
+    return _verified(_Models(reference, top, lambda: fresh_schedule(reference, top), top.journal.steps, tolerance), task, blame)
 
 
 class Verify:
@@ -205,15 +208,26 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-def _fresh(reference: nn.Module, like: Schedule) -> Schedule:
+def fresh_schedule(reference: nn.Module, like: Schedule) -> Schedule:
+    """A schedule without steps of a copy of the reference, on the ranks of another one."""
     return create_schedule(
         copy.deepcopy(reference), group=like.group, mesh=like.mesh, example_inputs=like.example_inputs, plugins=like.registry
     )
 
 
 def _verified(models: _Models, task: Task, blame: bool) -> Report:
+    with _comparable(models, task) as notes:
+        return _compared(models, task, blame, notes)
+
+
+def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Report:
     top = models.sch
-    expected, actual = _alike(top, lambda: (compute(models.reference, task), compute(top.mod, task)))
+    runs: nn.Module = _alike(top, lambda: as_built(top))
+    if isinstance(runs, Staged):
+        notes.append(f"{runs.count} stages, one after the other in one process")
+    expected, actual = _alike(top, lambda: (compute(models.reference, task), compute(runs, task)))
+    if task.training and any(gather(actual.draws and not expected.draws, top.mesh, top.group)):
+        notes.append("the scheduled model draws random numbers that the other does not: a step has fixed a dropout in it")
     actual, parts = put_together(expected, actual, top.group)
     if models.given is None:
         rounded = _alike(top, lambda: with_rounding(task.tolerance, models.reference, task, expected))
@@ -221,23 +235,28 @@ def _verified(models: _Models, task: Task, blame: bool) -> Report:
     found = _of_first(top, list(compare(expected, actual, task.tolerance)))
     far = gather(largest(expected, actual), top.mesh, top.group)
     furthest = max((each for each in far if each), key=lambda each: each.absolute or 0.0, default=None)
-    notes = _notes(task, parts)
-    if found is None:
-        return Report(task.level, expected.counts, (), furthest, notes=notes)
-    cause = _blame(models, task, expected, actual) if blame else None
-    return Report(task.level, expected.counts, tuple(found), furthest, cause, notes)
-
-
-def _notes(task: Task, parts: Sequence[str]) -> tuple[str, ...]:
-    notes = []
-    if task.training:
-        notes.append("training mode: both models draw from one random state")
-    else:
-        notes.append("evaluation mode: dropout is off, and is not compared")
     if parts:
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         notes.append(f"{parts[0]}{more} of the scheduled model is a part on each rank; they are put together here")
-    return tuple(notes)
+    if found is None:
+        return Report(task.level, expected.counts, (), furthest, notes=tuple(notes))
+    cause = _blame(models, runs, task, expected, actual) if blame else None
+    return Report(task.level, expected.counts, tuple(found), furthest, cause, tuple(notes))
+
+
+@contextmanager
+def _comparable(models: _Models, task: Task) -> Iterator[list[str]]:
+    """Dropout off for a block where the masks of both models cannot be the same; gives the notes."""
+    if not task.training:
+        yield ["evaluation mode: dropout is off, and is not compared"]
+        return
+    sharded = any(is_part(each) for each in models.sch.mod.parameters())
+    if not any(gather(sharded, models.sch.mesh, models.sch.group)):
+        yield ["training mode: both models draw from one random state"]
+        return
+    with switched_off(models.reference, models.sch.mod) as count:
+        what = f"{count} dropouts of both models are off, as shards draw other masks than the whole" if count else "no dropout"
+        yield [f"training mode: {what}"]
 
 
 def _of_first(top: Schedule, found: list[Difference]) -> list[Difference] | None:
@@ -256,7 +275,7 @@ def _alike(top: Schedule, run: Callable[[], Any]) -> Any:
     return value
 
 
-def _blame(models: _Models, task: Task, expected: Computed, actual: Computed) -> Blame:
+def _blame(models: _Models, runs: nn.Module, task: Task, expected: Computed, actual: Computed) -> Blame:
     top, steps = models.sch, models.steps
 
     def right(numbers: Sequence[int]) -> bool:
@@ -279,11 +298,13 @@ def _blame(models: _Models, task: Task, expected: Computed, actual: Computed) ->
             unknown = "no step was taken"
         elif right(range(len(steps))):
             unknown = "the same steps on a fresh copy are right: something else has changed the model"
+            if isinstance(runs, Staged):
+                unknown = "the model is right before it is cut into stages: the cuts are to blame, or what cuts"
         else:
             suspects, before = steps_to_blame(steps, right)
     except ScheduleError as error:
         unknown = str(error)
-    module, values = _first_module(models, task, before)
+    module, values = _first_module(models, runs, task, before)
     parameters = _wrong_parameters(models, task, expected, actual)
     hint = _hint(models, task, expected, actual, values, parameters)
     if suspects:  # a module that is known to be wrong itself tells which
@@ -295,13 +316,13 @@ def _blame(models: _Models, task: Task, expected: Computed, actual: Computed) ->
 Values = tuple[torch.Tensor, torch.Tensor] | None
 
 
-def _first_module(models: _Models, task: Task, before: Sequence[int]) -> tuple[str | None, Values]:
+def _first_module(models: _Models, runs: nn.Module, task: Task, before: Sequence[int]) -> tuple[str | None, Values]:
     """Path of the first module whose output differs, and was right before the step to blame; with what was expected."""
 
     def seen(model: nn.Module) -> Any:
         return outputs_of(model, lambda: compute(model, task))
 
-    expected, actual = seen(models.reference), seen(models.sch.mod)
+    expected, actual = seen(models.reference), seen(runs)
     so_far = replay(models.fresh(), [models.steps[number] for number in before])
     usual = set(differing(expected, seen(so_far.mod), task.tolerance))
     differs = [path for path in differing(expected, actual, task.tolerance) if path not in usual]

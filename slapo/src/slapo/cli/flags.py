@@ -26,3 +26,13 @@ SequenceParallel = Annotated[
     bool, typer.Option("--sequence-parallel", help="Split the sequence too, between the layers that --tp splits.")
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs when there is one for every rank.")]
+PipelineRanks = Annotated[int, typer.Option(help="Pipeline ranks; each runs one stage, or two with most kinds of schedules.")]
+DataParallelRanks = Annotated[int, typer.Option(help="Data-parallel ranks.")]
+ScheduleKind = Annotated[
+    Literal["1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"],
+    typer.Option(help="Order of the micro-batches in the pipeline; all but the first two have two stages on each rank."),
+]
+DataParallel = Annotated[
+    Literal["ddp", "fsdp"],
+    typer.Option(help="What a data-parallel rank keeps: all parameters, or, with FSDP2, its rows of each."),
+]

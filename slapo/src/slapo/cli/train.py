@@ -9,7 +9,21 @@ import typer
 from slapo.training.failures import InterruptedRunError, RankError
 from slapo.training.settings import TOLERANCES, Settings
 
-from .flags import CheckpointLayers, Device, Heads, Hidden, Layers, Model, ScheduleFile, SequenceParallel, TensorParallel
+from .flags import (
+    CheckpointLayers,
+    DataParallel,
+    DataParallelRanks,
+    Device,
+    Heads,
+    Hidden,
+    Layers,
+    Model,
+    PipelineRanks,
+    ScheduleFile,
+    ScheduleKind,
+    SequenceParallel,
+    TensorParallel,
+)
 
 REFERENCE = (
     "Train the unmodified model in one process as well, and compare: with exit status 1 when, without dropout, the loss of a "
@@ -33,8 +47,8 @@ def train(
     batch: Annotated[int, typer.Option(help="Sequences in an optimizer step, over all ranks.")] = 8,
     microbatches: Annotated[int, typer.Option(help="Parts each rank's share of the batch is cut into.")] = 4,
     tp: TensorParallel = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline ranks; each runs one stage, or two with most kinds of schedules.")] = 1,
-    dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    pp: PipelineRanks = 1,
+    dp: DataParallelRanks = 1,
     target: Annotated[str, typer.Option(help="Engine to train with; `slapo dialects` lists them.")] = "torch",
     data: Annotated[
         list[str] | None,
@@ -46,14 +60,8 @@ def train(
     schedule: ScheduleFile = "",
     checkpoint_layers: CheckpointLayers = False,
     sequence_parallel: SequenceParallel = False,
-    schedule_kind: Annotated[
-        Literal["1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble", "zbv", "dualpipev"],
-        typer.Option(help="Order of the micro-batches in the pipeline; all but the first two have two stages on each rank."),
-    ] = "1f1b",
-    data_parallel: Annotated[
-        Literal["ddp", "fsdp"],
-        typer.Option(help="What a data-parallel rank keeps: all parameters, or, with FSDP2, its rows of each."),
-    ] = "ddp",
+    schedule_kind: ScheduleKind = "1f1b",
+    data_parallel: DataParallel = "ddp",
     precision: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Precision of the computation.")] = "fp32",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 30,
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0,

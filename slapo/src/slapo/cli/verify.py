@@ -1,15 +1,32 @@
-"""``slapo verify``: whether a schedule leaves a model what it was, and which step does not."""
+"""``slapo verify``: whether a schedule, or an engine with it, computes what the unmodified model does, and what is to blame."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from slapo.training.failures import InterruptedRunError, RankError
-from slapo.training.settings import Settings
+from slapo.training.settings import Settings, SettingsError
 
-from .flags import CheckpointLayers, Device, Heads, Hidden, Layers, Model, ScheduleFile, SequenceParallel, TensorParallel
+from .flags import (
+    CheckpointLayers,
+    DataParallel,
+    DataParallelRanks,
+    Device,
+    Heads,
+    Hidden,
+    Layers,
+    Model,
+    PipelineRanks,
+    ScheduleFile,
+    ScheduleKind,
+    SequenceParallel,
+    TensorParallel,
+)
+
+_OWN = ("level", "dtype", "against", "clip", "as_json")
+"""Flags that are none of a training run's."""
 
 
 def register(app: typer.Typer) -> None:
@@ -24,33 +41,77 @@ def verify(
     hidden: Hidden = 64,
     heads: Heads = 4,
     seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 32,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
+    batch: Annotated[int, typer.Option(help="Sequences, over all data-parallel ranks.")] = 4,
     tp: TensorParallel = 1,
+    pp: PipelineRanks = 1,
+    dp: DataParallelRanks = 1,
+    target: Annotated[
+        str,
+        typer.Option(
+            help="Verify a training step of this engine; `slapo dialects` lists them; default: the schedule alone, or torch "
+            "where --pp or --dp is more than 1.",
+            show_default=False,
+        ),
+    ] = "",
+    against: Annotated[str, typer.Option(help="Another engine, compared with --target too.", show_default=False)] = "",
+    microbatches: Annotated[
+        int, typer.Option(help="Parts an engine cuts each rank's share of the batch into; 0: as many as it has pipeline ranks.")
+    ] = 0,
     schedule: ScheduleFile = "",
     checkpoint_layers: CheckpointLayers = False,
     sequence_parallel: SequenceParallel = False,
+    schedule_kind: ScheduleKind = "1f1b",
+    data_parallel: DataParallel = "ddp",
+    clip: Annotated[float, typer.Option(help="Largest gradient norm of the engine; the unmodified model has none.")] = 0.0,
     level: Annotated[
         Literal["outputs", "grads", "step"],
-        typer.Option(help="How far to compare: outputs; the loss and all gradients too; an optimizer's step too."),
+        typer.Option(
+            help="How far to compare: outputs; the loss and all gradients too; a step of an optimizer too, as with engines."
+        ),
     ] = "grads",
-    dtype: Annotated[Literal["fp64", "fp32", "bf16"], typer.Option(help="Type of the parameters.")] = "fp32",
+    dtype: Annotated[
+        Literal["fp64", "fp32", "bf16", "fp16"],
+        typer.Option(help="Type of the parameters, fp64, fp32 or bf16; with an engine its precision, fp32, bf16 or fp16."),
+    ] = "fp32",
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Compare a scheduled model with the unmodified one, and name the step to blame where they differ.
 
-    Both have random weights and get random tokens. The exit status is 0 where all is the same and 1 where something differs.
+    With --target, or several pipeline or data-parallel ranks, a training step of an engine with it, and name the engine, its
+    option or the step to blame. Both models have random weights and get random tokens. The exit status is 0 where all is the
+    same and 1 where something differs.
     """
-    sizes = {name: value for name, value in ctx.params.items() if name not in ("level", "dtype", "as_json")}
-    Settings(**sizes, microbatches=1).check()
+    given = dict(ctx.params)
+    given["target"] = target or ("torch" if pp > 1 or dp > 1 or against else "")
+    given["microbatches"] = microbatches or (pp if given["target"] else 1)
+    sizes = {name: value for name, value in given.items() if name not in _OWN}
+    engines = [name for name in (given["target"], against) if name]
+    for name in engines or ["torch"]:
+        kept = data_parallel if name == "torch" or "torch" not in engines else "ddp"  # of two engines the torch one's
+        Settings(**{**sizes, "target": name, "data_parallel": kept}).check()
+    _check(given)
     from slapo.training.verifying import VerifySettings, run  # noqa: PLC0415 - as in train
 
     try:
-        verdict = run(VerifySettings(**ctx.params, microbatches=1))
+        verdict = run(VerifySettings(**given))
     except (RankError, InterruptedRunError) as err:
         typer.echo(f"{err.traceback}slapo: {err}", err=True)
         raise typer.Exit(err.exit_code) from None
     typer.echo(verdict.report)
     if not verdict.ok:
         raise typer.Exit(1)
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Raise ``SettingsError`` for what ``slapo train`` has no such flags of."""
+    engine, dtype = given["target"], given["dtype"]
+    if engine and dtype == "fp64":
+        raise SettingsError("--dtype fp64: engines have no such precision; use fp32, bf16 or fp16, or leave --target out")
+    if not engine and dtype == "fp16":
+        raise SettingsError("--dtype fp16: only of engines; use fp64, fp32 or bf16, or give --target")
+    if not engine and given["clip"]:
+        raise SettingsError(f"--clip {given['clip']}: nothing clips gradients without an engine; give --target")
+    if given["against"] and given["against"] == engine:
+        raise SettingsError(f"--against {engine}: that is the target itself; name another engine")

@@ -25,18 +25,19 @@ COMMON = ("microbatches", "precision")
 """Options that every target has; plugins see the others alone, as in ``slapo.build``."""
 
 
-def rehearse(settings: Settings, trains: bool = True) -> None:
+def rehearse(settings: Settings, trains: bool = True, reads: bool = True) -> None:
     """Do all that a rank does before it has weights.
 
     Args:
         settings: Of the run.
-        trains: Whether the target's engine is to run the stages on data; else the schedule is all that is looked at.
+        trains: Whether the target's engine is to run the stages; else the schedule is all that is looked at.
+        reads: Whether it does so on files.
 
     Raises:
         SlapoError: whatever a rank would fail with: data, model, schedule, target.
     """
     dialect = default_registry().dialect(settings.target)
-    if trains:
+    if trains and reads:
         read_corpus(settings)
     with init_empty_weights():
         model = build_model(settings)

@@ -7,21 +7,23 @@ import json
 import os
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slapo_core.random import set_random_seed
-from slapo_verify import verify
+from slapo_verify import Report, Trained, verify, verify_engine
 
 from .launch import launch
 from .models import build_model
 from .rehearsal import AXES, rehearse
 from .run import device_of
 from .schedules import schedule_model
-from .settings import VOCABULARY, Settings
+from .settings import VOCABULARY, Settings, engine_options
 from .worker import joined
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -33,14 +35,18 @@ class VerifySettings(Settings):
 
     Args:
         level: What ``slapo.verify`` compares.
-        dtype: Type of the parameters, a key of ``DTYPES``.
+        dtype: Type of the parameters, a key of ``DTYPES``; with a ``target`` its precision.
         as_json: Whether the report is made as data.
+        against: Another engine, whose step is compared with that of ``target`` too.
+        clip: Largest gradient norm of the engines; 0 is off.
         out: File that rank 0 writes the report to.
     """
 
     level: str = "grads"
     dtype: str = "fp32"
     as_json: bool = False
+    against: str = ""
+    clip: float = 0.0
     out: str = ""
 
 
@@ -57,18 +63,29 @@ class Verdict(NamedTuple):
 
 
 def run(settings: VerifySettings) -> Verdict:
-    """Verify as the settings say, on ranks of this machine.
+    """Verify as the settings say, on ranks of this machine; each of two engines on ranks of its own.
 
     Raises:
         SlapoError: a mistake found before any rank was started; ``RankError`` when a rank failed; ``InterruptedRunError`` when
             a signal ended the run.
     """
-    settings = replace(settings, device=device_of(settings))
-    rehearse(settings, trains=False)
+    settings = replace(settings, device=device_of(settings), precision=settings.dtype)
+    names = [name for name in (settings.against, settings.target) if name]
+    for name in names or ["torch"]:
+        rehearse(replace(settings, target=name), trains=bool(names), reads=False)
     with tempfile.TemporaryDirectory(prefix="slapo-") as folder:
-        file = Path(folder, "verdict.json")
-        launch(work, replace(settings, out=str(file)))
-        return Verdict(*json.loads(file.read_text()))
+        verdicts = {}
+        for name in names or [""]:
+            file = Path(folder, f"{name}.json")
+            launch(work, replace(settings, target=name, out=str(file)))
+            verdicts[name] = Verdict(*json.loads(file.read_text()))
+    if len(verdicts) < 2:
+        return next(iter(verdicts.values()))
+    ok = all(verdict.ok for verdict in verdicts.values())
+    if not settings.as_json:
+        return Verdict(ok, "\n".join(verdict.report for verdict in verdicts.values()))
+    found = {name: json.loads(verdict.report) for name, verdict in verdicts.items()}
+    return Verdict(ok, json.dumps({"ok": ok, **found}))
 
 
 def work(settings: Settings) -> None:
@@ -77,11 +94,25 @@ def work(settings: Settings) -> None:
     with joined(settings):
         mesh = init_device_mesh(settings.device, (settings.pp, settings.dp, settings.tp), mesh_dim_names=AXES)
         set_random_seed(settings.seed, tp_rank=mesh["tp"].get_local_rank())
-        model = build_model(settings).to(settings.device, DTYPES[settings.dtype])
+        model = build_model(settings).to(settings.device, torch.float32 if settings.target else DTYPES[settings.dtype])
         generator = torch.Generator().manual_seed(settings.seed)
         ids = torch.randint(VOCABULARY, (settings.batch, settings.seq), generator=generator).to(settings.device)
-        sch = schedule_model(copy.deepcopy(model), settings, mesh)
-        report = verify(model, sch, {"input_ids": ids, "labels": ids}, settings.level)
+        report = _report(model, {"input_ids": ids, "labels": ids}, settings, mesh)
     if os.environ["RANK"] == "0":
         verdict = Verdict(report.ok, report.as_json() if settings.as_json else str(report))
         Path(settings.out).write_text(json.dumps(verdict))
+        torch.save(report.trained, f"{settings.out}.trained")
+
+
+def _report(model: nn.Module, batch: dict[str, torch.Tensor], settings: VerifySettings, mesh: DeviceMesh) -> Report:
+    if not settings.target:
+        return verify(model, schedule_model(copy.deepcopy(model), settings, mesh), batch, settings.level)
+    options = {name: value for name, value in engine_options(settings).items() if name != "record_timeline"}
+    if settings.clip:
+        options["clip"] = settings.clip
+    earlier = Path(settings.out).with_name(f"{settings.against}.json.trained")
+    against: Trained | None = None
+    if settings.against and settings.target != settings.against:
+        against = torch.load(earlier, weights_only=False, map_location=settings.device)  # this run has written it
+    schedule = partial(schedule_model, settings=settings, mesh=mesh)
+    return verify_engine(model, schedule, batch, settings.target, against=against, **options)

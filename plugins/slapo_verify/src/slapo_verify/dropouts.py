@@ -1,0 +1,48 @@
+"""Dropout, switched off where the masks of two models cannot be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def switch_off(model: nn.Module) -> list[tuple[Any, str, float]]:
+    """Let the probability of every dropout be 0: of torch's modules, and numbers that modules or their configs call so.
+
+    Returns:
+        What had another one: who holds it, its name, and what it was.
+    """
+    found: list[tuple[Any, str, float]] = []
+    for module in model.modules():
+        holders = [module, *(each for name in ("config", "cfg") if (each := vars(module).get(name)) is not None)]
+        for holder in holders:
+            is_dropout = isinstance(holder, nn.modules.dropout._DropoutNd)
+            for name, value in list(getattr(holder, "__dict__", {}).items()):
+                if ("drop" in name or (is_dropout and name == "p")) and type(value) is float and value > 0:
+                    found.append((holder, name, value))
+                    setattr(holder, name, 0.0)
+    return found
+
+
+@contextmanager
+def switched_off(*models: nn.Module) -> Iterator[int]:
+    """So for a block; gives how many there are."""
+    found = [each for model in models for each in switch_off(model)]
+    try:
+        yield len(found)
+    finally:
+        for holder, name, value in reversed(found):
+            setattr(holder, name, value)
+
+
+def same_random_state(one: Any, other: Any) -> bool:
+    """Whether nothing was drawn between the two, both of ``rng_state``."""
+    leaves = [torch.utils._pytree.tree_leaves(astuple(each)) for each in (one, other)]
+    return len(leaves[0]) == len(leaves[1]) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b) for a, b in zip(*leaves, strict=True)
+    )

@@ -1,0 +1,317 @@
+"""``slapo.verify_engine``: a step of an engine against the same step of the unmodified model in plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.agreement import gather
+from slapo_core.build import build
+from slapo_core.errors import VerifyError
+from slapo_core.gather import over_group
+from slapo_core.parameters import facts
+from slapo_core.schedule import Schedule
+from slapo_core.testing.equivalence import Difference, Tolerance, difference, of_named
+
+from .compare import OptimizerFactory, tolerance_of
+from .dropouts import switch_off
+from .hints import alone
+from .plain_steps import LossFn, Trained, plain_steps, sgd
+from .replay import replay
+from .report import Blame, Report
+from .verify import fresh_schedule, verify
+
+Scheduled = Callable[[nn.Module], Schedule]
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_EXACT = Tolerance(0.0, 0.0)
+_TIMES = 6.0
+"""How many times the rounding of the unmodified model in half precision an engine may be off."""
+
+
+def verify_engine(
+    reference: nn.Module,
+    schedule: Schedule | Scheduled,
+    batch: Mapping[str, Any],
+    target: str = "torch",
+    *,
+    against: str | Trained | None = None,
+    steps: int = 1,
+    loss_fn: LossFn | None = None,
+    optimizer: OptimizerFactory | None = None,
+    tolerance: Tolerance | None = None,
+    blame: bool = True,
+    **options: Any,
+) -> Report:
+    """Compare what an engine trains with what the unmodified model does in plain torch, in one process, on the whole batch.
+
+    Compared are the loss of an evaluation before and after, the loss of each step, and what the steps add to every parameter,
+    by original name: of each copy that a rank holds, gathered where it is sharded. With SGD at a rate of 1, the default, that
+    is the gradient. Dropout is off in both. Where something differs, the schedule is verified without the engine, in stages and
+    in one process, and blamed if it is wrong; else the engine is, or the option without which it is right.
+
+    Collective over the ranks of the schedule: every rank gives the same arguments and gets the same report. Neither the
+    reference nor a schedule that is given is changed: the engine gets a copy.
+
+    Args:
+        reference: The unmodified model, with the same weights on every rank.
+        schedule: A function that schedules the copy of the model it is given; or a schedule, whose steps are taken again.
+        batch: Keyword arguments of the whole batch, of all data-parallel ranks; each gets its rows.
+        target: Name of a dialect.
+        against: Another one, whose engine is built first, in the same processes, and compared with both; or what an engine
+            has trained, the ``trained`` of an earlier report.
+        steps: Training steps, all on the batch.
+        loss_fn: As for ``build``.
+        optimizer: ``parameters -> Optimizer``, of the engine and the unmodified model.
+        tolerance: How far apart numbers may be; default: by the type of the parameters, and in half precision by how far the
+            unmodified model is from itself in fp32.
+        blame: Whether to look for what is to blame, where something differs.
+        **options: Of ``build``, e.g. ``microbatches=4, precision="bf16"``.
+
+    Raises:
+        VerifyError: there is nothing to compare, or the steps of the schedule cannot be taken again.
+        Exception: whatever the engine raises.
+    """
+    if steps < 1:
+        raise VerifyError(f"steps is {steps}; give a whole number from 1 on")
+    if not isinstance(reference, nn.Module):
+        raise VerifyError(f"the reference is {reference!r}; give the unmodified model")
+    quiet = copy.deepcopy(reference)
+    dropouts = len(switch_off(quiet))
+    run = _Run(quiet, _maker(schedule, quiet), dict(batch), steps, loss_fn, optimizer or sgd, options)
+    expected = plain_steps(quiet, run.batch, steps, loss_fn, run.optimizer)
+    other = run.trained(against)[0] if isinstance(against, str) else against
+    found, sch, notes = run.trained(target)
+    allowed = tolerance or _allowed(run, expected)
+    wrong, largest, ranks = _compared(expected, found, other, allowed, sch)
+    notes = [*notes, "dropout is off in both models" if dropouts else "the model has no dropout"]
+    if expected.draws:
+        notes.append("the unmodified model draws random numbers in training: another run gives others")
+    if ranks:
+        notes.append(f"it differs on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
+    cause = _blame(run, target, wrong, expected, found, allowed) if wrong and blame else None
+    compared = {"evaluations": 2, "losses": steps, "updates": len(expected.updates)}
+    subject = " against ".join([target, *([other.target] if other else [])])
+    return Report("step", compared, tuple(wrong), largest, cause, tuple(notes), subject, found)
+
+
+class _Run:
+    """One model, batch and schedule, to be trained by several engines."""
+
+    def __init__(
+        self,
+        reference: nn.Module,
+        schedule: Callable[[], Schedule],
+        batch: dict[str, Any],
+        steps: int,
+        loss_fn: LossFn | None,
+        optimizer: OptimizerFactory,
+        options: dict[str, Any],
+    ) -> None:
+        self.reference, self.schedule, self.batch, self.steps = reference, schedule, batch, steps
+        self.loss_fn, self.optimizer, self.options = loss_fn, optimizer, options
+
+    def trained(self, target: str, **changed: Any) -> tuple[Trained, Schedule, list[str]]:
+        """What a new engine trains, its schedule, and what was compared on which ranks. Collective."""
+        sch = self.schedule()
+        switch_off(sch.mod)
+        share, layout = self.share(sch), _layout(sch)
+        given = {**self.options, **changed}
+        engine: Any = build(sch, target, optimizer=self.optimizer, loss_fn=self.loss_fn, **given)
+        whole = getattr(engine, "whole_parameters", nullcontext)
+        with whole():
+            before = _copies(engine.module)
+        first = engine.eval_batch(**share).item()
+        losses = [engine.train_batch(**share).item() for _ in range(self.steps)]
+        evaluations = (first, engine.eval_batch(**share).item())
+        with whole():
+            after = _copies(engine.module)
+            full = {name: value for name, value in sch.full_state("param").items() if value is not None}
+        stages = len(sch.program.stages) if sch.program is not None else 1
+        engine.close()
+        own = {name: each.detach() for name, each in self.reference.named_parameters(remove_duplicate=False)}
+        copies = [
+            {name: value.double() - before[at][name].double() for name, value in copy.items()} for at, copy in after.items()
+        ]
+        updates = {name: full[name].double() - own[name].double() for name in own if name in full}
+        kinds = tuple(sorted({str(value.dtype) for copy in after.values() for value in copy.values()}))
+        note = f"{target}: {layout}, {stages} stage{'s' if stages > 1 else ''}; {_told(given)}"
+        return Trained(target, tuple(losses), evaluations, updates, copies, kinds), sch, [note]
+
+    def share(self, sch: Schedule) -> dict[str, Any]:
+        """This data-parallel rank's rows of the batch."""
+        mesh = sch.mesh
+        if mesh is None or "dp" not in (mesh.mesh_dim_names or ()):
+            return dict(self.batch)
+        parts, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
+        rows = {len(value) for value in self.batch.values() if isinstance(value, torch.Tensor)}
+        if any(number % parts for number in rows):
+            raise VerifyError(f"a batch of {min(rows)} rows cannot be divided among {parts} data-parallel ranks")
+        return {
+            name: value.chunk(parts)[rank] if isinstance(value, torch.Tensor) else value for name, value in self.batch.items()
+        }
+
+
+def _maker(schedule: Schedule | Scheduled, reference: nn.Module) -> Callable[[], Schedule]:
+    """Makes the schedule of a new copy of the model."""
+    if isinstance(schedule, Schedule):
+        top = schedule.get_top_schedule()
+        return lambda: replay(fresh_schedule(reference, top), top.journal.steps)
+    if not callable(schedule):
+        raise VerifyError(f"schedule is {schedule!r}; give a schedule, or a function that makes one of a model")
+
+    def make() -> Schedule:
+        sch = schedule(copy.deepcopy(reference))
+        if not isinstance(sch, Schedule):
+            raise VerifyError(f"the function that schedules gave {sch!r}; let it return the schedule")
+        return sch.get_top_schedule()
+
+    return make
+
+
+def _copies(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """What this rank holds of parameters, by current name: whole, under each original name. Collective."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        value = over_group(parameter, torch.Tensor.detach)
+        assert value is not None
+        found[name] = dict.fromkeys(facts(parameter).names or (name,), value)
+    return found
+
+
+def _everywhere(value: Any, sch: Schedule) -> list[Any]:
+    """The value of each rank of the schedule, once. Collective."""
+    return gather(value, sch.mesh, sch.group if sch.mesh is None else None)
+
+
+def _layout(sch: Schedule) -> str:
+    sizes = {axis: sch.mesh[axis].size() for axis in sch.mesh.mesh_dim_names or ()} if sch.mesh is not None else {}
+    ranks = len(_everywhere(None, sch))
+    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (
+        f" ({', '.join(f'{a} {n}' for a, n in sizes.items())})" if sizes else ""
+    )
+
+
+def _told(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "all options by default"
+
+
+def _allowed(run: _Run, expected: Trained) -> Tolerance:
+    """By the types, what rounding a weight adds to the update of it, and what the precision costs the unmodified model."""
+    precision = run.options.get("precision", "fp32")
+    half = _HALF.get(precision)
+    noise: dict[str, float] = {}
+    eps = torch.finfo(half or torch.float32).eps
+    for name, parameter in run.reference.named_parameters(remove_duplicate=False):
+        largest = float(parameter.detach().abs().max()) if parameter.numel() else 0.0
+        noise[f"update of {name!r}"] = (run.steps + 1) * eps * largest if parameter.dtype is not torch.float64 else 0.0
+    if half is None:
+        return replace(tolerance_of(run.reference), noise=noise)
+    low = plain_steps(copy.deepcopy(run.reference).to(half), run.batch, run.steps, run.loss_fn, run.optimizer)
+    for what, one in expected.values().items():
+        noise[what] = noise.get(what, 0.0) + _TIMES * float((one - low.values()[what]).abs().max())
+    return replace(tolerance_of(nn.Linear(1, 1, dtype=half)), noise=noise)
+
+
+def _differences(expected: Trained, found: Trained, tolerance: Tolerance, prefix: str = "") -> Iterator[Difference]:
+    for what, one in expected.numbers().items():
+        yield from _named(prefix, difference(what, one, found.numbers()[what], tolerance))
+    if prefix:
+        yield from _named(prefix, of_named("update", expected.updates, found.updates, tolerance))
+        return
+    for copy_ in found.copies:
+        known = {name: value for name, value in expected.updates.items() if name in copy_}
+        yield from of_named("update", known, copy_, tolerance)
+
+
+def _named(prefix: str, found: Iterator[Difference]) -> Iterator[Difference]:
+    return (replace(each, what=prefix + each.what, message=prefix + each.message) for each in found)
+
+
+def _compared(
+    expected: Trained, found: Trained, other: Trained | None, allowed: Tolerance, sch: Schedule
+) -> tuple[list[Difference], Difference | None, list[int]]:
+    """What differs on the first rank where something does, the largest error, and all ranks where something differs."""
+    held = {name for names in _everywhere([*{n for c in found.copies for n in c}], sch) for name in names}
+    lacking = {name: value for name, value in expected.updates.items() if name not in held}
+
+    def look(tolerance: Tolerance) -> list[Difference]:
+        wrong = [*_differences(expected, found, tolerance), *of_named("update", lacking, {}, tolerance)]
+        if other is not None:
+            wrong += _differences(other, found, _wider(tolerance), f"against {other.target}: ")
+        return wrong
+
+    everywhere = _everywhere((dist.get_rank() if dist.is_initialized() else 0, look(allowed)), sch)
+    far = max((each for each in look(_EXACT) if each.absolute is not None), key=lambda each: each.absolute or 0.0, default=None)
+    furthest = max(filter(None, _everywhere(far, sch)), key=lambda each: each.absolute or 0.0, default=None)
+    ranks = [rank for rank, wrong in everywhere if wrong]
+    return next((wrong for _, wrong in everywhere if wrong), []), furthest, ranks
+
+
+def _wider(tolerance: Tolerance) -> Tolerance:
+    """Of two engines, each of which may be that far from the unmodified model."""
+    noise = {what: 2 * size for what, size in tolerance.noise.items()}
+    return Tolerance(2 * tolerance.atol, 2 * tolerance.rtol, 2 * tolerance.scale, noise)
+
+
+def _blame(run: _Run, target: str, wrong: Sequence[Difference], expected: Trained, found: Trained, allowed: Tolerance) -> Blame:
+    """What the schedule does without the engine, and the engine without each of its options. Collective."""
+    sch = run.schedule()
+    switch_off(sch.mod)
+    alone_report = verify(run.reference, sch, _inputs(run), "grads", loss=_loss(run), eval_mode=False)
+    if not alone_report.ok and alone_report.blame is not None:
+        return alone_report.blame
+    named = dict(run.reference.named_parameters(remove_duplicate=False))
+    times = Counter(map(id, named.values()))
+    names = [name for name in reversed(named) if any(each.what.endswith(f"update of {name!r}") for each in wrong)]
+    parameter = min(names, key=lambda name: times[id(named[name])], default=None)  # tied ones after the others
+    hint = None
+    for copy_ in found.copies:
+        if parameter in copy_ and copy_[parameter].shape == expected.updates[parameter].shape:
+            hint = next(alone(expected.updates[parameter], copy_[parameter], run.reference, allowed), None)
+    hints = [each for each in _everywhere(hint, sch) if each]
+    right = f"the schedule alone, in stages and in one process, is right: target {target!r} is to blame"
+    option = next(
+        (name for name in run.options if name != "precision" and _is_right_without(run, target, name, expected)), None
+    )
+    if option is not None:
+        right += f", or {option}={run.options[option]!r}, without which it is right"
+    return Blame(parameter=parameter, hint=next(iter(hints), None), engine=right)
+
+
+def _is_right_without(run: _Run, target: str, option: str, expected: Trained) -> bool:
+    """Whether a new engine without that option is right. Collective."""
+    rest = _Run(
+        run.reference,
+        run.schedule,
+        run.batch,
+        run.steps,
+        run.loss_fn,
+        run.optimizer,
+        {name: value for name, value in run.options.items() if name != option},
+    )
+    error, wrong = None, list[Difference]()
+    try:
+        found, sch, _ = rest.trained(target)
+        wrong = _compared(expected, found, None, _allowed(rest, expected), sch)[0]
+    except Exception as caught:
+        error = caught
+    return error is None and not wrong
+
+
+def _inputs(run: _Run) -> dict[str, Any]:
+    """The model's arguments; labels are the loss function's, where there is one."""
+    return {name: value for name, value in run.batch.items() if run.loss_fn is None or name != "labels"}
+
+
+def _loss(run: _Run) -> Callable[[Any], torch.Tensor | None] | None:
+    loss_fn = run.loss_fn
+    return None if loss_fn is None else lambda outputs: loss_fn(outputs, run.batch["labels"])
