@@ -259,3 +259,46 @@ def test_every_replica_of_a_pipeline_gets_its_own_extra_state_back(tmp_path: Pat
     assert sorted(factor for *_, factor in found) == [2.0, 2.0, 3.0, 3.0]
     for before, between, after, _ in found:
         assert before == after != between
+
+
+class Weighted(Factor):
+    """With a weight, so that one stage alone runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor * self.weight
+
+
+def cut_elsewhere(rank: int, path: str) -> list[Any]:
+    """A loss and the factors of each rank, before a save and behind a load in stages that end elsewhere."""
+    mesh, found = mesh_of(pp=2), []
+    for end in ("0", "2"):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), Weighted(), nn.Linear(4, 4), Weighted(), nn.Linear(4, 4))
+        plugins = Registry([slapo_pipeline.plugin, slapo_torch.plugin])
+        sch = create_schedule(model, mesh=mesh, example_inputs={"input": torch.ones(2, 4)}, plugins=plugins)
+        sch[end].cut_pipeline_stage()
+        engine: Any = build(sch, "torch", loss_fn=nn.functional.mse_loss, microbatches=2)
+        batch = {"input": torch.ones(4, 4), "labels": torch.ones(4, 4)}
+        if end == "0":
+            model[1].factor, model[3].factor = (2.0, 3.0) if rank else (5.0, 6.0)
+        else:
+            engine.load(path)
+        found.append([engine.eval_batch(**batch).item(), model[1].factor, model[3].factor])
+        if end == "0":
+            engine.save(path)
+    return found
+
+
+@pytest.mark.multiproc
+def test_extra_state_goes_with_the_stage_that_runs_the_module(tmp_path: Path) -> None:
+    """Each rank has factors of its own for all modules, and those that it runs count."""
+    first, second = run_distributed(cut_elsewhere, 2, str(tmp_path))
+    for before, after in (first, second):
+        assert before[0] == pytest.approx(after[0], abs=1e-6)
+    assert first[0][1:] == [5.0, 6.0]
+    assert first[1][1:] == [2.0, 6.0]  # it runs the first of both now
+    assert second[1][1:] == [2.0, 3.0]

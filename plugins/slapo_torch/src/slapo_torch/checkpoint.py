@@ -125,16 +125,17 @@ def _prepared(path: str | os.PathLike[str], what: Trained, position: Position, r
         pieces.update({_MODEL + name: model_state.piece(tensor, tensor) for name, tensor in kept.items()})
         pieces.update({optimizer_state.key_of(*key): piece for key, piece in state.tensors.items()})
         extra = extra_state.packed(program.module)
-        progress = what.progress.packed()
+        run, progress = extra_state.run(program.module, module), what.progress.packed()
         place.update(
             buffers={name: tensor.detach() for name, tensor in buffers.items()},
             ranges=_ranges(module),
             optimizer=state.parts,
             progress=progress,
             extra=extra,
+            run=run,
             random=random_state.packed(),
         )
-        once = {"optimizer": state.once, "progress": progress, "extra": (extra, extra_state.run(program.module, module))}
+        once = {"optimizer": state.once, "progress": progress, "extra": (extra, run)}
         return once if program.axis_rank("dp") == program.axis_rank("tp") == 0 else None
 
     stages = [own for own in ranks.on_all(collect) if own is not None]
@@ -147,6 +148,7 @@ def _prepared(path: str | os.PathLike[str], what: Trained, position: Position, r
                 "optimizer": optimizer_state.merged([own["optimizer"] for own in stages]),
                 "progress": [own["progress"] for own in stages],
                 "extra": extra_state.merged([own["extra"] for own in stages]),
+                "run": {path for own in stages for path in own["extra"][1]},
                 "random": random_state.digest_of(place["random"]),
                 "position": position._asdict(),
             }
@@ -215,9 +217,11 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
         found["buffers"] = {name: tensor for name, tensor in place.get("buffers", {}).items() if name in same}
         found["parts"] = {n: each for n, each in place.get("optimizer", {}).items() if n in same or n not in kept}
         optimizer_state.check_parts(module, optimizer, found["optimizer"], found["parts"])
-        found["progress"] = place["progress"] if is_same else progress.chosen(found["progress"])
+        found["progress"] = progress.chosen([*([place["progress"]] if is_same else []), *found["progress"]])
         progress.check_same(found["progress"])
-        found["extra"] = place.get("extra", found["extra"])
+        if is_same:
+            foreign = (extra_state.run(program.module, module) & found["run"]) - place["run"]
+            found["extra"] = extra_state.chosen(place["extra"], foreign, found["extra"])
         extra_state.check_same(program.module, found["extra"])
         if is_same:
             random_state.check(place["random"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,8 @@ def packed(model: nn.Module) -> dict[str, Any]:
 
 def run(model: nn.Module, stages: nn.Module) -> set[str]:
     """The paths of those of these modules that this rank's stages run."""
-    own = {id(as_original(module)) for module in stages.modules()}
-    return {path for path, module in _keepers(model).items() if id(module) in own}
+    own = {id(module) for module in stages.modules()}
+    return {path for path in _keepers(model) if id(model.get_submodule(path)) in own}
 
 
 def merged(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any]:
@@ -43,6 +43,17 @@ def merged(ranks: Sequence[tuple[Mapping[str, Any], set[str]]]) -> dict[str, Any
                 if not is_run or path in paths:
                     found.setdefault(path, state)
     return found
+
+
+def chosen(own: Mapping[str, Any], foreign: Collection[str], merged: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank goes on with on the same layout: what it had itself, but for what others ran.
+
+    Args:
+        own: What it had.
+        foreign: Of what it runs now, and others ran.
+        merged: What there is once.
+    """
+    return {path: state if path in foreign else own[path] for path, state in merged.items()}
 
 
 def check_same(model: nn.Module, saved: Mapping[str, Any]) -> None:

@@ -41,7 +41,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
         kinds = [getattr(metadata, each) for each in (*metadata.__all__, "_MEM_FORMAT_ENCODING")]
         known = {(kind.__module__, kind.__qualname__): kind for kind in (*kinds, filesystem._StorageInfo)}
-        known |= {("torch", "Size"): torch.Size, ("pathlib", "PosixPath"): pathlib.PosixPath}
+        known |= {("torch", "Size"): torch.Size}
+        known |= {(module, "PosixPath"): pathlib.PosixPath for module in ("pathlib", "pathlib._local")}
         if (module, name) in known:
             return known[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):

@@ -116,8 +116,9 @@ class Writing:
         ranks.first(put)
 
     def drop(self) -> None:
-        """Remove what was written, as it could not be finished."""
-        shutil.rmtree(self.data, ignore_errors=True)
+        """Remove what was written, unless it has taken its place."""
+        if _data_of(self.folder) != self.data.name:
+            shutil.rmtree(self.data, ignore_errors=True)
 
 
 class Checkpoint(NamedTuple):
@@ -226,9 +227,12 @@ def _content(folder: Path) -> dict[str, Any] | None:
 
 
 def _remove_others(folder: Path, kept: str) -> None:
-    for each in [*folder.glob(f"{_DATA}*"), *folder.glob(f"{MANIFEST}.*")]:
+    """Remove what belongs to no checkpoint; what cannot be removed now stays for the next time."""
+    for each in folder.glob(f"{_DATA}*"):
         if each.name != kept:
-            shutil.rmtree(each) if each.is_dir() else each.unlink()
+            shutil.rmtree(each, ignore_errors=True)
+    for each in folder.glob(f"{MANIFEST}.*"):
+        each.unlink(missing_ok=True)
 
 
 def _dealt(sizes: Mapping[str, int], ranks: Ranks) -> Iterable[str]:
