@@ -7,9 +7,11 @@ import pickle
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +259,60 @@ def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     engine.save(folder, extra=number)
     assert len([*folder.glob("data-*")]) == 1
     assert sorted(file.name for file in folder.iterdir()) == sorted(["slapo.json", *(f.name for f in folder.glob("data-*"))])
+
+
+_RANK = """
+import os, sys, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+from tests.slapo_torch.test_checkpoint_damage import engine_of
+engine = engine_of(width=512, tp=2)
+dist.barrier()
+print("ready", flush=True)
+number = int(sys.argv[2])
+while True:
+    number += 1
+    engine.module.fill(number)
+    engine.save(sys.argv[1], extra=number, wait=number % 2 == 0).wait()
+    print(number, flush=True)
+"""
+
+
+def one_killed(folder: Path, number: int, seconds: float, victim: int) -> int:
+    """The same on two ranks of which one is killed; the other must end by itself."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    command, root = [sys.executable, "-c", _RANK, str(folder), str(number)], Path(__file__).parents[2]
+    with ExitStack() as stack:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": root}
+        ranks = [
+            stack.enter_context(subprocess.Popen(command, env={**common, "RANK": str(rank)}, **pipes)) for rank in range(2)
+        ]
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n"
+        time.sleep(seconds)
+        ranks[victim].send_signal(signal.SIGKILL)
+        told = [rank.communicate(timeout=100) for rank in ranks]
+    assert ranks[1 - victim].returncode == 1, told[1 - victim]
+    return max([number, *(int(line) for out, _ in told for line in out.split())])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_rank_that_is_killed_leaves_a_whole_checkpoint_and_ends_the_others(tmp_path: Path) -> None:
+    """It is read by one process then."""
+    seed = int(os.environ.get("SLAPO_TEST_SEED", time.time_ns() % 10**6))
+    print(f"SLAPO_TEST_SEED={seed}")
+    moments, folder, engine, number = random.Random(seed), tmp_path / "checkpoint", engine_of(width=512), 0
+    engine.save(folder, extra=0)
+    for _ in range(8):
+        last = one_killed(folder, number, moments.uniform(0.0, 0.4), moments.randrange(2))
+        number = engine.load(folder)
+        assert number in (last, last + 1)
+        assert not number or engine.module.numbers() == {float(number)}
 
 
 def test_what_a_crash_leaves_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
