@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import slapo_fusion.plugin
+import slapo_memory.plugin
 import slapo_sharding.plugin
 import slapo_torch.plugin
 from slapo_core.build import build
@@ -245,3 +247,90 @@ def test_all_that_another_model_has_different_is_said_at_once(tmp_path: Path) ->
         "'1.weight' is not in the engine; load it into the model it was saved from",
     ):
         assert part in first
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=1e-2)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS = {"adafactor": adafactor, "momentum": momentum}
+
+
+def other_state(rank: int, layout: Layout, folder: str, name: str) -> list[Any]:
+    """What ``load`` says, and losses behind it; the first engine saves, and says nothing."""
+    mesh, data = mesh_of(**layout), tokens(1, 4)
+    model = gpt2()
+    model.transformer.h[1].requires_grad_(False)
+    schedule = scheduled(model, mesh, my_part(data[0], mesh))
+    engine = build(schedule, "torch", optimizer=OPTIMIZERS[name], microbatches=2)
+    message = "no error"
+    if Path(folder, "slapo.json").exists():
+        message = message_of(lambda: engine.load(folder))
+    else:
+        losses(engine, mesh, data[:2])
+        engine.save(folder)
+    return [message, losses(engine, mesh, data[2:])]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_other_shapes_goes_with_whole_parameters_alone(name: str, tmp_path: Path) -> None:
+    ((_, expected),) = run_distributed(other_state, 1, {}, str(tmp_path), name)
+    for message, found in run_distributed(other_state, 2, {"pp": 2}, str(tmp_path), name):
+        assert message == "no error"
+        assert found == pytest.approx(expected, abs=1e-5)
+    for message, found in run_distributed(other_state, 2, {"tp": 2}, str(tmp_path), name):
+        if name == "momentum":
+            assert message == "no error"
+            assert found == pytest.approx(expected, abs=1e-5)
+        else:
+            assert "in the state of Adafactor" in message
+            assert "load it on the same layout" in message
+
+
+class Fused(nn.Module):
+    """Two layers in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.both(x)[:, :4]
+
+
+def steps_of(name: str, sch: Any) -> None:
+    """The steps of some schedules of one model."""
+    if name == "replaced":
+        sch["1"].replace(Fused())
+    elif name == "recomputed":
+        sch["0"].checkpoint()
+        sch["1"].decompose()
+    elif name == "compiled":
+        sch["0"].compile(backend="eager")
+
+
+@pytest.mark.parametrize("name", ["recomputed", "compiled", "replaced"])
+def test_another_schedule_loads_by_original_names_or_names_what_is_different(name: str, tmp_path: Path) -> None:
+    plugins = Registry([slapo_torch.plugin, slapo_memory.plugin, slapo_fusion.plugin])
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    found: list[list[float]] = []
+    for steps in ("none", name):
+        torch.manual_seed(len(found))
+        sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plugins=plugins)
+        steps_of(steps, sch)
+        engine: Any = build(sch, "torch", optimizer=two_groups, loss_fn=nn.functional.mse_loss)
+        if steps == "none":
+            engine.train_batch(input=x, labels=x.flip(1))
+            engine.save(tmp_path)
+        elif name == "replaced":
+            for each in ("'1.both.weight' is not in the checkpoint", "'1.weight' is not in the engine"):
+                assert each in message_of(lambda engine=engine: engine.load(tmp_path))
+            return
+        else:
+            engine.load(tmp_path)
+        found.append([engine.train_batch(input=x, labels=x.flip(1)).item() for _ in range(2)])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)

@@ -189,13 +189,14 @@ def check_parts(
     """
     if optimizer is None or saved is None:
         return
-    for name in _stepped(module, optimizer):
-        for key in saved["state"].get(name, {"parts": ()})["parts"]:
-            if key not in parts.get(name, {}):
-                raise BuildError(
-                    f"{key!r} in the state of {type(optimizer).__name__} is no number for each element of {name!r}, which was "
-                    "sharded when it was saved; load it on the same layout"
-                )
+    for name, parameter in _stepped(module, optimizer).items():
+        kept = saved["state"].get(name, {"parts": (), "values": {}})
+        of_whole = [key for key, value in kept["values"].items() if is_part(parameter) and not _is_one(value)]
+        for key in [*of_whole, *(key for key in kept["parts"] if key not in parts.get(name, {}))]:
+            raise BuildError(
+                f"{key!r} in the state of {type(optimizer).__name__} is no number for each element of {name!r}, which is "
+                "sharded otherwise than when it was saved; load it on the same layout"
+            )
     if saved["foreign"] and _FOREIGN not in parts:
         raise BuildError(f"{type(optimizer).__name__} keeps more than its parameters' state; load it on the same layout")
 
