@@ -16,6 +16,7 @@ def schedule(sch):
     sch.tensor_parallel()
     sch["transformer.h.1.mlp.act"].replace(nn.ReLU())
 """
+SMALL = ("--layers", "2", "--hidden", "32", "--seq", "8")
 
 
 def command(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -23,10 +24,11 @@ def command(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(run, capture_output=True, text=True, timeout=100)
 
 
-def test_a_schedule_that_changes_the_model_is_refused_with_its_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [(), ("--processes",)], ids=["threads", "processes"])
+def test_a_schedule_that_changes_the_model_is_refused_with_its_step(tmp_path: Path, ranks: tuple[str, ...]) -> None:
     file = tmp_path / "wrong.py"
     file.write_text(WRONG)
-    found = command("--tp", "2", "--layers", "2", "--hidden", "32", "--seq", "8", "--schedule", str(file), "--json")
+    found = command("--tp", "2", *SMALL, "--schedule", str(file), "--json", *ranks)
     assert (found.returncode, found.stderr) == (1, "")
     report = json.loads(found.stdout)
     assert report["ok"] is False
@@ -41,7 +43,22 @@ def schedule(sch):
     sch.pipeline(2)
     sch["transformer.h.1.mlp.act"].replace(nn.ReLU())
 """
-SMALL = ("--layers", "2", "--hidden", "32", "--seq", "8")
+NO_THREADS = """
+import torch.distributed as dist
+
+def schedule(sch):
+    if dist.get_backend() == "threaded":
+        raise RuntimeError("not in a thread")
+    sch.tensor_parallel()
+"""
+
+
+def test_where_threads_fail_ranks_are_processes(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(NO_THREADS)
+    found = command("--tp", "2", *SMALL, "--schedule", str(file))
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith("the same: ")
 
 
 def test_a_pipeline_is_trained_and_the_step_in_it_is_blamed(tmp_path: Path) -> None:

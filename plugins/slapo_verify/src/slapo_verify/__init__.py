@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .engines import verify_engine
 from .plain_steps import Trained
+from .ranks import run_as_threads
 from .report import Report
 from .verify import Verify, verify
 
-__all__ = ["Report", "Trained", "Verify", "verify", "verify_engine"]
+__all__ = ["Report", "Trained", "Verify", "run_as_threads", "verify", "verify_engine"]

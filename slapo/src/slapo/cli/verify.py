@@ -25,7 +25,7 @@ from .flags import (
     TensorParallel,
 )
 
-_OWN = ("level", "dtype", "against", "clip", "as_json")
+_OWN = ("level", "dtype", "against", "clip", "processes", "as_json")
 """Flags that are none of a training run's."""
 
 
@@ -75,6 +75,12 @@ def verify(
     ] = "fp32",
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     device: Device = "auto",
+    processes: Annotated[
+        bool,
+        typer.Option(
+            "--processes", help="A process for every rank; default: threads of this one, on CPUs and without an engine."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Compare a scheduled model with the unmodified one, and name the step to blame where they differ.

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from slapo_core.logger import get_logger
 from slapo_core.random import set_random_seed
-from slapo_verify import Report, Trained, verify, verify_engine
+from slapo_verify import Report, Trained, run_as_threads, verify, verify_engine
 
 from .launch import launch
 from .models import build_model
@@ -37,6 +38,7 @@ class VerifySettings(Settings):
         level: What ``slapo.verify`` compares.
         dtype: Type of the parameters, a key of ``DTYPES``; with a ``target`` its precision.
         as_json: Whether the report is made as data.
+        processes: Whether every rank is a process; else, on CPUs and without an engine, a thread of this one.
         against: Another engine, whose step is compared with that of ``target`` too.
         clip: Largest gradient norm of the engines; 0 is off.
         out: File that rank 0 writes the report to.
@@ -45,6 +47,7 @@ class VerifySettings(Settings):
     level: str = "grads"
     dtype: str = "fp32"
     as_json: bool = False
+    processes: bool = False
     against: str = ""
     clip: float = 0.0
     out: str = ""
@@ -77,7 +80,9 @@ def run(settings: VerifySettings) -> Verdict:
         verdicts = {}
         for name in names or [""]:
             file = Path(folder, f"{name}.json")
-            launch(work, replace(settings, target=name, out=str(file)))
+            now = replace(settings, target=name, out=str(file))
+            if not _ran_as_threads(now):
+                launch(work, now)
             verdicts[name] = Verdict(*json.loads(file.read_text()))
     if len(verdicts) < 2:
         return next(iter(verdicts.values()))
@@ -88,20 +93,42 @@ def run(settings: VerifySettings) -> Verdict:
     return Verdict(ok, json.dumps({"ok": ok, **found}))
 
 
+def _ran_as_threads(settings: VerifySettings) -> bool:
+    """Verify in this process, each rank a thread; whether that could be done. Ranks of their own tell what is wrong, then."""
+    if settings.target or settings.processes or settings.device != "cpu":
+        return False
+    try:
+        reports = run_as_threads(lambda: _verified(settings), settings.world_size)
+    except Exception as err:
+        get_logger().debug("verify: ranks become processes, as threads fail: %s", err)
+        return False
+    _write(reports[0], settings)
+    return True
+
+
 def work(settings: Settings) -> None:
     """Verify as one rank of a world that the environment describes."""
     assert isinstance(settings, VerifySettings)
     with joined(settings):
-        mesh = init_device_mesh(settings.device, (settings.pp, settings.dp, settings.tp), mesh_dim_names=AXES)
-        set_random_seed(settings.seed, tp_rank=mesh["tp"].get_local_rank())
-        model = build_model(settings).to(settings.device, torch.float32 if settings.target else DTYPES[settings.dtype])
-        generator = torch.Generator().manual_seed(settings.seed)
-        ids = torch.randint(VOCABULARY, (settings.batch, settings.seq), generator=generator).to(settings.device)
-        report = _report(model, {"input_ids": ids, "labels": ids}, settings, mesh)
+        report = _verified(settings)
     if os.environ["RANK"] == "0":
-        verdict = Verdict(report.ok, report.as_json() if settings.as_json else str(report))
-        Path(settings.out).write_text(json.dumps(verdict))
-        torch.save(report.trained, f"{settings.out}.trained")
+        _write(report, settings)
+
+
+def _write(report: Report, settings: VerifySettings) -> None:
+    verdict = Verdict(report.ok, report.as_json() if settings.as_json else str(report))
+    Path(settings.out).write_text(json.dumps(verdict))
+    torch.save(report.trained, f"{settings.out}.trained")
+
+
+def _verified(settings: VerifySettings) -> Report:
+    """What a rank of the default process group finds."""
+    mesh = init_device_mesh(settings.device, (settings.pp, settings.dp, settings.tp), mesh_dim_names=AXES)
+    set_random_seed(settings.seed, tp_rank=mesh["tp"].get_local_rank())
+    model = build_model(settings).to(settings.device, torch.float32 if settings.target else DTYPES[settings.dtype])
+    generator = torch.Generator().manual_seed(settings.seed)
+    ids = torch.randint(VOCABULARY, (settings.batch, settings.seq), generator=generator).to(settings.device)
+    return _report(model, {"input_ids": ids, "labels": ids}, settings, mesh)
 
 
 def _report(model: nn.Module, batch: dict[str, torch.Tensor], settings: VerifySettings, mesh: DeviceMesh) -> Report:

@@ -1,0 +1,137 @@
+"""Ranks that are threads: they find what ranks that are processes find, and nothing of torch's that they need has moved."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from slapo_core import VerifyError, create_schedule, set_random_seed
+from slapo_core.random import get_cuda_rng_tracker
+from slapo_core.testing import run_distributed
+from slapo_verify import Report, run_as_threads, verify
+from tests.engine_models import batches, small
+from tests.slapo_verify.test_planted_parallel import FAULTS, planted
+
+pytestmark = pytest.mark.multiproc
+
+
+def rounded(report: Report) -> Report:
+    """Without the numbers, which depend on the order in which ranks are summed."""
+    exact = [replace(each, message=each.what, absolute=None, relative=None) for each in report.differences]
+    return replace(report, differences=tuple(exact), largest=None)
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_threads_find_what_processes_find(fault: str | None) -> None:
+    def work() -> Report:
+        torch.manual_seed(0)  # as every process of the tests begins
+        return planted(dist.get_rank(), fault)
+
+    one, other = run_as_threads(work, 2)
+    assert one == other
+    assert one.ok == (fault is None)
+    assert rounded(one) == rounded(run_distributed(planted, 2, fault)[0])
+
+
+def on_a_mesh(rank: int, name: str, options: dict[str, Any]) -> Report:
+    mesh = init_device_mesh("cpu", (1, 1, dist.get_world_size()), mesh_dim_names=("pp", "dp", "tp"))
+    set_random_seed(0, tp_rank=rank)
+    reference = small(name)
+    sch: Any = create_schedule(copy.deepcopy(reference), mesh=mesh, example_inputs=batches(1)[0])
+    sch.tensor_parallel(**options)
+    return verify(reference, sch, level="step")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("gpt2", {}), ("gpt2", {"sequence_parallel": True}), ("llama", {}), pytest.param("t5", {}, marks=pytest.mark.slow)],
+)
+def test_real_models_with_a_mesh(name: str, options: dict[str, Any]) -> None:
+    one, other = run_as_threads(lambda: on_a_mesh(dist.get_rank(), name, options), 2)
+    assert one.check() == other
+    assert rounded(one) == rounded(run_distributed(on_a_mesh, 2, name, options)[0])
+
+
+def test_each_rank_has_a_random_state_of_its_own() -> None:
+    def work() -> tuple[list[float], list[float]]:
+        set_random_seed(0, tp_rank=dist.get_rank())
+        whole, sharded = [], []
+        for _ in range(20):
+            whole.append(torch.rand(()).item())
+            with get_cuda_rng_tracker().fork():
+                sharded.append(torch.rand(()).item())
+                dist.all_reduce(torch.ones(()))
+                sharded.append(torch.rand(()).item())
+        return whole, sharded
+
+    before = torch.get_rng_state()
+    (one, own), (other, others) = run_as_threads(work, 2)
+    assert one == other
+    assert not {*own} & {*others}
+    assert torch.equal(before, torch.get_rng_state())
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_collectives_meet(world_size: int) -> None:
+    def work() -> Any:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        time.sleep(random.random() / 50)
+        total = torch.tensor([rank])
+        dist.all_reduce(total)
+        parts: list[Any] = [None] * world
+        dist.all_gather_object(parts, {"rank": rank})
+        largest, scattered = torch.tensor([float(rank)]), torch.empty(1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.reduce_scatter(scattered, [torch.ones(1)] * world)
+        waited = dist.all_reduce(torch.ones(()), async_op=True)
+        assert waited is not None
+        waited.wait()
+        pair = dist.new_group(list(range(world)))
+        dist.broadcast(largest, 0, group=pair)
+        return total.item(), [part["rank"] for part in parts], largest.item(), scattered.item()
+
+    ranks = [*range(world_size)]
+    assert run_as_threads(work, world_size) == [(sum(ranks), ranks, world_size - 1.0, float(world_size))] * world_size
+
+
+def test_the_error_of_one_rank_ends_all() -> None:
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("of rank 1")
+        dist.all_reduce(torch.ones(()))
+
+    with pytest.raises(ZeroDivisionError, match="of rank 1"):
+        run_as_threads(work, 3)
+    assert run_as_threads(dist.get_rank, 2) == [0, 1]
+
+
+def test_ranks_that_never_meet_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slapo_verify.ranks._PATIENCE", 0.2)
+
+    def work() -> None:
+        if dist.get_rank():
+            dist.all_reduce(torch.ones(()))
+
+    with pytest.raises(VerifyError, match="wait for each other in different collectives"):
+        run_as_threads(work, 2)
+
+
+def inside(rank: int) -> str:
+    try:
+        run_as_threads(dist.get_rank, 2)
+    except VerifyError as err:
+        return str(err)
+    return ""
+
+
+def test_a_rank_has_no_threads_that_are_ranks() -> None:
+    assert run_distributed(inside, 2) == ["there is a process group in this process already; ranks cannot be threads of it"] * 2
