@@ -89,10 +89,10 @@ def _other_layout(rank: int, path: str) -> list[str]:
     return [message_of(lambda: engine.load(path)), message_of(lambda: engine.load(path + "/none"))]
 
 
-def test_another_layout_is_refused(tmp_path: Path) -> None:
+def test_another_layout_loads_and_nothing_is_loaded_from_nowhere(tmp_path: Path) -> None:
     run_distributed(_with_dropout, 4, str(tmp_path))
     for messages in run_distributed(_other_layout, 4, str(tmp_path)):
-        assert "saved with stages=2 pp=2 dp=2 tp=1, but this engine has stages=4 pp=4 dp=1 tp=1" in messages[0]
+        assert messages[0] == "no error"
         assert "is no checkpoint of target 'torch': there is no such folder" in messages[1]
 
 

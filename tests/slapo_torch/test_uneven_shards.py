@@ -113,19 +113,28 @@ def test_uneven_columns_are_not_shared_out_over_replicas() -> None:
         assert "'model.layers.0.mlp.down_proj.weight' is dealt out unevenly along dim 1" in message
 
 
-def _other_parts(rank: int, path: str) -> str:
-    def layer(sharded: bool) -> Any:
-        torch.manual_seed(0)
-        plugins = Registry([slapo_sharding.plugin, slapo_torch.plugin])
-        sch = create_schedule(nn.Sequential(nn.Linear(2, 5)), mesh=mesh_of(tp=2), plugins=plugins)
-        if sharded:
-            sch["0"].shard("weight", axis=0, uneven=True).sync("bwd_post", "all_reduce")
-        return build(sch, "torch", loss_fn=lambda outputs, labels: outputs.mean())
-
-    layer(sharded=True).save(path)
-    return message_of(lambda: layer(sharded=False).load(path))
+def _elsewhere(rank: int, layout: dict[str, int], path: str, kind: str) -> list[float]:
+    _, engine, batch = _engine(layout, 16 if kind == "fsdp" else 15, data_parallel=kind)
+    engine.load(path)
+    return [engine.train_batch(**batch).item() for _ in range(2)]
 
 
-def test_other_parts_are_refused(tmp_path: Path) -> None:
-    for message in run_distributed(_other_parts, 2, str(tmp_path)):
-        assert "dealt=(((0, 3),), ((3, 5),)) in the checkpoint, but whole in the engine" in message
+@pytest.mark.parametrize(
+    ("layout", "other", "kind"),
+    [
+        ({"tp": 2}, {"pp": 2}, "ddp"),
+        ({"pp": 2}, {"tp": 2}, "ddp"),
+        pytest.param({"tp": 4}, {}, "ddp", marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, {"tp": 4}, "ddp", marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "tp": 2}, {"tp": 2}, "fsdp", marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, {"dp": 2, "tp": 2}, "fsdp", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_other_parts_go_on(layout: dict[str, int], other: dict[str, int], kind: str, tmp_path: Path) -> None:
+    """Some parts overlap: the copies of a key head."""
+    intermediate = 16 if kind == "fsdp" else 15
+    size, its = (int(torch.tensor([1, *each.values()]).prod()) for each in (layout, other))
+    expected = run_distributed(_beside_reference, size, layout, str(tmp_path), kind, intermediate)[0]
+    for found in run_distributed(_elsewhere, its, other, str(tmp_path), kind):
+        assert found == pytest.approx(expected, abs=1e-5)

@@ -257,10 +257,13 @@ def _check_names(pieces: Mapping[str, Piece], facts: Mapping[str, Any], ranks: R
         BuildError: the same on every rank.
     """
     saved = {name.removeprefix(_MODEL): fact for name, fact in facts.items() if name.startswith(_MODEL)}
-    everyone = ranks.gather(([*model_state.faults(pieces, saved)], [*pieces]))
+    everyone = ranks.gather((sorted(model_state.differences(pieces, saved)), [*pieces]))
+    held = {name for _, names in everyone for name in names}
     faults = list(dict.fromkeys(fault for each, _ in everyone for fault in each))
-    left = set(saved) - {name for _, names in everyone for name in names}
-    faults += [f"{name!r} is not in the engine" for name in sorted(left)]
+    for where, names in (("engine", saved.keys() - held), ("checkpoint", held - saved.keys())):
+        if names:
+            listed = ", ".join(map(repr, sorted(names)))
+            faults.insert(0, f"{listed} {'is' if len(names) == 1 else 'are'} not in the {where}")
     if faults:
         raise BuildError(f"{'; '.join(faults)}; load it into the model it was saved from")
 

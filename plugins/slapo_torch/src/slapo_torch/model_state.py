@@ -32,17 +32,15 @@ def piece(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
     return piece_of(value, spec.inner, in_replica(tensor).shape, spec.rows())
 
 
-def faults(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[str]:
-    """What of a model is not in a checkpoint, or is there with another shape or type.
+def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[str]:
+    """What of a model is in a checkpoint with another shape or type.
 
     Args:
         pieces: This rank's.
         saved: Shape and type of what there is, by name.
     """
-    for name, held in pieces.items():
-        if name not in saved:
-            yield f"{name!r} is not in the checkpoint"
-            continue
+    for name in pieces.keys() & saved.keys():
+        held = pieces[name]
         there, here = (f"shape {shape} and type {kind}" for shape, kind in (saved[name], (held.full_shape, held.tensor.dtype)))
         if there != here:
             yield f"{name!r} has {there} in the checkpoint, {here} in the engine"
