@@ -186,12 +186,19 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
 
     program, module, optimizer, progress = what
     ranks = Ranks.of(program)
+    tensors: dict[str, torch.Tensor] = {}
+    pieces: dict[str, Piece] = {}
+
+    def look() -> list[dict[str, Any]]:
+        tensors.update({**model_tensors.parameters(module), **model_tensors.buffers(module)})
+        pieces.update(model_state.pieces(module))
+        return optimizer_state.groups(module, optimizer)
+
+    groups = ranks.on_all(look)
     checkpoint = checkpoint_folder.opened(path, _TARGET, ranks)
     checkpoint_folder.verify(checkpoint, ranks)
     _, data, about = checkpoint
     is_same = about["layout"] == _layout(program)
-    tensors = {**model_tensors.parameters(module), **model_tensors.buffers(module)}
-    pieces = model_state.pieces(module)
     found: dict[str, Any] = {}
     place: dict[str, Any] = {}
 
@@ -207,7 +214,6 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
     ranks.on_all(read)
     facts = found["tensors"].facts()
     _check_names(pieces, facts, ranks)
-    groups = ranks.gather(optimizer_state.groups(module, optimizer))
     wanted: dict[tuple[str, str], Piece] = {}
 
     def check() -> None:

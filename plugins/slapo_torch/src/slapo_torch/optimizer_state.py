@@ -121,11 +121,12 @@ def _all_groups(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, 
 
 
 def groups(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """This rank's groups, by names."""
+    """This rank's groups, by names, and in words what else they have."""
     if optimizer is None:
         return []
     _, listed = _names(module, optimizer)
-    return [{**group, "params": own} for group, own in zip(optimizer.param_groups, listed, strict=True)]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [{"params": own, "options": repr(sorted(each.items()))} for each, own in zip(options, listed, strict=True)]
 
 
 def check_same(

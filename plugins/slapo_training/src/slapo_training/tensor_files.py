@@ -51,7 +51,7 @@ class TensorFiles:
         self._writer = FileSystemWriter(".", overwrite=False)
         self._plan = self._writer.prepare_global_plan(plans)[ranks.place]
         if copies is not None:
-            self._planner.copy(self._plan, copies)
+            ranks.on_all(lambda: self._planner.copy(self._plan, copies))
 
     def write(self, folder: Path, ranks: Ranks) -> None:
         """Write the files. Collective."""
