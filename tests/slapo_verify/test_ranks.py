@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import VerifyError, create_schedule, set_random_seed
@@ -135,3 +136,35 @@ def inside(rank: int) -> str:
 
 def test_a_rank_has_no_threads_that_are_ranks() -> None:
     assert run_distributed(inside, 2) == ["there is a process group in this process already; ranks cannot be threads of it"] * 2
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.drop, self.down, self.rate = nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8), 0.5
+        self.dropout = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(self.down(self.drop(self.up(x))), self.dropout, self.training)
+
+
+def in_training(shards: bool) -> Report:
+    set_random_seed(0, tp_rank=dist.get_rank())
+    reference = Dropping()
+    sch: Any = create_schedule(copy.deepcopy(reference), example_inputs=torch.ones(4, 8))
+    if shards:
+        sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        sch["drop"].fork_rng()
+        sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    report = verify(reference, sch, eval_mode=False)
+    assert (reference.drop.p, sch.mod.dropout, sch["drop"].mod.p, reference.rate) == (0.5,) * 4
+    return report
+
+
+def test_dropout_of_shards_is_off_in_training_and_said_so() -> None:
+    one, other = run_as_threads(lambda: in_training(True), 2)
+    assert one.check() == other
+    assert one.notes == ("training mode: 4 dropouts of both models are off, as shards draw other masks than the whole",)
+    whole = run_as_threads(lambda: in_training(False), 2)[0].check()
+    assert whole.notes == ("training mode: both models draw from one random state",)

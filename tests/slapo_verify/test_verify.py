@@ -192,3 +192,21 @@ def test_in_half_precision_rounding_is_measured_and_faults_are_found(dtype: torc
     assert report.blame is not None
     assert report.blame.step == "2: sch['act'].replace(slapo_core.make(torch.nn.modules.activation.ReLU))"
     assert report.blame.module == "act"
+
+
+class Slightly(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + 5e-5)
+
+
+def test_what_rounding_a_large_weight_does_to_its_update_is_allowed() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(64, 64), nn.Identity())
+    nn.init.uniform_(reference[0].weight, 500, 1000)  # type: ignore[arg-type]  # whose next numbers are 6e-5 apart
+    sch = create_schedule(copy.deepcopy(reference), example_inputs=torch.rand(4, 64) * 1e-2)
+    sch["1"].replace(Slightly())
+    report = verify(reference, sch, level="step").check()
+    assert report.largest is not None
+    assert report.largest.what == "output"
+    updated = verify(reference, sch, level="step", tolerance=Tolerance(1e-8, 1e-4, 1e-4), blame=False)
+    assert {each.what for each in updated.differences} == {"update of '0.weight'"}

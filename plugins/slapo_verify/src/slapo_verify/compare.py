@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,16 @@ from slapo_core.errors import VerifyError
 from slapo_core.gather import over_group
 from slapo_core.parameters import facts
 from slapo_core.random import rng_state, set_rng_state
-from slapo_core.testing.equivalence import Difference, Run, Tolerance, differences, of_named, run_model, weighted_sum
+from slapo_core.testing.equivalence import (
+    Difference,
+    Run,
+    Tolerance,
+    difference,
+    differences,
+    of_named,
+    run_model,
+    weighted_sum,
+)
 
 from .dropouts import same_random_state
 
@@ -101,36 +110,84 @@ def compute(model: nn.Module, task: Task) -> Computed:
     """Do the task; the model is left as it was, its random state, mode, gradients and buffers included. Collective."""
     with _left_alone(model, task.training):
         state = rng_state()
+        kept = _Kept(model)
         with torch.set_grad_enabled(task.level != "outputs"):
-            run = run_model(model, task.args, dict(task.kwargs), task.loss or _default_loss)
+            run = run_model(cast(nn.Module, kept), task.args, dict(task.kwargs), task.loss or _default_loss)
         draws = not same_random_state(state, rng_state())
-        updates = _updates(model, task) if task.level == "step" else {}
+        updates = _updates(model, task, kept.gradients) if task.level == "step" else {}
         return Computed(_by_original_name(model, torch.Tensor.detach), run, updates, draws)
 
 
 def compare(expected: Computed, actual: Computed, tolerance: Tolerance) -> Iterator[Difference]:
     """What differs, weights first, then outputs."""
-    known = {name: value for name, value in expected.weights.items() if name in actual.weights}
+    known = {name: value for name, value in expected.weights.items() if not _is_equal(value, actual.weights.get(name, value))}
     yield from of_named("weight", known, actual.weights, _SAME)
     yield from differences(expected.run, actual.run, tolerance)
     yield from of_named("update", expected.updates, actual.updates, tolerance)
 
 
+def _is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype is other.dtype and torch.equal(one, other)
+
+
 def largest(expected: Computed, actual: Computed) -> Difference | None:
     """The largest absolute error that there is."""
-    found = [each for each in compare(expected, actual, _SAME) if each.absolute is not None]
-    return max(found, key=lambda each: each.absolute or 0.0, default=None)
+    found: tuple[float, str, Any, Any] | None = None
+    for what, one, other in _pairs(expected, actual):
+        if one.numel() and one.shape == other.shape and one.dtype is other.dtype and not torch.equal(one, other):
+            error = float((one - other).abs().max()) if one.dtype is not torch.bool else 1.0
+            if found is None or error > found[0]:  # NaN is in no order: it is a difference of its own
+                found = error, what, one, other
+    return None if found is None else next(difference(*found[1:], _SAME), None)
 
 
-def _updates(model: nn.Module, task: Task) -> dict[str, torch.Tensor | None]:
+def _pairs(expected: Computed, actual: Computed) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Tensors of both, by what a ``Difference`` calls them."""
+    one, other = expected.run, actual.run
+    named = (
+        ("weight", expected.weights, actual.weights),
+        ("gradient", one.param_grads, other.param_grads),
+        ("update", expected.updates, actual.updates),
+    )
+    found: list[tuple[str, Any, Any]] = [("loss", one.loss, other.loss)]
+    for what, before, after in (
+        ("output", one.outputs, other.outputs),
+        ("gradient of input", one.input_grads, other.input_grads),
+    ):
+        known = dict(after)
+        found += [(what + path, value, known.get(path)) for path, value in before]
+    found += [(f"{what} of {name!r}", value, now.get(name)) for what, was, now in named for name, value in was.items()]
+    return (each for each in found if isinstance(each[1], torch.Tensor) and isinstance(each[2], torch.Tensor))
+
+
+class _Kept:
+    """The model for ``run_model``, which has the gradients looked at before it takes them away: for the step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.gradients: dict[nn.Parameter, torch.Tensor | None] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self._model.parameters()
+
+    def named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self.gradients = {parameter: parameter.grad for parameter in self._model.parameters()}
+        return self._model.named_parameters(**options)
+
+
+def _updates(
+    model: nn.Module, task: Task, gradients: Mapping[nn.Parameter, torch.Tensor | None]
+) -> dict[str, torch.Tensor | None]:
     """What one step of the optimizer adds to each parameter; the weights are put back."""
-    before = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+    if all(gradient is None for gradient in gradients.values()):
+        raise VerifyError("level='step' needs a loss that gradients come from; give loss=, a function of the outputs")
+    before = {parameter: parameter.detach().clone() for parameter in gradients}
     try:
-        outputs = model(*task.args, **task.kwargs)
-        total = (task.loss or _default_loss)(outputs)
-        if total is None or not total.requires_grad:
-            raise VerifyError("level='step' needs a loss that gradients come from; give loss=, a function of the outputs")
-        total.backward()  # type: ignore[no-untyped-call]
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
         task.optimizer([each for each in before if each.requires_grad]).step()
         return _by_original_name(model, lambda parameter: parameter.detach() - before[parameter])  # type: ignore[index]
     finally:
@@ -155,10 +212,11 @@ def _default_loss(outputs: Any) -> torch.Tensor | None:
 
 
 def with_rounding(tolerance: Tolerance, reference: nn.Module, task: Task, expected: Computed) -> Tolerance:
-    """The tolerance, and in half precision how far the unmodified model itself is from the same in float32."""
+    """The tolerance with what rounding does to a weight's update, and in half precision to the unmodified model."""
+    noise = {f"update of {name!r}": stored(each) for name, each in named_all(reference)} if task.level == "step" else {}
     half = (torch.float16, torch.bfloat16)
     if not any(each.dtype in half for each in reference.parameters()):
-        return tolerance
+        return replace(tolerance, noise=noise)
 
     def wide(value: Any) -> Any:
         return value.float() if isinstance(value, torch.Tensor) and value.dtype in half else value
@@ -177,8 +235,20 @@ def with_rounding(tolerance: Tolerance, reference: nn.Module, task: Task, expect
     both = [
         (what, one, other) for what, one, other in pairs if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     ]
-    noise = {what: _TIMES * float((one.float() - other).abs().max()) for what, one, other in both if one.numel()}
+    for what, low, high in both:
+        noise[what] = noise.get(what, 0.0) + (_TIMES * float((low.float() - high).abs().max()) if low.numel() else 0.0)
     return replace(tolerance, noise={what: size for what, size in noise.items() if math.isfinite(size)})
+
+
+def stored(weight: torch.Tensor) -> float:
+    """How far off the difference of two of a weight's values may be, each of which is rounded: one step of the largest."""
+    return torch.finfo(weight.dtype).eps * float(weight.detach().abs().max()) if weight.numel() else 0.0
+
+
+def named_all(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Floating-point parameters under all of their names."""
+    found = model.named_parameters(remove_duplicate=False)
+    return ((name, each) for name, each in found if each.is_floating_point())
 
 
 def put_together(expected: Computed, actual: Computed, group: dist.ProcessGroup | None) -> tuple[Computed, list[str]]:

@@ -226,8 +226,6 @@ def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Rep
     if isinstance(runs, Staged):
         notes.append(f"{runs.count} stages, one after the other in one process")
     expected, actual = _alike(top, lambda: (compute(models.reference, task), compute(runs, task)))
-    if task.training and any(gather(actual.draws and not expected.draws, top.mesh, top.group)):
-        notes.append("the scheduled model draws random numbers that the other does not: a step has fixed a dropout in it")
     actual, parts = put_together(expected, actual, top.group)
     if models.given is None:
         rounded = _alike(top, lambda: with_rounding(task.tolerance, models.reference, task, expected))
@@ -240,6 +238,8 @@ def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Rep
         notes.append(f"{parts[0]}{more} of the scheduled model is a part on each rank; they are put together here")
     if found is None:
         return Report(task.level, expected.counts, (), furthest, notes=tuple(notes))
+    if task.training and any(gather(actual.draws and not expected.draws, top.mesh, top.group)):
+        notes.append("the scheduled model draws random numbers that the other does not: a step has fixed a dropout in it")
     cause = _blame(models, runs, task, expected, actual) if blame else None
     return Report(task.level, expected.counts, tuple(found), furthest, cause, tuple(notes))
 
