@@ -32,7 +32,7 @@ from . import extra_state, model_state, optimizer_state
 from .updates import Progress
 
 if TYPE_CHECKING:
-    from slapo_training.tensor_files import Buffers
+    from slapo_training.tensor_files import Buffers, TensorFiles
 
 _TARGET = "torch"
 _COMMON = "common.pt"
@@ -68,6 +68,7 @@ class Saver:
         self._apart: Ranks | None = None
         self._last: Saving | None = None
         self._copies: Buffers = {}
+        self._files: TensorFiles | None = None
 
     def save(self, path: str | os.PathLike[str], what: Trained, position: Position, waits: bool) -> Saving:
         """Write a checkpoint. Collective.
@@ -87,7 +88,7 @@ class Saver:
         ranks = self._ranks = self._ranks or Ranks.of(self._program)
         if not waits and self._apart is None:
             self._apart = ranks.apart()
-        write = _prepared(path, what, position, ranks, None if waits else self._copies)
+        write = self._prepared(path, what, position, ranks, None if waits else self._copies)
         meeting = ranks if waits or self._apart is None else self._apart
         self._last = Saving(lambda: write(meeting), waits)
         return self._last
@@ -104,73 +105,82 @@ class Saver:
             self.wait()
         finally:
             self._copies.clear()
+            self._files = None
             apart, self._apart = self._apart, None
             if apart is not None and apart.group is not None:
                 torch.distributed.destroy_process_group(apart.group)
 
+    def _prepared(
+        self, path: str | os.PathLike[str], what: Trained, position: Position, ranks: Ranks, copies: Buffers | None
+    ) -> Any:
+        """What writes the checkpoint as the engine is now, given the ranks to meet. Collective."""
+        from slapo_training.tensor_files import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
 
-def _prepared(path: str | os.PathLike[str], what: Trained, position: Position, ranks: Ranks, copies: Buffers | None) -> Any:
-    """What writes the checkpoint as the engine is now, given the ranks to meet. Collective."""
-    from slapo_training.tensor_files import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+        program, module = what.program, what.module
+        place: dict[str, Any] = {}
+        pieces: dict[str, Piece] = {}
 
-    program, module = what.program, what.module
-    place: dict[str, Any] = {}
-    pieces: dict[str, Piece] = {}
+        def collect() -> tuple[Any, tuple[str, str], str, bool]:
+            optimizer_state.check(module, what.optimizer)
+            state = optimizer_state.held(module, what.optimizer)
+            parameters, buffers = model_tensors.parameters(module), model_tensors.buffers(module)
+            kept = parameters if program.axis_rank("dp") else {**parameters, **buffers}
+            pieces.update({_MODEL + name: model_state.piece(tensor, tensor) for name, tensor in kept.items()})
+            pieces.update({optimizer_state.key_of(*key): piece for key, piece in state.tensors.items()})
+            extra = extra_state.packed(program.module)
+            run, progress = extra_state.run(program.module, module), what.progress.packed()
+            place.update(
+                buffers={name: tensor.detach() for name, tensor in buffers.items()},
+                ranges=_ranges(module),
+                optimizer=state.parts,
+                progress=progress,
+                extra=extra,
+                run=run,
+                random=random_state.packed(),
+            )
+            once = {"optimizer": state.once, "progress": progress, "extra": (extra, run)}
+            is_first = program.axis_rank("dp") == program.axis_rank("tp") == 0
+            fits = self._files is not None and self._files.fits(pieces)
+            return once if is_first else None, Writing.proposed(path, _TARGET), position.words(), fits
 
-    def collect() -> dict[str, Any] | None:
-        optimizer_state.check(module, what.optimizer)
-        state = optimizer_state.held(module, what.optimizer)
-        parameters, buffers = model_tensors.parameters(module), model_tensors.buffers(module)
-        kept = parameters if program.axis_rank("dp") else {**parameters, **buffers}
-        pieces.update({_MODEL + name: model_state.piece(tensor, tensor) for name, tensor in kept.items()})
-        pieces.update({optimizer_state.key_of(*key): piece for key, piece in state.tensors.items()})
-        extra = extra_state.packed(program.module)
-        run, progress = extra_state.run(program.module, module), what.progress.packed()
-        place.update(
-            buffers={name: tensor.detach() for name, tensor in buffers.items()},
-            ranges=_ranges(module),
-            optimizer=state.parts,
-            progress=progress,
-            extra=extra,
-            run=run,
-            random=random_state.packed(),
-        )
-        once = {"optimizer": state.once, "progress": progress, "extra": (extra, run)}
-        return once if program.axis_rank("dp") == program.axis_rank("tp") == 0 else None
+        everyone = ranks.on_all(collect)
+        stages = [own for own, *_ in everyone if own is not None]
+        writing = Writing.agreed([proposed for _, proposed, *_ in everyone], _TARGET)
+        position.check_same(words for _, _, words, _ in everyone)
+        files = {f"place-{ranks.place}.pt": _bytes(place)}
+        if ranks.place == 0:
+            files[_COMMON] = _bytes(
+                {
+                    "optimizer": optimizer_state.merged([own["optimizer"] for own in stages]),
+                    "progress": [own["progress"] for own in stages],
+                    "extra": extra_state.merged([own["extra"] for own in stages]),
+                    "run": {path for own in stages for path in own["extra"][1]},
+                    "random": random_state.digest_of(place["random"]),
+                    "position": position._asdict(),
+                }
+            )
+        if self._files is not None and all(fits for *_, fits in everyone):
+            self._files.renew(pieces, ranks, copies)
+        else:
+            self._files = TensorFiles(pieces, ranks, copies)
+        tensors = self._files
+        about = {"layout": _layout(program)}
 
-    stages = [own for own in ranks.on_all(collect) if own is not None]
-    writing = Writing.to(path, _TARGET, ranks)
-    position.check(ranks)
-    files = {f"place-{ranks.place}.pt": _bytes(place)}
-    if ranks.place == 0:
-        files[_COMMON] = _bytes(
-            {
-                "optimizer": optimizer_state.merged([own["optimizer"] for own in stages]),
-                "progress": [own["progress"] for own in stages],
-                "extra": extra_state.merged([own["extra"] for own in stages]),
-                "run": {path for own in stages for path in own["extra"][1]},
-                "random": random_state.digest_of(place["random"]),
-                "position": position._asdict(),
-            }
-        )
-    tensors = TensorFiles(pieces, ranks, copies)
-    about = {"layout": _layout(program)}
+        def write(meeting: Ranks) -> None:
+            def put() -> None:
+                for name, content in files.items():
+                    (writing.data / name).write_bytes(content)
 
-    def write(meeting: Ranks) -> None:
-        def put() -> None:
-            for name, content in files.items():
-                (writing.data / name).write_bytes(content)
+            try:
+                writing.begin(meeting)
+                meeting.on_all(put)
+                tensors.write(writing.data, meeting)
+                writing.seal(about, meeting)
+            except Exception:
+                writing.drop()
+                raise
 
-        try:
-            writing.begin(meeting)
-            meeting.on_all(put)
-            tensors.write(writing.data, meeting)
-            writing.seal(about, meeting)
-        except Exception:
-            writing.drop()
-            raise
-
-    return write
+        return write
 
 
 def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -46,30 +46,33 @@ class Writing:
     number: str
     target: str
 
-    @classmethod
-    def to(cls, path: str | PathLike[str], target: str, ranks: Ranks) -> Writing:
-        """A checkpoint in ``path``, where nothing is changed yet. Collective.
+    @staticmethod
+    def proposed(path: str | PathLike[str], target: str) -> tuple[str, str]:
+        """What one rank says of a checkpoint it is to write, where nothing is changed yet: for ``agreed``.
 
         Raises:
-            BuildError: on every rank: they were given different folders, or another target's checkpoint is in it.
+            BuildError: another target's checkpoint is there, or a file.
         """
         folder = Path(path)
+        if folder.exists() and not folder.is_dir():
+            raise BuildError(f"{fspath(path)!r} is a file; give a folder")
+        if (whose := _target_of(folder)) not in (None, target):
+            raise BuildError(
+                f"{fspath(path)!r} has a checkpoint of target {whose!r}, and this engine is of {target!r}; give another folder"
+            )
+        return fspath(path), uuid.uuid4().hex
 
-        def check() -> tuple[str, str]:
-            if folder.exists() and not folder.is_dir():
-                raise BuildError(f"{fspath(path)!r} is a file; give a folder")
-            if (whose := _target_of(folder)) not in (None, target):
-                raise BuildError(
-                    f"{fspath(path)!r} has a checkpoint of target {whose!r}, and this engine is of {target!r}; "
-                    "give another folder"
-                )
-            return fspath(path), uuid.uuid4().hex
+    @classmethod
+    def agreed(cls, ranks: Sequence[tuple[str, str]], target: str) -> Writing:
+        """The checkpoint that all ranks write, from what each has proposed.
 
-        found = ranks.on_all(check)
-        folders = list(dict.fromkeys(each for each, _ in found))
+        Raises:
+            BuildError: they were given different folders.
+        """
+        folders = list(dict.fromkeys(folder for folder, _ in ranks))
         if len(folders) > 1:
             raise BuildError(f"the ranks save to {folders[0]!r} and {folders[1]!r}; give every rank the same folder")
-        number: str = found[0][1]
+        folder, number = Path(folders[0]), ranks[0][1]
         return cls(folder, folder / (_DATA + number[:12]), number, target)
 
     def begin(self, ranks: Ranks) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,14 +31,15 @@ class Position(NamedTuple):
     steps: int
     extra: Any
 
-    def check(self, ranks: Ranks) -> None:
-        """Refuse what is not plain data, or not the same on all ranks. Collective."""
+    def words(self) -> str:
+        """What one rank has, for ``check_same``; ``BuildError`` where it is not plain data."""
+        check_plain(self.extra, "extra")
+        return repr(self.extra)
 
-        def check() -> str:
-            check_plain(self.extra, "extra")
-            return repr(self.extra)
-
-        if len(set(ranks.on_all(check))) > 1:
+    @staticmethod
+    def check_same(ranks: Iterable[str]) -> None:
+        """Raise ``BuildError`` where ranks have said different words."""
+        if len(set(ranks)) > 1:
             raise BuildError("the ranks save different extra; give all of them the same, as it is kept once")
 
 
@@ -65,8 +66,9 @@ def write(
             the checkpoint that was there is as it was.
     """
     ranks = Ranks.of(program)
-    position.check(ranks)
-    writing = Writing.to(path, target, ranks)
+    said = ranks.on_all(lambda: (Writing.proposed(path, target), position.words()))
+    writing = Writing.agreed([proposed for proposed, _ in said], target)
+    position.check_same(words for _, words in said)
 
     def put() -> None:
         fill(writing.data)

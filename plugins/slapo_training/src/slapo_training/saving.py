@@ -45,3 +45,4 @@ class Saving:
             self._write()
         except Exception as err:
             self._error = err
+        del self._write  # it holds what was written

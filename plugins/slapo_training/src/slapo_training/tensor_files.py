@@ -46,10 +46,23 @@ class TensorFiles:
     """
 
     def __init__(self, pieces: Mapping[str, Piece], ranks: Ranks, copies: Buffers | None = None) -> None:
-        self._planner = _SavePlanner(pieces, _edges(pieces, ranks))
+        self._edges, self._facts = _edges(pieces, ranks), _facts(pieces)
+        self._planner = _SavePlanner(pieces, self._edges)
         plans, self._metadata = self._planner.create_global_plan(ranks.gather(self._planner.create_local_plan()))
         self._writer = FileSystemWriter(".", overwrite=False)
         self._plan = self._writer.prepare_global_plan(plans)[ranks.place]
+        self._copy(ranks, copies)
+
+    def fits(self, pieces: Mapping[str, Piece]) -> bool:
+        """Whether these are as those before, but for their numbers; if so on all ranks, ``renew`` takes them."""
+        return _facts(pieces) == self._facts
+
+    def renew(self, pieces: Mapping[str, Piece], ranks: Ranks, copies: Buffers | None = None) -> None:
+        """Write these in the places of those before. Collective."""
+        self._planner = _SavePlanner(pieces, self._edges)
+        self._copy(ranks, copies)
+
+    def _copy(self, ranks: Ranks, copies: Buffers | None) -> None:
         if copies is not None:
             ranks.on_all(lambda: self._planner.copy(self._plan, copies))
 
@@ -62,6 +75,7 @@ class TensorFiles:
             return self._writer.write_data(self._plan, self._planner).value()
 
         everyone = ranks.on_all(put)
+        self._planner.forget()
         ranks.first(lambda: self._writer.finish(self._metadata, everyone))
 
 
@@ -129,6 +143,10 @@ class _SavePlanner(DefaultSavePlanner):
             buffers[key].copy_(own)
         self._tensors = {key: buffers[key] for key in kept}
 
+    def forget(self) -> None:
+        """Keep no tensor, which the engine may replace, from being freed."""
+        self._tensors = {}
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         return self._tensors[_key(write_item.index)]
 
@@ -166,6 +184,10 @@ class _Reader(FileSystemReader):
 def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     assert index.offset is not None
     return index.fqn, tuple(index.offset)
+
+
+def _facts(pieces: Mapping[str, Piece]) -> dict[str, Any]:
+    return {name: (piece.full_shape, piece.ranges, piece.tensor.dtype) for name, piece in pieces.items()}
 
 
 def _edges(pieces: Mapping[str, Piece], ranks: Ranks) -> Edges:
