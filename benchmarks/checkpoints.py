@@ -29,7 +29,7 @@ from benchmarks.sharding import blocks
 from slapo_core import build, create_schedule
 from slapo_core.agreement import all_reduce
 
-HIDDEN, LAYERS, TURNS = 1024, 4, 5
+HIDDEN, LAYERS, TURNS = 1024, 4, 7
 CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({}, {}),
     ({"pp": 2}, {}),
