@@ -10,7 +10,7 @@ import torch
 
 from slapo_core import create_schedule, set_random_seed
 from slapo_core.testing import run_distributed
-from slapo_verify import Report, verify
+from slapo_verify import Report, run_as_threads, verify
 from tests.zoo.families import FAMILIES, layers
 
 NAMES = ("gpt2", "bert", "opt", "t5", "llama", "qwen3", "gemma3_text", "mixtral", "vit")
@@ -45,3 +45,19 @@ def test_on_two_ranks(name: str, dtype: torch.dtype) -> None:
     one, other = run_distributed(verified, 2, name, dtype, "step", timeout=100)
     assert one.check() == other
     assert one.largest is not None
+
+
+def with_kernels_first() -> Report:
+    set_random_seed(0, tp_rank=torch.distributed.get_rank())
+    family = FAMILIES["ctrl"]
+    reference, batch = family.model().to(torch.bfloat16), family.batch()
+    sch: Any = create_schedule(copy.deepcopy(reference), example_inputs=batch)
+    sch.tensor_parallel()
+    sch.use_kernels(force={"*": "eager"})
+    return verify(reference, sch, level="step")
+
+
+def test_signs_that_turn_in_half_precision_are_looked_at_in_float32() -> None:
+    one, other = run_as_threads(with_kernels_first, 2)
+    assert one.check() == other
+    assert "2 of the tensors are further apart than rounding alone would bring most, and the same in float32" in one.notes
