@@ -157,13 +157,28 @@ def test_projections_of_one_input_are_one_product_until_one_of_them_is_hooked() 
     assert_equivalent(before, sch.mod, X)
 
 
-def test_hooks_on_a_fused_layer_fire() -> None:
-    _, sch = traced()
-    sch.fuse(sch.find(vertical), compiler=None)
-    seen: list[torch.Size] = []
-    sch.mod.get_submodule("layers.0.down").register_forward_hook(lambda module, args, output: seen.append(output.shape))
+@pytest.mark.parametrize("compiler", ["inductor", None])
+@pytest.mark.parametrize("path", ["layers.0.down", "layers.0.act"])
+def test_hooks_put_on_a_fused_layer_after_its_first_call_fire(path: str, compiler: str | None) -> None:
+    before, sch = traced()
+    sch.fuse(sch.find(vertical), compiler=compiler)
     sch.mod(X)
-    assert seen == [X.shape]
+    seen: list[torch.Size] = []
+    layer = before.get_submodule(path)
+    hooked = next(each for each in sch.mod.modules() if type(each) is type(layer) and _is_same(each, layer))
+    handle = hooked.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert_equivalent(before, sch.mod, X)
+    assert seen
+    assert set(seen) == {X.shape}
+    handle.remove()
+    seen.clear()
+    assert_equivalent(before, sch.mod, X)
+    assert not seen
+
+
+def _is_same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("compiler", [pytest.param("inductor", marks=pytest.mark.slow), "torchscript", None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,7 +17,8 @@ from slapo_core.errors import PluginError, ScheduleError, UnknownNameError
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import is_opaque
 
-from .draws import with_masks_apart
+from .draws import Draw, Dropout, dropout, fast_dropout
+from .norms import LayerNorm, call_norm, layer_norm
 
 LAYER = "slapo_layer"
 """Key in the ``meta`` of a node that calls a layer: the layer's path and class."""
@@ -42,10 +44,36 @@ class Compiler(Protocol):
 def inductor(region: fx.GraphModule) -> Callable[..., Any]:
     """``torch.compile`` of the region: compiled at its first call, and again for shapes or dtypes it has not seen.
 
-    What it draws, as dropout does, is what the unmodified model draws from the same random state.
+    What it draws, as dropout does, is what the unmodified model draws from the same random state. A layer
+    norm on a CPU is torch's own.
     """
-    compiled: Callable[..., Any] = torch.compile(with_masks_apart(region), options=dict(SAME_DRAWS))
+    compiled: Callable[..., Any] = torch.compile(with_parts_apart(region), options=dict(SAME_DRAWS))
     return compiled
+
+
+def inductor_fast_dropout(region: fx.GraphModule) -> Callable[..., Any]:
+    """As ``inductor``, with other masks on a CPU, where drawing those of the unmodified model takes half of the time.
+
+    They are equal in distribution, of the same generator, and the same again for the same seed.
+    """
+    compiled: Callable[..., Any] = torch.compile(with_parts_apart(region, fast_dropout), options=dict(SAME_DRAWS))
+    return compiled
+
+
+def with_parts_apart(region: fx.GraphModule, draw: Draw = dropout) -> fx.GraphModule:
+    """A region with dropouts' draws and layer norms apart, which a CPU is faster at by themselves. Its modules are the same."""
+    graph = copy.deepcopy(region.graph)
+    called = {str(node.target): region.get_submodule(str(node.target)) for node in graph.find_nodes(op="call_module")}
+    parts = {path: _apart(part, draw) for path, part in called.items()}
+    instead = {F.dropout: draw, F.layer_norm: layer_norm, call_layer: call_norm}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = instead.get(node.target, node.target)
+    return fx.GraphModule(parts, graph, "Region")
+
+
+def _apart(part: nn.Module, draw: Draw) -> nn.Module:
+    return Dropout(part, draw) if type(part) is nn.Dropout else LayerNorm(part) if type(part) is nn.LayerNorm else part
 
 
 def torchscript(region: fx.GraphModule) -> Callable[..., Any]:

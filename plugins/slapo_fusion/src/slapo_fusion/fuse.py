@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import fx, nn
 
 from slapo_core import graph_edit
@@ -26,14 +27,16 @@ class FusePrimitive(Primitive):
         sch.fuse(match):      q, k = wq(x), wk(x)     -->  q, k = fused(x, wq, wk)
 
     Layers with weights stay where they are and keep their names; the fused call gets them as arguments. Their values, replaced
-    layers and hooks put on them later are those of the time of the call.
+    layers and hooks put on them later are those of the time of the call; with a hook the region runs uncompiled.
 
     Args:
         subgraph: One match, or a list of matches, of ``sch.find`` in this traced module: one operation behind the other or
             several side by side. Equal matches share what is compiled.
-        compiler: ``"inductor"``: ``torch.compile``. ``"torchscript"``: ``torch.jit.script``. ``"one_matmul"``: Linear
-            layers of one input, as one product with all their weights. None: nothing is compiled, and a
-            chain of modules without weights is an ``nn.Sequential``. Others come from plugins, by ``slapo_compilers``.
+        compiler: ``"inductor"``: ``torch.compile``, with the dropout masks of the unmodified model.
+            ``"inductor_fast_dropout"``: the same with masks that are equal in distribution alone.
+            ``"torchscript"``: ``torch.jit.script``. ``"one_matmul"``: Linear layers of one input, as one product with all
+            their weights. None: nothing is compiled, and a chain of modules without weights is an ``nn.Sequential``.
+            Others come from plugins, by ``slapo_compilers``.
         name: Of the new submodules, ``fused`` by default; one that is taken gets a number.
 
     Raises:
@@ -111,8 +114,10 @@ class Fused(nn.Module):
             self.add_module(name, child)
 
     def forward(self, *args: Any) -> Any:
-        """What the region computes."""
-        return (self._function.region if is_dry_run() else self._function.make())(*args)
+        """What the region computes; uncompiled where a layer of it was hooked, wrapped or sharded since."""
+        called = [each for each in (*args, *self.children()) if isinstance(each, nn.Module)]
+        is_as_compiled = torch.compiler.is_compiling() or not any(map(is_opaque, called))
+        return (self._function.make() if is_as_compiled and not is_dry_run() else self._function.region)(*args)
 
 
 def _matches(schedule: Schedule, subgraph: Any) -> list[Any]:

@@ -22,4 +22,5 @@ def slapo_add_hookspecs(manager: Any) -> None:
 
 @hookimpl(trylast=True)
 def slapo_compilers() -> dict[str, str]:
-    return {name: f"slapo_fusion.compilers:{name}" for name in ("inductor", "one_matmul", "torchscript")}
+    names = ("inductor", "inductor_fast_dropout", "one_matmul", "torchscript")
+    return {name: f"slapo_fusion.compilers:{name}" for name in names}
