@@ -26,6 +26,7 @@ PRIMITIVES = {
     "slapo-torch": CORE,
     "slapo-training": CORE,
     "slapo-verify": CORE,
+    "slapo-weights": CORE,
     "slapo": CORE
     | {"checkpoint", "compile", "decompose", "fuse"}
     | {"cut_at_marks", "cut_pipeline_stage", "fork_rng", "offload", "pipeline", "shard", "sync", "tensor_parallel"},

@@ -16,6 +16,7 @@ PACKAGES = (
     "slapo-training",
     "slapo-torch",
     "slapo-verify",
+    "slapo-weights",
     "torch",
     "transformers",
 )
