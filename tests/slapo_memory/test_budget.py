@@ -6,8 +6,9 @@ import copy
 import gc
 import itertools
 import pickle
+import random
 import weakref
-from collections.abc import Iterator
+from collections import deque
 from typing import Any
 
 import pytest
@@ -18,21 +19,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import slapo_memory.plugin
 from slapo_core.errors import ScheduleError
 from slapo_core.random import get_cuda_rng_tracker, set_random_seed
 from slapo_core.replay import load_schedule
 from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, isolated_plugins
+from slapo_core.testing import assert_equivalent
 from slapo_memory.budget import parse
 from slapo_memory.keeping import _Entry, tensors_in
 from slapo_memory.measuring import Operator, choose
 
-
-@pytest.fixture(autouse=True)
-def only_memory() -> Iterator[None]:
-    with isolated_plugins(slapo_memory.plugin):
-        yield
+pytestmark = pytest.mark.usefixtures("only_memory")
 
 
 class Block(nn.Module):
@@ -193,14 +189,14 @@ def test_it_is_solved_in_train_mode_and_leaves_the_model_alone() -> None:
     before, sch = scheduled()
     sch.mod.eval()
     attributes = {path: dict(vars(module)) for path, module in sch.mod.named_modules()}
-    state, random = torch.get_rng_state(), X.clone()
+    state, x = torch.get_rng_state(), X.clone()
     with pytest.raises(
         ScheduleError, match=r"checkpoint\('layers.0'\): a budget of 5 bytes is less than the inputs, 2048 bytes"
     ):
         sch["layers"].checkpoint(budget=5)
     assert {path: dict(vars(module)) for path, module in sch.mod.named_modules()} == attributes
     assert torch.equal(state, torch.get_rng_state())
-    assert torch.equal(X, random)
+    assert torch.equal(X, x)
     sch["layers"].checkpoint(budget=10**6)
     assert not sch.mod.training
     evaluating = sch.mod.layers[0]._slapo_wrappers
@@ -233,6 +229,28 @@ def test_tracked_random_states_are_left_alone(seeded: bool) -> None:
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     tracker.reset()
+
+
+class Drawing(nn.Module):
+    """Draws from generators that it holds in containers within containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.deep = (
+            nn.Linear(8, 8),
+            {"noise": [random.Random(0), (random.Random(1),)], "late": deque([random.Random(2)])},
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, (second,) = self.deep["noise"]
+        return self.fc(x) * (1 + first.random() + second.random() + self.deep["late"][0].random())
+
+
+def test_generators_that_containers_hold_are_left_alone_and_draw_the_same_again() -> None:
+    before = Drawing()
+    sch = create_schedule(copy.deepcopy(before), example_inputs=(X,))
+    sch.checkpoint(budget=10**6)
+    assert_equivalent(before, sch.mod, X)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 8), (8, 64, 8)], ids=str)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-import slapo_memory.plugin
 from slapo_core.schedule import create_schedule
-from slapo_core.testing import assert_equivalent, isolated_plugins
+from slapo_core.testing import assert_equivalent
 
-
-@pytest.fixture(autouse=True)
-def only_memory() -> Iterator[None]:
-    with isolated_plugins(slapo_memory.plugin):
-        yield
+pytestmark = pytest.mark.usefixtures("only_memory")
 
 
 def gpt2() -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-import slapo_memory.plugin
 from slapo_core.errors import ScheduleError
 from slapo_core.random import get_cuda_rng_tracker, set_random_seed
 from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, isolated_plugins
+from slapo_core.testing import assert_equivalent
 
-
-@pytest.fixture(autouse=True)
-def only_memory() -> Iterator[None]:
-    with isolated_plugins(slapo_memory.plugin):
-        yield
+pytestmark = pytest.mark.usefixtures("only_memory")
 
 
 class Tally:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-import slapo_memory.plugin
 from slapo_core.errors import ScheduleError
 from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, isolated_plugins
+from slapo_core.testing import assert_equivalent
 
-
-@pytest.fixture(autouse=True)
-def only_memory() -> Iterator[None]:
-    with isolated_plugins(slapo_memory.plugin):
-        yield
+pytestmark = pytest.mark.usefixtures("only_memory")
 
 
 class Attention(nn.Module):

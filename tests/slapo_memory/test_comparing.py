@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -13,19 +13,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import slapo_memory.plugin
 from slapo_core.errors import ScheduleError
 from slapo_core.schedule import create_schedule
-from slapo_core.testing import isolated_plugins
 from slapo_memory.recompute import checkpoint
 
+pytestmark = pytest.mark.usefixtures("only_memory")
+
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def only_memory() -> Iterator[None]:
-    with isolated_plugins(slapo_memory.plugin):
-        yield
 
 
 def noise(generator: Any) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,9 @@ import slapo_sharding.plugin
 from slapo_core.random import get_cuda_rng_tracker, set_random_seed
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
-from slapo_core.testing import isolated_plugins, run_distributed
+from slapo_core.testing import run_distributed
+
+pytestmark = pytest.mark.usefixtures("only_memory")
 
 PLUGINS = Registry([slapo_memory.plugin, slapo_sharding.plugin])
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -26,12 +27,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "budget": {"budget": 0.5},
 }
 options = pytest.mark.parametrize("options", OPTIONS.values(), ids=[*OPTIONS])
-
-
-@pytest.fixture(autouse=True)
-def only_memory() -> Iterator[None]:
-    with isolated_plugins(slapo_memory.plugin):
-        yield
 
 
 class Layer(nn.Module):

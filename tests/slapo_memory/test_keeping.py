@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import slapo_memory.plugin
 from slapo_core.schedule import create_schedule
-from slapo_core.testing import isolated_plugins
+
+pytestmark = pytest.mark.usefixtures("only_memory")
 
 ADDMM = torch.ops.aten.addmm.default
-
-
-@pytest.fixture(autouse=True)
-def only_memory() -> Iterator[None]:
-    with isolated_plugins(slapo_memory.plugin):
-        yield
 
 
 class Body(nn.Module):

@@ -23,7 +23,7 @@ from slapo_memory.offloading import _Copy
 
 
 @pytest.fixture(autouse=True)
-def only_memory() -> Iterator[None]:
+def only_memory_and_fusion() -> Iterator[None]:
     with isolated_plugins(slapo_memory.plugin, slapo_fusion.plugin):
         yield
 

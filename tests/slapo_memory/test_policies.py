@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-import slapo_memory.plugin
 from slapo_core.errors import ScheduleError
 from slapo_core.replay import load_schedule
 from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing import assert_equivalent, isolated_plugins
+from slapo_core.testing import assert_equivalent
 
-
-@pytest.fixture(autouse=True)
-def only_memory() -> Iterator[None]:
-    with isolated_plugins(slapo_memory.plugin):
-        yield
+pytestmark = pytest.mark.usefixtures("only_memory")
 
 
 class Block(nn.Module):

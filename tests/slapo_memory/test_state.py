@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-import slapo_memory.plugin
 from slapo_core.schedule import create_schedule
-from slapo_core.testing import isolated_plugins
 from slapo_memory.recompute import checkpoint
 
-
-@pytest.fixture(autouse=True)
-def only_memory() -> Iterator[None]:
-    with isolated_plugins(slapo_memory.plugin):
-        yield
+pytestmark = pytest.mark.usefixtures("only_memory")
 
 
 class Counter(nn.Module):

@@ -13,6 +13,7 @@ from slapo_core.schedule import Schedule
 from slapo_core.wrapping import wrap_forward
 
 from .budget import parse, plans
+from .lists import listed_in
 from .policies import contexts_of
 from .recompute import Checkpointed, is_checkpointed
 
@@ -98,12 +99,11 @@ class CheckpointPrimitive(Primitive):
 
 def _chosen(schedule: Schedule, ratio: float | None) -> list[Schedule]:
     """This module; of a list the share of its modules, spread evenly."""
-    mod = schedule.mod
-    if not isinstance(mod, (nn.ModuleList, nn.ModuleDict)) or type(mod).forward is not nn.Module.forward:
+    children = listed_in(schedule)
+    if children is None:
         if ratio is not None:
-            raise _error(schedule, f"a ratio is of a list of modules, and this is a {type(mod).__name__}")
+            raise _error(schedule, f"a ratio is of a list of modules, and this is a {type(schedule.mod).__name__}")
         return [schedule]
-    children = [*{id(child.mod): child for child in schedule.child.values()}.values()]  # one may be in a list twice
     if not children:
         raise _error(schedule, "the list is empty; there is nothing to checkpoint")
     if ratio is None:

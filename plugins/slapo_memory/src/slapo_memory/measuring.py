@@ -73,7 +73,7 @@ def measure(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) 
         example_inputs: A dict of keyword or a tuple of positional arguments of the model.
     """
     sandbox = Sandbox(root, example_inputs, fake=True)
-    held = HeldState(generators_in(root.modules()))
+    held = HeldState(each for module in root.modules() for each in generators_in(vars(module)))
     with held.again(), _tracked_random_states(), sandbox.open(grad=True):
         own = {storage_key(tensor) for tensor in [*root.parameters(), *root.buffers()]}
         for module in root.modules():

@@ -9,6 +9,7 @@ from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import forward_wrappers, wrap_forward
 
+from .lists import listed_in
 from .offloading import Offloaded
 
 MIN_BYTES = 2**20
@@ -40,11 +41,10 @@ class OffloadPrimitive(Primitive):
         """The modules."""
         if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
             raise _error(schedule, f"min_bytes is {min_bytes!r}; give a number of bytes, 0 to move everything")
-        mod = schedule.mod
-        is_list = isinstance(mod, (nn.ModuleList, nn.ModuleDict)) and type(mod).forward is nn.Module.forward
-        chosen = [*{id(child.mod): child for child in schedule.child.values()}.values()] if is_list else [schedule]
-        if not chosen:
+        listed = listed_in(schedule)
+        if listed == []:
             raise _error(schedule, "the list is empty; there is nothing to offload")
+        chosen = listed or [schedule]
         for each in chosen:
             _check_module(each)
         return chosen

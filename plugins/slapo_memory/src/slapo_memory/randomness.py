@@ -5,12 +5,12 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from slapo_core.random import rng_state, set_rng_state
 
@@ -45,11 +45,12 @@ class HeldState:
     """The state as of now of generators that somebody holds beside the default ones.
 
     Args:
-        generators: Of torch, of NumPy, or Python's ``random.Random``.
+        generators: Of torch, of NumPy, or Python's ``random.Random``; each once or more often.
     """
 
     def __init__(self, generators: Iterable[Any]) -> None:
-        self._start = [(generator, _read(generator)) for generator in generators]
+        once = {id(generator): generator for generator in generators}
+        self._start = [(generator, _read(generator)) for generator in once.values()]
 
     def keep_changed(self) -> None:
         """Forget those that drew nothing since."""
@@ -66,13 +67,15 @@ class HeldState:
             _write(now)
 
 
-def generators_in(modules: Iterable[nn.Module]) -> list[Any]:
-    """Those that attributes of modules hold, or containers that are attributes, each once."""
-    found: dict[int, Any] = {}
-    for value in [value for module in modules for value in vars(module).values()]:
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else (value,)
-        found.update({id(each): each for each in inside if is_generator(each)})
-    return [*found.values()]
+def generators_in(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """Those that a value is or, a container, holds at any depth."""
+    seen = set() if seen is None else seen
+    if is_generator(value):
+        yield value
+    elif isinstance(value, (dict, list, tuple, set, deque)) and id(value) not in seen:
+        seen.add(id(value))
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from generators_in(each, seen)
 
 
 def is_generator(value: Any) -> bool:

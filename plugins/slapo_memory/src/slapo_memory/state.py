@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ._torch_private import no_modes
-from .randomness import HeldState, is_generator
+from .randomness import HeldState, generators_in
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _TORCHS_OWN = frozenset(nn.Module().__dict__)
@@ -34,12 +34,12 @@ class StartState:
     def __init__(self, modules: Sequence[nn.Module], generators: Iterable[Any] = ()) -> None:
         self._places: dict[int, _Place] = {}
         self._tensors: dict[int, _TensorCopy] = {}
-        self._generators = {id(generator): generator for generator in generators}
+        self._generators = [*generators]
         with no_modes():
             for module in {below for top in modules for below in top.modules()}:
                 self._visit(module.__dict__, _TORCHS_OWN)
                 self._visit(module._buffers)
-        self._drawn = HeldState(self._generators.values())
+        self._drawn = HeldState(self._generators)
         self._modes = [(below, below.training) for top in modules for below in top.modules()]
 
     def keep_changed(self) -> None:
@@ -80,8 +80,7 @@ class StartState:
             elif isinstance(value, torch.Tensor) and not value.requires_grad and id(value) not in self._tensors:
                 self._tensors[id(value)] = _TensorCopy(value)
             else:
-                held = value if type(value) is tuple else (value,)
-                self._generators.update({id(each): each for each in held if is_generator(each)})
+                self._generators += generators_in(value)
 
 
 class _Place:

@@ -1,0 +1,17 @@
+"""What the tests of this package share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import slapo_memory.plugin
+from slapo_core.testing import isolated_plugins
+
+
+@pytest.fixture
+def only_memory() -> Iterator[None]:
+    """No plugin but this one."""
+    with isolated_plugins(slapo_memory.plugin):
+        yield
