@@ -35,7 +35,8 @@ def replace_subgraph(schedule: Schedule, nodes: Sequence[Any], new: Any, name: s
     """Put one call in the place of ``nodes``.
 
     It gets the subgraph's inputs by position: of a ``Match`` in the order of the pattern's arguments, else in the order of
-    first use. Parameters that the inputs leave over keep their defaults. Submodules that no other node uses are dropped.
+    first use. Parameters that the inputs leave over keep their defaults. Submodules that no other node uses are dropped. The
+    new module is in the traced one's mode.
 
     Args:
         schedule: Its ``root_module`` holds the traced module; its ``touch`` and ``on_undo`` get what undoes the edit.
@@ -57,6 +58,9 @@ def replace_subgraph(schedule: Schedule, nodes: Sequence[Any], new: Any, name: s
     label = name or (type(new).__name__ if isinstance(new, nn.Module) else new.__name__.strip("<>")).lower()
     op, target = "call_function", new
     if isinstance(new, nn.Module):
+        for module in new.modules() if new.training != gm.training else ():
+            schedule.touch(module)
+            module.training = gm.training
         op, target = "call_module", _add_module(schedule, gm.get_submodule(part.prefix()), part.prefix(), label, new)
 
     def insert(op: str, target: Any, args: tuple[Any, ...], name: str | None, like: fx.Node) -> fx.Node:
@@ -92,9 +96,7 @@ def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule
     path = next(iter(where))
     module = paths.find(schedule.root_module, path)
     if len(where) > 1 or not isinstance(module, fx.GraphModule):
-        raise ScheduleError(
-            f"no traced module holds all nodes of the subgraph; they are in {sorted(where)}", path=schedule.path
-        )
+        raise ScheduleError(f"no traced module holds all nodes of the subgraph, but {sorted(where)}", path=schedule.path)
     return module
 
 

@@ -36,6 +36,8 @@ class TraceUntilPrimitive(Primitive):
     def check(schedule: Schedule, paths: str | list[str], **kwargs: Any) -> None:
         """Refuse what can be seen without running the model."""
         _named(schedule, paths)
+        if unknown := kwargs.keys() - {"tracer", "example_inputs", "concrete_args"}:
+            raise ScheduleError(f"takes no {min(unknown)!r}; see its help", path=schedule.path, primitive="trace_until")
         TracePrimitive.check(schedule, **kwargs)
 
     @staticmethod
@@ -45,13 +47,12 @@ class TraceUntilPrimitive(Primitive):
         parents = {".".join(path.split(".")[:depth]) for path in named for depth in range(path.count(".") + 1)}
         leaves = [path for path, _ in schedule.mod.named_modules() if path and path not in parents]
         leaves += [path for path in named if path in parents]
-        tracer = kwargs.get("tracer", "value")
         traced = trace_in_place(schedule, kwargs.pop("example_inputs", None), flatten=True, leaf_modules=leaves, **kwargs)
         called = {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
         missing = [
             path for path in named if path not in called and named[path] not in [traced.get_submodule(name) for name in called]
         ]
-        if missing and tracer != "export":
+        if missing and kwargs.get("tracer") != "export":
             raise TraceError(f"the forward does not call {missing[0]!r} on the example inputs; trace until another module")
         install(schedule, traced)
 
@@ -61,8 +62,6 @@ def _named(schedule: Schedule, paths: str | list[str]) -> dict[str, nn.Module]:
     for pattern in [paths] if isinstance(paths, str) else paths:
         matches = dict(module_paths.select(schedule.mod, pattern))
         if not matches:
-            raise ScheduleError(
-                f"no module at {pattern!r}; give paths or globs below this module", path=schedule.path, primitive="trace_until"
-            )
+            raise ScheduleError(f"no module at {pattern!r}; give one below", path=schedule.path, primitive="trace_until")
         found.update(matches)
     return found

@@ -1,0 +1,193 @@
+"""One example of a primitive, made real: fresh models, their schedules, and what they compute."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import PluginError, ScheduleError, SlapoError
+from ...parameters import facts
+from ...primitive import Primitive
+from ...random import rng_state, set_rng_state
+from ...registry import Registry, default_registry
+from ...schedule import Schedule, create_schedule
+from ..equivalence import Run, Tolerance, differences, run_model
+from .examples import Example, Refused
+from .snapshot import Snapshot, first_of
+
+LEFT = " as left in the buffer "
+"""How buffers are told from outputs."""
+
+
+class ConformanceError(AssertionError):
+    """What a primitive or dialect does not keep of its contract, one sentence for each check that failed."""
+
+
+def registry_of(plugins: Any) -> Registry:
+    """Of core and the named modules alone; of the installed plugins where none are named."""
+    return Registry([importlib.import_module(name) for name in plugins]) if plugins else default_registry()
+
+
+@dataclass
+class Case:
+    """An example of a primitive, in this process.
+
+    Args:
+        name: The primitive.
+        example: The example.
+        training: Whether models are as the example makes them, or in evaluation.
+    """
+
+    name: str
+    example: Example
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        self.registry = registry_of(self.example.plugins)
+
+    @property
+    def primitive(self) -> type[Primitive]:
+        """Its class."""
+        return self.registry.primitive(self.name)
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """What ``training`` is to be for comparisons, one after the other."""
+        return (False,) if self.example.numerics == "distribution" else (False, True)
+
+    def model(self) -> nn.Module:
+        """A fresh one, of the same numbers each time."""
+        torch.manual_seed(0)
+        made = self.example.model()
+        return made if self.training else made.eval()
+
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments."""
+        given = self._inputs()
+        return ((), dict(given)) if isinstance(given, dict) else (tuple(given), {})
+
+    def _inputs(self) -> Any:
+        if not callable(self.example.inputs):
+            return self.example.inputs
+        state = rng_state()
+        torch.manual_seed(1)
+        made = self.example.inputs()
+        set_rng_state(state)
+        return made
+
+    def begin(self, model: nn.Module | None = None, *, plain: bool = False) -> Schedule:
+        """The top schedule, with the steps that come before.
+
+        Args:
+            model: Another one than a fresh one.
+            plain: Without these steps.
+        """
+        model = self.model() if model is None else model
+        schedule = create_schedule(model, example_inputs=self._inputs(), plugins=self.registry)
+        if self.example.before is not None and not plain:
+            self.example.before(schedule)
+        return schedule
+
+    def step(self, schedule: Schedule) -> None:
+        """The call of the primitive."""
+        torch.manual_seed(2)
+        args = self.example.args
+        positional = args(schedule) if callable(args) else args
+        self.at(schedule).apply(self.name, *positional, **self.example.kwargs)
+
+    def at(self, schedule: Schedule, refused: Refused | None = None) -> Schedule:
+        """The handle it is called on."""
+        path = self.example.path if refused is None or refused.path is None else refused.path
+        return schedule[path] if path else schedule
+
+    def finish(self, schedule: Schedule) -> Schedule:
+        """The steps that come after."""
+        if self.example.after is not None:
+            self.example.after(schedule)
+        return schedule
+
+    def scheduled(self) -> Schedule:
+        """A fresh model with all steps."""
+        schedule = self.begin()
+        self.step(schedule)
+        return self.finish(schedule)
+
+    def run(self, model: nn.Module) -> Run:
+        """Outputs and gradients, and what it leaves in its buffers."""
+        args, kwargs = self.inputs()
+        run = run_model(model, args, kwargs)
+        buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if facts(tensor).spec is None}
+        run.outputs = [*run.outputs, *((f"{LEFT}{name!r}", tensor) for name, tensor in buffers.items())]
+        return run
+
+    def compare(
+        self, expected: nn.Module, actual: nn.Module, what: str, keep: Callable[[Run, Run], None] | None = None
+    ) -> None:
+        """Both models compute the same, from the same random state.
+
+        Args:
+            expected: A model.
+            actual: Another one.
+            what: The beginning of the sentence.
+            keep: Drops what is not to be compared.
+
+        Raises:
+            ConformanceError: they do not.
+        """
+        state = rng_state()
+        wanted = self.run(expected)
+        set_rng_state(state)
+        found = self.run(actual)
+        _common_buffers(wanted, found)
+        if keep is not None:
+            keep(wanted, found)
+        for difference in differences(wanted, found, Tolerance(self.example.atol, self.example.rtol)):
+            mode = "training" if self.training else "evaluation"
+            raise ConformanceError(f"{what}, in {mode}: {difference.message}")
+
+    @contextmanager
+    def unchanged(self, schedule: Schedule, what: str) -> Any:
+        """The model is to the bit what it was when the block is left."""
+        before = Snapshot(schedule)
+        yield
+        if found := before.differences(Snapshot(schedule)):
+            raise ConformanceError(f"{what}, {first_of(found)}")
+
+    def takes(self, schedule: Schedule, what: str, action: Callable[[], Any]) -> bool:
+        """Whether an action happens; it may refuse, in one sentence, and leaves the model as it was then."""
+        before = Snapshot(schedule)
+        try:
+            action()
+        except SlapoError as error:
+            check_sentence(error, what)
+            if found := before.differences(Snapshot(schedule)):
+                raise ConformanceError(f"{what} is refused, but {first_of(found)}") from error
+            return False
+        except Exception as error:
+            raise ConformanceError(f"{what} raises {type(error).__name__}, not a ScheduleError: {error}") from error
+        return True
+
+
+def _common_buffers(expected: Run, actual: Run) -> None:
+    """A primitive may bring or drop buffers; those of both are compared."""
+    names = [{path for path, _ in run.outputs} for run in (expected, actual)]
+    for run in (expected, actual):
+        run.outputs = [(path, leaf) for path, leaf in run.outputs if not path.startswith(LEFT) or path in names[0] & names[1]]
+
+
+def check_sentence(error: BaseException, what: str, primitive: str = "") -> None:
+    """What is raised on purpose is one sentence that says where."""
+    text = str(error)
+    if isinstance(error, PluginError) or not isinstance(error, SlapoError):
+        raise ConformanceError(f"{what} raises {type(error).__name__}, not a ScheduleError: {text}") from error
+    if "\n" in text.strip() or not text.strip():
+        raise ConformanceError(f"{what} is refused by {len(text.splitlines())} lines, not by one sentence: {text!r}") from error
+    if primitive and isinstance(error, ScheduleError) and not text.startswith(f"{primitive}("):
+        wanted = f"{primitive}(<path>): <what is wrong>; <what would work>"
+        raise ConformanceError(f"{what} is refused by {text!r}, which does not read {wanted!r}") from error
