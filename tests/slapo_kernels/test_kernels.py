@@ -136,6 +136,26 @@ def test_a_query_that_may_look_at_nothing_gets_zeros() -> None:
         assert out[0].abs().min() > 0
 
 
+@pytest.mark.parametrize("hidden", [-math.inf, torch.finfo(torch.float32).min, -1e4])
+@pytest.mark.parametrize("choice", ["eager", "native"])
+def test_gradients_of_a_query_from_which_a_mask_hides_all(choice: str, hidden: float) -> None:
+    """As of a softmax written out, whose scores are lost in what is added; of zeros where that is infinite."""
+
+    def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5 + added).masked_fill(gone, 0.0)
+        return scores.softmax(-1).masked_fill(gone, 0.0) @ v
+
+    (*inputs, mask), _ = CALLS["attention"][-1]
+    added = torch.zeros(mask.shape).masked_fill(~mask, hidden)
+    gone = (added == -math.inf).all(-1, keepdim=True)
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    found, expected = run("attention", *leaves, added, choice=choice), written_out(*leaves)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    for ours, theirs in zip(*(torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
 def test_a_mask_and_causality_are_refused_together() -> None:
     (q, k, v, mask), _ = CALLS["attention"][-1]
     with pytest.raises(ValueError, match="takes a mask or is_causal, not both"):

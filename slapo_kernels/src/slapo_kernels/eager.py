@@ -63,9 +63,12 @@ def attention(
     scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    hidden = None if mask is None else (scores == -math.inf).all(-1, keepdim=True)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, 0.0)  # as gradients of a softmax of infinities are NaN
     weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    if mask is not None:
-        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    if hidden is not None:
+        weights = weights.masked_fill(hidden, 0.0)
     return F.dropout(weights.to(q.dtype), dropout_p) @ v
 
 

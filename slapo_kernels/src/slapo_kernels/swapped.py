@@ -296,7 +296,7 @@ class KernelCall(nn.Module):
     def forward(self, *args: Any) -> Any:
         """What the kernel computes of the inputs in its order."""
         if self.kernel == "attention" and len(args) > 3:
-            mask = ~args[3] if self.masks_out else sum(args[3:])
+            mask = ~args[3] if self.masks_out else sum(args[4:], args[3])
             args = (*args[:3], mask if mask.dim() > 1 else mask.view(1, -1))
         return run(self.kernel, *args, choice=self.choice, **self.options)
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from slapo_core.errors import ScheduleError
 
+from ..unseen import keep, plain
+
 NAMES = {"native": "sdpa", "flash": "flash_attention_2", "flex": "flex_attention", "eager": "eager"}
 """Implementation to what Transformers calls it."""
 _SUPPORT = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn", "flex_attention": "_supports_flex_attn"}
@@ -42,7 +44,7 @@ def refusal(model: Any, name: str) -> str | None:
 
 def current(model: Any) -> set[str]:
     """How the model and those inside it attend now."""
-    return {str(config._attn_implementation) for config in configs(model)}
+    return {plain(str(config._attn_implementation)) for config in configs(model)}
 
 
 def tell(model: Any, names: Sequence[str]) -> Callable[[], None]:
@@ -55,6 +57,7 @@ def tell(model: Any, names: Sequence[str]) -> Callable[[], None]:
     for name in names:
         try:
             model.set_attn_implementation(name)
+            keep(model, before)
             return partial(_put_back, before)
         except (ImportError, ValueError) as err:
             _put_back(before)
