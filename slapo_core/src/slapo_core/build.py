@@ -69,9 +69,11 @@ def build(
     ranks = (root.mesh, sch.group if root.mesh is None else root.group)
     compare(_written(sch), *ranks)
     try:
-        dialect, program = _prepare(sch, target, common, config)
+        dialect, program, fillers = _prepare(sch, target, common, config)
         device = program.mesh.device_type if program.mesh is not None else "cpu"
         held = [stage.module for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
+        for fill in fillers:
+            fill(program, held, device)
         materialize(program.module, held, param_init_fn=param_init_fn, seed=seed, device=device)
     except Exception as err:
         error = err
@@ -79,8 +81,7 @@ def build(
     compare(_planned(target, common, program), *ranks)
     engine: Engine = PlainEngine(program.module) if dialect is None else dialect.build(program, **common, **config)
     root.journal.seal()
-    root.program, root.target = program, target
-    error = None
+    root.program, root.target, error = program, target, None
     try:
         root.registry.hook.slapo_after_build(engine=engine)
     except Exception as err:
@@ -106,21 +107,21 @@ def _planned(target: str | None, common: dict[str, Any], program: Program) -> li
 
 def _prepare(
     sch: Schedule, target: str | None, common: dict[str, Any], config: dict[str, Any]
-) -> tuple[type[Dialect] | None, Program]:
-    """The dialect and the program, or an error; nothing is built and nothing communicated."""
+) -> tuple[type[Dialect] | None, Program, list[Callable[..., None]]]:
+    """The dialect, the program and what gives it values, or an error; nothing is built and nothing communicated."""
     hook = sch._root.registry.hook
     if sch._root.target is not None:
         raise BuildError(f"the schedule was built for {sch._root.target!r} already; start a new schedule to build again")
     dialect = sch._root.registry.dialect(target) if target is not None else None
     if dialect is None and (unused := [key for key, value in common.items() if value != _DEFAULTS[key]]):
         raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
-    hook.slapo_before_build(schedule=sch, target=target, config=config)
+    fillers: list[Callable[..., None]] = hook.slapo_before_build(schedule=sch, target=target, config=config)
     if dialect is None and config:
         raise BuildError(f"target=None has no use for {', '.join(config)}")
     program = build_program(sch)
     if dialect is not None:
         program = dialect.check(program, **common, **config) or program
-    return dialect, program
+    return dialect, program, fillers
 
 
 def build_program(sch: Schedule) -> Program:
@@ -160,6 +161,4 @@ def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False, plugin
         UnknownNameError: no such dialect, or, without ``allow_none``, no such class.
     """
     dialect: type[Dialect] = (plugins or default_registry()).dialect(target)
-    if allow_none and cls_type not in dialect.classes:
-        return None
-    return dialect.get(cls_type)
+    return None if allow_none and cls_type not in dialect.classes else dialect.get(cls_type)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -88,8 +88,11 @@ def slapo_partition(schedule: Schedule) -> Program | None:
 
 
 @hookspec
-def slapo_before_build(schedule: Schedule, target: str | None, config: dict[str, Any]) -> None:
+def slapo_before_build(schedule: Schedule, target: str | None, config: dict[str, Any]) -> Callable[..., None] | None:
     """Called before a program is made; raise ``BuildError`` to refuse.
+
+    A function that it returns is called with the program, the list of modules that this rank runs of it, and a device, as
+    soon as nothing refuses any more. It may give values to meta parameters, before the rest is initialised, and sends nothing.
 
     Example:
         >>> @hookimpl

@@ -1,0 +1,180 @@
+"""Tensors that are put together of boxes of others, before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from .files import WeightFiles
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a tensor in a file, and where it lies in the tensor that is made.
+
+    Args:
+        name: Of the tensor in the file.
+        starts: Where the box begins in it, by its dimensions.
+        at: Where it begins in the tensor that is made, by that one's dimensions.
+        sizes: Its shape there.
+        dims: The dimension of the file's tensor that each one there is; None where there is none, and the size is 1.
+    """
+
+    name: str
+    starts: tuple[int, ...]
+    at: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+    def moved(self, dim: int, by: int) -> Box:
+        """The box further on."""
+        return replace(self, at=(*self.at[:dim], self.at[dim] + by, *self.at[dim + 1 :]))
+
+    def clipped(self, dim: int, start: int, stop: int) -> Box | None:
+        """What of it lies in a range, of a tensor that begins there."""
+        low, high = max(start, self.at[dim]), min(stop, self.at[dim] + self.sizes[dim])
+        if low >= high:
+            return None
+        starts, of = list(self.starts), self.dims[dim]
+        if of is not None:
+            starts[of] += low - self.at[dim]
+        sizes = (*self.sizes[:dim], high - low, *self.sizes[dim + 1 :])
+        return replace(self, starts=tuple(starts), sizes=sizes).moved(dim, low - start - self.at[dim])
+
+    def read(self, files: WeightFiles, out: torch.Tensor) -> None:
+        """Write its values into its place of the tensor that is made."""
+        place = out
+        for dim, (start, size) in enumerate(zip(self.at, self.sizes, strict=True)):
+            place = place.narrow(dim, start, size)
+        held = [dim for dim in self.dims if dim is not None]
+        sizes = [1] * len(self.starts)
+        for of, size in zip(self.dims, self.sizes, strict=True):
+            if of is not None:
+                sizes[of] = size
+        is_direct = held == sorted(held) and place.is_contiguous() and place.device.type == "cpu"
+        if is_direct and place.dtype is files.entries[self.name].dtype:
+            files.read(self.name, self.starts, sizes, place.view(sizes))
+            return
+        value = files.read(self.name, self.starts, sizes)
+        order = [dim for dim in range(len(sizes)) if dim not in held] + held
+        place.copy_(value.permute(order).reshape(self.sizes))
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor made of boxes, which do not overlap; zeros where none is.
+
+    Args:
+        shape: Of the tensor.
+        dtype: Of the file.
+        boxes: What it consists of.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+    @classmethod
+    def of(cls, files: WeightFiles, name: str) -> View:
+        """A whole tensor of the files."""
+        entry = files.entries[name]
+        zeros = (0,) * len(entry.shape)
+        return cls(entry.shape, entry.dtype, (Box(name, zeros, zeros, entry.shape, tuple(range(len(zeros)))),))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors in the files."""
+        return tuple(dict.fromkeys(box.name for box in self.boxes))
+
+    def narrow(self, dim: int, start: int, stop: int) -> View:
+        """A range along a dimension."""
+        boxes = tuple(part for box in self.boxes if (part := box.clipped(dim, start, stop)) is not None)
+        return replace(self, shape=(*self.shape[:dim], stop - start, *self.shape[dim + 1 :]), boxes=boxes)
+
+    def local(self, dim: int, ranges: Sequence[tuple[int, int]]) -> View:
+        """Ranges along a dimension, one behind the other."""
+        return concatenated([self.narrow(dim, start, stop) for start, stop in ranges], dim)
+
+    def transposed(self, first: int, second: int) -> View:
+        """Two dimensions swapped."""
+        order = list(range(len(self.shape)))
+        order[first], order[second] = order[second], order[first]
+        return self._ordered(order)
+
+    def unsqueezed(self, dim: int) -> View:
+        """With a dimension of size 1."""
+        dim %= len(self.shape) + 1
+        boxes = tuple(
+            replace(
+                box, at=_with(box.at, dim, 0), sizes=_with(box.sizes, dim, 1), dims=(*box.dims[:dim], None, *box.dims[dim:])
+            )
+            for box in self.boxes
+        )
+        return replace(self, shape=_with(self.shape, dim, 1), boxes=boxes)
+
+    def squeezed(self, dim: int) -> View:
+        """Without a dimension of size 1."""
+        dim %= len(self.shape)
+        boxes = tuple(
+            replace(box, at=_without(box.at, dim), sizes=_without(box.sizes, dim), dims=(*box.dims[:dim], *box.dims[dim + 1 :]))
+            for box in self.boxes
+        )
+        return replace(self, shape=_without(self.shape, dim), boxes=boxes)
+
+    def padded(self, rows: int) -> View:
+        """With as many rows, zeros behind its own."""
+        return replace(self, shape=(rows, *self.shape[1:]))
+
+    def read(self, files: WeightFiles, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor, on the CPU; no byte beside its own is read."""
+        covered = sum(torch.Size(box.sizes).numel() for box in self.boxes) == torch.Size(self.shape).numel()
+        out = (torch.empty if covered else torch.zeros)(self.shape, dtype=dtype)
+        for box in self.boxes:
+            box.read(files, out)
+        return out
+
+    def _ordered(self, order: Sequence[int]) -> View:
+        def of(values: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(values[dim] for dim in order)
+
+        boxes = tuple(
+            replace(box, at=of(box.at), sizes=of(box.sizes), dims=tuple(box.dims[dim] for dim in order)) for box in self.boxes
+        )
+        return replace(self, shape=of(self.shape), boxes=boxes)
+
+
+def concatenated(views: Sequence[View], dim: int) -> View:
+    """Tensors one behind the other.
+
+    Raises:
+        ValueError: they differ in dtype, or in another dimension.
+    """
+    first = views[0]
+    dim %= len(first.shape)
+    if any(each.dtype is not first.dtype or _without(each.shape, dim) != _without(first.shape, dim) for each in views):
+        told = ", ".join(sorted({f"{each.dtype} {list(each.shape)}" for each in views}))
+        raise ValueError(f"tensors of {told} do not go together")
+    stops = [*accumulate(each.shape[dim] for each in views)]
+    boxes = tuple(_moved(views, stops, dim))
+    return replace(first, shape=(*first.shape[:dim], stops[-1], *first.shape[dim + 1 :]), boxes=boxes)
+
+
+def stacked(views: Sequence[View], dim: int) -> View:
+    """Tensors along a new dimension."""
+    return concatenated([each.unsqueezed(dim) for each in views], dim % (len(views[0].shape) + 1))
+
+
+def _moved(views: Sequence[View], stops: Sequence[int], dim: int) -> Iterator[Box]:
+    for each, stop in zip(views, stops, strict=True):
+        yield from (box.moved(dim, stop - each.shape[dim]) for box in each.boxes)
+
+
+def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at:])
+
+
+def _without(values: tuple[int, ...], at: int) -> tuple[int, ...]:
+    return (*values[:at], *values[at + 1 :])

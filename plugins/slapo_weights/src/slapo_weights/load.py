@@ -1,0 +1,228 @@
+"""Parameters on the meta device get their values from files, each rank reading what it holds and no byte more."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import BuildError
+from slapo_core.parameters import facts, shard_spec, successor
+from slapo_core.program import Program
+
+from .boxes import View
+from .files import WeightFiles
+from .made_of import parts_of, view_of
+from .names import Known, known, may_be_missing
+from .unmodified import Unmodified
+
+_LISTED = 20
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights for a model that was made under ``init_empty_weights``: ``build(sch, target, weights=Weights(...))``.
+
+    Where nothing but the place is to be said, ``weights="folder"`` does.
+
+    Args:
+        source: A safetensors file, an index of several (``.json``), or a folder with either, as ``save_pretrained`` writes it.
+        cast: Whether floating-point values become the model's dtype; without it another one is an error.
+        missing: Patterns, as of ``fnmatch``, of names that the files may lack. They are initialised, as without weights.
+        unexpected: Patterns of names that the model may lack. They are left out.
+    """
+
+    source: str | os.PathLike[str]
+    cast: bool = False
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def filler(weights: Weights | str | os.PathLike[str]) -> Callable[[Program, list[nn.Module], str], int]:
+    """What ``build`` calls when nothing refuses any more.
+
+    Raises:
+        BuildError: ``weights`` are neither a place nor ``Weights``.
+    """
+    if not isinstance(weights, Weights | str | os.PathLike):
+        raise BuildError(f"weights is a {type(weights).__name__}; give a file, a folder or slapo_weights.Weights")
+    wanted = weights if isinstance(weights, Weights) else Weights(weights)
+    return lambda program, parts, device: fill(program.module, parts, wanted, device)
+
+
+def fill(root: nn.Module, parts: Iterable[nn.Module], weights: Weights, device: str = "cpu") -> int:
+    """Give the meta parameters of ``parts``, and the buffers that go with them, this rank's parts of what the files hold.
+
+    Every rank compares the whole model with the files, so that all fail alike.
+
+    Returns:
+        How many bytes of tensors were read.
+
+    Raises:
+        BuildError: all that is missing, unexpected, or of another shape or dtype; nothing has changed.
+    """
+    held = [*parts]
+    unmodified = _unmodified(root)
+    files = WeightFiles(weights.source)
+    plan = Plan(root, files, known(files, unmodified), unmodified, weights)
+    plan.check()
+    new: dict[int, torch.Tensor] = {}
+    untied = []
+    for tensor in _tensors(held):
+        if not (views := plan.views.get(plan.key(tensor), [])):
+            continue
+        value, *copies = (_local(view, tensor).read(files, tensor.dtype) for view in views)
+        if any(not torch.equal(value, copy) for copy in copies):
+            untied.append(" = ".join(facts(tensor).names))
+        new[id(tensor)] = successor(tensor, value.to(device))
+    if untied:
+        raise BuildError(f"the weights in {files.source} have several values for one tensor: {', '.join(untied)}")
+    new |= {id(real): successor(real, real.to(device)) for real in _tensors(held) if id(real) not in new and _stays(real)}
+    for table in _tables([root, *held]):
+        table.update({name: new[id(tensor)] for name, tensor in table.items() if id(tensor) in new})
+    return files.bytes_read
+
+
+class Plan:
+    """What each tensor of the model is made of.
+
+    Args:
+        root: The whole scheduled model.
+        files: The files.
+        found: What they hold, in the model's names.
+        unmodified: The model before any step; None where it is none of Transformers'.
+        weights: What was asked for.
+
+    Attributes:
+        views: First name of a tensor to what it is whole: of each of its names in the files.
+    """
+
+    def __init__(
+        self, root: nn.Module, files: WeightFiles, found: Known, unmodified: Unmodified | None, weights: Weights
+    ) -> None:
+        self._files, self._found, self._weights = files, found, weights
+        self._paths: dict[int, str] = {}
+        self._problems: dict[str, list[str]] = defaultdict(list)
+        shapes = unmodified.shapes() if unmodified is not None else {}
+        self._vocabulary = {name: shapes[name] for name in (unmodified.vocabulary() if unmodified is not None else ())}
+        self._optional = may_be_missing(unmodified)
+        self.views: dict[str, list[View]] = {}
+        used: set[str] = set(found.left_out)
+        for path, tensor, is_open in _places(root):
+            self._paths.setdefault(id(tensor), path)
+            used |= set(facts(tensor).names)
+            if (made := parts_of(tensor)) is not None:
+                used |= {name for name, _ in made.parts}
+            if is_open:
+                self._add(tensor)
+        if not any(tensor.is_meta for tensor in root.parameters()):
+            raise BuildError("weights were given, and the model has values; make it inside of slapo.init_empty_weights()")
+        self._problems["unexpected"] = sorted(
+            name for name in found.views if name not in used and not _matches(name, weights.unexpected)
+        )
+
+    def key(self, tensor: torch.Tensor) -> str:
+        """The tensor's first name in the unmodified model; of one that a step brought in, its path."""
+        return (facts(tensor).names or (self._paths.get(id(tensor), ""),))[0]
+
+    def check(self) -> None:
+        """Raise ``BuildError`` with all that is wrong."""
+        unread = {"that cannot be read in parts": [*self._found.unread]}
+        kinds = [_listed(kind, told) for kind, told in {**unread, **self._problems}.items() if told]
+        if kinds:
+            raise BuildError(f"the weights in {self._files.source} are not this model's; {'; '.join(kinds)}")
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        key = self.key(tensor)
+        if key in self.views:
+            return
+        if (made := parts_of(tensor)) is not None and not facts(tensor).names:
+            if missing := [name for name, _ in made.parts if name not in self._found.views]:
+                self._problems["missing"] += dict.fromkeys(missing)
+                return
+            try:
+                views = [view_of(made, self._found.views)]
+            except ValueError as err:
+                self._problems["mis-shaped"].append(f"{key} of {', '.join(dict.fromkeys(n for n, _ in made.parts))}: {err}")
+                return
+        else:
+            views = [self._found.views[name] for name in facts(tensor).names if name in self._found.views]
+        if views:
+            self.views[key] = [view for view in (self._fitting(key, tensor, view) for view in views) if view is not None]
+        elif not (_matches(key, self._weights.missing) or (self._optional is not None and self._optional.search(key))):
+            kind = "missing" if facts(tensor).names else "brought in by a step that does not say what of (made_of)"
+            self._problems[kind].append(key)
+
+    def _fitting(self, key: str, tensor: torch.Tensor, view: View) -> View | None:
+        spec, names = shard_spec(tensor), ", ".join(view.names)
+        shape = spec.full_shape if spec is not None else tuple(tensor.shape)
+        both = view.dtype.is_floating_point and tensor.dtype.is_floating_point
+        if view.dtype is not tensor.dtype and not (both and self._weights.cast):
+            hint = ", unless cast=True" if both else ""
+            self._problems["mis-typed"].append(f"{names} is {view.dtype} for {tensor.dtype} of {key}{hint}")
+            return None
+        if view.shape == self._vocabulary.get(key) and view.shape[0] < shape[0]:
+            view = view.padded(shape[0])
+        if view.shape != shape:
+            self._problems["mis-shaped"].append(f"{names} is {list(view.shape)} for {list(shape)} of {key}")
+            return None
+        return view
+
+
+def _unmodified(root: nn.Module) -> Unmodified | None:
+    try:
+        return Unmodified.of(root)
+    except BuildError as err:
+        raise BuildError(str(err).replace("export_weights: ", "weights: ", 1)) from err
+
+
+def _local(view: View, tensor: torch.Tensor) -> View:
+    spec = shard_spec(tensor)
+    return view.local(spec.dim, spec.ranges()) if spec is not None else view
+
+
+def _listed(kind: str, told: list[str]) -> str:
+    more = f" and {len(told) - _LISTED} more" if len(told) > _LISTED else ""
+    return f"{len(told)} {kind}: {', '.join(told[:_LISTED])}{more}"
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _places(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Path of each tensor that is part of the model's state, the tensor, and whether it is to be read.
+
+    What has values keeps them. ``init_empty_weights`` gives the buffers of a model some, which count as none.
+    """
+    for path, module in root.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter, parameter.is_meta
+        is_empty = all(parameter is None or parameter.is_meta for parameter in module._parameters.values())
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer, buffer.is_meta or (is_empty and bool(facts(buffer).names))
+
+
+def _stays(tensor: torch.Tensor) -> bool:
+    """Whether it is a buffer with values, which goes where the parameters go."""
+    return not tensor.is_meta and not isinstance(tensor, nn.Parameter)
+
+
+def _tables(trees: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    modules = {id(module): module for tree in trees for module in tree.modules()}
+    return [table for module in modules.values() for table in (module._parameters, module._buffers)]
+
+
+def _tensors(trees: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Each once."""
+    held = (tensor for table in _tables(trees) for tensor in table.values() if tensor is not None)
+    return [*{id(tensor): tensor for tensor in held}.values()]

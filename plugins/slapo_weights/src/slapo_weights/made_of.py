@@ -1,0 +1,74 @@
+"""What a parameter that a step brought in is made of: the name map by which weights find it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from slapo_core.errors import ScheduleError
+from slapo_core.parameters import facts
+
+from .boxes import View, concatenated
+
+_ATTRIBUTE = "slapo_made_of"
+
+
+class MadeOf(NamedTuple):
+    """How a tensor is put together.
+
+    Args:
+        dim: Its parts lie one behind the other along this dimension.
+        parts: Of each the name in the unmodified model, and the range of it along ``dim``; None is all of it.
+    """
+
+    dim: int
+    parts: tuple[tuple[str, tuple[int, int] | None], ...]
+
+
+def made_of(
+    parameter: torch.Tensor, parts: Iterable[torch.Tensor | tuple[torch.Tensor, int, int]], dim: int = 0
+) -> torch.Tensor:
+    """Declare that a new parameter consists of some of the unmodified model's, or ranges of them.
+
+    A primitive calls it for what it puts in, so that weights are loaded into it. It stays with the parameter when that is
+    sharded, replaced or copied.
+
+    Args:
+        parameter: The new one, whole.
+        parts: The old ones in order, each with ``start, stop`` along ``dim`` where not all of it is meant.
+        dim: Along which they lie one behind the other.
+
+    Returns:
+        ``parameter``.
+
+    Raises:
+        ScheduleError: a part is itself of no name in the unmodified model, or they do not add up.
+    """
+    held, size = [], 0
+    for part in parts:
+        tensor, start, stop = part if isinstance(part, tuple) else (part, 0, part.shape[dim])
+        if not (names := facts(tensor).names):
+            raise ScheduleError("a part has no name in the unmodified model; give parameters of the scheduled one")
+        held.append((names[0], (start, stop)))
+        size += stop - start
+    if size != parameter.shape[dim]:
+        raise ScheduleError(f"parts of {size} along dimension {dim} do not make up a parameter of {parameter.shape[dim]}")
+    setattr(parameter, _ATTRIBUTE, MadeOf(dim, tuple(held)))
+    return parameter
+
+
+def parts_of(tensor: torch.Tensor) -> MadeOf | None:
+    """What was declared of it."""
+    return getattr(tensor, _ATTRIBUTE, None)
+
+
+def view_of(made: MadeOf, views: Mapping[str, View]) -> View:
+    """What it is, of what files hold.
+
+    Raises:
+        ValueError: the parts do not go together.
+    """
+    parts = [views[name] if span is None else views[name].narrow(made.dim, *span) for name, span in made.parts]
+    return concatenated(parts, made.dim)

@@ -1,0 +1,87 @@
+"""Conversions of others' on tensors that are not read yet: they call torch, and what they may call is done to boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .boxes import View, concatenated, stacked
+
+
+class NotRead:
+    """A tensor of files that has not been read, to those who take it for a tensor.
+
+    Args:
+        view: What it is made of.
+    """
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        done = _DONE.get(func)
+        if done is None:
+            raise NotImplementedError(f"{getattr(func, '__name__', func)}, which needs the whole tensor")
+        return done(*args, **(kwargs or {}))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor."""
+        return torch.Size(self.view.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In the file."""
+        return self.view.dtype
+
+    def size(self, dim: int) -> int:
+        """Along a dimension."""
+        return self.view.shape[dim]
+
+    def contiguous(self) -> NotRead:
+        """It is once it is read."""
+        return self
+
+    def squeeze(self, dim: int) -> NotRead:
+        """Without the dimension, where its size is 1."""
+        return NotRead(self.view.squeezed(dim)) if self.view.shape[dim] == 1 else self
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(f"{name}, which needs the whole tensor")
+
+
+def _cat(tensors: Sequence[NotRead], dim: int = 0) -> NotRead:
+    return NotRead(concatenated([each.view for each in tensors], dim))
+
+
+def _stack(tensors: Sequence[NotRead], dim: int = 0) -> NotRead:
+    return NotRead(stacked([each.view for each in tensors], dim))
+
+
+def _transpose(tensor: NotRead, dim0: int, dim1: int) -> NotRead:
+    return NotRead(tensor.view.transposed(dim0, dim1))
+
+
+def _split(tensor: NotRead, sizes: int | Sequence[int], dim: int = 0) -> tuple[NotRead, ...]:
+    dim, whole = dim % len(tensor.shape), tensor.shape[dim]
+    each = [min(sizes, whole - at) for at in range(0, whole, sizes)] if isinstance(sizes, int) else list(sizes)
+    if sum(each) != whole:
+        raise ValueError(f"a size of {whole} cannot be split into {each}")
+    starts = [sum(each[:number]) for number in range(len(each))]
+    return tuple(NotRead(tensor.view.narrow(dim, start, start + size)) for start, size in zip(starts, each, strict=True))
+
+
+def _chunk(tensor: NotRead, chunks: int, dim: int = 0) -> tuple[NotRead, ...]:
+    return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
+
+
+_DONE: dict[Any, Callable[..., Any]] = {
+    torch.cat: _cat,
+    torch.stack: _stack,
+    torch.transpose: _transpose,
+    torch.split: _split,
+    torch.chunk: _chunk,
+}
