@@ -62,7 +62,10 @@ def _broken(before: _Facts, schedule: Schedule, training: bool) -> Iterator[tupl
     found = dict(held)
     if lost := sorted(before.values.keys() - found.keys()):
         yield "names", f"no parameter has the original name {lost[0]!r} any more"
-    values = schedule.full_state("param")
+    broken = [tie for tie in before.ties if len({id(tensor) for name, tensor in held if name in tie}) > 1]
+    if broken:
+        yield "ties", f"{' and '.join(sorted(broken[0]))} are no longer one parameter"
+    values = before.values if broken else schedule.full_state("param")  # which refuses two of one name
     for name, tensor in before.values.items():
         if name in found and not _same(values.get(name), tensor):
             yield (
@@ -71,10 +74,6 @@ def _broken(before: _Facts, schedule: Schedule, training: bool) -> Iterator[tupl
             )
         if name in found and found[name].requires_grad != before.requires_grad[name]:
             yield "requires_grad", f"requires_grad of {name!r} is {found[name].requires_grad}, which it was not"
-    kept = [tie.intersection(found) for tie in before.ties]
-    now = _ties({name: id(tensor) for name, tensor in held})
-    if broken := [tie for tie in kept if len(tie) > 1 and not any(tie <= other for other in now)]:
-        yield "ties", f"{' and '.join(sorted(broken[0]))} are no longer one parameter"
     yield from _of_modules(before, model, training)
 
 

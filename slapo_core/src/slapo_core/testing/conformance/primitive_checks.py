@@ -89,7 +89,7 @@ def _fails_in_the_middle(case: Case, schedule: Schedule) -> None:
         except Exception as error:
             found = before.differences(Snapshot(schedule))
             if found or not calls.failed:
-                raise ConformanceError(f"after {calls.failed or error!r} failed, {'; '.join(found[:3])}") from error
+                raise ConformanceError(f"after {calls.failed or repr(error)} failed, {'; '.join(found[:3])}") from error
         else:
             schedule.undo()  # it has another way, or made fewer calls this time
 
@@ -160,7 +160,7 @@ def _round_trip(case: Case, schedule: Schedule, file: Path) -> None:
     if wanted != found:
         raise ConformanceError(f"the model made from {file.suffix} is another one: {_first_difference(wanted, found)}")
     if "values" not in case.example.changes:  # what a step draws at random is another one
-        case.compare(copy.deepcopy(schedule.mod), again.mod, f"the model made from {file.suffix}")
+        case.compare(case.scheduled().mod, again.mod, f"the model made from {file.suffix}")
 
 
 def _structure(schedule: Schedule) -> dict[str, Any]:
@@ -345,15 +345,13 @@ def _stages(case: Case, reference: nn.Module, schedule: Schedule) -> None:
 
 
 def means(case: Case) -> None:
-    """Where masks are other ones, the means of many runs in training are within six standard errors."""
-    if case.example.numerics != "distribution":
-        return
+    """Where masks are other ones, the means of many runs in training, and of the squares, are within six standard errors."""
     wanted, found = _moments(case, case.model()), _moments(case, case.scheduled().mod)
     for (path, mean, error), (_, other, error_of_other) in zip(wanted, found, strict=True):
         allowed = 6 * (error.square() + error_of_other.square()).sqrt() + case.example.atol
         if bool(((mean - other).abs() > allowed).any()):
             apart = float(((mean - other).abs() / allowed).max()) * 6
-            raise ConformanceError(f"the mean of output{path} over {RUNS} runs in training is {apart:.1f} standard errors off")
+            raise ConformanceError(f"the mean of {path} over {RUNS} runs in training is {apart:.1f} standard errors off")
 
 
 def _moments(case: Case, model: nn.Module) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -363,7 +361,8 @@ def _moments(case: Case, model: nn.Module) -> list[tuple[str, torch.Tensor, torc
     for index, (path, leaf) in enumerate(runs[0]):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not path.startswith(LEFT):
             values = torch.stack([run[index][1] for run in runs]).double()
-            found.append((path, values.mean(0), values.std(0) / math.sqrt(RUNS)))
+            for what, numbers in ((f"output{path}", values), (f"the squares of output{path}", values.square())):
+                found.append((what, numbers.mean(0), numbers.std(0) / math.sqrt(RUNS)))
     return found
 
 
