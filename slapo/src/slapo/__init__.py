@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     )
     from slapo_memory.recompute import checkpoint
     from slapo_verify import Report, Verify, verify, verify_engine
+    from slapo_weights import export_weights
 
 __all__ = [
     "BuildError",
@@ -90,6 +91,7 @@ __all__ = [
     "checkpoint",
     "create_schedule",
     "dataclass",
+    "export_weights",
     "field",
     "get_cuda_rng_tracker",
     "get_dialect_cls",

@@ -23,6 +23,7 @@ HOMES = {
     "Verify": "slapo_verify",
     "checkpoint": "slapo_memory.recompute",
     "dataclass": "dataclasses",
+    "export_weights": "slapo_weights",
     "field": "dataclasses",
     "partial": "functools",
     "verify": "slapo_verify",
