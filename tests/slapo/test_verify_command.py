@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from slapo.cli.app import create_app
+from slapo_core.errors import SlapoError
 
 WRONG = """
 from torch import nn
@@ -24,7 +29,9 @@ def command(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(run, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize("ranks", [(), ("--processes",)], ids=["threads", "processes"])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param((), id="threads"), pytest.param(("--processes",), id="processes", marks=pytest.mark.slow)]
+)
 def test_a_schedule_that_changes_the_model_is_refused_with_its_step(tmp_path: Path, ranks: tuple[str, ...]) -> None:
     file = tmp_path / "wrong.py"
     file.write_text(WRONG)
@@ -120,6 +127,14 @@ def test_what_is_made_without_a_file_is_the_same(model: str, dtype: str) -> None
     ],
 )
 def test_mistakes_are_told_before_any_rank_starts(flags: tuple[str, ...], message: str) -> None:
-    found = command(*flags)
-    assert found.returncode == 2
-    assert message in found.stderr
+    found = CliRunner().invoke(create_app(), ["verify", *flags])
+    assert isinstance(found.exception, (SlapoError, SystemExit)), found.output
+    assert message in found.output + str(found.exception)
+    assert not dist.is_initialized()
+
+
+def test_a_mistake_is_one_sentence_and_its_own_status() -> None:
+    found = command("--against", "torch")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.count("\n") == 1
+    assert "--against torch: that is the target itself" in found.stderr
