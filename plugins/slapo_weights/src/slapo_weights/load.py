@@ -162,15 +162,16 @@ class Plan:
     def _fitting(self, key: str, tensor: torch.Tensor, view: View) -> View | None:
         spec, names = shard_spec(tensor), ", ".join(view.names)
         shape = spec.full_shape if spec is not None else tuple(tensor.shape)
+        of = f" of {key}" if names != key else ""
         both = view.dtype.is_floating_point and tensor.dtype.is_floating_point
         if view.dtype is not tensor.dtype and not (both and self._weights.cast):
             hint = ", unless cast=True" if both else ""
-            self._problems["mis-typed"].append(f"{names} is {view.dtype} for {tensor.dtype} of {key}{hint}")
+            self._problems["mis-typed"].append(f"{names} is {view.dtype} for {tensor.dtype}{of}{hint}")
             return None
         if view.shape == self._vocabulary.get(key) and view.shape[0] < shape[0]:
             view = view.padded(shape[0])
         if view.shape != shape:
-            self._problems["mis-shaped"].append(f"{names} is {list(view.shape)} for {list(shape)} of {key}")
+            self._problems["mis-shaped"].append(f"{names} is {list(view.shape)} for {list(shape)}{of}")
             return None
         return view
 

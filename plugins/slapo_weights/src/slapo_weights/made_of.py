@@ -55,6 +55,7 @@ def made_of(
         size += stop - start
     if size != parameter.shape[dim]:
         raise ScheduleError(f"parts of {size} along dimension {dim} do not make up a parameter of {parameter.shape[dim]}")
+    facts(parameter)  # it is copied with what else is known
     setattr(parameter, _ATTRIBUTE, MadeOf(dim, tuple(held)))
     return parameter
 

@@ -1,0 +1,394 @@
+"""``build(..., weights=...)`` in one process: the values are those of ``from_pretrained``, and what does not fit is told."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import slapo
+from slapo_core.errors import BuildError, ScheduleError
+from slapo_core.parameters import ShardSpec, facts, successor
+from slapo_kernels.fused import FusedQKV
+from slapo_weights.load import Weights, fill
+from slapo_weights.made_of import made_of
+
+from .saved import IDS, class_of, config, empty, expected, logits_and_gradients, save
+
+
+def loaded(model: Any, weights: Any) -> Any:
+    """The model, built."""
+    return slapo.build(slapo.create_schedule(model), weights=weights).module
+
+
+def check(module: Any, theirs: Any, distance: float = 0.0) -> None:
+    """Logits and gradients are the same."""
+    (ours, gradients), (logits, others) = logits_and_gradients(module), logits_and_gradients(theirs)
+    assert (ours - logits).abs().max() <= distance
+    assert gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], rtol=distance and 1e-4, atol=distance, msg=name)
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "mixtral"])
+def test_a_model_is_what_from_pretrained_makes(name: str, size: str, tmp_path: Path) -> None:
+    save(name, tmp_path, max_shard_size=size)
+    assert (tmp_path / "model.safetensors").exists() is (size == "5GB")
+    model = empty(name)
+    check(loaded(model, tmp_path), expected(name, tmp_path))
+    if name in ("tied", "gpt2"):
+        assert model.get_input_embeddings().weight is model.lm_head.weight
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_modules_that_steps_replaced_find_their_weights(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path)
+    sch = slapo.create_schedule(empty(name), example_inputs={"input_ids": IDS, "labels": IDS})
+    sch["model.layers.0"].checkpoint()
+    sch.use_kernels()
+    check(slapo.build(sch, weights=tmp_path).module, expected(name, tmp_path), 1e-5)
+
+
+def test_a_model_that_was_traced_finds_its_weights(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    sch = slapo.create_schedule(empty("mixtral"), example_inputs={"input_ids": IDS, "labels": IDS})
+    sch.trace(recursive=False)
+    found = slapo.build(sch, weights=tmp_path).module.state_dict()
+    theirs = expected("mixtral", tmp_path).state_dict()
+    assert found.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(found[name], theirs[name])] == []
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.query(x), self.key(x), self.value(x)], -1)
+
+
+def fused_attention(declared: bool = True) -> Any:
+    """A meta model whose projections a step has fused into one, rows by head, and its schedule."""
+    with slapo.init_empty_weights():
+        model = nn.Sequential(Attention(), nn.Linear(24, 2))
+    sch = slapo.create_schedule(model)
+    layers = [model[0].query, model[0].key, model[0].value]
+    fused = FusedQKV.from_separate(*layers, num_heads=4)
+    for name, parameter in fused.fused_linear.named_parameters() if declared else ():
+        parts = [(getattr(layer, name), 2 * head, 2 * head + 2) for head in range(4) for layer in layers]
+        made_of(parameter, parts)
+    sch["0"].replace(fused)
+    return sch
+
+
+def test_a_fused_module_loads_by_the_names_that_its_step_declares(tmp_path: Path) -> None:
+    reference = nn.Sequential(Attention(), nn.Linear(24, 2))
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    fused = slapo.build(fused_attention(), weights=tmp_path).module[0]
+    x = torch.randn(3, 8)
+    assert torch.equal(torch.cat([each.flatten(-2) for each in fused(x)], -1), reference[0](x))
+
+
+def test_a_part_of_a_fused_module_is_read_alone(tmp_path: Path) -> None:
+    reference = nn.Sequential(Attention(), nn.Linear(24, 2))
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    want = FusedQKV.from_separate(reference[0].query, reference[0].key, reference[0].value, 4).fused_linear.weight.detach()
+    for rank in range(2):
+        module = fused_attention().root_module
+        linear = module[0].fused_linear
+        spec = ShardSpec(0, (24, 8), rank, 2, (24,))
+        linear.weight = successor(linear.weight, spec.local(linear.weight.detach()), spec=spec)
+        others = sum(each.numel() for each in module.parameters()) - linear.weight.numel()
+        assert fill(module, [module], Weights(tmp_path)) == (others + 12 * 8) * 4
+        assert torch.equal(module[0].fused_linear.weight, spec.local(want))
+
+
+def test_a_parameter_that_a_step_brought_in_without_a_word_is_told(tmp_path: Path) -> None:
+    save_file(nn.Sequential(Attention(), nn.Linear(24, 2)).state_dict(), tmp_path / "model.safetensors")
+    match = (
+        r"2 brought in by a step that does not say what of \(made_of\): 0.fused_linear.weight, 0.fused_linear.bias; 6 unexpect"
+    )
+    with pytest.raises(BuildError, match=match):
+        slapo.build(fused_attention(declared=False), weights=tmp_path)
+    weights = Weights(tmp_path, missing=("0.fused_linear.*",), unexpected=("0.*",))
+    module = slapo.build(fused_attention(declared=False), weights=weights, param_init_fn=constant).module
+    assert bool((module[0].fused_linear.weight == 7).all())
+    assert not bool((module[1].weight == 7).any())
+
+
+def constant(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.fill_(7)
+
+
+def test_what_does_not_make_up_a_parameter_is_refused() -> None:
+    model = nn.Sequential(Attention())
+    with pytest.raises(ScheduleError, match="a part has no name in the unmodified model"):
+        made_of(nn.Parameter(torch.empty(8, 8)), [model[0].query.weight])
+    slapo.create_schedule(model)
+    with pytest.raises(ScheduleError, match="parts of 8 along dimension 0 do not make up a parameter of 9"):
+        made_of(nn.Parameter(torch.empty(9, 8)), [model[0].query.weight])
+
+
+SPECS = {"rows": (0, (96,)), "columns": (1, (32,)), "blocks": (1, (16, 16)), "uneven": (0, (96,))}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_each_rank_reads_its_part_and_no_more(kind: str, tmp_path: Path) -> None:
+    """The parts of a tensor of the file, whatever way it is dealt out; all other tensors are whole."""
+    save("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    dim, blocks = SPECS[kind]
+    want, others = tensors["lm_head.weight"], sum(each.nbytes for each in tensors.values()) - 96 * 32 * 4
+    dealt = (((0, 40),), ((40, 70), (90, 96)), ((60, 96),)) if kind == "uneven" else None
+    for rank in range(3 if dealt else 2):
+        model = empty("llama")
+        slapo.create_schedule(model)
+        spec = ShardSpec(dim, (96, 32), rank, 3 if dealt else 2, blocks, dealt=dealt)
+        old = model.lm_head.weight
+        model.lm_head.weight = successor(old, spec.local(old.detach()), spec=spec)
+        part = spec.local(want)
+        assert fill(model, [model], Weights(tmp_path)) == others + part.nbytes
+        assert torch.equal(model.lm_head.weight, part)
+
+
+def test_parts_of_stacked_experts_are_read_alone(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    want = expected("mixtral", tmp_path).model.layers[0].mlp.experts.gate_up_proj.detach()
+    slapo.create_schedule(model := empty("mixtral"))
+    whole = fill(model, [model], Weights(tmp_path))
+    for rank in range(2):
+        slapo.create_schedule(model := empty("mixtral"))
+        experts = model.model.layers[0].mlp.experts
+        spec = ShardSpec(1, tuple(want.shape), rank, 2, (64, 64))
+        old = experts.gate_up_proj
+        experts.gate_up_proj = successor(old, spec.local(old.detach()), spec=spec)
+        assert whole - fill(model, [model], Weights(tmp_path)) == want.nbytes // 2
+        assert torch.equal(experts.gate_up_proj, spec.local(want))
+
+
+def test_a_padded_vocabulary_has_zeros_behind_the_files_rows(tmp_path: Path) -> None:
+    save("tied", tmp_path)
+    with slapo.init_empty_weights():
+        model = class_of("tied")(config("tied"))
+        model.model.embed_tokens.weight = nn.Parameter(torch.empty(104, 32))
+        model.lm_head.weight = model.model.embed_tokens.weight
+    module = loaded(model, tmp_path)
+    theirs = expected("tied", tmp_path)
+    assert torch.equal(module(IDS).logits[..., :96], theirs(IDS).logits)
+    assert not module.lm_head.weight[96:].any()
+
+
+def test_only_a_vocabulary_is_padded(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    with slapo.init_empty_weights():
+        model = class_of("llama")(config("llama"))
+        model.model.norm.weight = nn.Parameter(torch.empty(40))
+    with pytest.raises(BuildError, match=r"1 mis-shaped: model.norm.weight is \[32\] for \[40\]$"):
+        loaded(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_file_of_the_base_model_goes_into_one_with_a_head(name: str, tmp_path: Path) -> None:
+    """What is missing then is initialised as it would be without weights, where that is asked for."""
+    source = save(name, tmp_path / "head")
+    base = expected(name, source).base_model
+    base.save_pretrained(tmp_path / "base")
+    model = empty(name)
+    if name == "gpt2":
+        check(loaded(model, tmp_path / "base"), expected(name, source))
+        return
+    with pytest.raises(BuildError, match="not this model's; 1 missing: lm_head.weight$"):
+        loaded(model, tmp_path / "base")
+    loaded(model, Weights(tmp_path / "base", missing=("lm_head.*",)))
+    slapo.build(slapo.create_schedule(fresh := empty(name)))
+    assert torch.equal(model.lm_head.weight, fresh.lm_head.weight)
+    assert torch.equal(model.model.norm.weight, base.norm.weight)
+    assert not torch.equal(model.model.norm.weight, fresh.model.norm.weight)
+
+
+def test_a_file_with_a_head_goes_into_the_base_model(tmp_path: Path) -> None:
+    from transformers import LlamaModel
+
+    save("llama", tmp_path)
+    with slapo.init_empty_weights():
+        model = LlamaModel(config("llama"))
+    with pytest.raises(BuildError, match="not this model's; 1 unexpected: lm_head.weight$"):
+        loaded(model, tmp_path)
+    module = loaded(model, Weights(tmp_path, unexpected=("lm_head.weight",)))
+    assert torch.equal(module(IDS).last_hidden_state, expected("llama", tmp_path).model(IDS).last_hidden_state)
+
+
+def test_all_that_is_wrong_is_told_at_once_and_nothing_changes(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    tensors["model.extra"] = torch.ones(1)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].half()
+    tensors["model.layers.1.self_attn.q_proj.weight"] = torch.ones(16, 32)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = empty("llama")
+    before = dict(model.named_parameters())
+    sch = slapo.create_schedule(model)
+    with pytest.raises(BuildError) as caught:
+        slapo.build(sch, weights=tmp_path)
+    assert str(caught.value) == (
+        f"the weights in {tmp_path} are not this model's; 2 missing: model.layers.0.mlp.up_proj.weight, model.norm.weight; "
+        "1 mis-shaped: model.layers.1.self_attn.q_proj.weight is [16, 32] for [32, 32]; "
+        "1 mis-typed: lm_head.weight is torch.float16 for torch.float32, unless cast=True; "
+        "1 unexpected: model.extra"
+    )
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    slapo.build(sch)  # nothing of the refused build is left
+    assert not model.model.norm.weight.is_meta
+    assert bool((model.model.norm.weight == 1).all())
+
+
+def test_a_long_list_is_cut(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(BuildError, match=r"39 missing: model.embed_tokens.weight, .* and 19 more; 1 unexpected: x$"):
+        loaded(empty("llama", num_hidden_layers=4), tmp_path)
+
+
+def test_another_floating_point_type_is_cast_where_that_is_asked_for(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    found = loaded(empty("llama"), Weights(tmp_path, cast=True)).state_dict()
+    assert all(torch.equal(found[name], tensor.float()) for name, tensor in tensors.items())
+    save_file({**tensors, "lm_head.weight": torch.ones(96, 32, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(BuildError, match="1 mis-typed: lm_head.weight is torch.int32 for torch.float32$"):
+        loaded(empty("llama"), Weights(tmp_path, cast=True))
+
+
+def test_copies_of_a_tied_weight_have_to_be_equal(tmp_path: Path) -> None:
+    save("tied", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded(empty("tied"), tmp_path)
+    tensors["lm_head.weight"][3, 4] += 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = empty("tied")
+    with pytest.raises(BuildError, match="several values for one tensor: model.embed_tokens.weight = lm_head.weight$"):
+        loaded(model, tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class Counting(nn.Module):
+    """Has buffers that are saved, one of them of a layer, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        facts(self.table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.table
+
+
+@pytest.mark.parametrize("include_buffers", [False, True])
+def test_buffers_that_are_saved_are_read(include_buffers: bool, tmp_path: Path) -> None:
+    reference = Counting()
+    reference(torch.randn(8, 4))
+    reference.steps += 5
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    with slapo.init_empty_weights():
+        model = Counting()
+    if include_buffers:
+        for module in (model, model.layers[1]):
+            for name in module._buffers.keys() - {"table"}:
+                module._buffers[name] = module._buffers[name].to("meta")
+    loaded(model, tmp_path)
+    assert all(torch.equal(value, reference.state_dict()[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model.table, torch.arange(4.0))
+
+
+def test_buffers_go_where_the_weights_go(tmp_path: Path) -> None:
+    save_file(Counting().state_dict(), tmp_path / "model.safetensors")
+    with slapo.init_empty_weights():
+        model = Counting()
+    slapo.create_schedule(model)
+    facts(model.table).tags.add("mine")
+    fill(model, [model], Weights(tmp_path), device="meta")
+    assert all(buffer.is_meta for buffer in model.buffers())
+    assert facts(model.table).tags == {"mine"}
+
+
+def test_what_has_values_keeps_them(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    model = empty("llama")
+    model.lm_head = nn.Linear(32, 96, bias=False)
+    weight, values = model.lm_head.weight, model.lm_head.weight.detach().clone()
+    module = loaded(model, tmp_path)
+    assert module.lm_head.weight is weight
+    assert torch.equal(weight, values)
+    assert torch.equal(module.model.norm.weight, expected("llama", tmp_path).model.norm.weight)
+
+
+def test_weights_for_a_model_that_has_values_are_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    with pytest.raises(BuildError, match="the model has values; make it inside of slapo.init_empty_weights"):
+        loaded(class_of("llama")(config("llama")), tmp_path)
+
+
+def test_frozen_parameters_stay_frozen_and_facts_stay(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    model = empty("llama")
+    model.lm_head.weight.requires_grad_(False)
+    sch = slapo.create_schedule(model)
+    facts(model.model.norm.weight).tags.add("mine")
+    slapo.build(sch, weights=tmp_path)
+    assert not model.lm_head.weight.requires_grad
+    assert model.model.norm.weight.requires_grad
+    assert facts(model.model.norm.weight).tags == {"mine"}
+    assert facts(model.model.norm.weight).names == ("model.norm.weight",)
+
+
+@pytest.mark.parametrize(
+    ("weights", "match"), [(3, "weights is a int; give a file, a folder"), ("nowhere", "no weights at nowh")]
+)
+def test_what_is_no_place_is_refused(weights: Any, match: str) -> None:
+    with pytest.raises(BuildError, match=match):
+        loaded(empty("llama"), weights)
+
+
+def test_a_conversion_that_needs_whole_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+    from transformers.core_model_loading import Interleave, WeightConverter
+
+    class InterleavedConfig(LlamaConfig):
+        model_type = "interleaved-llama"
+
+    class InterleavedLlama(LlamaForCausalLM):
+        config_class = InterleavedConfig
+
+    converter = WeightConverter("mlp.w13.weight", "mlp.up_proj.weight", [Interleave(dim=0)])
+    register_checkpoint_conversion_mapping("InterleavedLlama", [converter], overwrite=True)
+    save("llama", tmp_path)
+    tensors = {name.replace("up_proj", "w13"): each for name, each in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with slapo.init_empty_weights():
+        model = InterleavedLlama(InterleavedConfig(**config("llama").to_diff_dict()))
+    match = (
+        r"2 that cannot be read in parts: model.layers.0.mlp.up_proj.weight, which Transformers makes of model.layers.0.mlp.w13"
+    )
+    with pytest.raises(BuildError, match=match):
+        loaded(model, tmp_path)
+
+
+def test_a_copy_of_a_model_keeps_what_was_declared(tmp_path: Path) -> None:
+    save_file(nn.Sequential(Attention(), nn.Linear(24, 2)).state_dict(), tmp_path / "model.safetensors")
+    module = copy.deepcopy(fused_attention()).root_module
+    fill(module, [module], Weights(tmp_path))
+    assert not module[0].fused_linear.weight.is_meta
