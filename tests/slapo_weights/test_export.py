@@ -15,6 +15,7 @@ from torch import nn
 import slapo
 from slapo_core.errors import BuildError
 from slapo_weights import export_weights
+from slapo_weights.made_of import made_of
 from slapo_weights.plan import parsed_size
 from tests.engine_models import small
 from tests.zoo.families import FAMILIES
@@ -168,6 +169,48 @@ def test_a_replaced_module_has_the_names_of_the_one_before(tmp_path: Path) -> No
     assert torch.equal(written(tmp_path)["model.layers.1.mlp.up_proj.weight"], new.weight)
 
 
+class GateUp(nn.Module):
+    """The two projections of a Llama's MLP as one."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        parts = [mlp.gate_proj.weight, mlp.up_proj.weight]
+        self.gate_up, self.down_proj = nn.Linear(32, 128, bias=False), mlp.down_proj
+        self.gate_up.weight = nn.Parameter(torch.cat([part.detach() for part in parts]))
+        made_of(self.gate_up.weight, parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+
+def with_fused_layers(model: Any, **options: Any) -> Any:
+    """The schedule of a Llama whose MLPs are replaced."""
+    sch = slapo.create_schedule(model, **options)
+    for layer in sch.select("model.layers.*"):
+        layer["mlp"].replace(GateUp(layer["mlp"].mod))
+    return sch
+
+
+def test_a_fused_module_is_taken_apart_as_its_step_declares(tmp_path: Path) -> None:
+    model: Any = small("llama")
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    export_weights(with_fused_layers(model), tmp_path)
+    found = written(tmp_path)
+    assert found.keys() == expected.keys() - {"lm_head.weight"}
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_a_tensor_that_two_modules_claim_is_refused(tmp_path: Path) -> None:
+    model: Any = nn.ModuleDict({"first": nn.Linear(2, 2, bias=False), "second": nn.Linear(2, 2, bias=False)})
+    sch = slapo.create_schedule(model)
+    new = nn.Linear(3, 2, bias=False)
+    made_of(new.weight, [model["second"].weight])
+    sch["first"].replace(new)
+    with pytest.raises(BuildError, match=r"'first.weight' and 'second.weight' are both 'second.weight' of the unmodified"):
+        export_weights(sch, tmp_path)
+
+
 def fused(sch: Any) -> None:
     sch["transformer.h.0.mlp"].replace(nn.Sequential(nn.Linear(32, 32)))
 
@@ -185,7 +228,7 @@ def longer(sch: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (fused, r"'transformer.h.0.mlp.0.weight', 'transformer.h.0.mlp.0.bias' came in by a step, and the unmodified"),
+        (fused, r"'transformer.h.0.mlp.0.weight', 'transformer.h.0.mlp.0.bias' came in by a step, which does not say"),
         (removed, r"lacks 'transformer.h.0.mlp.c_fc.weight', 'transformer.h.0.mlp.c_fc.bias', .* of GPT2LMHeadModel, which a"),
         (longer, r"'transformer.ln_f.weight' has shape \(40,\), and \(32,\) in GPT2LMHeadModel as its config says"),
     ],

@@ -16,6 +16,8 @@ from slapo_weights import export_weights
 from tests.engine_models import batches, my_part, small
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
+from .test_export import with_fused_layers
+
 pytestmark = pytest.mark.multiproc
 Layout = dict[str, int]
 FSDP = {"data_parallel": "fsdp"}
@@ -31,12 +33,23 @@ def scheduled(model: nn.Module, mesh: Any, example: dict[str, Any]) -> Any:
     return schedule
 
 
+def fused(model: nn.Module, mesh: Any, example: dict[str, Any]) -> Any:
+    """A Llama in which projections are put together, and kernels are used."""
+    schedule = with_fused_layers(model, mesh=mesh, example_inputs=example)
+    schedule.use_kernels()
+    for mlp in schedule.select("model.layers.*.mlp") if mesh["tp"].size() > 1 else ():
+        mlp["gate_up"].shard("weight", axis=0, blocks=2).sync("bwd_post", "all_reduce")
+        mlp["down_proj"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    return schedule
+
+
 def exported(
     rank: int, target: str, name: str, layout: Layout, options: dict[str, Any], folder: str, given: dict[str, Any]
 ) -> list[torch.Tensor]:
     """A step, an export, and what the engine says then: its evaluation loss."""
     mesh, batch = mesh_of(**layout), batches(layout.get("dp", 1))[0]
-    schedule = scheduled(small(name), mesh, my_part(batch, mesh))
+    made = fused if name == "llama" and options.pop("fused", False) else scheduled
+    schedule = made(small(name), mesh, my_part(batch, mesh))
     engine: Any = build(schedule, target, optimizer=adamw, microbatches=2, **options)
     engine.train_batch(**my_part(batch, mesh))
     export_weights(engine, folder, **given)
@@ -69,6 +82,8 @@ CASES = [
     pytest.param("torch", "llama", {"tp": 2}, {}, {}, marks=SLOW, id="torch tp llama"),
     pytest.param("torch", "llama", {"pp": 2}, {}, {}, marks=SLOW, id="torch pp llama"),
     pytest.param("torch", "llama", {"dp": 2}, FSDP, {}, marks=SLOW, id="torch fsdp llama"),
+    pytest.param("torch", "llama", {"tp": 2}, {"fused": True}, {}, marks=SLOW, id="torch tp fused"),
+    pytest.param("torch", "llama", {"dp": 2}, {"fused": True, **FSDP}, {}, marks=SLOW, id="torch fsdp fused"),
     pytest.param("torch", "t5", {"tp": 2}, {}, {}, marks=SLOW, id="torch tp t5"),
     pytest.param("torch", "t5", {"pp": 2}, {}, {}, marks=SLOW, id="torch pp t5"),
     pytest.param("torch", "gpt2", {"dp": 2, "tp": 2}, FSDP, {}, marks=SLOW, id="torch fsdp over tp"),

@@ -138,11 +138,11 @@ class _Writer:
         if self._ranks.place == 0:
             self._store(before)
             self._made = {name: torch.empty(whole.shape, dtype=whole.dtype) for name, whole in self._wholes(bundle)}
-        parts = [(name, whole, sent) for name, whole in self._wholes(bundle) for sent in whole.parts]
-        self._parcels = [self._parcel(name, whole, sent) for name, whole, sent in parts if sent.place == self._ranks.place]
+        parts = [(whole, sent) for _, whole in self._wholes(bundle) for sent in whole.parts]
+        self._parcels = [self._parcel(whole, sent) for whole, sent in parts if sent.place == self._ranks.place]
 
-    def _parcel(self, name: str, whole: Whole, sent: Sent) -> torch.Tensor:
-        part = sent.chunk.of(self._own[self._plan.keys[name]].tensor)
+    def _parcel(self, whole: Whole, sent: Sent) -> torch.Tensor:
+        part = sent.chunk.of(self._own[whole.key].tensor)
         return part.to(device="cpu" if self._ranks.place == 0 else self._device, dtype=whole.dtype).contiguous()
 
     def _exchange(self, bundle: list[Group]) -> None:

@@ -19,6 +19,8 @@ from slapo_core.schedule import Schedule
 from slapo_training.model_tensors import buffers, parameters
 from slapo_training.pieces import Piece, piece_of
 
+from .made_of import MadeOf, parts_of
+
 Names = dict[str, tuple[str, ...]]
 
 
@@ -90,6 +92,14 @@ class Source:
             if not facts(parameter).names:
                 found.setdefault(id(parameter), []).append(name)
         return {names[0]: tuple(names) for names in found.values()}
+
+    def made_of(self) -> dict[str, MadeOf]:
+        """What tensors are said to be made of, by the names of their pieces."""
+        return {
+            (facts(tensor).names or (name,))[0]: made
+            for name, tensor in _named(self.trees)
+            if (made := parts_of(tensor)) is not None
+        }
 
     def order(self) -> Iterator[tuple[str, bool]]:
         """The first name of each tensor, in the order of ``state_dict``, and whether it is a buffer."""

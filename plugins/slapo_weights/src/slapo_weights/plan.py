@@ -11,14 +11,14 @@ import torch
 from slapo_core.errors import BuildError
 
 from .conversion import Group, unconverted
-from .held import Names, Source
+from .held import Source
+from .origins import by_written_name, origins
 from .safetensors_file import Layout
 from .unmodified import Unmodified
 from .whole_tensors import Described, Whole, described, whole_of
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _BUNDLE = 1 << 26
-_SHOWN = 8
 
 
 class Plan(NamedTuple):
@@ -26,7 +26,6 @@ class Plan(NamedTuple):
 
     Args:
         wholes: The tensors of the model, by the names that groups take them under.
-        keys: The name of its piece for each.
         groups: What becomes of them, in order.
         files: The tensors of each file, all but the last about as many bytes as were asked for.
         unmodified: The model of Transformers, or None.
@@ -34,7 +33,6 @@ class Plan(NamedTuple):
     """
 
     wholes: dict[str, Whole]
-    keys: dict[str, str]
     groups: list[Group]
     files: list[list[Layout]]
     unmodified: Unmodified | None
@@ -63,36 +61,28 @@ def planned(
     Raises:
         BuildError: what is there is not what the unmodified model has.
     """
-    unmodified, names, strangers = Unmodified.of(source.model), source.names(), source.strangers()
-    held = dict.fromkeys(name for own in everyone for name in own)
-    first_of = {name: first for first, all_names in strangers.items() for name in all_names}
-    ordered = (first_of.get(name, name) for name, is_buffer in source.order() if name in held or not is_buffer)
-    keys = dict.fromkeys([*ordered, *held])
-    if unmodified is None:
-        _refuse_strangers(strangers)
-        written = {key: key for key in keys}
-        shapes: dict[str, tuple[int, ...]] = {}
-    else:
-        written, shapes = _names_of_transformers(unmodified, [*keys], names, strangers)
+    unmodified = Unmodified.of(source.model)
+    shapes = unmodified.shapes() if unmodified is not None else {}
     wholes, first = {}, None
-    for name, key in written.items():
-        found = described(key, everyone)
+    for name, origin in by_written_name(origins(source, (key for own in everyone for key in own)), unmodified).items():
+        found = described(origin.key, everyone)
         if found is None:
             raise BuildError(
-                f"export_weights: no rank has values of {key!r}; build an engine of the schedule, or call "
+                f"export_weights: no rank has values of {origin.key!r}; build an engine of the schedule, or call "
                 "consolidate_model, to give it some"
             )
-        shape = shapes.get(name, found.full_shape)
-        if shape != found.full_shape:
-            _check_padding(name, found.full_shape, shape, unmodified)
+        there = origin.shape(found.full_shape)
+        shape = shapes.get(name, there)
+        if shape != there:
+            _check_padding(name, there, shape, unmodified)
         kind = dtype if dtype is not None and found.dtype.is_floating_point else found.dtype
         first = kind if first is None and kind.is_floating_point else first
-        wholes[name] = whole_of(key, everyone, shape, kind)
+        wholes[name] = whole_of(name, origin, everyone, shape, kind)
     stand_ins = {name: torch.empty(whole.shape, dtype=whole.dtype, device="meta") for name, whole in wholes.items()}
     groups = unconverted(stand_ins) if unmodified is None else unmodified.groups(stand_ins)
     for layout in (layout for group in groups for layout in group.targets):
         layout.check()
-    return Plan(wholes, written, groups, _files(groups, max_shard_size), unmodified, first)
+    return Plan(wholes, groups, _files(groups, max_shard_size), unmodified, first)
 
 
 def parsed_size(given: int | str) -> int:
@@ -108,38 +98,6 @@ def parsed_size(given: int | str) -> int:
     return size
 
 
-def _names_of_transformers(
-    unmodified: Unmodified, keys: list[str], names: Names, strangers: Names
-) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """The name that each tensor is written under, to that of its piece, in the model's order; and what shapes they are to have.
-
-    What a step brought in has its place where the model has a tensor of that name.
-    """
-    shapes, left_out = unmodified.shapes(), unmodified.left_out()
-    _refuse_strangers({first: all_names for first, all_names in strangers.items() if not shapes.keys() >= {*all_names}})
-    known = {key: names.get(key) or strangers.get(key) or (key,) for key in keys}
-    known = {key: own for key, own in known.items() if key in names or key in shapes}  # not what a step keeps beside
-    kept = unmodified.written_names(known.values())
-    chosen = {key: (own[0] if len(own) == 1 else next(name for name in own if name in kept)) for key, own in known.items()}
-    found = {name for own in known.values() for name in own}
-    if missing := [name for name in shapes if name not in found and name not in left_out]:
-        raise BuildError(
-            f"export_weights: the scheduled model lacks {_listed(missing)} of {unmodified.name}, which a step took out or put "
-            "together with others; export a schedule without that step"
-        )
-    by_name = {name: key for key, name in chosen.items() if name not in left_out}
-    ordered = [name for name in [*shapes, *by_name] if name in by_name]
-    return {name: by_name[name] for name in dict.fromkeys(ordered)}, shapes
-
-
-def _refuse_strangers(strangers: Names) -> None:
-    if strangers:
-        raise BuildError(
-            f"export_weights: {_listed(list(strangers))} came in by a step, and the unmodified model has no tensor of that "
-            "name and shape; export a schedule without that step, or take what full_state() gives"
-        )
-
-
 def _check_padding(name: str, there: tuple[int, ...], wanted: tuple[int, ...], unmodified: Unmodified | None) -> None:
     """Rows of a vocabulary behind the last token may be more than it has."""
     assert unmodified is not None
@@ -152,7 +110,7 @@ def _check_padding(name: str, there: tuple[int, ...], wanted: tuple[int, ...], u
 
 
 def _files(groups: list[Group], max_shard_size: int) -> list[list[Layout]]:
-    """As ``huggingface_hub`` deals them out: in order, but a tensor that is larger has a file of its own before the one begun."""
+    """As ``huggingface_hub`` deals them out: in order, but one that is larger has a file of its own before the one begun."""
     files: list[list[Layout]] = []
     current: list[Layout] = []
     size = 0
@@ -166,8 +124,3 @@ def _files(groups: list[Group], max_shard_size: int) -> list[list[Layout]]:
         current.append(layout)
         size += layout.size
     return [*files, current] if current or not files else files
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more

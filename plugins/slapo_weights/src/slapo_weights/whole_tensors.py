@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -12,6 +12,8 @@ import torch
 
 from slapo_core.errors import BuildError
 from slapo_training.pieces import Chunk, Piece, Ranges
+
+from .origins import Origin
 
 
 class Described(NamedTuple):
@@ -58,11 +60,13 @@ class Whole:
     """A tensor that is put together.
 
     Args:
+        key: Name of the pieces it is made of.
         shape: Of what is kept of it.
         dtype: In which it is sent.
         parts: Boxes that make it up.
     """
 
+    key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[Sent, ...]
@@ -87,13 +91,23 @@ def described(name: str, everyone: Sequence[Mapping[str, Described]]) -> Describ
     return found[0] if found else None
 
 
-def whole_of(name: str, everyone: Sequence[Mapping[str, Described]], shape: tuple[int, ...], dtype: torch.dtype) -> Whole:
+def whole_of(
+    name: str, origin: Origin, everyone: Sequence[Mapping[str, Described]], shape: tuple[int, ...], dtype: torch.dtype
+) -> Whole:
     """The boxes, of the first ranks that have them, of what of a tensor lies within a shape.
+
+    Args:
+        name: Of the tensor.
+        origin: Where it comes from.
+        everyone: The pieces of all ranks, by place.
+        shape: What is kept of it; it may have more rows.
+        dtype: It is sent in.
 
     Raises:
         BuildError: they leave some of it out.
     """
-    pieces = [(place, [*_kept(own[name], shape)]) for place, own in enumerate(everyone) if name in own]
+    held = [(place, own[origin.key].chunks()) for place, own in enumerate(everyone) if origin.key in own]
+    pieces = [(place, [*_kept(origin.chunks(chunks), shape)]) for place, chunks in held]
     edges = [{0, size} for size in shape]
     for _, chunks in pieces:
         for chunk in chunks:
@@ -114,12 +128,12 @@ def whole_of(name: str, everyone: Sequence[Mapping[str, Described]], shape: tupl
             f"export_weights: no rank has {missing} of the {math.prod(shape)} numbers of {name!r}; build an engine of the "
             "schedule, or call consolidate_model, to give them values"
         )
-    return Whole(shape, dtype, tuple(parts))
+    return Whole(origin.key, shape, dtype, tuple(parts))
 
 
-def _kept(piece: Described, shape: tuple[int, ...]) -> Iterator[Chunk]:
-    """The boxes of a piece, without what lies outside of the shape."""
-    for chunk in piece.chunks():
+def _kept(chunks: Iterable[Chunk], shape: tuple[int, ...]) -> Iterator[Chunk]:
+    """The boxes, without what lies outside of the shape."""
+    for chunk in chunks:
         sizes = [min(start + size, end) - start for start, size, end in zip(chunk.offset, chunk.sizes, shape, strict=True)]
         if all(size > 0 for size in sizes):
             yield chunk._replace(sizes=tuple(sizes))
