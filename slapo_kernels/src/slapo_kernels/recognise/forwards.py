@@ -17,6 +17,7 @@ from slapo_core.tracing.sandbox import OtherRandomNumbers
 from slapo_core.tracing.structures import ATOMS, Snapshot, tensors
 
 from .copies import bare_copy
+from .results import result_of
 
 _NO_SETTINGS = OF_TORCH | {"training"}
 _DEVICES = ("cpu", "cuda")
@@ -62,6 +63,7 @@ class Observed:
         self.module = bare_copy(module, dtype, training)
         self.method, self.reads = method, set[tuple[str, str]]()
         self._watch: _Watch | None = None
+        self._others = OtherRandomNumbers()
         for _, part in self.module.named_children() if whole else ():
             if type(part) is nn.LayerNorm:
                 vars(part)["forward"] = partial(_norm_alone, part)
@@ -78,17 +80,19 @@ class Observed:
         numbers but torch's, leaves its module otherwise than it was, turns gradients or autocast off, or has its own backward.
         """
         before = Snapshot({path: vars(part) for path, part in self.module.named_modules()})
-        others, self._watch = OtherRandomNumbers(), _Watch(self.module, inputs)
+        self._watch = _Watch(self.module, inputs)
         try:
             with _autocast(autocast), torch.inference_mode(not gradients), self._watch:
                 out = getattr(type(self.module), self.method)(self.module, *inputs)
         except Exception:  # whatever a stranger's forward makes of such inputs
             return None
         finally:
-            changed = before.changed() or others.changed()
-            before.restore()
-            others.put_back()
-        if changed or self._watch.modes - {(gradients, autocast, autocast)} or _has_own_backward(out):
+            drawn, changed = self._others.changed(), before.changed()
+            if drawn:
+                self._others.put_back()
+            if changed:
+                before.restore()
+        if drawn or changed or self._watch.modes - {(gradients, autocast, autocast)} or _has_own_backward(out):
             return None
         return *self._watch.calls, self._watch.meaning(out)
 
@@ -188,7 +192,7 @@ class _Watch(TorchFunctionMode):
             self.note(name, args, kwargs)
         if _changes(func, name, kwargs) and not self._made.issuperset(map(id, tensors(args))):
             raise ValueError("a tensor that was there before is changed")
-        out = func(*args, **kwargs)
+        out = result_of(func, _bare(name), args, kwargs)
         made = list(tensors(out))
         self._alive += made
         self._made.update(map(id, made))
@@ -196,7 +200,7 @@ class _Watch(TorchFunctionMode):
 
     def note(self, name: str, args: Any, kwargs: Any) -> None:
         """A call of a function or of a part."""
-        self.names.add(name.strip("_") if name.startswith("__") else name)
+        self.names.add(_bare(name))
         self.calls.append((name, self.meaning(args), self.meaning(kwargs)))
         self.modes.add((torch.is_grad_enabled(), *map(torch.is_autocast_enabled, _DEVICES)))
 
@@ -216,6 +220,10 @@ class _Watch(TorchFunctionMode):
         if isinstance(value, slice):
             return slice, tuple(map(self.meaning, (value.start, value.stop, value.step)))
         return type(value), id(value)
+
+
+def _bare(name: str) -> str:
+    return name.strip("_") if name.startswith("__") else name
 
 
 def _norm_alone(part: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
