@@ -1,4 +1,4 @@
-"""``import slapo``: every documented name, what serves it, and what does not serve it yet."""
+"""``import slapo``: every documented name, what serves it, and what to install for the rest."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ DOCUMENTED = {
     "ScheduleMetadata": "slapo_core",
     "analyze_tie_weights": "slapo_core",
     "checkpoint": "slapo_memory.recompute",
+    "consolidate_model": "slapo_weights",
     "create_schedule": "slapo_core",
     "dataclass": "dataclasses",
     "field": "dataclasses",
@@ -46,7 +47,6 @@ NOT_SERVED = {
     "Database": "pip install slapo-tune",
     "Space": "pip install slapo-tune",
     "Symbol": "pip install slapo-tune",
-    "consolidate_model": "a later version of slapo-core",
 }
 """Documented name to what its error says."""
 
@@ -56,6 +56,7 @@ class Documented:
 
     def analyze_tie_weights(top_mod, is_pipeline_partitioned): ...
     def checkpoint(function, *args, use_reentrant=True, **kwargs): ...
+    def consolidate_model(sch, target, param_init_fn=None, **kwargs): ...
     def create_schedule(root, name="", path="", parent=None, group=None): ...
     def get_cuda_rng_tracker(): ...
     def get_dialect_cls(cls_type, target, allow_none=False): ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .names import HOMES, LATER, MODULES, OPTIONAL
+from .names import HOMES, MODULES, OPTIONAL
 
 if TYPE_CHECKING:
     from collections import OrderedDict
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     )
     from slapo_memory.recompute import checkpoint
     from slapo_verify import Report, Verify, verify, verify_engine
-    from slapo_weights import export_weights
+    from slapo_weights import Weights, consolidate_model, export_weights
 
 __all__ = [
     "BuildError",
@@ -84,11 +84,13 @@ __all__ = [
     "UnknownNameError",
     "Verify",
     "VerifyError",
+    "Weights",
     "analyze_tie_weights",
     "build",
     "build_program",
     "call_module",
     "checkpoint",
+    "consolidate_model",
     "create_schedule",
     "dataclass",
     "export_weights",
@@ -118,8 +120,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in LATER:
-        raise ImportError(f"slapo.{name} comes with a later version of {LATER[name]}", name=__name__)
     if name not in __all__ and name not in OPTIONAL:
         raise AttributeError(f"module 'slapo' has no attribute {name!r}", name=name)
     value = globals()[name] = getattr(_home(name), name)

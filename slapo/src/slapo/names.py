@@ -21,7 +21,9 @@ HOMES = {
     "OrderedDict": "collections",
     "Report": "slapo_verify",
     "Verify": "slapo_verify",
+    "Weights": "slapo_weights",
     "checkpoint": "slapo_memory.recompute",
+    "consolidate_model": "slapo_weights",
     "dataclass": "dataclasses",
     "export_weights": "slapo_weights",
     "field": "dataclasses",
@@ -33,6 +35,3 @@ HOMES = {
 
 OPTIONAL = {"Database": "slapo_tune", "Space": "slapo_tune", "Symbol": "slapo_tune"}
 """Names of packages that ``pip install slapo`` does not bring: served where the package is installed."""
-
-LATER = {"consolidate_model": "slapo-core"}
-"""Documented names that no version of a distribution provides yet."""

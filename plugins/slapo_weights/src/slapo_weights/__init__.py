@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from .consolidate import consolidate_model
 from .export import export_weights
+from .load import Weights
+from .made_of import made_of
 
-__all__ = ["export_weights"]
+__all__ = ["Weights", "consolidate_model", "export_weights", "made_of"]
