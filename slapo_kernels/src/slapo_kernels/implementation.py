@@ -84,7 +84,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def can_compile(device: str) -> str | None:
+def lacks_compiler(device: str) -> str | None:
     """Why inductor cannot compile for a type of device."""
     if device == "cpu":
         compilers = [os.environ.get("CXX", ""), "g++", "clang++", "c++", "cl"]
@@ -94,7 +94,7 @@ def can_compile(device: str) -> str | None:
     return None if importlib.util.find_spec("triton") else "needs triton, which is not installed; pip install triton"
 
 
-def is_ampere(device: str) -> str | None:
+def lacks_ampere(device: str) -> str | None:
     """Why flash-attn does not run on the GPU there is."""
     if not torch.cuda.is_available():
         return "needs a GPU, and there is none"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import compiled, flash, liger
-from .implementation import Implementation, can_compile, is_ampere
+from .implementation import Implementation, lacks_ampere, lacks_compiler
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def _flex_refuses(*args: Any, **kwargs: Any) -> str | None:
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EAGER = Implementation("eager", name="eager")
 _NATIVE = Implementation("native", name="native")
-_INDUCTOR = Implementation("compiled", ("cpu", "cuda"), needs=can_compile, avoids=compiled.avoids, name="inductor")
-_FLEX = Implementation("flex", ("cuda",), _FLOATS, needs=can_compile, refuses=_flex_refuses, name="flex")
-_FLASH = Implementation("flash", ("cuda",), _FLOATS[1:], ("flash-attn",), is_ampere, flash.refuses, name="flash")
+_INDUCTOR = Implementation("compiled", ("cpu", "cuda"), needs=lacks_compiler, avoids=compiled.avoids, name="inductor")
+_FLEX = Implementation("flex", ("cuda",), _FLOATS, needs=lacks_compiler, refuses=_flex_refuses, name="flex")
+_FLASH = Implementation("flash", ("cuda",), _FLOATS[1:], ("flash-attn",), lacks_ampere, flash.refuses, name="flash")
 
 
 def _liger(refuses: Callable[..., str | None] | None = None) -> Implementation:

@@ -245,9 +245,6 @@ _FINDERS: dict[str, Any] = {
 }
 
 
-# -- of nodes
-
-
 def _nodes(traced: fx.GraphModule, op: str) -> list[fx.Node]:
     return [node for node in traced.graph.nodes if _op(node) == op]
 

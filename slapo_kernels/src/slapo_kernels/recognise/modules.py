@@ -46,7 +46,7 @@ def find_modules(root: nn.Module, wanted: Collection[str]) -> list[Served]:
     ]
     graphs = {path: module for path, module in root.named_modules() if isinstance(module, fx.GraphModule)}
     for path, module in root.named_modules():
-        if isinstance(module, fx.GraphModule) or body_of(module) is not None or is_stock(module):
+        if isinstance(module, fx.GraphModule) or body_of(module) is not None or _is_stock(module):
             continue
         if not all(_is_called(path, above, graph) for above, graph in graphs.items()):
             continue
@@ -89,7 +89,7 @@ def _targets(traced: fx.GraphModule) -> list[str]:
     return [str(node.target) for node in traced.graph.find_nodes(op="call_module")]
 
 
-def is_stock(module: nn.Module) -> bool:
+def _is_stock(module: nn.Module) -> bool:
     """A module that is asked for nothing: a container, or a layer that does a product alone."""
     return type(module) in (nn.ModuleList, nn.ModuleDict, nn.Linear, nn.Identity, nn.Dropout)
 

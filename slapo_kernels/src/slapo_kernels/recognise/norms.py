@@ -11,9 +11,9 @@ from torch import nn
 from ..conditions import DTYPES, Conditions, can_be_compared
 from ..registry import run
 from ..swapped import Lookup, Norm
+from .comparison import close, quietly, rounded_alike, same_gradients
 from .copies import bare_copy
 from .forwards import NORM, USUAL, Steady
-from .numbers import close, quietly, rounded_alike, same_gradients
 from .signatures import tensor_inputs
 
 _SCALES = (1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e-6)

@@ -16,9 +16,9 @@ from slapo_core.tracing import TracedModule, trace_module
 from ..conditions import DTYPES, Conditions, can_be_compared
 from ..steps import Activate, AddDropped, Call, Gate, Step
 from ..swapped import Experts, Program
+from .comparison import quietly
 from .copies import bare_copy, is_function, is_linear
 from .forwards import ELEMENTWISE, HALVES, USUAL, Observed, Steady, inputs_of
-from .numbers import quietly
 from .regions import Found, Region, identify
 from .signatures import tensor_inputs
 

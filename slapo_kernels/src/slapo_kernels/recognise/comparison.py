@@ -59,12 +59,13 @@ def same_gradients(
     one: Callable[..., Any], other: Callable[..., Any], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] = ()
 ) -> bool:
     """Whether both functions have the same gradients at these inputs, and at the weights they use."""
-    found = []
+    found, factors = [], None
     for function in (one, other):
         leaves = [each.detach().clone().requires_grad_() for each in inputs]
         try:
             out = function(*leaves)
-            factors = torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view(out.shape)
+            if factors is None:
+                factors = torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view(out.shape)
             found.append(torch.autograd.grad((out * factors).sum(), [*leaves, *weights]))
         except Exception:  # nothing that gradients flow through, say
             return False
