@@ -71,7 +71,7 @@ def consolidated(rank: int, layout: dict[str, int]) -> tuple[dict[str, torch.Ten
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param({"tp": 2}, marks=pytest.mark.slow), {"pp": 2}], ids=str)
 def test_each_rank_gets_its_part_of_the_same_numbers(layout: dict[str, int]) -> None:
     expected = slapo.build(slapo.create_schedule(empty()), seed=3).module.state_dict()
     total = sum(parameter.numel() for parameter in small("gpt2").parameters())

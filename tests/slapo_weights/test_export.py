@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -288,6 +289,42 @@ def test_a_plain_engine(tmp_path: Path) -> None:
     engine = slapo.build(slapo.create_schedule(nn.Linear(2, 2)))
     export_weights(engine, tmp_path)
     assert written(tmp_path).keys() == {"weight", "bias"}
+
+
+OWN_MODEL = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own-of-slapo"
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = torch.nn.Linear(3, 3)
+        self.post_init()
+
+    def forward(self, x):
+        return self.layer(x)
+
+OwnConfig.register_for_auto_class()
+OwnModel.register_for_auto_class("AutoModel")
+"""
+
+
+def test_the_code_of_a_registered_class_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_model_of_a_test.py").write_text(OWN_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    own: Any = importlib.import_module("own_model_of_a_test")
+    model = own.OwnModel(own.OwnConfig())
+    model.save_pretrained(tmp_path / "theirs")
+    export_weights(slapo.create_schedule(model), tmp_path / "ours")
+    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
+    config = json.loads((tmp_path / "ours/config.json").read_text())
+    assert config == json.loads((tmp_path / "theirs/config.json").read_text())
+    assert config["auto_map"]["AutoModel"] == "own_model_of_a_test.OwnModel"
 
 
 def test_a_class_that_needs_more_than_its_config_is_named(tmp_path: Path) -> None:

@@ -119,6 +119,39 @@ def test_what_was_trained_comes_back(
     assert len([*tmp_path.glob("*.safetensors")]) > 1 if given else (tmp_path / "model.safetensors").exists()
 
 
+def moved(rank: int, name: str, first: Any, second: Any, folder: str) -> tuple[float, float]:
+    """Losses of an engine, and of another one with the weights that it exported."""
+    losses = []
+    for number, (target, layout, options) in enumerate((first, second)):
+        mesh, batch = mesh_of(**layout), batches(1)[0]
+        with slapo.init_empty_weights(enable=number == 1):
+            model = small(name)
+        rows = batch if number == 0 or layout.get("dp", 1) == 1 else my_part(batch, mesh)
+        given = {"weights": folder} if number else {}
+        engine: Any = build(scheduled(model, mesh, rows), target, optimizer=adamw, microbatches=2, **options, **given)
+        if number == 0:
+            engine.train_batch(**rows)
+            export_weights(engine, folder)
+        losses.append(engine.eval_batch(**rows).item())
+        engine.close()
+    return losses[0], losses[1]
+
+
+MOVES = [
+    pytest.param("gpt2", ("torch", {"tp": 2}, {}), ("torch", {"pp": 2}, {}), id="tp to pp"),
+    pytest.param("llama", ("torch", {"pp": 2}, {}), ("torch", {"dp": 2}, FSDP), marks=SLOW, id="pp to fsdp"),
+    pytest.param("t5", ("torch", {"tp": 2}, {}), ("torch", {"dp": 2}, {}), marks=SLOW, id="tp to dp"),
+    pytest.param("gpt2", ("megatron", {"tp": 2}, {}), ("torch", {"pp": 2}, {}), marks=SLOW, id="megatron to torch"),
+    pytest.param("llama", ("torch", {"pp": 2}, {}), ("deepspeed", {"tp": 2}, {}), marks=SLOW, id="torch to deepspeed"),
+]
+
+
+@pytest.mark.parametrize(("name", "first", "second"), MOVES)
+def test_what_goes_out_comes_in_at_another_layout(name: str, first: Any, second: Any, tmp_path: Path) -> None:
+    for before, after in run_distributed(moved, 2, name, first, second, str(tmp_path), timeout=100):
+        assert after == pytest.approx(before, abs=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["deepspeed", "megatron"])
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
