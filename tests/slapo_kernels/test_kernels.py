@@ -177,6 +177,10 @@ def test_what_flex_attention_does_not_compute() -> None:
     assert flex.refuses(q, k, v, mask) is None
     assert flex.refuses(q, k, v, dropout_p=0.1) == "has no dropout, and dropout_p is 0.1"
     assert flex.refuses(q, k, v, mask.float().requires_grad_()) == "gives a mask no gradient"
+    added = torch.zeros(mask.shape).masked_fill(~mask, -1e4)
+    assert flex.refuses(q, k, v, added) == "has wrong gradients where an added mask hides all keys from a query"
+    added[1, :, 0, 0] = 0.0  # in place
+    assert flex.refuses(q, k, v, added) is None
 
 
 @pytest.mark.parametrize("choice", ["eager", "native"])

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from .masks import hides_all
+
 Tensor = torch.Tensor
 
 
@@ -33,7 +35,9 @@ def refuses(
     """What FlexAttention does not compute."""
     if dropout_p:
         return f"has no dropout, and dropout_p is {dropout_p}"
-    return "gives a mask no gradient" if mask is not None and mask.requires_grad else None
+    if mask is not None and mask.requires_grad:
+        return "gives a mask no gradient"
+    return "has wrong gradients where an added mask hides all keys from a query" if hides_all(mask) else None
 
 
 def attend(

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn import LinearCrossEntropyOptions
 from torch.nn import functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import eager
-from ._torch_private import is_transformed
 from .autocast import as_multiplied
 from .eager import check_cast
 from .labels import check_labels, mean_of, with_one_that_counts
+from .masks import hides_all
 
 Tensor = torch.Tensor
-
-_HIDDEN = -1e3
-"""What is added to a score at most where a key is hidden."""
-_hides: Any = WeakTensorKeyDictionary()
-"""Mask that is added to its version, and whether it hides all keys from a query; a GPU is waited for once then."""
 
 
 def attention(
@@ -39,7 +31,7 @@ def attention(
     """
     if is_causal and mask is not None:
         raise ValueError("attention takes a mask or is_causal, not both")
-    if mask is not None and mask.is_floating_point() and _hides_all(mask):
+    if hides_all(mask):
         return eager.attention(q, k, v, mask, dropout_p=dropout_p, scale=scale)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
@@ -89,15 +81,3 @@ def linear_cross_entropy(
 def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
     """``F.embedding``."""
     return F.embedding(ids, weight, padding_idx)
-
-
-def _hides_all(mask: Tensor) -> bool:
-    """Whether a mask that is added hides all keys from some query; where nobody may look, it may."""
-    if torch.compiler.is_compiling() or is_transformed() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return True
-    version = None if mask.is_inference() else mask._version
-    known: tuple[int | None, bool] | None = _hides.get(mask)
-    if known is None or known[0] != version:
-        known = version, bool(mask.numel() and (mask.detach().amax(-1) < _HIDDEN).any())
-        _hides[mask] = known
-    return known[1]
