@@ -174,6 +174,10 @@ def twice(folder: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.zeros(2)}, folder / "x-2.safetensors")
 
 
+def another_name(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "adapter.safetensors")
+
+
 def pickles(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
@@ -181,6 +185,7 @@ def pickles(folder: Path) -> None:
 
 BAD: dict[str, tuple[Damage, str]] = {
     "nothing": (nothing, "no weights in .*; it has neither model.safetensors nor"),
+    "another name": (another_name, "nor model.safetensors.index.json; give the path of adapter.safetensors, if it is that"),
     "pickles": (pickles, "weights as pickles alone, pytorch_model.bin, which run code when read; convert it with"),
     "no bytes": (cut(0), "no whole safetensors file: its header is longer than the file"),
     "half a header": (cut(20), "no whole safetensors file: its header is longer than the file"),

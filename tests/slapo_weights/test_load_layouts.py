@@ -144,7 +144,7 @@ def test_each_rank_reads_its_stage_and_all_fail_alike(tmp_path: Path) -> None:
     folders = str(tmp_path / "whole"), str(tmp_path / "damaged")
     (said, told, held, others), (same, own, rest, those) = run_distributed(stages, 2, *folders, timeout=100)
     assert said == same
-    assert said.endswith("are not this model's; 2 missing: model.embed_tokens.weight, lm_head.weight")
+    assert "are not this model's: 2 missing: model.embed_tokens.weight, lm_head.weight; give" in said
     assert told.startswith("BuildError: rank 1 failed: no weights at ")
     assert own.startswith("BuildError: no weights at ")
     assert (held, others) == (those, rest)

@@ -1,6 +1,6 @@
 """Safetensors files in Hugging Face layout: which tensors there are, and boxes of them.
 
-What is asked for is read with ``pread``, so that no byte beside it is, and no file is mapped into memory.
+What is asked for is read without buffers, so that no byte beside it is, and no file is mapped into memory.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -90,14 +91,11 @@ class WeightFiles:
             return result
         buffer = memoryview(result.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         try:
-            descriptor = os.open(entry.path, os.O_RDONLY)
-            try:
+            with open(entry.path, "rb", buffering=0) as file:
                 at = 0
                 for start, size in _runs(entry.shape, starts, sizes, entry.dtype.itemsize):
-                    _fill(descriptor, buffer[at : at + size], entry.start + start)
+                    _fill(file, buffer[at : at + size], entry.start + start)
                     at += size
-            finally:
-                os.close(descriptor)
         except OSError as err:
             raise BuildError(f"cannot read {name} from {entry.path}: {err}") from err
         self.bytes_read += at
@@ -120,18 +118,18 @@ def _runs(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], wid
         yield sum(place) + first, length
 
 
-def _fill(descriptor: int, buffer: memoryview, offset: int) -> None:
+def _fill(file: FileIO, buffer: memoryview, offset: int) -> None:
+    file.seek(offset)
     while len(buffer):
-        count = os.preadv(descriptor, [buffer], offset)
-        if count == 0:
+        if not (count := file.readinto(buffer)):
             raise OSError("it ends too early")
-        buffer, offset = buffer[count:], offset + count
+        buffer = buffer[count:]
 
 
 def _entry(source: Path) -> Path:
     """The file to begin with."""
     if not source.exists():
-        raise BuildError(f"no weights at {source}: there is no such file or folder")
+        raise BuildError(f"no weights at {source}: there is no such file or folder; download what is on a hub first")
     if not source.is_dir():
         if source.suffix not in (".safetensors", ".json"):
             raise BuildError(f"{source} is no safetensors file; {_CONVERT}")
@@ -142,7 +140,9 @@ def _entry(source: Path) -> Path:
     pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.bin.index.json") for file in source.glob(kind))
     if pickles:
         raise BuildError(f"{source} has weights as pickles alone, {pickles[0]}, which run code when read; {_CONVERT}")
-    raise BuildError(f"no weights in {source}; it has neither {_SINGLE} nor {_INDEX}")
+    others = sorted(file.name for kind in ("*.safetensors", "*.safetensors.index.json") for file in source.glob(kind))
+    hint = f"; give the path of {others[0]}, if it is that" if others else ""
+    raise BuildError(f"no weights in {source}; it has neither {_SINGLE} nor {_INDEX}{hint}")
 
 
 _CONVERT = "convert it with Transformers' from_pretrained and save_pretrained"

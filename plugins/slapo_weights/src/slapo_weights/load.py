@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,14 +35,15 @@ class Weights:
     Args:
         source: A safetensors file, an index of several (``.json``), or a folder with either, as ``save_pretrained`` writes it.
         cast: Whether floating-point values become the model's dtype; without it another one is an error.
-        missing: Patterns, as of ``fnmatch``, of names that the files may lack. They are initialised, as without weights.
-        unexpected: Patterns of names that the model may lack. They are left out.
+        missing: One pattern or several, as of ``fnmatch``, of names that the files may lack. They are initialised, as without
+            weights.
+        unexpected: The same of names that the model may lack. They are left out.
     """
 
     source: str | os.PathLike[str]
     cast: bool = False
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
+    missing: str | Sequence[str] = ()
+    unexpected: str | Sequence[str] = ()
 
 
 def filler(weights: Weights | str | os.PathLike[str]) -> Callable[[Program, list[nn.Module], str], int]:
@@ -109,8 +111,8 @@ class Plan:
         self._files, self._found, self._weights = files, found, weights
         self._paths: dict[int, str] = {}
         self._problems: dict[str, list[str]] = defaultdict(list)
-        shapes = unmodified.shapes() if unmodified is not None else {}
-        self._vocabulary = {name: shapes[name] for name in (unmodified.vocabulary() if unmodified is not None else ())}
+        self._unmodified = unmodified
+        self._of_ties = {**_from_ties(found.views, unmodified), **found.views}
         self._optional = may_be_missing(unmodified)
         self.views: dict[str, list[View]] = {}
         used: set[str] = set(found.left_out)
@@ -127,6 +129,18 @@ class Plan:
             name for name in found.views if name not in used and not _matches(name, weights.unexpected)
         )
 
+    @cached_property
+    def _vocabulary(self) -> dict[str, tuple[int, ...]]:
+        """Parameters of a row for each token, and their shapes; a scheduled model may have more rows."""
+        if self._unmodified is None:
+            return {}
+        try:
+            names = self._unmodified.vocabulary()
+        except NotImplementedError:  # Transformers' own, of a class that embeds no tokens
+            return {}
+        shapes = self._unmodified.shapes()
+        return {name: shapes[name] for name in names}
+
     def key(self, tensor: torch.Tensor) -> str:
         """The tensor's first name in the unmodified model; of one that a step brought in, its path."""
         return (facts(tensor).names or (self._paths.get(id(tensor), ""),))[0]
@@ -136,23 +150,24 @@ class Plan:
         unread = {"that cannot be read in parts": [*self._found.unread]}
         kinds = [_listed(kind, told) for kind, told in {**unread, **self._problems}.items() if told]
         if kinds:
-            raise BuildError(f"the weights in {self._files.source} are not this model's; {'; '.join(kinds)}")
+            told = f"the weights in {self._files.source} are not this model's: {'; '.join(kinds)}"
+            raise BuildError(f"{told}; give the model's own, or say with slapo.Weights what may differ")
 
     def _add(self, tensor: torch.Tensor) -> None:
         key = self.key(tensor)
         if key in self.views:
             return
         if (made := parts_of(tensor)) is not None and not facts(tensor).names:
-            if missing := [name for name, _ in made.parts if name not in self._found.views]:
+            if missing := [name for name, _ in made.parts if name not in self._of_ties]:
                 self._problems["missing"] += dict.fromkeys(missing)
                 return
             try:
-                views = [view_of(made, self._found.views)]
+                views = [view_of(made, self._of_ties)]
             except ValueError as err:
                 self._problems["mis-shaped"].append(f"{key} of {', '.join(dict.fromkeys(n for n, _ in made.parts))}: {err}")
                 return
         else:
-            views = [self._found.views[name] for name in facts(tensor).names if name in self._found.views]
+            views = [*dict.fromkeys(self._of_ties[name] for name in facts(tensor).names if name in self._of_ties)]
         if views:
             self.views[key] = [view for view in (self._fitting(key, tensor, view) for view in views) if view is not None]
         elif not (_matches(key, self._weights.missing) or (self._optional is not None and self._optional.search(key))):
@@ -165,10 +180,11 @@ class Plan:
         of = f" of {key}" if names != key else ""
         both = view.dtype.is_floating_point and tensor.dtype.is_floating_point
         if view.dtype is not tensor.dtype and not (both and self._weights.cast):
-            hint = ", unless cast=True" if both else ""
-            self._problems["mis-typed"].append(f"{names} is {view.dtype} for {tensor.dtype}{of}{hint}")
+            kind = "mis-typed, which cast=True casts" if both else "mis-typed"
+            self._problems[kind].append(f"{names} is {_dtype(view.dtype)} for {_dtype(tensor.dtype)}{of}")
             return None
-        if view.shape == self._vocabulary.get(key) and view.shape[0] < shape[0]:
+        is_less = view.shape[1:] == shape[1:] and view.shape[:1] < shape[:1]
+        if is_less and view.shape == self._vocabulary.get(key):
             view = view.padded(shape[0])
         if view.shape != shape:
             self._problems["mis-shaped"].append(f"{names} is {list(view.shape)} for {list(shape)}{of}")
@@ -193,8 +209,21 @@ def _listed(kind: str, told: list[str]) -> str:
     return f"{len(told)} {kind}: {', '.join(told[:_LISTED])}{more}"
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _from_ties(views: Mapping[str, View], unmodified: Unmodified | None) -> dict[str, View]:
+    """Names that files leave out, as they are tied in the unmodified model to one that is there."""
+    groups: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in unmodified.model.named_parameters(remove_duplicate=False) if unmodified is not None else ():
+        groups[id(tensor)].append(name)
+    there = ((names, next((name for name in names if name in views), None)) for names in groups.values())
+    return {name: views[first] for names, first in there if first is not None for name in names}
+
+
+def _matches(name: str, patterns: str | Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns))
 
 
 def _places(root: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
