@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 
@@ -47,6 +48,18 @@ def test_it_writes_what_save_pretrained_does(name: str, tmp_path: Path) -> None:
     ours, theirs = written(tmp_path / "ours"), written(tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     assert [key for key in ours if ours[key].dtype != theirs[key].dtype or not torch.equal(ours[key], theirs[key])] == []
+
+
+@pytest.mark.parametrize(("name", "head"), [("mixtral", "AutoModelForCausalLM"), ("gpt2", "AutoModel")])
+def test_what_was_read_converted_is_written_as_it_was(name: str, head: str, tmp_path: Path) -> None:
+    """Of the whole model, and of its body, which leaves the prefix of its names and the head out."""
+    FAMILIES[name].model().save_pretrained(tmp_path / "first")  # type: ignore[operator]
+    model = getattr(transformers, head).from_pretrained(tmp_path / "first")
+    model.save_pretrained(tmp_path / "theirs")
+    export_weights(slapo.create_schedule(model), tmp_path / "ours")
+    ours, theirs = written(tmp_path / "ours"), written(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
 
 
 @pytest.mark.parametrize("steps", ["trace", "flatten", "kernels", "cut"])
@@ -328,8 +341,6 @@ def test_the_code_of_a_registered_class_goes_with_it(tmp_path: Path, monkeypatch
 
 
 def test_a_class_that_needs_more_than_its_config_is_named(tmp_path: Path) -> None:
-    import transformers
-
     class Extra(transformers.GPT2LMHeadModel):
         def __init__(self, config: Any, size: int) -> None:
             super().__init__(config)

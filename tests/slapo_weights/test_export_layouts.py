@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import slapo
@@ -43,12 +44,19 @@ def fused(model: nn.Module, mesh: Any, example: dict[str, Any]) -> Any:
     return schedule
 
 
+def on_layers_of_megatron(model: nn.Module, mesh: Any, example: dict[str, Any]) -> Any:
+    """A model whose sharded layers are Megatron's."""
+    schedule = slapo.create_schedule(model, mesh=mesh, example_inputs=example)
+    schedule.tensor_parallel(backend="megatron")
+    return schedule
+
+
 def exported(
     rank: int, target: str, name: str, layout: Layout, options: dict[str, Any], folder: str, given: dict[str, Any]
 ) -> list[torch.Tensor]:
     """A step, an export, and what the engine says then: its evaluation loss."""
     mesh, batch = mesh_of(**layout), batches(layout.get("dp", 1))[0]
-    made = fused if name == "llama" and options.pop("fused", False) else scheduled
+    made = fused if options.pop("fused", False) else on_layers_of_megatron if options.pop("layers", False) else scheduled
     schedule = made(small(name), mesh, my_part(batch, mesh))
     engine: Any = build(schedule, target, optimizer=adamw, microbatches=2, **options)
     engine.train_batch(**my_part(batch, mesh))
@@ -84,6 +92,7 @@ CASES = [
     pytest.param("torch", "llama", {"dp": 2}, FSDP, {}, marks=SLOW, id="torch fsdp llama"),
     pytest.param("torch", "llama", {"tp": 2}, {"fused": True}, {}, marks=SLOW, id="torch tp fused"),
     pytest.param("torch", "llama", {"dp": 2}, {"fused": True, **FSDP}, {}, marks=SLOW, id="torch fsdp fused"),
+    pytest.param("megatron", "llama", {"tp": 2}, {"layers": True}, {}, marks=SLOW, id="megatron layers"),
     pytest.param("torch", "t5", {"tp": 2}, {}, {}, marks=SLOW, id="torch tp t5"),
     pytest.param("torch", "t5", {"pp": 2}, {}, {}, marks=SLOW, id="torch pp t5"),
     pytest.param("torch", "gpt2", {"dp": 2, "tp": 2}, FSDP, {}, marks=SLOW, id="torch fsdp over tp"),
@@ -188,9 +197,27 @@ def uneven(rank: int, folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_schedule_in_unequal_parts(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     expected = run_distributed(uneven, 2, str(tmp_path))[0]
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def without_a_mesh(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    """An engine of the ranks that the schedule takes from the world."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sch = slapo.create_schedule(model)
+    sch["1"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    engine = build(sch, "torch", optimizer=adamw, loss_fn=nn.functional.mse_loss, check=False)
+    export_weights(engine, folder)
+    engine.close()
+    return expected
+
+
+def test_ranks_without_a_mesh(tmp_path: Path) -> None:
+    expected = run_distributed(without_a_mesh, 2, str(tmp_path))[0]
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

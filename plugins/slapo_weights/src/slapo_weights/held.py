@@ -67,7 +67,9 @@ class Source:
             kind = type(given).__name__
             raise BuildError(f"export_weights: cannot export a {kind}; give a schedule, or an engine that has pieces()")
         trees = (program.module, *(stage.module for stage in program.stages))
-        return cls(program.module, trees, given.module, given, program.mesh)
+        return cls(
+            program.module, trees, given.module, given, program.mesh, None if program.mesh else _group_of(program.module)
+        )
 
     def pieces(self) -> dict[str, Piece]:
         """What this rank holds of each tensor. Collective where the engine has to gather."""
@@ -109,6 +111,12 @@ class Source:
                     if tensor is not None:
                         names = facts(tensor).names or (f"{path}.{name}" if path else name,)
                         yield names[0], table is module._buffers
+
+
+def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """That of the ranks of a schedule without a mesh, as it has it."""
+    groups = [spec.group for each in model.parameters() if (spec := shard_spec(each)) is not None and spec.group is not None]
+    return groups[0] if groups else dist.group.WORLD if dist.is_initialized() else None
 
 
 def _named(trees: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

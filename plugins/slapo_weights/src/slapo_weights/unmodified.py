@@ -53,7 +53,7 @@ class Unmodified:
     @classmethod
     def of(cls, root: nn.Module) -> Unmodified | None:
         """What a scheduled model was; None where it is none of Transformers'."""
-        module = sys.modules.get("transformers")
+        module = sys.modules.get("transformers.modeling_utils")
         if module is None:
             return None
         traced = vars(root).get("_traced_class", type(root))
