@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -301,16 +301,13 @@ def slapo_primitives() -> dict[str, Any]:
     return {**PLANTED, **{name: f"{HERE}:{cls}" for name, cls in named.items()}, "eager": Eager}
 
 
-def failing(name: str, *examples: Example) -> dict[str, str]:
+def failing(name: str, example: Example, only: Collection[str] = ()) -> dict[str, str]:
     """Check to message, of those that fail."""
-    return _failing(primitive_checks(name, examples))
-
-
-def _failing(checks: Sequence[Any]) -> dict[str, str]:
     found = {}
-    for check in checks:
+    for check in primitive_checks(name, [example]):
         try:
-            check()
+            if not only or check.name in only:
+                check()
         except ConformanceError as error:
             found[check.name] = str(error)
     return found
@@ -330,54 +327,62 @@ DROPOUT = replace(AT_LINEAR, path="block.2", numerics="distribution", because="t
 FROZEN = replace(RENEW, changes=["requires_grad"])
 
 
+FAULTS = [
+    (
+        "forgets_the_facts",
+        AT_LINEAR,
+        {"contracts", "hooks"},
+        "no parameter has the original name 'block.0.weight' any more",
+    ),
+    ("freezes", AT_LINEAR, {"contracts", "hooks", "numerics"}, "requires_grad of 'block.0.weight' is False"),
+    (
+        "unties",
+        replace(AT_LINEAR, path="head"),
+        {"contracts", "hooks", "numerics"},
+        "embed.weight and head.weight are no longer one parameter",
+    ),
+    ("doubles", AT_LINEAR, {"contracts", "numerics"}, "the full parameter 'block.0.weight' is"),
+    ("keeps_a_buffer", AT_LINEAR, {"contracts"}, "the key 'block.0.calls' of the state_dict is new"),
+    (
+        "trains_the_new",
+        replace(AT_LINEAR, path="block.2"),
+        {"contracts", "hooks", "numerics"},
+        "'block.2' is in training mode",
+    ),
+    ("renew", FROZEN, {"contracts"}, "says that the step changes requires_grad, which it does not"),
+    ("touches_nothing", replace(AT_LINEAR, path="block"), {"undo", "transactional"}, "seen of module 'block.0' is new"),
+    ("tells_late", replace(AT_LINEAR, path="block"), {"transactional"}, "after forward_wrappers() called at"),
+    (
+        "drops_hooks",
+        AT_LINEAR,
+        {"hooks"},
+        "the forward pre-hook of the module fires 0 times in a step of training, 1 before",
+    ),
+    ("closes_over_the_module", AT_LINEAR, {"deepcopy"}, "a deep copy of the model, in"),
+    ("is_otherwise_traced", replace(AT_LINEAR, path="block"), {"trace after"}, "with trace() after the step"),
+    ("expects_a_sequential", replace(AT_LINEAR, path="block"), {"trace before"}, "raises TypeError, not a ScheduleError"),
+    ("expects_no_wrapper", AT_LINEAR, {"checkpoint before"}, "raises TypeError, not a ScheduleError"),
+    ("counts_its_calls", AT_LINEAR, {"checkpoint after"}, "with checkpoint() after the step"),
+    ("computes_a_little_more", AT_LINEAR, {"numerics"}, "beside the unmodified model, in evaluation: output: "),
+    ("drops_more", DROPOUT, {"means"}, "standard errors off"),
+]
+"""Primitive, example, the checks that fail, and what one of them says."""
+
+
 @pytest.mark.parametrize(
-    ("name", "example", "checks", "sentence"),
-    [
-        (
-            "forgets_the_facts",
-            AT_LINEAR,
-            {"contracts", "hooks"},
-            "no parameter has the original name 'block.0.weight' any more",
-        ),
-        ("freezes", AT_LINEAR, {"contracts", "hooks", "numerics"}, "requires_grad of 'block.0.weight' is False"),
-        (
-            "unties",
-            replace(AT_LINEAR, path="head"),
-            {"contracts", "hooks", "numerics"},
-            "embed.weight and head.weight are no longer one parameter",
-        ),
-        ("doubles", AT_LINEAR, {"contracts", "numerics"}, "the full parameter 'block.0.weight' is"),
-        ("keeps_a_buffer", AT_LINEAR, {"contracts"}, "the key 'block.0.calls' of the state_dict is new"),
-        (
-            "trains_the_new",
-            replace(AT_LINEAR, path="block.2"),
-            {"contracts", "hooks", "numerics"},
-            "'block.2' is in training mode",
-        ),
-        ("renew", FROZEN, {"contracts"}, "says that the step changes requires_grad, which it does not"),
-        ("touches_nothing", replace(AT_LINEAR, path="block"), {"undo", "transactional"}, "seen of module 'block.0' is new"),
-        ("tells_late", replace(AT_LINEAR, path="block"), {"transactional"}, "after forward_wrappers() called at"),
-        (
-            "drops_hooks",
-            AT_LINEAR,
-            {"hooks"},
-            "the forward pre-hook of the module fires 0 times in a step of training, 1 before",
-        ),
-        ("closes_over_the_module", AT_LINEAR, {"deepcopy"}, "a deep copy of the model, in"),
-        ("is_otherwise_traced", replace(AT_LINEAR, path="block"), {"trace after"}, "with trace() after the step"),
-        ("expects_a_sequential", replace(AT_LINEAR, path="block"), {"trace before"}, "raises TypeError, not a ScheduleError"),
-        ("expects_no_wrapper", AT_LINEAR, {"checkpoint before"}, "raises TypeError, not a ScheduleError"),
-        ("counts_its_calls", AT_LINEAR, {"checkpoint after"}, "with checkpoint() after the step"),
-        ("computes_a_little_more", AT_LINEAR, {"numerics"}, "beside the unmodified model, in evaluation: output: "),
-        ("drops_more", DROPOUT, {"means"}, "standard errors off"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+    ("name", "example", "checks", "sentence"), FAULTS, ids=[f"{name}-{min(of)}" for name, _, of, _ in FAULTS]
 )
 def test_a_fault_is_caught_by_its_check(name: str, example: Example, checks: set[str], sentence: str) -> None:
-    found = failing(name, example)
+    found = failing(name, example, checks)
     assert {*found} == checks
     assert any(sentence in message for message in found.values()), found
     assert all(message.startswith(f"{name}, {check}, {example}: ") for check, message in found.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "example", "checks"), [fault[:3] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
+def test_and_by_no_other(name: str, example: Example, checks: set[str]) -> None:
+    assert {*failing(name, example)} == checks
 
 
 CONSUMES = replace(RENEW, path="block", args=lambda sch: (["a"],), refused=[Refused("too many", ([], 1))])
@@ -415,14 +420,14 @@ def test_a_fault_of_the_registration_or_the_example_is_caught(name: str, example
 )
 def test_a_bad_refusal_is_caught(how: str, sentence: str) -> None:
     example = replace(AT_LINEAR, args=("right",), refused=[Refused("wrong", (how,))])
-    found = failing("careless", example)
-    assert {*found} == {"refusals"}
+    found = failing("careless", example, ["refusals"])
     assert sentence in found["refusals"]
 
 
 def test_without_examples_there_is_nothing_to_conform_to() -> None:
+    (check,) = [each for each in primitive_checks("freeze", []) if each.name == "examples"]
     with pytest.raises(ConformanceError, match="freeze, examples: there is no example"):
-        check_primitive("freeze", [])
+        check()
 
 
 @pytest.mark.multiproc

@@ -283,6 +283,8 @@ def _count_locally(schedule: Schedule, derived: Derived, found: list[Count]) -> 
 
     if reason := localise(derived.layouts, found, schedule.world_size, problem):
         raise _error(schedule, f"a module counts on all heads or all of its width where it has a part: {reason}; give plan=")
+    for module in schedule.mod.modules():
+        schedule.touch(module)
     attention.trust_counts(schedule.mod)
 
 

@@ -48,10 +48,10 @@ class Guard:
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Guard:
         """The guard of a call."""
-        signature = inspect.signature(module.forward)
+        known = getattr(module, "guard", None)  # a traced module's forward takes anything
+        signature = known.parameters if isinstance(known, Guard) else inspect.signature(module.forward)
         plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-        parameters = signature.replace(parameters=plain, return_annotation=signature.empty)
-        guard = cls(parameters, module.training, regions.autocast_state())
+        guard = cls(inspect.Signature(plain), module.training, regions.autocast_state())
         values = guard.values(args, kwargs)
         guard.device = device_of(values)
         guard.traced = {name: fingerprint(value) for name, value in values.items()}

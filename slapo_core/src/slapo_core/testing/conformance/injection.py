@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -15,6 +16,8 @@ from ...transaction import Transaction
 
 _BOOKKEEPING = {Schedule.on_undo.__code__, Schedule.touch.__code__, Transaction.on_undo.__code__, Transaction.touch.__code__}
 """By these a primitive tells how to undo what it did: between the two nothing else can fail."""
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""What is called again to go on, or to end."""
 _NEVER = {"<module>", "__exit__", "__del__", "__init_subclass__", "__set_name__"}
 
 
@@ -51,7 +54,13 @@ class Calls:
         if event != "call" or caller is None or not caller.f_code.co_filename.startswith(self._prefix):
             return
         code = frame.f_code
-        if code in _BOOKKEEPING or code.co_name in _NEVER or caller.f_code.co_name in _NEVER or code.co_filename == __file__:
+        if (
+            code.co_flags & _RESUMED
+            or code in _BOOKKEEPING
+            or code.co_name in _NEVER
+            or caller.f_code.co_name in _NEVER
+            or code.co_filename == __file__
+        ):
             return
         self.count += 1
         if self.count == self._fail_at:

@@ -185,19 +185,13 @@ def _first_difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
 
 def hooks(case: Case) -> None:
     """Hooks on the module, on the model and on its parameters fire as often as before."""
+    expected: dict[str, int] = {}
+    plain = case.begin(plain=True)
+    _hook(case, plain, expected)
+    case.run(plain.mod)
     fired: dict[str, int] = {}
     schedule = case.begin()
-    module = case.at(schedule).mod
-    for label, hooked in {"the model": schedule.mod, "the module": module}.items():
-        hooked.register_forward_pre_hook(_Counting(fired, f"the forward pre-hook of {label}"))
-        hooked.register_forward_hook(_Counting(fired, f"the forward hook of {label}"))
-    held = {"values", "names", "requires_grad"} & {*case.example.changes}
-    for name, parameter in () if held else module.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(_Counting(fired, f"the gradient hook of {name!r}"))  # type: ignore[no-untyped-call]
-    case.run(schedule.mod)
-    expected = dict(fired)
-    fired.clear()
+    _hook(case, schedule, fired)
     if not case.takes(schedule, "the step on a module with hooks", partial(case.step, schedule)):
         return
     if not case.takes(schedule, "a step after that on a module with hooks", partial(case.finish, schedule)):
@@ -206,6 +200,19 @@ def hooks(case: Case) -> None:
     for what, count in expected.items():
         if fired.get(what, 0) != count:
             raise ConformanceError(f"{what} fires {fired.get(what, 0)} times in a step of training, {count} before")
+
+
+def _hook(case: Case, schedule: Schedule, fired: dict[str, int]) -> None:
+    module = case.at(schedule).mod
+    for label, hooked in {"the model": schedule.mod, "the module": module}.items():
+        hooked.register_forward_pre_hook(_Counting(fired, f"the forward pre-hook of {label}"))
+        hooked.register_forward_hook(_Counting(fired, f"the forward hook of {label}"))
+    if {"values", "names", "requires_grad"} & {*case.example.changes}:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            what = f"the gradient hook of {name!r}"
+            parameter.register_hook(_Counting(fired, what))  # type: ignore[no-untyped-call]
 
 
 class _Counting:
@@ -313,6 +320,7 @@ def numerics(case: Case) -> None:
             if case.example.numerics == "outputs":
                 run.loss, run.input_grads, run.param_grads = None, [], {}
             if "requires_grad" in case.example.changes:
+                run.loss = None  # the sum of what has a gradient
                 run.param_grads = {name: grad for name, grad in run.param_grads.items() if name not in frozen}
 
     case.compare(reference, schedule.mod, "beside the unmodified model", keep)
