@@ -313,7 +313,7 @@ PRIMITIVES: dict[str, list[Example]] = {
             (IDS,),
             "head",
             lambda sch: (make(nn.Linear, 8, 6, bias=False),),
-            changes=["ties"],
+            changes=["values", "ties"],
             numerics="none",
             because="the new layer has weights of its own",
             name="the holder of a tie",

@@ -65,7 +65,7 @@ def _broken(before: _Facts, schedule: Schedule, training: bool) -> Iterator[tupl
     broken = [tie for tie in before.ties if len({id(tensor) for name, tensor in held if name in tie}) > 1]
     if broken:
         yield "ties", f"{' and '.join(sorted(broken[0]))} are no longer one parameter"
-    values = before.values if broken else schedule.full_state("param")  # which refuses two of one name
+    values = before.values if len(held) > len(found) else schedule.full_state("param")  # which refuses two of one name
     for name, tensor in before.values.items():
         if name in found and not _same(values.get(name), tensor):
             yield (
