@@ -25,6 +25,20 @@ class Regression(nn.Module):
         return {"y": y} if labels is None else {"loss": F.mse_loss(y, labels), "y": y}
 
 
+class Features(nn.Linear):
+    """Gives no loss."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(outputs, labels)
+
+
 def batch(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {"x": torch.randn(8, 8, generator=generator), "labels": torch.randn(8, 8, generator=generator)}
@@ -34,12 +48,18 @@ def cut_behind_up(sch: Schedule) -> None:
     sch["up"].cut_pipeline_stage()
 
 
+def split(sch: Schedule) -> None:
+    sch.tensor_parallel({"up": "colwise", "down": "rowwise"})
+
+
 WRONG = (RefusedOption("microbatches", {"microbatches": 0}), RefusedOption("clip", {"clip": -1.0}))
 DIALECTS: dict[str, list[EngineExample]] = {
     name: [
         EngineExample(Regression, batch, {"microbatches": 2}, refused=WRONG),
         EngineExample(Regression, batch, {"microbatches": 2}, mesh={"dp": 2}),
         EngineExample(Regression, batch, {"microbatches": 2}, mesh={"pp": 2}, before=cut_behind_up),
+        EngineExample(Regression, batch, mesh={"tp": 2}, before=split),
+        EngineExample(Features, batch, loss_fn=error, name="with a loss function"),
     ]
     for name in ("deepspeed", "megatron", "torch")
 }
