@@ -16,8 +16,9 @@ from slapo_core.testing import run_distributed
 from slapo_weights import export_weights
 from tests.engine_models import batches, my_part, small
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
+from tests.zoo.families import FAMILIES
 
-from .test_export import with_fused_layers
+from .test_export import with_fused_layers, written
 
 pytestmark = pytest.mark.multiproc
 Layout = dict[str, int]
@@ -221,6 +222,27 @@ def test_ranks_without_a_mesh(tmp_path: Path) -> None:
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def split_family(rank: int, name: str, folder: str) -> int:
+    """Numbers that a rank holds of a model that was split and that no engine was built of."""
+    family = FAMILIES[name]
+    sch = slapo.create_schedule(family.model(), mesh=mesh_of(tp=2), example_inputs=family.batch())
+    sch.tensor_parallel()
+    export_weights(sch, folder, max_shard_size="30KB")
+    return sum(parameter.numel() for parameter in sch.mod.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "bloom", "deepseek_v3", "falcon", "gpt_neox", "mixtral", "qwen3_moe", "t5", "vit"])
+def test_families_that_were_split_are_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
+    model: Any = FAMILIES[name].model()
+    model.save_pretrained(tmp_path / "theirs")
+    held = run_distributed(split_family, 2, name, str(tmp_path / "ours"), timeout=100)
+    assert max(held) < sum(parameter.numel() for parameter in model.parameters())
+    ours, theirs = written(tmp_path / "ours"), written(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
 
 
 def refused(rank: int, folder: str) -> list[str]:
