@@ -89,6 +89,8 @@ class Example:
             raise ValueError(f"{self}: no change {unknown[0]!r}; known are {', '.join(CHANGES)}")
         if self.numerics not in NUMERICS:
             raise ValueError(f"{self}: numerics is {self.numerics!r}; known are {', '.join(NUMERICS)}")
+        if self.ranks > 1:
+            _check_travels(self)
         if (self.numerics != "equal" or not self.writable) and not self.because:
             raise ValueError(f"{self}: numerics={self.numerics!r}, writable={self.writable}; say why with because=")
 
@@ -147,6 +149,9 @@ class EngineExample:
     plugins: Sequence[str] = ()
     name: str = ""
 
+    def __post_init__(self) -> None:
+        _check_travels(self)
+
     @property
     def ranks(self) -> int:
         """Number of processes."""
@@ -158,3 +163,10 @@ class EngineExample:
     def __str__(self) -> str:
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
         return (self.name or getattr(self.model, "__name__", "a model")) + (f" with {axes}" if axes else "")
+
+
+def _check_travels(example: Example | EngineExample) -> None:
+    """Other processes find functions by their names."""
+    for word, function in vars(example).items():
+        if "<" in getattr(function, "__qualname__", ""):
+            raise ValueError(f"{example}: {word} is a lambda or a function inside of one; write it at module level")

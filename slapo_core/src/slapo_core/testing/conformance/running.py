@@ -73,7 +73,7 @@ class Check:
             more = "" if ours in headline else f"\n{error.traceback}"
             raise ConformanceError(f"{self}: {headline.replace(ours, '')}{more}") from error
         except ConformanceError as error:
-            raise ConformanceError(f"{self}: {error}") from error
+            raise ConformanceError(f"{self}: {error}") from error.__cause__
         except Exception as error:
             kind = "" if isinstance(error, SlapoError) else f"{type(error).__name__}: "
             raise ConformanceError(f"{self}: {kind}{error}") from error
