@@ -16,7 +16,7 @@ BACKEND = "threaded"
 
 
 @contextmanager
-def threaded_groups(waiting: Callable[[Callable[[], Any]], Any]) -> Iterator[Callable[[Exception], None]]:
+def threaded_groups(waiting: Callable[[Callable[[], Any]], Any]) -> Iterator[Callable[[BaseException], None]]:
     """Process groups belong to the thread that makes them, for a block.
 
     Args:

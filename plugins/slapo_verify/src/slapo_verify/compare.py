@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -15,8 +15,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from slapo_core.errors import VerifyError
-from slapo_core.gather import over_group
-from slapo_core.parameters import facts
 from slapo_core.random import rng_state, set_rng_state
 from slapo_core.testing.equivalence import (
     Difference,
@@ -30,10 +28,10 @@ from slapo_core.testing.equivalence import (
 )
 
 from .dropouts import same_random_state
+from .parameter_values import ALONE, SAME, Expected, Named, Ranks, Values, part_of, values_of
 
 Loss = Callable[[Any], torch.Tensor | None]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
-Named = Mapping[str, torch.Tensor | None]
 LEVELS = ("outputs", "grads", "step")
 
 _TOLERANCES = {
@@ -48,13 +46,12 @@ _TIMES = 6.0
 _MODERATE = 0.25
 """Of a tensor, as far as rounding in half precision may bring it where signs of activations near 0 turn."""
 _HALF = (torch.float16, torch.bfloat16)
-_SAME = Tolerance(0.0, 0.0)
 
 
 def tolerance_of(model: nn.Module) -> Tolerance:
     """How far apart rounding alone may bring what is computed in the types of the model's parameters."""
     types = {each.dtype for each in model.parameters() if each.is_floating_point()}
-    return max((_TOLERANCES[dtype] for dtype in types if dtype in _TOLERANCES), key=lambda each: each.scale, default=_SAME)
+    return max((_TOLERANCES[dtype] for dtype in types if dtype in _TOLERANCES), key=lambda each: each.scale, default=SAME)
 
 
 @dataclass(frozen=True)
@@ -89,12 +86,14 @@ class Computed:
         run: Outputs, loss, gradients.
         updates: What the optimizer's step added to each parameter, by original name.
         draws: Whether it drew random numbers.
+        largest: The largest error of parameters' values that are near and were not put together.
     """
 
     weights: dict[str, torch.Tensor | None]
     run: Run
     updates: dict[str, torch.Tensor | None] = field(default_factory=dict)
     draws: bool = False
+    largest: Difference | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -110,57 +109,103 @@ class Computed:
         return {what: count for what, count in found.items() if count}
 
 
-def compute(model: nn.Module, task: Task) -> Computed:
-    """Do the task; the model is left as it was, its random state, mode, gradients and buffers included. Collective."""
-    with _left_alone(model, task.training):
+def compute(model: nn.Module, task: Task, expected: Computed | None = None, ranks: Ranks = ALONE) -> Computed:
+    """Do the task; the model is left as it was, its random state, mode, gradients and buffers included. Collective.
+
+    What belongs to parameters is compared with what is expected of them where it lies, and put together where it is far off:
+    of what is near, the expected tensor stands for it. A step takes expected gradients where the model's are near.
+    """
+
+    def known(values: Named | None, tolerance: Tolerance) -> Expected | None:
+        return None if values is None else Expected(values, tolerance, ranks)
+
+    with _left_alone(model, task.training), plain_modes(task.level != "outputs"):
         state = rng_state()
         kept = _Kept(model)
-        with torch.set_grad_enabled(task.level != "outputs"):
-            run = run_model(cast(nn.Module, kept), task.args, dict(task.kwargs), task.loss or _default_loss)
+        loss = _checked(task.loss or _default_loss)
+        run = ranks.alike(lambda: run_model(cast(nn.Module, kept), task.args, dict(task.kwargs), loss))
         draws = not same_random_state(state, rng_state())
-        updates = _updates(model, task, kept.gradients) if task.level == "step" else {}
-        return Computed(_by_original_name(model, torch.Tensor.detach), run, updates, draws)
+        found = [values_of(model, "weight", torch.Tensor.detach, known(expected.weights if expected else None, SAME))]
+        before = known(expected.run.param_grads if expected else None, task.tolerance)
+        if task.level != "outputs":
+            found.append(values_of(model, "gradient", lambda one: kept.gradients.get(cast(nn.Parameter, one)), before))
+            run = replace(run, param_grads=found[-1].whole)
+        if task.level == "step":
+            gradients = {**kept.gradients, **_shared(found[-1])}
+            found.append(_updates(model, task, gradients, known(expected.updates if expected else None, task.tolerance)))
+        near = max((each.largest for each in found if each.largest), key=lambda each: each.absolute or 0.0, default=None)
+        return Computed(found[0].whole, run, found[2].whole if task.level == "step" else {}, draws, near)
+
+
+@contextmanager
+def plain_modes(with_gradients: bool) -> Iterator[None]:
+    """Neither inference mode nor autocast, whatever the caller is in, and gradients or none."""
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        for kind in autocast():
+            modes.enter_context(torch.autocast(kind, enabled=False))
+        modes.enter_context(torch.set_grad_enabled(with_gradients))
+        yield
+
+
+def autocast() -> list[str]:
+    """Kinds of devices for which autocast is on."""
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
+def _checked(loss: Loss) -> Loss:
+    def call(outputs: Any) -> torch.Tensor | None:
+        value = loss(outputs)
+        if value is not None and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+            shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise VerifyError(f"loss gave {shape}; let it return a tensor with one number, or None")
+        return value
+
+    return call
+
+
+def _shared(gradients: Values) -> dict[nn.Parameter, torch.Tensor]:
+    """Expected gradients of parameters whose own are near: what an optimizer divides by their size would be far apart."""
+    return {each: part_of(whole, each).clone() for each, whole in gradients.near.items() if whole is not None}
 
 
 def compare(expected: Computed, actual: Computed, tolerance: Tolerance) -> Iterator[Difference]:
     """What differs, weights first, then outputs."""
-    known = {name: value for name, value in expected.weights.items() if not _is_equal(value, actual.weights.get(name, value))}
-    yield from of_named("weight", known, actual.weights, _SAME)
     run, now = expected.run, actual.run
-    yield from differences(
-        replace(run, param_grads=_far("gradient", run.param_grads, now.param_grads, tolerance)), now, tolerance
-    )
-    yield from of_named("update", _far("update", expected.updates, actual.updates, tolerance), actual.updates, tolerance)
+    yield from of_named("weight", _not_shown(expected.weights, actual.weights), actual.weights, SAME)
+    known = replace(run, param_grads=_not_shown(run.param_grads, now.param_grads))
+    yield from differences(known, now, tolerance)
+    yield from of_named("update", _not_shown(expected.updates, actual.updates), actual.updates, tolerance)
 
 
-def _far(what: str, expected: Named, actual: Named, tolerance: Tolerance) -> dict[str, torch.Tensor | None]:
-    """Those that are not near by what is allowed to every number alike, which is told in fewer passes over them."""
-
-    def is_near(name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-        if one is None or other is None or one.shape != other.shape or one.dtype is not other.dtype or not one.numel():
-            return False
-        if not one.is_floating_point() or one.device != other.device:
-            return False
-        size = float(one.norm()) / one.numel() ** 0.5
-        allowed = tolerance.atol + tolerance.scale * size + tolerance.noise.get(f"{what} of {name!r}", 0.0)
-        return math.isfinite(size) and float((one - other).abs().max()) <= 0.99 * allowed  # NaN is not
-
-    return {name: one for name, one in expected.items() if not is_near(name, one, actual.get(name))}
-
-
-def _is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is not None and other is not None and one.dtype is other.dtype and torch.equal(one, other)
+def _not_shown(expected: Named, actual: Named) -> dict[str, torch.Tensor | None]:
+    """All but those that have been found near."""
+    return {name: one for name, one in expected.items() if one is None or one is not actual.get(name)}
 
 
 def largest(expected: Computed, actual: Computed) -> Difference | None:
     """The largest absolute error that there is."""
     found: tuple[float, str, Any, Any] | None = None
+    near = actual.largest
     for what, one, other in _pairs(expected, actual):
-        if one.numel() and one.shape == other.shape and one.dtype is other.dtype and not torch.equal(one, other):
+        if (
+            one is not other
+            and one.numel()
+            and one.shape == other.shape
+            and one.dtype is other.dtype
+            and not torch.equal(one, other)
+        ):
             error = float((one - other).abs().max()) if one.dtype is not torch.bool else 1.0
             if found is None or error > found[0]:  # NaN is in no order: it is a difference of its own
                 found = error, what, one, other
-    return None if found is None else next(difference(*found[1:], _SAME), None)
+    if found is None or (near is not None and found[0] <= (near.absolute or 0.0)):
+        return near
+    return next(difference(*found[1:], SAME), None)
+
+
+def numbers(computed: Computed) -> Iterator[torch.Tensor]:
+    """All that was computed, and the weights."""
+    return (one for _, one, _ in _pairs(computed, computed))
 
 
 def _pairs(expected: Computed, actual: Computed) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -197,34 +242,36 @@ class _Kept:
 
     def named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self.gradients = {parameter: parameter.grad for parameter in self._model.parameters()}
-        return self._model.named_parameters(**options)
+        return iter(())
 
 
 def _updates(
-    model: nn.Module, task: Task, gradients: Mapping[nn.Parameter, torch.Tensor | None]
-) -> dict[str, torch.Tensor | None]:
+    model: nn.Module, task: Task, gradients: Mapping[nn.Parameter, torch.Tensor | None], expected: Expected | None
+) -> Values:
     """What one step of the optimizer adds to each parameter; the weights are put back."""
     if all(gradient is None for gradient in gradients.values()):
         raise VerifyError("level='step' needs a loss that gradients come from; give loss=, a function of the outputs")
     before = {parameter: parameter.detach().clone() for parameter in gradients}
-    try:
+
+    def added(parameter: torch.Tensor) -> torch.Tensor:
+        now, was = parameter.detach(), before[cast(nn.Parameter, parameter)]
+        return now ^ was if now.dtype is torch.bool else now - was
+
+    def step() -> None:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-        task.optimizer([each for each in before if each.requires_grad]).step()
-        return _by_original_name(model, lambda parameter: parameter.detach() - before[parameter])  # type: ignore[index]
+        stepping: Any = task.optimizer([each for each in before if each.requires_grad])
+        if not callable(getattr(stepping, "step", None)):
+            raise VerifyError(f"optimizer gave {stepping!r}; let it return an optimizer of the parameters it is given")
+        stepping.step()
+
+    try:
+        (expected.ranks if expected is not None else ALONE).alike(step)
+        return values_of(model, "update", added, expected)
     finally:
         with torch.no_grad():
             for parameter, value in before.items():
                 parameter.copy_(value)
-
-
-def _by_original_name(model: nn.Module, read: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """Of each parameter, whole; one that is tied stands under each of its names."""
-    found: dict[str, torch.Tensor | None] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        value = over_group(parameter, read)
-        found.update(dict.fromkeys(facts(parameter).names or (name,), value))
-    return found
 
 
 def _default_loss(outputs: Any) -> torch.Tensor | None:
@@ -331,6 +378,7 @@ def _split_dim(expected: Any, actual: Any) -> int | None:
 def _left_alone(model: nn.Module, training: bool) -> Iterator[None]:
     state, modes = rng_state(), {module: module.training for module in model.modules()}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    places = [(module, dict(module._buffers)) for module in model.modules()]  # some put new ones in their places
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     try:
         for parameter in gradients:
@@ -340,7 +388,9 @@ def _left_alone(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-        with torch.no_grad():
+        for module, own in places:
+            module._buffers.update(own)
+        with torch.inference_mode(False), torch.no_grad():
             for buffer, value in buffers.items():
                 buffer.copy_(value)
         for parameter, gradient in gradients.items():

@@ -21,7 +21,7 @@ from slapo_core.parameters import facts
 from slapo_core.schedule import Schedule
 from slapo_core.testing.equivalence import Difference, Tolerance, difference, of_named
 
-from .compare import OptimizerFactory, tolerance_of
+from .compare import OptimizerFactory, autocast, plain_modes, tolerance_of
 from .dropouts import switch_off
 from .hints import alone
 from .plain_steps import LossFn, Trained, plain_steps, sgd
@@ -80,14 +80,33 @@ def verify_engine(
         VerifyError: there is nothing to compare, or the steps of the schedule cannot be taken again.
         Exception: whatever the engine raises.
     """
-    if steps < 1:
-        raise VerifyError(f"steps is {steps}; give a whole number from 1 on")
+    if type(steps) is not int or steps < 1:
+        raise VerifyError(f"steps is {steps!r}; give a whole number from 1 on")
     if not isinstance(reference, nn.Module):
         raise VerifyError(f"the reference is {reference!r}; give the unmodified model")
-    quiet = copy.deepcopy(reference)
+    if not isinstance(batch, Mapping):
+        raise VerifyError(f"batch is {batch!r}; give a dict of the model's keyword arguments")
+    if tolerance is not None and not isinstance(tolerance, Tolerance):
+        raise VerifyError(f"tolerance is {tolerance!r}; give a Tolerance of slapo_core.testing.equivalence")
+    if against is not None and not isinstance(against, (str, Trained)):
+        raise VerifyError(f"against is {against!r}; give the name of an engine, or the trained of a report")
+    for what, function in (("loss_fn", loss_fn), ("optimizer", optimizer)):
+        if function is not None and not callable(function):
+            raise VerifyError(f"{what} is {function!r}; give a function")
+    if loss_fn is not None and "labels" not in batch:
+        raise VerifyError("loss_fn is given labels, and the batch has none; give 'labels' in the batch")
+    with plain_modes(with_gradients=True):
+        quiet = copy.deepcopy(reference)
+        run = _Run(quiet, _maker(schedule, quiet), dict(batch), steps, loss_fn, optimizer or sgd, options)
+        report = _verified(run, target, against, tolerance, blame)
+    kinds = [f"autocast is off, for {kind}" for kind in autocast()]
+    return replace(report, notes=(*report.notes, *kinds))
+
+
+def _verified(run: _Run, target: str, against: str | Trained | None, tolerance: Tolerance | None, blame: bool) -> Report:
+    quiet, steps = run.reference, run.steps
     dropouts = len(switch_off(quiet))
-    run = _Run(quiet, _maker(schedule, quiet), dict(batch), steps, loss_fn, optimizer or sgd, options)
-    expected = plain_steps(quiet, run.batch, steps, loss_fn, run.optimizer)
+    expected = plain_steps(quiet, run.batch, steps, run.loss_fn, run.optimizer)
     other = run.trained(against)[0] if isinstance(against, str) else against
     found, sch, notes = run.trained(target)
     allowed = tolerance or _allowed(run, expected)

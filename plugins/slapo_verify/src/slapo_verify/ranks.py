@@ -35,9 +35,11 @@ def run_as_threads(work: Callable[[], T], world_size: int) -> list[T]:
         What each rank returned.
 
     Raises:
-        VerifyError: ranks wait for each other in different collectives, or there is a process group already.
+        VerifyError: ranks wait for each other in different collectives, one ended itself, or there is a process group already.
         Exception: that of the rank that failed first.
     """
+    if type(world_size) is not int or world_size < 1:
+        raise VerifyError(f"world_size is {world_size!r}; give a whole number from 1 on")
     if dist.is_initialized():
         raise VerifyError("there is a process group in this process already; ranks cannot be threads of it")
     ranks, state = _Ranks(world_size), rng_state()
@@ -59,7 +61,7 @@ class _Ranks:
 
     def __init__(self, world_size: int) -> None:
         self.results: dict[int, Any] = {}
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._size, self._turn = world_size, threading.Lock()
         self._store = HashStore()
         self._number_waiting = self._met = 0
@@ -71,9 +73,9 @@ class _Ranks:
                 dist.init_process_group(BACKEND, rank=rank, world_size=self._size, store=self._store)
                 self.results[rank] = work()
                 dist.destroy_process_group()
-        except SystemExit:  # torch ends so what waits for a thread that failed
-            return
-        except Exception as caught:
+        except SystemExit as caught:  # torch ends so what waits for a thread that failed, too
+            self.error = self.error or VerifyError(f"rank {rank} ended itself, by SystemExit({caught.code!r})")
+        except BaseException as caught:
             self.error = self.error or caught
 
     def waiting(self, call: Callable[[], T]) -> T:
@@ -89,7 +91,7 @@ class _Ranks:
             self._met += 1
             set_rng_state(state)
 
-    def watch(self, threads: list[threading.Thread], end: Callable[[Exception], None]) -> None:
+    def watch(self, threads: list[threading.Thread], end: Callable[[BaseException], None]) -> None:
         """Until all have ended; where one has failed, or they wait for ever, the others are ended."""
         since, met = time.monotonic(), -1
         while alive := [thread for thread in threads if thread.is_alive()]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.agreement import agree, gather
+from slapo_core.agreement import gather
 from slapo_core.errors import ScheduleError, UnknownNameError, VerifyError
 from slapo_core.journal import Step
 from slapo_core.parameters import facts, is_part
@@ -29,18 +30,21 @@ from .compare import (
     Loss,
     OptimizerFactory,
     Task,
+    autocast,
     compare,
     compute,
     in_float32,
     is_half,
     is_moderate,
     largest,
+    numbers,
     put_together,
     tolerance_of,
     with_rounding,
 )
 from .dropouts import switched_off
 from .modules import differing, outputs_of
+from .parameter_values import Ranks
 from .replay import replay
 from .report import Blame, Report
 from .stages import Staged, as_built
@@ -127,7 +131,8 @@ class Verify:
 
     def __enter__(self) -> Verify:
         if self._enable:
-            self._before = copy.deepcopy(self._top)
+            with torch.inference_mode(False):
+                self._before = copy.deepcopy(self._top)
             self._taken = len(self._top.journal)
             _task(self._before.mod, self._top, self._inputs, self._level, self._loss, None, self._tolerance, self._eval_mode)
         return self
@@ -189,9 +194,17 @@ def _task(
     if given is None:
         raise VerifyError("no inputs to run the models on; give inputs, or example_inputs to create_schedule")
     for what, model in (("reference", reference), ("scheduled model", top.mod)):
-        name = next((name for name, each in model.named_parameters() if each.is_meta), None)
-        if name is not None:
-            raise VerifyError(f"{name!r} of the {what} has no values yet; load or initialise the weights first")
+        for name, each in model.named_parameters():
+            if each.is_meta:
+                raise VerifyError(f"{name!r} of the {what} has no values yet; load or initialise the weights first")
+            if each.is_inference():
+                raise VerifyError(f"{name!r} of the {what} was made in inference mode, and has no gradients; make it outside")
+    shared = {id(each) for each in reference.parameters()}
+    twice = [name for name, each in top.mod.named_parameters() if id(each) in shared]
+    if twice:
+        raise VerifyError(
+            f"the reference and the scheduled model share {twice[0]!r}; schedule a copy.deepcopy of the reference"
+        )
     own = reference.named_parameters(remove_duplicate=False)
     names = {known for name, parameter in own for known in (name, *facts(parameter).names)}
     lacking = [name for own in top.original_names.values() for name in own if name not in names]
@@ -202,6 +215,9 @@ def _task(
             raise VerifyError(f"{what} is {function!r}; give a function of {kind}")
     if tolerance is not None and not isinstance(tolerance, Tolerance):
         raise VerifyError(f"tolerance is {tolerance!r}; give a Tolerance of slapo_core.testing.equivalence")
+    parts = () if tolerance is None else (tolerance.atol, tolerance.rtol, tolerance.scale)
+    if not all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in parts):
+        raise VerifyError(f"tolerance is {tolerance!r}; give numbers from 0 on")
     args, kwargs = split_inputs(given)
     chosen = tolerance or tolerance_of(reference)
     return Task(args, kwargs, level, loss, optimizer or _sgd, not eval_mode, chosen)
@@ -219,20 +235,23 @@ def fresh_schedule(reference: nn.Module, like: Schedule) -> Schedule:
 
 
 def _verified(models: _Models, task: Task, blame: bool) -> Report:
-    with _comparable(models, task) as notes:
+    with torch.inference_mode(False), _comparable(models, task) as notes:
+        if kinds := autocast():
+            notes.append(f"autocast is off in both models, for {' and '.join(kinds)}")
         return _compared(models, task, blame, notes)
 
 
 def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Report:
-    top = models.sch
-    runs: nn.Module = _alike(top, lambda: as_built(top))
+    top, ranks = models.sch, Ranks(models.sch.mesh, models.sch.group)
+    runs: nn.Module = ranks.alike(lambda: as_built(top))
     if isinstance(runs, Staged):
         notes.append(f"{runs.count} stages, one after the other in one process")
-    expected, actual = _alike(top, lambda: (compute(models.reference, task), compute(runs, task)))
-    actual, parts = put_together(expected, actual, top.group)
+    expected = ranks.alike(lambda: compute(models.reference, task))
     if models.given is None:
-        rounded = _alike(top, lambda: with_rounding(task.tolerance, models.reference, task, expected))
+        rounded = ranks.alike(lambda: with_rounding(task.tolerance, models.reference, task, expected))
         task = replace(task, tolerance=rounded)
+    actual = compute(runs, task, expected, Ranks(top.mesh, top.group))
+    actual, parts = put_together(expected, actual, top.group)
     own = list(compare(expected, actual, task.tolerance))
     if models.given is None and _is_rounding(models, task, is_moderate(expected, actual, own), bool(own)):
         notes.append(
@@ -242,6 +261,8 @@ def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Rep
     found = _of_first(top, own)
     far = gather(largest(expected, actual), top.mesh, top.group)
     furthest = max((each for each in far if each), key=lambda each: each.absolute or 0.0, default=None)
+    if task.level != "outputs" and not any(each is not None for each in expected.run.param_grads.values()):
+        notes.append("nothing that the unmodified model returns has gradients, of which none are compared; give loss=")
     if parts:
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         notes.append(f"{parts[0]}{more} of the scheduled model is a part on each rank; they are put together here")
@@ -292,25 +313,15 @@ def _of_first(top: Schedule, found: list[Difference]) -> list[Difference] | None
     return next((each for each in gather(found, top.mesh, top.group) if each), None)
 
 
-def _alike(top: Schedule, run: Callable[[], Any]) -> Any:
-    """What it returns; where one rank fails, all do."""
-    error, value = None, None
-    try:
-        value = run()
-    except Exception as caught:
-        error = caught
-    agree(error, top.mesh, top.group)
-    return value
-
-
 def _blame(models: _Models, runs: nn.Module, task: Task, expected: Computed, actual: Computed) -> Blame:
     top, steps = models.sch, models.steps
+    ranks = Ranks(top.mesh, top.group)
 
     def right(numbers: Sequence[int]) -> bool:
         error, differs = False, list[Difference]()
         try:
-            again = replay(models.fresh(), [steps[number] for number in numbers])
-            computed, _ = put_together(expected, compute(again.mod, task), top.group)
+            again = ranks.alike(lambda: replay(models.fresh(), [steps[number] for number in numbers]))
+            computed, _ = put_together(expected, compute(again.mod, task, expected, ranks), top.group)
             differs = list(compare(expected, computed, task.tolerance))
         except Exception:  # of steps without those they need, a model may not even run
             error = True
@@ -322,6 +333,8 @@ def _blame(models: _Models, runs: nn.Module, task: Task, expected: Computed, act
     try:
         if not right([]):
             unknown = "the unmodified model differs from itself: it draws random numbers, or keeps a state"
+            if any(torch.isnan(each).any() for each in numbers(expected)):
+                unknown = "the unmodified model has NaN, which is equal to nothing"
         elif not steps:
             unknown = "no step was taken"
         elif right(range(len(steps))):
