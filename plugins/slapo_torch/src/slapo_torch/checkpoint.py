@@ -84,6 +84,8 @@ class Saver:
                 written, and the folder has the checkpoint it had.
             Exception: what kept the checkpoint before from being written, if nobody has waited for it.
         """
+        if type(waits) is not bool:
+            raise BuildError(f"wait is {waits!r}; give True or False")
         self.wait()
         ranks = self._ranks = self._ranks or Ranks.of(self._program)
         if not waits and self._apart is None:

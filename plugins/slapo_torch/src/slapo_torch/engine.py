@@ -188,7 +188,8 @@ class TorchEngine(Engine):
             BuildError: no complete checkpoint, a damaged one, or one of another model or optimizer; nothing has changed.
         """
         self._saver.wait()
-        self.steps, extra = load_checkpoint(path, self._trained())
+        with torch.inference_mode(False):  # what is made in it cannot be trained
+            self.steps, extra = load_checkpoint(path, self._trained())
         return extra
 
     def pieces(self) -> dict[str, Piece]:

@@ -34,6 +34,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 _WHOLE = {"Adafactor", "LBFGS", "Muon"}
+_RATE = "learning-rate schedule"
 
 
 def step_rate(schedule: Any, loss: float) -> None:
@@ -124,9 +125,9 @@ class Progress:
         self._parts: dict[str, tuple[Any, Callable[[], Any], Callable[[Any], Any]]] = {}
         self._parts["number of labels"] = (labels, labels.state, labels.put)
         if isinstance(rate, MissedSteps):
-            self._parts["learning-rate schedule"] = (rate, rate.state, rate.put)
+            self._parts[_RATE] = (rate, rate.state, rate.put)
         elif rate is not None:
-            self._parts["learning-rate schedule"] = (rate, rate.state_dict, rate.load_state_dict)
+            self._parts[_RATE] = (rate, rate.state_dict, rate.load_state_dict)
         if scale is not None:
             self._parts["loss scale"] = (scale, scale.state, scale.put)
 
@@ -157,6 +158,8 @@ class Progress:
         Raises:
             BuildError: the checkpoint has no state for what there is, that of another class, or that of other groups.
         """
+        if _RATE in saved and _RATE not in self._parts:
+            raise BuildError(f"the checkpoint's {_RATE} is {saved[_RATE]['class']}, the engine's is none; build with the same")
         for what, (part, _, _) in self._parts.items():
             name = saved.get(what, {}).get("class", "none")
             if name != type(part).__name__:

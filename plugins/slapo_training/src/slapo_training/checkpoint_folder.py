@@ -51,9 +51,9 @@ class Writing:
         """What one rank says of a checkpoint it is to write, where nothing is changed yet: for ``agreed``.
 
         Raises:
-            BuildError: another target's checkpoint is there, or a file.
+            BuildError: another target's checkpoint is there, or a file; or it is no path.
         """
-        folder = Path(path)
+        folder = _folder(path)
         if folder.exists() and not folder.is_dir():
             raise BuildError(f"{fspath(path)!r} is a file; give a folder")
         if (whose := _target_of(folder)) not in (None, target):
@@ -138,13 +138,19 @@ class Checkpoint(NamedTuple):
     about: dict[str, Any]
 
 
+def _folder(path: Any) -> Path:
+    if not isinstance(path, (str, PathLike)) or not isinstance(fspath(path), str) or not fspath(path):
+        raise BuildError(f"the folder of a checkpoint is {path!r}; give a path")
+    return Path(path)
+
+
 def opened(path: str | PathLike[str], target: str, ranks: Ranks) -> Checkpoint:
     """A complete checkpoint, whose files are not looked at yet. Collective.
 
     Raises:
         BuildError: on every rank: there is none, it is another target's, or the ranks have different ones.
     """
-    everyone = ranks.on_all(lambda: _read(Path(path), target))
+    everyone = ranks.on_all(lambda: _read(_folder(path), target))
     about: dict[str, Any] = everyone[ranks.place]
     if len({each["number"] for each in everyone}) > 1:
         raise BuildError("the ranks load different checkpoints; give every rank the same one")

@@ -13,20 +13,23 @@ from slapo_core.errors import BuildError
 _SINGLE = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype, torch.device, torch.Size)
 
 
-def check_plain(value: Any, what: str) -> None:
+def check_plain(value: Any, what: str, *within: int) -> None:
     """Refuse to write what could not be read back.
 
     Raises:
-        BuildError: an object of another class; ``what`` says whose it is.
+        BuildError: an object of another class, or what contains itself; ``what`` says whose it is, ``within`` in what it lies.
     """
     kind = type(value)
+    if id(value) in within and kind in (dict, OrderedDict, list, tuple):
+        raise BuildError(f"{what} is a {kind.__qualname__} that contains itself, which is not saved")
+    within = (*within, id(value))
     if kind in (dict, OrderedDict):
         for key, each in value.items():
-            check_plain(key, what)
-            check_plain(each, f"{what}, {key!r}")
+            check_plain(key, what, *within)
+            check_plain(each, f"{what}, {key!r}", *within)
     elif kind in (list, tuple, set):
         for each in value:
-            check_plain(each, what)
+            check_plain(each, what, *within)
     elif kind not in _SINGLE:
         raise BuildError(
             f"{what} has a {kind.__module__}.{kind.__qualname__}; only numbers, strings, tensors, lists, tuples, "

@@ -1,0 +1,74 @@
+"""What ``save`` and ``load`` are given wrongly, and what a load may not leave out."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_torch.plugin
+from slapo_core.build import build
+from slapo_core.errors import BuildError
+from slapo_core.registry import Registry
+from slapo_core.schedule import create_schedule
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def engine(seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    sch = create_schedule(nn.Linear(8, 8), plugins=Registry([slapo_torch.plugin]))
+    optimizer = partial(torch.optim.AdamW, lr=0.1)
+    return build(sch, "torch", optimizer=optimizer, loss_fn=nn.functional.mse_loss, **options)
+
+
+def falling(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def test_a_learning_rates_schedule_is_not_left_behind(tmp_path: Path) -> None:
+    saved = engine(lr_scheduler=falling)
+    saved.train_batch(input=X, labels=X)
+    saved.save(tmp_path)
+    other = engine(seed=1)
+    before = other.module.weight.detach().clone()
+    with pytest.raises(BuildError, match="learning-rate schedule is StepLR, the engine's is none; build with the same"):
+        other.load(tmp_path)
+    assert torch.equal(other.module.weight, before)
+    assert other.steps == 0
+
+
+def test_what_was_loaded_in_inference_mode_trains(tmp_path: Path) -> None:
+    saved, other = engine(), engine(seed=1)
+    saved.train_batch(input=X, labels=X)
+    saved.save(tmp_path)
+    with torch.inference_mode():
+        other.load(tmp_path)
+    assert other.train_batch(input=X, labels=X) == saved.train_batch(input=X, labels=X)
+
+
+@pytest.mark.parametrize("path", [None, "", b"x", 3, ["x"]], ids=["none", "empty", "bytes", "number", "list"])
+def test_paths(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = engine()
+    for action in (own.save, own.load):
+        with pytest.raises(BuildError, match="the folder of a checkpoint is .*; give a path"):
+            action(path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_whether_to_wait(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="wait is 'no'; give True or False"):
+        engine().save(tmp_path, wait="no")
+
+
+def test_extra_that_contains_itself(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {"twice": [(), ()]}
+    extra["own"] = extra
+    with pytest.raises(BuildError, match="extra, 'own' is a dict that contains itself"):
+        engine().save(tmp_path, extra=extra)
+    assert not [*tmp_path.iterdir()]
