@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from slapo_core.errors import BuildError
+from slapo_weights import boxes
 from slapo_weights.boxes import View, concatenated, stacked
 from slapo_weights.files import WeightFiles
 
@@ -86,6 +87,17 @@ def test_put_together_turned_and_cut_it_is_what_torch_makes(file: Path) -> None:
     assert torch.equal(cut.read(files, torch.float64), expected.double())
     assert files.bytes_read - before == expected.numel() * 4
     assert torch.equal(made.narrow(1, 1, 2).squeezed(1).read(files, torch.float32), same[:, 1])
+
+
+@pytest.mark.parametrize("limit", [1, 40, 100])
+def test_what_is_cast_or_turned_is_read_in_parts(limit: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boxes, "_COPIED", limit)
+    files, cube = WeightFiles(file), whole(file)["cube"]
+    view = View.of(files, "cube").narrow(1, 2, 6)
+    assert torch.equal(view.read(files, torch.float64), cube[:, 2:6].double())
+    assert files.bytes_read == 4 * 4 * 10 * 4
+    both = stacked([view.transposed(0, 2), view.transposed(0, 2)], 1)
+    assert torch.equal(both.read(files, torch.float32), torch.stack([cube[:, 2:6].transpose(0, 2)] * 2, 1))
 
 
 def test_rows_behind_the_last_are_zeros(file: Path) -> None:

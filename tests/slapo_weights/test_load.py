@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import slapo
-from slapo_core.errors import BuildError, ScheduleError
+from slapo_core.errors import BuildError
+from slapo_core.hookspecs import hookimpl
 from slapo_core.parameters import ShardSpec, facts, successor
-from slapo_kernels.fused import FusedQKV
+from slapo_core.registry import Registry
 from slapo_weights.load import Weights, fill
-from slapo_weights.made_of import made_of
 from tests.zoo.families import FAMILIES
 
 from .saved import IDS, class_of, config, empty, expected, logits_and_gradients, save
@@ -66,6 +65,47 @@ def test_experts_that_are_stacked_in_the_file_are_read(tmp_path: Path) -> None:
     check(loaded(empty("mixtral"), tmp_path / "stacked"), theirs)
 
 
+def test_layers_that_the_model_lacks_are_unexpected_once(tmp_path: Path) -> None:
+    save("mixtral", tmp_path, num_hidden_layers=3)
+    with pytest.raises(
+        BuildError, match=r"not this model's: 9 unexpected: model.layers.2.input_layernorm.weight, .*gate_up_proj"
+    ):
+        loaded(empty("mixtral"), tmp_path)
+    module = loaded(empty("mixtral"), Weights(tmp_path, unexpected="model.layers.2.*"))
+    theirs = dict(expected("mixtral", tmp_path).named_parameters())
+    assert all(torch.equal(parameter, theirs[name]) for name, parameter in module.named_parameters())
+
+
+def test_two_tensors_of_one_name_in_the_model_are_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "norm.weight": torch.ones(32)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        BuildError, match="model.norm.weight and norm.weight are both model.norm.weight in the model; one of them"
+    ):
+        loaded(empty("llama"), tmp_path)
+
+
+class Sevens:
+    @hookimpl
+    def slapo_before_build(self, config: dict[str, Any]) -> Any:
+        given = config.pop("sevens")
+
+        def fill_norms(program: Any, parts: list[nn.Module], device: str) -> None:
+            norm = parts[0].get_submodule(given)
+            norm.weight = successor(norm.weight, torch.full(norm.weight.shape, 7.0, device=device))
+            assert not any(parameter.is_meta for parameter in norm.parameters())
+
+        return fill_norms
+
+
+def test_any_plugin_may_fill_before_the_rest_is_initialised() -> None:
+    sch = slapo.create_schedule(empty("llama"), plugins=Registry([Sevens()]))
+    module = slapo.build(sch, sevens="model.norm").module
+    assert bool((module.model.norm.weight == 7).all())
+    assert not any(parameter.is_meta for parameter in module.parameters())
+
+
 def test_both_ends_of_a_tie_that_a_step_cut_are_read(tmp_path: Path) -> None:
     save("tied", tmp_path)
     sch = slapo.create_schedule(empty("tied"))
@@ -94,78 +134,6 @@ def test_a_model_that_was_traced_finds_its_weights(tmp_path: Path) -> None:
     theirs = expected("mixtral", tmp_path).state_dict()
     assert found.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(found[name], theirs[name])] == []
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.query(x), self.key(x), self.value(x)], -1)
-
-
-def fused_attention(declared: bool = True) -> Any:
-    """A meta model whose projections a step has fused into one, rows by head, and its schedule."""
-    with slapo.init_empty_weights():
-        model = nn.Sequential(Attention(), nn.Linear(24, 2))
-    sch = slapo.create_schedule(model)
-    layers = [model[0].query, model[0].key, model[0].value]
-    fused = FusedQKV.from_separate(*layers, num_heads=4)
-    for name, parameter in fused.fused_linear.named_parameters() if declared else ():
-        parts = [(getattr(layer, name), 2 * head, 2 * head + 2) for head in range(4) for layer in layers]
-        made_of(parameter, parts)
-    sch["0"].replace(fused)
-    return sch
-
-
-def test_a_fused_module_loads_by_the_names_that_its_step_declares(tmp_path: Path) -> None:
-    reference = nn.Sequential(Attention(), nn.Linear(24, 2))
-    save_file(reference.state_dict(), tmp_path / "model.safetensors")
-    fused = slapo.build(fused_attention(), weights=tmp_path).module[0]
-    x = torch.randn(3, 8)
-    assert torch.equal(torch.cat([each.flatten(-2) for each in fused(x)], -1), reference[0](x))
-
-
-def test_a_part_of_a_fused_module_is_read_alone(tmp_path: Path) -> None:
-    reference = nn.Sequential(Attention(), nn.Linear(24, 2))
-    save_file(reference.state_dict(), tmp_path / "model.safetensors")
-    want = FusedQKV.from_separate(reference[0].query, reference[0].key, reference[0].value, 4).fused_linear.weight.detach()
-    for rank in range(2):
-        module = fused_attention().root_module
-        linear = module[0].fused_linear
-        spec = ShardSpec(0, (24, 8), rank, 2, (24,))
-        linear.weight = successor(linear.weight, spec.local(linear.weight.detach()), spec=spec)
-        others = sum(each.numel() for each in module.parameters()) - linear.weight.numel()
-        assert fill(module, [module], Weights(tmp_path)) == (others + 12 * 8) * 4
-        assert torch.equal(module[0].fused_linear.weight, spec.local(want))
-
-
-def test_a_parameter_that_a_step_brought_in_without_a_word_is_told(tmp_path: Path) -> None:
-    save_file(nn.Sequential(Attention(), nn.Linear(24, 2)).state_dict(), tmp_path / "model.safetensors")
-    match = (
-        r"2 brought in by a step that does not say what of \(made_of\): 0.fused_linear.weight, 0.fused_linear.bias; 6 unexpect"
-    )
-    with pytest.raises(BuildError, match=match):
-        slapo.build(fused_attention(declared=False), weights=tmp_path)
-    weights = Weights(tmp_path, missing=("0.fused_linear.*",), unexpected=("0.*",))
-    module = slapo.build(fused_attention(declared=False), weights=weights, param_init_fn=constant).module
-    assert bool((module[0].fused_linear.weight == 7).all())
-    assert not bool((module[1].weight == 7).any())
-
-
-def constant(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        parameter.fill_(7)
-
-
-def test_what_does_not_make_up_a_parameter_is_refused() -> None:
-    model = nn.Sequential(Attention())
-    with pytest.raises(ScheduleError, match="a part has no name in the unmodified model"):
-        made_of(nn.Parameter(torch.empty(8, 8)), [model[0].query.weight])
-    slapo.create_schedule(model)
-    with pytest.raises(ScheduleError, match="parts of 8 along dimension 0 do not make up a parameter of 9"):
-        made_of(nn.Parameter(torch.empty(9, 8)), [model[0].query.weight])
 
 
 SPECS = {"rows": (0, (96,)), "columns": (1, (32,)), "blocks": (1, (16, 16)), "uneven": (0, (96,))}
@@ -425,10 +393,3 @@ def test_a_conversion_that_needs_whole_tensors_is_refused_by_name(tmp_path: Path
     )
     with pytest.raises(BuildError, match=match):
         loaded(model, tmp_path)
-
-
-def test_a_copy_of_a_model_keeps_what_was_declared(tmp_path: Path) -> None:
-    save_file(nn.Sequential(Attention(), nn.Linear(24, 2)).state_dict(), tmp_path / "model.safetensors")
-    module = copy.deepcopy(fused_attention()).root_module
-    fill(module, [module], Weights(tmp_path))
-    assert not module[0].fused_linear.weight.is_meta

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 
 import torch
 
 from .files import WeightFiles
+
+_COPIED = 1 << 20
+"""Bytes that are read at a time of what has to be turned or cast on its way."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,28 @@ class Box:
         if is_direct and place.dtype is files.entries[self.name].dtype:
             files.read(self.name, self.starts, sizes, place.view(sizes))
             return
+        if len(parts := [*self._parts(files)]) > 1:
+            for part in parts:
+                part.read(files, out)
+            return
         value = files.read(self.name, self.starts, sizes)
         order = [dim for dim in range(len(sizes)) if dim not in held] + held
         place.copy_(value.permute(order).reshape(self.sizes))
+
+    def _parts(self, files: WeightFiles) -> Iterator[Box]:
+        """The same in boxes of about a megabyte, as the file has them one behind the other."""
+        size = prod(self.sizes) * files.entries[self.name].dtype.itemsize
+        wide = [dim for dim, width in enumerate(self.sizes) if width > 1 and self.dims[dim] is not None]
+        if size <= _COPIED or not wide:
+            yield self
+            return
+        dim = min(wide, key=lambda dim: self.dims[dim] or 0)
+        step = max(1, self.sizes[dim] * _COPIED // size)
+        for start in range(0, self.sizes[dim], step):
+            low = self.at[dim] + start
+            part = self.clipped(dim, low, min(low + step, self.at[dim] + self.sizes[dim]))
+            assert part is not None
+            yield part.moved(dim, low)
 
 
 @dataclass(frozen=True)
@@ -130,7 +153,7 @@ class View:
 
     def read(self, files: WeightFiles, dtype: torch.dtype) -> torch.Tensor:
         """The tensor, on the CPU; no byte beside its own is read."""
-        covered = sum(torch.Size(box.sizes).numel() for box in self.boxes) == torch.Size(self.shape).numel()
+        covered = sum(prod(box.sizes) for box in self.boxes) == prod(self.shape)
         out = (torch.empty if covered else torch.zeros)(self.shape, dtype=dtype)
         for box in self.boxes:
             box.read(files, out)

@@ -30,7 +30,8 @@ _LISTED = 20
 class Weights:
     """Weights for a model that was made under ``init_empty_weights``: ``build(sch, target, weights=Weights(...))``.
 
-    Where nothing but the place is to be said, ``weights="folder"`` does.
+    Where nothing but the place is to be said, ``weights="folder"`` does. What has values keeps them, but for the buffers of
+    modules whose parameters have none.
 
     Args:
         source: A safetensors file, an index of several (``.json``), or a folder with either, as ``save_pretrained`` writes it.

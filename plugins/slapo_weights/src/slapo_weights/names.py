@@ -84,7 +84,10 @@ def _converted(whole: dict[str, View], model: Any) -> tuple[dict[str, View], lis
         key, pattern = rename_source_key(name, renamings, converters, prefix, own)
         if key not in own and name in own:
             key, pattern = rename_source_key(name, [], [], prefix, own)
-        if pattern is None or key not in own:
+        if key not in own:  # several may come to one name there, as experts of a layer that the model lacks do
+            views.setdefault(key, whole[name])
+            continue
+        if pattern is None:
             if key in views:
                 raise BuildError(f"{views[key].names[0]} and {name} are both {key} in the model; one of them has to go")
             views[key] = whole[name]
