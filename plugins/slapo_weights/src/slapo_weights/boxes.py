@@ -12,7 +12,7 @@ import torch
 from .files import WeightFiles
 
 _COPIED = 1 << 20
-"""Bytes that are read at a time of what has to be turned or cast on its way."""
+"""Bytes that are read at a time of what is turned or cast on its way; the allocator may keep a few times that."""
 
 
 @dataclass(frozen=True)
