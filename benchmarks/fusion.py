@@ -62,7 +62,7 @@ def _dropout_residual_norm(x: Any, residual: Any, weight: Any, bias: Any) -> Any
 CHAINS: dict[str, tuple[type[nn.Module], Callable[..., Any], str]] = {
     "bias + GELU": (BiasGelu, _bias_gelu, "inductor"),
     "dropout + residual + norm": (DropoutResidualNorm, _dropout_residual_norm, "inductor"),
-    "the same, masks of its own": (DropoutResidualNorm, _dropout_residual_norm, "inductor_fast_dropout"),
+    'the same, `compiler="inductor_fast_dropout"`': (DropoutResidualNorm, _dropout_residual_norm, "inductor_fast_dropout"),
 }
 
 
