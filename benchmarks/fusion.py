@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,30 +104,36 @@ def _warm(x: torch.Tensor) -> torch.Tensor:
     return x.sin() + 1
 
 
-class Compiled(NamedTuple):
-    """Of a model: seconds of its first step, which compiles it, and milliseconds of one after that."""
+def _made(whole: bool) -> Any:
+    """The model, compiled as a whole or layer by layer, when it runs."""
+    model = Stack()
+    if whole:
+        return torch.compile(model)
+    create_schedule(model)["layers"].compile()
+    return model
 
-    first: float
-    step: float
+
+def _seconds(model: Callable[..., Any], x: torch.Tensor) -> float:
+    start = time.perf_counter()
+    model(x).sum().backward()
+    return time.perf_counter() - start
 
 
-def compiled(rank: int, whole: bool) -> Compiled:
-    """Compile the model as a whole, or layer by layer."""
+def compiling(rank: int, whole: bool) -> float:
+    """Seconds of a first step."""
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
     torch.compile(_warm)(torch.ones(64)).sum()  # once per machine: the compiler's header, what the processor can do
-    model: Any = Stack()
-    if whole:
-        model = torch.compile(model)
-    else:
-        create_schedule(model)["layers"].compile()
+    return _seconds(_made(whole), torch.randn(2, SEQUENCE, WIDTH))
+
+
+def steps(rank: int) -> list[float]:
+    """Milliseconds of a step after that, of the whole and layer by layer, in turns."""
+    torch.set_num_threads(1)
     x = torch.randn(2, SEQUENCE, WIDTH)
-    times = []
-    for _ in range(16):
-        start = time.perf_counter()
-        model(x).sum().backward()
-        times.append(time.perf_counter() - start)
-    return Compiled(times[0], median(times[3:]) * 1e3)
+    sides = [_made(whole) for whole in (True, False)]
+    turns = [[_seconds(side, x) * 1e3 for side in sides] for _ in range(24)]
+    return [median(turn[side] for turn in turns[3:]) for side in (0, 1)]
 
 
 def main() -> None:
@@ -144,12 +150,12 @@ def main() -> None:
         return
     print(f"\nA model of {LAYERS} GPT blocks, hidden size {WIDTH}, 2 x {SEQUENCE} tokens, by `torch.compile` of torch:\n")
     print('| | as a whole | each layer, `sch["layers"].compile()` | layers / whole |\n|---|---|---|---|')
-    pairs = [[in_new_processes(compiled, 1, whole)[0] for whole in (True, False)] for _ in range(rounds)]
-    for what, unit, digits in (("first", "s", 1), ("step", "ms", 1)):
-        whole, layers = (median(getattr(pair[side], what) for pair in pairs) for side in (0, 1))
-        ratios_of = spread([getattr(pair[1], what) / getattr(pair[0], what) for pair in pairs])
-        name = "first step, compiling" if what == "first" else "a step after it"
-        print(f"| {name} ({unit}) | {whole:.{digits}f} | {layers:.{digits}f} | {ratios_of} |", flush=True)
+    first = [[in_new_processes(compiling, 1, whole)[0] for whole in (True, False)] for _ in range(rounds)]
+    later = [in_new_processes(steps, 1)[0] for _ in range(rounds)]
+    for what, pairs in (("first step, compiling (s)", first), ("a step after it, in turns (ms)", later)):
+        whole, layers = (median(pair[side] for pair in pairs) for side in (0, 1))
+        ratios_of = spread([pair[1] / pair[0] for pair in pairs])
+        print(f"| {what} | {whole:.1f} | {layers:.1f} | {ratios_of} |", flush=True)
 
 
 if __name__ == "__main__":

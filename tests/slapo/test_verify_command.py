@@ -60,6 +60,7 @@ def schedule(sch):
 """
 
 
+@pytest.mark.slow
 def test_where_threads_fail_ranks_are_processes(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(NO_THREADS)
@@ -79,6 +80,7 @@ def test_a_pipeline_is_trained_and_the_step_in_it_is_blamed(tmp_path: Path) -> N
     assert report["blame"]["engine"] is None
 
 
+@pytest.mark.slow
 def test_two_engines_are_verified_and_compared() -> None:
     found = command("--pp", "2", *SMALL, "--against", "deepspeed", "--json")
     assert found.returncode == 0, found.stderr
@@ -87,6 +89,7 @@ def test_two_engines_are_verified_and_compared() -> None:
     assert both["ok"] is both["torch"]["ok"] is both["deepspeed"]["ok"] is True
 
 
+@pytest.mark.slow
 def test_an_option_of_an_engine_is_blamed() -> None:
     found = command("--dp", "2", *SMALL, "--clip", "0.01", "--data-parallel", "fsdp")
     assert found.returncode == 1, found.stderr

@@ -61,3 +61,16 @@ def test_signs_that_turn_in_half_precision_are_looked_at_in_float32() -> None:
     one, other = run_as_threads(with_kernels_first, 2)
     assert one.check() == other
     assert "2 of the tensors are further apart than rounding alone would bring most, and the same in float32" in one.notes
+
+
+def test_gradients_that_are_0_in_truth_are_compared_as_far_as_the_unmodified_model_rounds_them() -> None:
+    torch.manual_seed(0)
+    reference, batch = FAMILIES["clip"].model(), FAMILIES["clip"].batch()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][1, :3] = 0
+    sch: Any = create_schedule(copy.deepcopy(reference), example_inputs=batch)
+    sch.use_kernels(force={"*": "eager"})
+    verify(reference, sch, level="grads").check()
+    layer = sch.mod.get_submodule("text_model.encoder.layers.0.self_attn.q_proj")
+    layer.register_forward_hook(lambda module, args, output: output * 1.01)  # next to it, and no rounding
+    assert not verify(reference, sch, level="grads").ok

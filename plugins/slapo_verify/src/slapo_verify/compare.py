@@ -45,6 +45,8 @@ _TIMES = 6.0
 """How many times the unmodified model's own largest rounding error another rounding may be off."""
 _MODERATE = 0.25
 """Of a tensor, as far as rounding in half precision may bring it where signs of activations near 0 turn."""
+_ROUNDED = 1e-5
+"""Of the largest number computed, what rounding in float32 may add to one that is 0 in truth; more is another branch taken."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -280,12 +282,18 @@ def _default_loss(outputs: Any) -> torch.Tensor | None:
     return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else weighted_sum(outputs)
 
 
-def with_rounding(tolerance: Tolerance, reference: nn.Module, task: Task, expected: Computed) -> Tolerance:
-    """The tolerance with what rounding does to a weight's update, and in half precision to the unmodified model."""
+def with_rounding(
+    tolerance: Tolerance, reference: nn.Module, task: Task, expected: Computed, closely: bool = False
+) -> Tolerance:
+    """The tolerance with what rounding does to a weight's update, and in half precision to the unmodified model.
+
+    ``closely``, in float32 to the unmodified model, too: a gradient that is 0 in truth is nothing but rounding.
+    """
     noise = {f"update of {name!r}": stored(each) for name, each in named_all(reference)} if task.level == "step" else {}
-    if not is_half(reference):
+    if not is_half(reference) and not closely:
         return replace(tolerance, noise=noise)
-    exact = compute(copy.deepcopy(reference).float(), in_float32(task))
+    wide = torch.float32 if is_half(reference) else torch.float64
+    exact = compute(copy.deepcopy(reference).to(wide), in_wider(task, wide))
     pairs = [
         (f"output{path}", one, other) for (path, one), (_, other) in zip(expected.run.outputs, exact.run.outputs, strict=True)
     ]
@@ -298,8 +306,11 @@ def with_rounding(tolerance: Tolerance, reference: nn.Module, task: Task, expect
     both = [
         (what, one, other) for what, one, other in pairs if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     ]
+    largest = max((float(one.abs().max()) for _, one, _ in both if one.numel()), default=0.0)
+    most = _ROUNDED * largest if closely else math.inf
     for what, low, high in both:
-        noise[what] = noise.get(what, 0.0) + (_TIMES * float((low.float() - high).abs().max()) if low.numel() else 0.0)
+        error = _TIMES * float((low.to(high.dtype) - high).abs().max()) if low.numel() else 0.0
+        noise[what] = noise.get(what, 0.0) + (error if error <= most else 0.0)
     return replace(tolerance, noise={what: size for what, size in noise.items() if math.isfinite(size)})
 
 
@@ -308,14 +319,15 @@ def is_half(model: nn.Module) -> bool:
     return any(each.dtype in _HALF for each in model.parameters())
 
 
-def in_float32(task: Task) -> Task:
-    """The task with inputs that were in half precision in float32, and its tolerance."""
+def in_wider(task: Task, dtype: torch.dtype) -> Task:
+    """The task with inputs that were less precise in a floating-point type, and its tolerance."""
 
     def wide(value: Any) -> Any:
-        return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
+        is_narrower = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < dtype.itemsize
+        return value.to(dtype) if is_narrower else value
 
     args, kwargs = pytree.tree_map(wide, (task.args, dict(task.kwargs)))
-    return replace(task, args=args, kwargs=kwargs, tolerance=_TOLERANCES[torch.float32])
+    return replace(task, args=args, kwargs=kwargs, tolerance=_TOLERANCES[dtype])
 
 
 def is_moderate(expected: Computed, actual: Computed, found: Iterable[Difference]) -> bool:
