@@ -45,7 +45,7 @@ def test_the_table_above_has_every_distribution() -> None:
     assert set(PRIMITIVES) == set(folders())
 
 
-ALWAYS = ("slapo", "slapo-core", "slapo-deepspeed", "slapo-example", "slapo-kernels", "slapo-sharding")
+ALWAYS = ("slapo", "slapo-core", "slapo-kernels")
 """Those that every run installs; the others are as they are."""
 
 

@@ -73,7 +73,7 @@ def scheduled(rank: int, tp: int, pp: int, kind: str) -> Any:
         pytest.param(1, 1, "1f1b", marks=pytest.mark.slow),
         pytest.param(2, 1, "1f1b", marks=pytest.mark.slow),
         pytest.param(1, 2, "gpipe", marks=pytest.mark.slow),
-        (2, 2, "1f1b"),
+        pytest.param(2, 2, "1f1b", marks=pytest.mark.slow),
         (1, 4, "1f1b"),
     ],
 )

@@ -69,6 +69,7 @@ def test_where_threads_fail_ranks_are_processes(tmp_path: Path) -> None:
     assert found.stdout.startswith("the same: ")
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_trained_and_the_step_in_it_is_blamed(tmp_path: Path) -> None:
     file = tmp_path / "cut.py"
     file.write_text(CUT)

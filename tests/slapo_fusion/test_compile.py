@@ -214,7 +214,7 @@ def test_traced_layers_are_compiled_each_by_its_graph_and_still_refuse_other_sha
 @pytest.mark.parametrize(
     "options",
     [
-        {"mode": "default"},
+        pytest.param({"mode": "default"}, marks=pytest.mark.slow),
         pytest.param({"mode": "reduce-overhead"}, marks=pytest.mark.slow),
         {"options": {"epilogue_fusion": False}},
     ],

@@ -32,7 +32,7 @@ FAST = tuple(
 
 ON_FOUR = frozenset(
     """
-    gpt2 llama mixtral t5
+    gpt2 llama
     """.split()
 )
 """Those of them that every run splits on four ranks too."""

@@ -44,6 +44,9 @@ CLASSES = (
     *("vit", "convnext", "resnet"),
 )
 
+QUICK = ("gpt2:mask", "llama", "mixtral", "bert", "t5", "resnet")
+"""One of each kind."""
+
 MORE = ("gpt_neox", "olmo2", "deepseek_v3", "gpt_oss", "roberta", "electra", "switch_transformers", "beit", "swin")
 
 
@@ -157,7 +160,7 @@ def _assert_small(found: list[dict[Layout, dict[str, float]]]) -> None:
         assert not wrong
 
 
-@pytest.mark.parametrize("name", [*CLASSES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in (*CLASSES, *MORE)])
 def test_a_class_trains_as_in_one_process(name: str) -> None:
     _assert_small(run_distributed(differences, 2, name, (("1f1b", 2, 1), ("interleaved", 2, 2), ("zbv", 2, 2)), timeout=LIMIT))
 

@@ -62,7 +62,7 @@ def same(reports: list[Report]) -> Report:
 
 
 @pytest.mark.parametrize("layout", [TP, PP, DP], ids=str)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", ["torch", "deepspeed", "megatron"])
 def test_right_engines_are_right(layout: dict[str, int], target: str, precision: str) -> None:
     options = {"microbatches": 2, "precision": precision}
@@ -81,7 +81,7 @@ def test_right_engines_are_right_on_four_ranks(name: str, layout: dict[str, int]
     same(run_distributed(of_engine, 4, name, layout, target, {"microbatches": 2, "steps": 2}, timeout=100)).check()
 
 
-@pytest.mark.parametrize("layout", [TP, DP], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(TP, marks=pytest.mark.slow), DP], ids=str)
 def test_two_engines_against_each_other(layout: dict[str, int]) -> None:
     options = {"microbatches": 2, "against": "deepspeed"}
     report = same(run_distributed(of_engine, 2, "gpt2", layout, "torch", options, timeout=100)).check()
@@ -190,7 +190,10 @@ FAULTS: dict[str, tuple[str, dict[str, int], dict[str, Any], str, str | None]] =
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+QUICK = ("q, k and v mixed", "not in the optimizer", "tie not summed")
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in FAULTS])
 def test_a_fault_is_found_and_the_engine_or_the_step_is_blamed(name: str) -> None:
     fault, layout, options, blamed, hint = FAULTS[name]
     report = same(run_distributed(planted, 2, layout, fault, options, timeout=100))

@@ -30,7 +30,12 @@ def rounded(report: Report) -> Report:
     return replace(report, differences=tuple(exact), largest=None)
 
 
-@pytest.mark.parametrize("fault", [None, *FAULTS])
+QUICK = ("no sum of the output", "q, k and v mixed")
+
+
+@pytest.mark.parametrize(
+    "fault", [None, *(pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in FAULTS)]
+)
 def test_threads_find_what_processes_find(fault: str | None) -> None:
     def work() -> Report:
         torch.manual_seed(0)  # as every process of the tests begins
@@ -53,7 +58,12 @@ def on_a_mesh(rank: int, name: str, options: dict[str, Any]) -> Report:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("gpt2", {}), ("gpt2", {"sequence_parallel": True}), ("llama", {}), pytest.param("t5", {}, marks=pytest.mark.slow)],
+    [
+        ("gpt2", {}),
+        pytest.param("gpt2", {"sequence_parallel": True}, marks=pytest.mark.slow),
+        ("llama", {}),
+        pytest.param("t5", {}, marks=pytest.mark.slow),
+    ],
 )
 def test_real_models_with_a_mesh(name: str, options: dict[str, Any]) -> None:
     one, other = run_as_threads(lambda: on_a_mesh(dist.get_rank(), name, options), 2)
