@@ -70,6 +70,7 @@ class TorchEngine(Engine):
     collective, when the process of one has ended.
 
     Attributes:
+        program: What runs.
         module: This rank's stage, all its stages in one tree, or the model.
         optimizer: Of this rank's trainable parameters; None when there are none, or none was asked for.
         lr_scheduler: The schedule of its learning rate, or None.
@@ -81,7 +82,7 @@ class TorchEngine(Engine):
     """
 
     def __init__(self, program: Program, options: Options) -> None:
-        self._program = program
+        self.program = program
         self._options = options
         self._mesh = program.mesh
         self._modes = Modes(program.module)
@@ -199,7 +200,7 @@ class TorchEngine(Engine):
     def _trained(self) -> Trained:
         waits = self._options.lr_scheduler is not None and self.lr_scheduler is None
         progress = Progress(self._missed if waits else self.lr_scheduler, self._loss_scale, self._labels)
-        return Trained(self._program, self.module, self.optimizer, progress)
+        return Trained(self.program, self.module, self.optimizer, progress)
 
     def close(self) -> None:
         """Take the engine's hooks off the parameters and forget its plans; it only evaluates and saves from now on."""
@@ -240,14 +241,14 @@ class TorchEngine(Engine):
             prepared = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
         runner, parts, labels = prepared
         scale = self._loss_scale.value if training and self._loss_scale is not None else 1.0
-        is_all = len(parts) * self._program.axis_size("dp") == 1
+        is_all = len(parts) * self.program.axis_size("dp") == 1
         share = Share(len(parts), self._labels.value, self._differs, scale, is_all)
         result = runner(parts, labels, share)
         result.unused += self._shards.num_unused() if training and self._shards is not None else 0
         loss = self._settle(result, training, share)
         if self._options.record_timeline:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            place = {"rank": rank, "dp": self._program.axis_rank("dp"), "tp": self._program.axis_rank("tp")}
+            place = {"rank": rank, "dp": self.program.axis_rank("dp"), "tp": self.program.axis_rank("tp")}
             self.timeline = [{**place, **action} for action in result.actions]
         return loss
 
@@ -261,7 +262,7 @@ class TorchEngine(Engine):
         low, high = counted_labels(parts, self._ignored)
         shape = fingerprint([training, schedule, *(signature(part) for part in parts[:1])])
         self._facts = _Facts([shape, *low], [shape, *high])
-        check_labels(batch, self._program.module, self._options.loss_fn)
+        check_labels(batch, self.program.module, self._options.loss_fn)
         labels: list[Any] = [None] * len(parts)
         if self._options.loss_fn is not None:
             labels = [part.pop("labels") for part in parts]
@@ -272,23 +273,23 @@ class TorchEngine(Engine):
         name, number, rows = self._options.pipeline_schedule, self._options.microbatches, rows_of(batch)
         if not rows or rows % number == 0:
             return name, number
-        found = for_rows(name, len(self._program.stages), self._program.axis_size("pp"), number, rows)
+        found = for_rows(name, len(self.program.stages), self.program.axis_size("pp"), number, rows)
         how = f"{found[1]} micro-batches, not {number}" + (f", by schedule {found[0]!r}" if found[0] != name else "")
         get_logger().warning("a batch of %d rows runs in %s", rows, how)
         return found
 
     def _runner(self, part: Batch, training: bool, schedule: tuple[str, int]) -> Runner:
-        if len(self._program.stages) == 1:
+        if len(self.program.stages) == 1:
             if (call := self._whole) is None:
-                call = self._whole = StageCall(self._program.stages[0], None, self._options, self._device.type)
+                call = self._whole = StageCall(self.program.stages[0], None, self._options, self._device.type)
             walk = self._shards.walk if self._shards is not None else None
             return lambda parts, labels, share: run_whole(call, parts, labels, share, training, self._replicas, walk)
         from .pipeline import StagePlan  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
         key = (training, schedule, signature(part))
-        assert self._program.replan is not None
+        assert self.program.replan is not None
         with torch.set_grad_enabled(training), precision(self._options, self._device.type):
-            program = self._program.replan(training, part)  # the same one, unless the model has changed
+            program = self.program.replan(training, part)  # the same one, unless the model has changed
         plan: StagePlan | None = self._plans.get(key)
         if plan is None or plan.program is not program:
             plan = self._plans[key] = StagePlan(program, self._options, schedule, self._mine, training, self._replicas)
@@ -315,7 +316,7 @@ class TorchEngine(Engine):
             error = err
         mine = facts() if facts is not None and error is None else _Facts([], [])
         low, high = ([*numbers, *[0] * (4 - len(numbers))] for numbers in mine)
-        slots = content_slots(self._program, self._content, error is None) if facts is not None else []
+        slots = content_slots(self.program, self._content, error is None) if facts is not None else []
         row = [error is not None, self._outdated, *high, *(-number for number in low), *slots]
         largest = torch.tensor(row, dtype=torch.int64, device=self._meeting)
         failed, self._outdated, *bounds = all_reduce(largest, self._mesh, dist.ReduceOp.MAX).tolist()
@@ -338,19 +339,19 @@ class TorchEngine(Engine):
     def _averages_late(self) -> bool:
         """Whether gradients are averaged over replicas after the last backward: a backward in two parts runs no hooks."""
         kind = kind_of(self._options.pipeline_schedule)
-        several = len(self._program.stages) > 1 and kind.stages_per_rank != 1
-        return self._program.axis_size("dp") > 1 and self._shards is None and several
+        several = len(self.program.stages) > 1 and kind.stages_per_rank != 1
+        return self.program.axis_size("dp") > 1 and self._shards is None and several
 
     @property
     def _shares_batches(self) -> bool:
         """Whether several ranks have to be given the same batch."""
-        return self._program.axis_size("pp") * self._program.axis_size("tp") > 1
+        return self.program.axis_size("pp") * self.program.axis_size("tp") > 1
 
     def _take_in_unfrozen(self) -> None:
         """Train with what is trainable now. Collective."""
         if self._shards is not None:
             self._shards.release()
-        holdings = Holdings(self._program, self.module)
+        holdings = Holdings(self.program, self.module)
         holdings.check_same_start()
         self._holdings, self._outdated = holdings, False
         self._together(self._make_optimizer)
@@ -371,7 +372,7 @@ class TorchEngine(Engine):
             self._peers.meet(result.failure)
         is_double = any(loss.dtype is torch.float64 for loss in result.losses)
         of_loss = [own.item(), sum(counted.labels for counted in known), len(known), len(result.counted)]
-        if self._program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
+        if self.program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
             of_loss = [0.0] * len(of_loss)
         numbers = [*of_loss, result.failure is not None, result.unused, unchecked, is_double]
         total, labels, told, losses, failures, unused, self._unchecked, doubles = all_reduce(
@@ -389,7 +390,7 @@ class TorchEngine(Engine):
 
     def _mean(self, total: float, labels: float | None, share: Share) -> float:
         """The loss of the batch, from the sum of the shares; and what the gradients are still to be multiplied by."""
-        dp = self._program.axis_size("dp")
+        dp = self.program.axis_size("dp")
         self._scale = (share.parts * share.unit * dp / labels if labels else 1.0) / share.scale
         self._labels.value = labels / (share.parts * dp) if labels else share.unit
         if labels is None:
@@ -434,7 +435,7 @@ class TorchEngine(Engine):
     def _make_replicas(self) -> None:
         self._release()
         # DistributedDataParallel refuses a stage without trainable parameters, which has nothing to reduce
-        if self._program.axis_size("dp") == 1 or not self._holdings.trainable or self._options.optimizer is None:
+        if self.program.axis_size("dp") == 1 or not self._holdings.trainable or self._options.optimizer is None:
             return
         check_dense(self.module)
         if not self._averages_late and self._shards is None:
@@ -448,18 +449,18 @@ class TorchEngine(Engine):
             check_dense(self.module)
         if isinstance(given, torch.optim.Optimizer):
             check_elementwise(given)
-            adopted(given, self._program.module, self.module)
+            adopted(given, self.program.module, self.module)
 
     def _shard(self) -> None:
         from .fsdp import ShardedReplicas  # noqa: PLC0415  importing torch.distributed.fsdp costs a second
 
-        self._shards = ShardedReplicas(self._program, self.module, self._options.fsdp_units)
+        self._shards = ShardedReplicas(self.program, self.module, self._options.fsdp_units)
 
     def _begin_shards(self) -> None:
         given = self._options.optimizer
         assert self._shards is not None
         self._shards.begin(given.param_groups if isinstance(given, torch.optim.Optimizer) else ())
-        self._holdings = Holdings(self._program, self.module)
+        self._holdings = Holdings(self.program, self.module)
 
     def _make_optimizer(self) -> None:
         given, trainable = self._options.optimizer, self._holdings.trainable
@@ -468,7 +469,7 @@ class TorchEngine(Engine):
         if isinstance(given, torch.optim.Optimizer) and self._shards is not None:
             optimizer = given  # it was adopted as the parameters were shared out
         else:
-            optimizer = made(given, trainable, self._program.module, self.module)
+            optimizer = made(given, trainable, self.program.module, self.module)
         if self._shards is not None:
             check_elementwise(optimizer)
         if self._options.lr_scheduler is not None:
