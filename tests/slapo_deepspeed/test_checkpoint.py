@@ -19,8 +19,11 @@ from slapo_core.build import build
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
+from slapo_training.checkpoint_folder import MANIFEST, content_of, manifest
 from tests.engines import reseal
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
+
+from .counting import count_again
 
 pytestmark = pytest.mark.multiproc
 PLUGINS = Registry([slapo_deepspeed.plugin, slapo_sharding.plugin])
@@ -53,14 +56,6 @@ def grouped(parameters: Any) -> torch.optim.Optimizer:
 
 def falling(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
-
-
-def count_again(rank: int) -> None:
-    """DeepSpeed numbers parameters and modules in a process; one that was alone has counted further than the other one."""
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    Init.param_id = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,32 +125,49 @@ def test_another_number_of_replicas_goes_on(ranks: tuple[int, int], precision: s
     for found in run_distributed(resumed, ranks[1], zeros, str(tmp_path), precision):
         for zero, one, other in zip(zeros, found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=tolerance, rtol=0, msg=lambda text, zero=zero: f"ZeRO {zero}: {text}")
-    assert not list(tmp_path.rglob("universal-*"))
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def factored(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.1)
+
+
+def older(folder: Path) -> None:
+    """Have a checkpoint be one of before it was written where tensors are."""
+    file = folder / MANIFEST
+    content = content_of(file.read_text())
+    for name in [name for name in content["files"] if name.startswith("places-")]:
+        (folder / content["data"] / name).unlink()
+        del content["files"][name]
+    file.write_text(manifest(content))
+
+
 def write(rank: int, folder: str) -> None:
     """Checkpoints of one replica that two cannot load."""
-    for name, zero, optimizer, is_frozen in [
-        ("momentum", 2, momentum, False),
-        ("frozen", 3, adamw, True),
-        ("torn", 2, adamw, False),
-        ("damaged", 2, adamw, False),
-        ("class", 2, momentum, False),
-        ("number", 2, grouped, False),
-        ("rate", 0, grouped, False),
+    for name, zero, optimizer in [
+        ("factored", 0, factored),
+        ("torn", 2, adamw),
+        ("damaged", 2, adamw),
+        ("missing", 2, adamw),
+        ("older", 2, adamw),
+        ("class", 2, momentum),
+        ("number", 2, grouped),
+        ("rate", 0, grouped),
     ]:
-        engine = engine_of(Counts(0, is_frozen), zero, optimizer)
+        engine = engine_of(Counts(0), zero, optimizer)
         losses(engine, range(1))
         engine.save(f"{folder}/{name}")
         engine.close()
     for name in ("torn", "damaged"):
         for file in Path(folder, name).rglob("*_model_states.pt"):
             file.write_bytes(file.read_bytes()[:1000])
+    for file in Path(folder, "missing").rglob("*_optim_states.pt"):
+        file.unlink()
     reseal(Path(folder, "torn"))
+    older(Path(folder, "older"))
 
 
 def unscheduled(parameters: Any) -> torch.optim.Optimizer:
@@ -166,12 +178,14 @@ def refused(rank: int, folder: str) -> dict[str, tuple[str, bool, str]]:
     """What loading says, whether the weights are unchanged, and what training says then."""
     found = {}
     for name, zero, optimizer, is_frozen, width in [
-        ("momentum", 2, momentum, False, 16),
-        ("frozen", 3, adamw, True, 16),
+        ("factored", 1, factored, False, 16),
         ("torn", 2, adamw, False, 16),
         ("damaged", 2, adamw, False, 16),
+        ("missing", 3, adamw, False, 16),
+        ("older", 1, adamw, False, 16),
         ("torn", 2, adamw, False, 24),
         ("torn", 1, adamw, False, 16),
+        ("number", 2, grouped, True, 16),
         ("nowhere", 2, adamw, False, 16),
         ("class", 2, adamw, False, 16),
         ("number", 2, adamw, False, 16),
@@ -184,7 +198,7 @@ def refused(rank: int, folder: str) -> dict[str, tuple[str, bool, str]]:
         with engine.whole_parameters():
             same = all(map(torch.equal, before, engine.module.parameters()))
         after = message_of(lambda engine=engine: losses(engine, range(1)))
-        found[f"{name} {zero} {width}"] = message, same, after
+        found[f"{name} {zero} {width}{' frozen' * is_frozen}"] = message, same, after
         engine.close()
     return found
 
@@ -193,12 +207,14 @@ def test_what_cannot_be_loaded_changes_nothing(tmp_path: Path) -> None:
     run_distributed(write, 1, str(tmp_path))
     first, second = run_distributed(refused, 2, str(tmp_path))
     expected = {
-        "momentum 2 16": "BuildError: its optimizer has the states momentum_buffer, and DeepSpeed converts Adam's alone",
-        "frozen 3 16": "BuildError: stage 3 of ZeRO with frozen parameters is not converted for another dp; load it",
+        "factored 1 16": "BuildError: 'row_var' in the state of Adafactor is no number for each element of 'down.weight';",
         "damaged 2 16": "_model_states.pt' has 1000 bytes and not ",
-        "torn 2 16": "nothing has changed, and dp=1 can load it",
+        "missing 3 16": "_optim_states.pt' is missing",
+        "older 1 16": "saved with pp=1, dp=1, tp=1, zero=2 by a version that did not write where each tensor is, but this",
+        "torn 2 16": "; nothing has changed, load another one",
         "torn 2 24": "is of a model with other parameters; build an engine of the model that was saved",
-        "torn 1 16": "saved with pp=1, dp=1, tp=1, zero=2, but this engine has pp=1, dp=2, tp=1, zero=1; load it on the same",
+        "torn 1 16": "; nothing has changed, load another one",
+        "number 2 16 frozen": "'middle.bias' is in a group of the checkpoint's, not this engine's optimizer; build with",
         "class 2 16": "BuildError: saved with 'SGD' for the optimizer, but this engine has 'AdamW'; build with the same",
         "number 2 16": "BuildError: saved with 2 for the number of the optimizer's groups, but this engine has 1; build with",
         "rate 0 16": "BuildError: saved with 'LambdaLR' for the learning rate's schedule, but this engine has None; build with",

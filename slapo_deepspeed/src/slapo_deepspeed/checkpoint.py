@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
+from torch import nn
 
 from slapo_core.agreement import gather
 from slapo_core.errors import BuildError
@@ -18,10 +18,14 @@ from slapo_training import checkpoint_folder, engine_checkpoint
 from slapo_training.batches import fingerprint
 from slapo_training.engine_checkpoint import Position
 from slapo_training.meeting import on_all
+from slapo_training.ranks import Ranks
 
-from . import replicas
 from .groups import whole_shape
 from .options import DeepSpeedOptions
+from .other_layout import Taken
+from .places import Places, file_of
+from .saved_parts import Saved
+from .shares import Shares, stepping
 
 TARGET = DeepSpeedOptions.target
 _WORDS = {
@@ -39,31 +43,41 @@ class Checkpoint:
         folder: Where DeepSpeed's files are.
         random: What puts this rank's random states back.
         position: Where training was.
-        universal: The same for any number of replicas, where it had to be converted; removed once it is loaded.
+        taken: What this engine takes of it, where it is of another layout; DeepSpeed reads it where this is None.
     """
 
     folder: Path
     random: Any
     position: Position
-    universal: Path | None = None
+    taken: Taken | None = None
 
 
-def save(model: Any, path: str | PathLike[str], program: Program, zero_stage: int, position: Position) -> None:
+def save(
+    model: Any, module: nn.Module, path: str | PathLike[str], program: Program, zero_stage: int, position: Position
+) -> None:
     """Write DeepSpeed's checkpoint and what belongs to it. Collective."""
     about = {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
-    engine_checkpoint.write(path, TARGET, program, about, position, lambda folder: _fill(model, folder))
+    ranks, places = Ranks.of(program), list[Places]()
+    ranks.on_all(lambda: places.append(Places(model, module, program)))
+
+    def fill(folder: Path) -> None:
+        _fill(model, folder, places[0])
+        places[0].write(folder, ranks.place)
+
+    engine_checkpoint.write(path, TARGET, program, about, position, fill)
 
 
-def _fill(model: Any, folder: Path) -> None:
+def _fill(model: Any, folder: Path, places: Places) -> None:
     """DeepSpeed's files. What one rank cannot write is an error behind them, as the others wait for it inside of DeepSpeed."""
     writer, errors = model.checkpoint_engine, list[Exception]()
     if writer.is_decoupled():
         raise BuildError("DeepSpeed's decoupled checkpoint engine writes on behind a save; leave it out of DeepSpeed's config")
     write = writer.save
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            return write(*args, **kwargs)
+            places.see(state_dict, Path(path).relative_to(folder).as_posix())
+            return write(state_dict, path, *args, **kwargs)
         except Exception as err:
             errors.append(err)
 
@@ -76,29 +90,69 @@ def _fill(model: Any, folder: Path) -> None:
         raise errors[0]
 
 
-def checked(model: Any, path: str | PathLike[str], program: Program, zero_stage: int) -> Checkpoint:
-    """Look whether a checkpoint can be loaded, and convert it for another number of replicas. Collective; changes no engine.
+def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: Program, zero_stage: int) -> Checkpoint:
+    """Look whether a checkpoint can be loaded, and read it where it is of another layout. Collective; changes no engine.
 
     Raises:
-        BuildError: on every rank: it is none, of another model, or of a layout that cannot be loaded into this one.
+        BuildError: on every rank: it is none, damaged, of another model, or of a layout that cannot be loaded into this one.
     """
     complete = engine_checkpoint.opened(path, TARGET, program)
     saved, own = complete.about, _steps(model, program)
-    is_elsewhere = saved["dp"] != program.axis_size("dp")
 
     def check() -> None:
-        _check(complete, program, zero_stage)
+        if saved["parameters"] != _parameters(program):
+            raise BuildError(
+                f"{str(complete.folder)!r} is of a model with other parameters; build an engine of the model that was saved"
+            )
         _check_steps(saved, own)
-        if is_elsewhere and zero_stage:
-            replicas.check(model, zero_stage)
 
     on_all(check, program)
     engine_checkpoint.verify(complete, program)
     random = engine_checkpoint.read_random(complete, program)
     found = Checkpoint(complete.data, random, engine_checkpoint.read_position(complete))
-    if zero_stage and is_elsewhere:
-        found.universal = replicas.converted(found.folder, program, saved["dp"])
+    if not _is_same(complete, model, module, program, zero_stage):
+        found.taken = _taken(complete, model, module, program, zero_stage)
     return found
+
+
+def _is_same(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program, zero: int) -> bool:
+    """Whether DeepSpeed can read it itself: each rank has what one at its place had. Collective."""
+    own, saved = _layout(program, zero), complete.about
+    if any(saved[key] != own[key] for key in own if key != "dp" or zero):
+        return False
+    first = program.axis_rank("pp") * saved["dp"] * saved["tp"] + program.axis_rank("tp")  # the first replica's
+
+    def look() -> bool:
+        file = file_of(complete.data, first)
+        about = torch.load(file, weights_only=True) if file.exists() else {"why_not": "an older version"}
+        return bool(about["why_not"]) or about["pieces"] == Shares(model, module, program).places()
+
+    return all(Ranks.of(program).on_all(look))
+
+
+def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program, zero_stage: int) -> Taken:
+    """What this engine takes of a checkpoint of another layout. Collective."""
+    taken, own, saved = Taken(model, module, program), _layout(program, zero_stage), complete.about
+
+    def read() -> None:
+        if not file_of(complete.data, 0).exists():
+            words = [", ".join(f"{key}={layout[key]}" for key in own) for layout in (saved, own)]
+            raise BuildError(
+                f"saved with {words[0]} by a version that did not write where each tensor is, but this engine has {words[1]}; "
+                "load it at the layout it was saved with, and save it anew"
+            )
+        try:
+            parts = Saved(complete.data, saved["pp"] * saved["dp"] * saved["tp"])
+            taken.read(parts)
+        except BuildError:
+            raise
+        except Exception as err:  # whatever torch raises of files that are broken
+            raise BuildError(
+                f"{str(complete.folder)!r} cannot be read: {type(err).__name__}: {err}; nothing has changed, load another one"
+            ) from err
+
+    on_all(read, program)
+    return taken
 
 
 def load(model: Any, found: Checkpoint, program: Program) -> None:
@@ -110,8 +164,8 @@ def load(model: Any, found: Checkpoint, program: Program) -> None:
 
     def read() -> None:
         try:
-            if found.universal is not None:
-                replicas.load(model, found.folder, found.universal)
+            if found.taken is not None:
+                found.taken.put()
             elif model.load_checkpoint(str(found.folder))[0] is None:
                 raise FileNotFoundError("DeepSpeed finds no checkpoint")
             if hasattr(model.optimizer, "clip_grad"):
@@ -122,30 +176,8 @@ def load(model: Any, found: Checkpoint, program: Program) -> None:
                 "changed, load another checkpoint before it trains"
             ) from err
 
-    try:
-        on_all(read, program)
-    finally:
-        if found.universal is not None and dist.get_rank() == 0:
-            shutil.rmtree(found.universal.parent, ignore_errors=True)
+    on_all(read, program)
     engine_checkpoint.put_random(found.random)
-
-
-def _check(complete: checkpoint_folder.Checkpoint, program: Program, zero_stage: int) -> None:
-    """Refuse another model, or a layout that cannot be loaded."""
-    own, saved = _layout(program, zero_stage), complete.about
-    if saved["parameters"] != _parameters(program):
-        raise BuildError(
-            f"{str(complete.folder)!r} is of a model with other parameters; build an engine of the model that was saved"
-        )
-    is_flat = program.axis_size("pp") == program.axis_size("tp") == 1
-    needed = [key for key in own if key != "dp" or (own["zero"] and not is_flat)]
-    if all(saved[key] == own[key] for key in needed):
-        return
-    words = [", ".join(f"{key}={layout[key]}" for key in own) for layout in (saved, own)]
-    raise BuildError(
-        f"saved with {words[0]}, but this engine has {words[1]}; load it on the same layout with the same stage of ZeRO, or at "
-        "another dp where that is 0, or where there is neither a pipeline nor tensor parallelism"
-    )
 
 
 def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -153,13 +185,14 @@ def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if own["optimizer"] is None:
         return
     for key, word in _WORDS.items():
-        if (before := saved[key]) != own[key]:
+        by_stage = key == "groups" and list in (type(saved[key]), type(own[key]))  # looked at by names
+        if (before := saved[key]) != own[key] and not by_stage:
             raise BuildError(f"saved with {before!r} for {word}, but this engine has {own[key]!r}; build with the same")
 
 
 def _steps(model: Any, program: Program) -> dict[str, Any]:
     """What steps the weights, the same on every rank. Collective."""
-    optimizer = model.basic_optimizer
+    optimizer = stepping(model)
     groups = 0 if optimizer is None else len(optimizer.param_groups)
     by_stage = dict(gather((program.axis_rank("pp"), groups), program.mesh))
     return {

@@ -162,13 +162,13 @@ class DeepSpeedEngine(BatchEngine):
             extra: What ``load`` is to give back, plain data and the same on every rank: where the data loader is, say.
         """
         self._check_weights()
-        checkpoint.save(self.model, path, self.program, self._options.zero_stage, Position(self.steps, extra))
+        checkpoint.save(self.model, self.module, path, self.program, self._options.zero_stage, Position(self.steps, extra))
 
     def load(self, path: str | PathLike[str]) -> Any:
         """Go on exactly from what ``save`` wrote.
 
-        Also with another number of replicas: without ZeRO, and without pipeline and tensor parallelism; random numbers are
-        then new ones, derived from the checkpoint's.
+        Also at any other layout and with another stage of ZeRO, by original names; random numbers are then new ones, derived
+        from the checkpoint's.
 
         Returns:
             What was given to ``save`` as ``extra``.
@@ -177,7 +177,7 @@ class DeepSpeedEngine(BatchEngine):
             BuildError: no complete checkpoint, or one of another model or layout, and nothing has changed; or DeepSpeed cannot
                 read it to its end, and the engine does nothing before another one is loaded.
         """
-        found = checkpoint.checked(self.model, path, self.program, self._options.zero_stage)
+        found = checkpoint.checked(self.model, self.module, path, self.program, self._options.zero_stage)
         with self._reading():
             checkpoint.load(self.model, found, self.program)
         self.steps, extra = found.position
