@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -62,6 +63,9 @@ def saved(rank: int, layout: Layout, stages: list[int], folder: str, precision: 
         engine, mesh = engine_of(layout, stage, precision, is_frozen)
         before = losses(engine, mesh, range(2))
         engine.save(f"{folder}/{stage}", extra={"next": 2})
+        weights = put_together(engine, mesh)
+        if rank == 0:
+            torch.save(weights, f"{folder}/{stage}.pt")
         found.append(before + losses(engine, mesh, range(2, 5)))
         engine.close()
     return found
@@ -81,6 +85,8 @@ def resumed(
         losses(engine, mesh, range(3, 4))
         assert engine.load(f"{folder}/{before}") == {"next": 2}
         assert engine.steps == engine.model.global_steps == 2
+        weights, kept = put_together(engine, mesh), torch.load(f"{folder}/{before}.pt")
+        assert all(torch.equal(weights[name], kept[name]) for name in weights)  # also those in fp32 beside bf16
         behind = losses(engine, mesh, range(2, 5))
         difference = largest_difference(put_together(engine, mesh), uninterrupted(is_frozen)[1])
         found.append((behind, difference))

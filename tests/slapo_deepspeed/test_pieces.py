@@ -45,7 +45,7 @@ def pieced(rank: int, layout: dict[str, int], options: dict[str, Any]) -> tuple[
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ({"dp": 2}, {"config": {"zero_optimization": {"stage": 2}}, "precision": "bf16"}),
+        ({"dp": 2}, {"config": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, "precision": "bf16"}),
         ({"dp": 2}, {"config": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1}}}),
         ({"tp": 2}, {"config": {"zero_optimization": {"stage": 1}}}),
         ({"tp": 2}, {}),

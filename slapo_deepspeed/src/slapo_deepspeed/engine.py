@@ -189,7 +189,7 @@ class DeepSpeedEngine(BatchEngine):
         Each stands under its first original name.
         """
         self._check_weights()
-        return masters.pieces(self.module, self.program, self._options.zero_stage)
+        return masters.pieces(self.model, self.module, self.program, self._options.zero_stage)
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slapo_core.parameters import shard_spec
@@ -10,31 +13,43 @@ from slapo_core.program import Program
 from slapo_training.model_tensors import buffers, parameters
 from slapo_training.pieces import Piece, piece_of
 
+from .shares import Share, Shares
 
-def pieces(module: nn.Module, program: Program, zero_stage: int) -> dict[str, Piece]:
+
+def pieces(model: Any, module: nn.Module, program: Program, zero_stage: int) -> dict[str, Piece]:
     """What this rank has of the parameters and persistent buffers. Collective over the replicas.
 
     With stage 3 of ZeRO each replica gets some rows of what it has a part of, as the whole would not fit it.
     """
+    held = {} if zero_stage == 3 else {share.name: share for share in Shares(model, module, program).held}
     found = {}
     for name, parameter in parameters(module).items():
-        value = _value(parameter, zero_stage)
+        value = _of_stage_3(parameter) if zero_stage == 3 else _value(parameter, held.get(name), program, zero_stage)
         rows = _rows(len(value), program) if zero_stage == 3 and value.dim() else None
         kept = value if rows is None else value[slice(*rows)].clone()
         found[name] = piece_of(kept, shard_spec(parameter), value.shape, rows)
     return {**found, **{name: piece_of(buffer, shard_spec(buffer)) for name, buffer in buffers(module).items()}}
 
 
-def _value(parameter: torch.Tensor, zero_stage: int) -> torch.Tensor:
+def _value(parameter: torch.Tensor, share: Share | None, program: Program, zero_stage: int) -> torch.Tensor:
+    if zero_stage == 0 or not parameter.requires_grad:
+        return parameter.detach()
+    whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    if share is not None:
+        whole.narrow(0, share.start, share.value.numel()).copy_(share.value)
+    if program.axis_size("dp") > 1:
+        assert program.mesh is not None
+        dist.all_reduce(whole, group=program.mesh.get_group("dp"))
+    return whole.view(parameter.shape)
+
+
+def _of_stage_3(parameter: torch.Tensor) -> torch.Tensor:
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
-    trained = parameter.requires_grad and (zero_stage < 3 or hasattr(parameter, "_z3_optimizer"))
-    master: torch.Tensor | None = safe_get_full_fp32_param(parameter) if trained else None
+    master: torch.Tensor | None = safe_get_full_fp32_param(parameter) if hasattr(parameter, "_z3_optimizer") else None
     if master is not None:
         return master.detach()
-    if zero_stage < 3:
-        return parameter.detach()
     with GatheredParameters([parameter], modifier_rank=None):
         return parameter.detach().clone()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ class Shares:
         self._outer, self.optimizer = model.optimizer, stepping(model)
         named = {**parameters(module), **buffers(module)}
         self.names = {id(tensor): name for name, tensor in named.items()}
+        self._lies = dict(_flattened(model.optimizer, program.axis_rank("dp")))
         self.pieces = {name: _place(tensor) for name, tensor in named.items()}
         found = [(share, is_own) for name, tensor in named.items() for share, is_own in self._of(name, tensor)]
         is_first = program.axis_rank("dp") == 0
@@ -69,14 +71,14 @@ class Shares:
         """What this rank has of one, and whether other replicas have other numbers."""
         if hasattr(tensor, "ds_id"):
             yield self._of_stage_3(name, tensor), True
-        elif not hasattr(tensor, "_hp_mapping"):
+        elif (lies := self._lies.get(id(tensor))) is None:
             is_stepped = self.optimizer is not None and isinstance(tensor, nn.Parameter) and tensor.requires_grad
             yield Share(name, tensor.detach(), stepped=tensor if is_stepped else None), False
-        elif (mapping := tensor._hp_mapping) is not None:
-            flat = self._flat(mapping.param_group_index)
-            lies = mapping.hp_fragment_address
-            value = flat.detach().narrow(0, lies.start, lies.numel)
-            yield Share(name, value, mapping.lp_fragment_address.start, flat, lies.start), True
+        else:
+            flat, low, offset = lies
+            first, last = max(offset, low), min(offset + tensor.numel(), low + flat.numel())
+            if first < last:
+                yield Share(name, flat.detach().narrow(0, first - low, last - first), first - offset, flat, first - low), True
 
     def _of_stage_3(self, name: str, tensor: Any) -> Share:
         step = tensor.ds_tensor.ds_numel
@@ -87,11 +89,6 @@ class Shares:
             return Share(name, tensor.ds_tensor.detach().view(-1).narrow(0, 0, size), start)
         flat = self._outer.fp32_partitioned_groups_flat[place[0]]
         return Share(name, flat.detach().narrow(0, place[1], size), start, flat, place[1])
-
-    def _flat(self, group: int) -> torch.Tensor:
-        if hasattr(self._outer, "bf16_groups"):
-            return self._outer.fp32_groups_flat_partition[group]  # type: ignore[no-any-return]
-        return self._outer.single_partition_of_fp32_groups[group]  # type: ignore[no-any-return]
 
     def places(self) -> dict[str, Any]:
         """The shapes of the whole tensors, and where in them this rank's parts are."""
@@ -160,6 +157,26 @@ def stepping(model: Any) -> torch.optim.Optimizer | None:
     """The optimizer that is inside of DeepSpeed's; None where there is none."""
     found: torch.optim.Optimizer | None = getattr(model.optimizer, "optimizer", model.optimizer)
     return found
+
+
+def _flattened(outer: Any, replica: int) -> Iterator[tuple[int, tuple[torch.Tensor, int, int]]]:
+    """With stages 1 and 2 of ZeRO by the ``id`` of a parameter the flat tensor of this rank, in fp32, that may have some of it.
+
+    Yields:
+        Beside it how many numbers of all parameters of its group are before this rank's, and how many before the parameter.
+        DeepSpeed's ``safe_get_full_fp32_param`` looks elsewhere where ``round_robin_gradients`` changes their order.
+    """
+    if hasattr(outer, "bf16_groups"):
+        flats, groups = outer.fp32_groups_flat_partition, outer.bf16_groups
+        starts = [[*accumulate((each.numel() for each in group), initial=0)] for group in groups]
+    elif hasattr(outer, "round_robin_bit16_groups"):
+        flats, groups = outer.single_partition_of_fp32_groups, outer.round_robin_bit16_groups
+        starts = outer.round_robin_bit16_offsets
+    else:
+        return
+    for flat, group, offsets in zip(flats, groups, starts, strict=True):
+        for parameter, offset in zip(group, offsets, strict=False):
+            yield id(parameter), (flat, replica * flat.numel(), offset)
 
 
 def why_not(model: Any, module: nn.Module) -> str:
