@@ -1,28 +1,29 @@
-"""Checkpoints at another layout, of every kind of optimizer and of ZeRO's ways to keep its states."""
+"""Checkpoints at another layout, of every kind of model and optimizer and of ZeRO's ways to keep its states."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
 
 from slapo_core.build import build
+from slapo_core.schedule import Schedule
 from slapo_core.testing import run_distributed
-from tests.engine_models import batches, halved, my_part, small, two_groups
-from tests.engines import scheduled
-from tests.slapo_torch.layouts import mesh_of, put_together
+from tests.engine_models import SIZES, batches, halved, my_part, small, two_groups
+from tests.engines import cut, scheduled
+from tests.slapo_torch.layouts import adamw, mesh_of, message_of, put_together
 
 from .counting import count_again
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
-Layout = dict[str, int]
-Side = tuple[Layout, dict[str, Any]]
-"""A layout, and what to build with."""
+Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,6 +31,126 @@ def _counters() -> Iterator[None]:
     """The processes go on to tests of other files."""
     yield
     run_distributed(count_again, 4)
+
+
+class Side(NamedTuple):
+    """What is built on one side of a checkpoint.
+
+    Args:
+        layout: Sizes of the mesh.
+        options: Of ``build``.
+        make: The function of this file that makes the schedule.
+    """
+
+    layout: dict[str, int]
+    options: dict[str, Any]
+    make: Any = None
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.layout.values())
+
+
+def options(stage: int, zero: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
+    """Of DeepSpeed's config."""
+    return {"config": {"zero_optimization": {"stage": stage, **(zero or {})}, **config}}
+
+
+def gpt2(mesh: Any) -> Schedule:
+    return scheduled(small("gpt2"), mesh, my_part(batches(2)[0], mesh))
+
+
+def cut_early(mesh: Any) -> Schedule:
+    """Its first stage has one layer of four."""
+    return cut(small("gpt2"), mesh, my_part(batches(2)[0], mesh), "transformer.h.0")
+
+
+def uneven(mesh: Any) -> Schedule:
+    """Each rank has a copy of the one key head; the vocabulary and the columns are odd."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 15, "num_hidden_layers": 2, "head_dim": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(**{**SIZES, **sizes, **heads, "vocab_size": 65}, tie_word_embeddings=True, use_cache=False)
+    )
+    return scheduled(model, mesh, my_part(batches(2)[0], mesh))
+
+
+class Normed(nn.Module):
+    """Statistics of a BatchNorm that trains, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 16)
+        self.embedding = nn.Embedding(64, 16).requires_grad_(False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(self.embedding(input_ids)).flatten(0, 1)).relu()
+        return self.last(hidden)
+
+
+def normed(mesh: Any) -> Schedule:
+    paths = ["norm"] if mesh["pp"].size() > 1 else []
+    return cut(Normed(), mesh, {"input_ids": batches(2)[0]["input_ids"][:4]}, *paths)
+
+
+def distance(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(output, functional.one_hot(labels.flatten() % 16, 16).float())
+
+
+def engine_of(side: Side, optimizer: Any) -> tuple[Any, Any]:
+    count_again(dist.get_rank())
+    mesh = mesh_of(**side.layout)
+    common: dict[str, Any] = {"microbatches": 2, "clip": 0.0 if side.make is uneven else 0.1}
+    if optimizer is not None:
+        # for Adagrad ZeRO makes another one, which no schedule knows
+        common |= {"optimizer": optimizer, "lr_scheduler": None if optimizer is adagrad else halved}
+    if side.make is normed:
+        common["loss_fn"] = distance
+    return build((side.make or gpt2)(mesh), "deepspeed", **common, **side.options), mesh
+
+
+def losses(engine: Any, mesh: Any, steps: range) -> list[float]:
+    return [engine.train_batch(**my_part(batches(2)[step], mesh)).item() for step in steps]
+
+
+def saved(rank: int, side: Side, optimizer: Any, folder: str, steps: int) -> tuple[Weights, list[float], Weights]:
+    """The weights behind some steps and a save, losses of those behind it, and the weights then."""
+    engine, mesh = engine_of(side, optimizer)
+    losses(engine, mesh, range(steps))
+    engine.save(folder)
+    weights = put_together(engine, mesh)
+    found = losses(engine, mesh, range(steps, 5))
+    after = put_together(engine, mesh)
+    engine.close()
+    return weights, found, after
+
+
+def resumed(rank: int, side: Side, optimizer: Any, folder: str, steps: int) -> tuple[Weights, list[float], Weights]:
+    """Those of an engine that trained on something else and then loaded it, saved it again, and loaded that."""
+    engine, mesh = engine_of(side, optimizer)
+    losses(engine, mesh, range(4, 5))
+    engine.load(folder)
+    weights = put_together(engine, mesh)
+    engine.save(f"{folder}/again")
+    losses(engine, mesh, range(steps, 5))
+    engine.load(f"{folder}/again")
+    found = losses(engine, mesh, range(steps, 5))
+    after = put_together(engine, mesh)
+    engine.close()
+    return weights, found, after
+
+
+def check(one: Side, other: Side, optimizer: Any, folder: str, steps: int = 2, near: float = 2e-5) -> None:
+    weights, expected, after = run_distributed(saved, one.ranks, one, optimizer, folder, steps, timeout=110)[0]
+    for loaded, found, own in run_distributed(resumed, other.ranks, other, optimizer, folder, steps, timeout=110):
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(loaded[name], weights[name]) for name in loaded)
+        assert found == pytest.approx(expected, abs=near)
+        assert max(float((own[name] - after[name]).abs().max()) for name in own) < near
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -52,92 +173,37 @@ def asgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.ASGD(parameters, lr=1e-2)
 
 
-def options(stage: int, zero: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
-    """Of DeepSpeed's config."""
-    return {"config": {"zero_optimization": {"stage": stage, **(zero or {})}, **config}}
-
-
-def engine_of(side: Side, optimizer: Any) -> tuple[Any, Any]:
-    """GPT-2, and its mesh."""
-    count_again(dist.get_rank())
-    layout, given = side
-    mesh = mesh_of(**layout)
-    schedule = scheduled(small("gpt2"), mesh, my_part(batches(2)[0], mesh))
-    common: dict[str, Any] = {"microbatches": 2, "clip": 0.1}
-    if optimizer is not None:
-        # for Adagrad ZeRO makes another one, which no schedule knows
-        common |= {"optimizer": optimizer, "lr_scheduler": None if optimizer is adagrad else halved}
-    return build(schedule, "deepspeed", **common, **given), mesh
-
-
-def losses(engine: Any, mesh: Any, steps: range) -> list[float]:
-    return [engine.train_batch(**my_part(batches(2)[step], mesh)).item() for step in steps]
-
-
-def saved(rank: int, side: Side, optimizer: Any, folder: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the steps behind some and a save, and the weights then."""
-    engine, mesh = engine_of(side, optimizer)
-    losses(engine, mesh, range(steps))
-    engine.save(folder)
-    found = losses(engine, mesh, range(steps, 5))
-    weights = put_together(engine, mesh)
-    engine.close()
-    return found, weights
-
-
-def resumed(rank: int, side: Side, optimizer: Any, folder: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Those of an engine that trained on something else and then loaded it, saved it again, and loaded that."""
-    engine, mesh = engine_of(side, optimizer)
-    losses(engine, mesh, range(4, 5))
-    engine.load(folder)
-    engine.save(f"{folder}/again")
-    losses(engine, mesh, range(steps, 5))
-    engine.load(f"{folder}/again")
-    found = losses(engine, mesh, range(steps, 5))
-    weights = put_together(engine, mesh)
-    engine.close()
-    return found, weights
-
-
-def check(one: Side, other: Side, optimizer: Any, folder: str, steps: int = 2, near: float = 2e-5) -> None:
-    expected, weights = run_distributed(saved, math.prod(one[0].values()), one, optimizer, folder, steps, timeout=110)[0]
-    for found, own in run_distributed(resumed, math.prod(other[0].values()), other, optimizer, folder, steps, timeout=110):
-        assert found == pytest.approx(expected, abs=near)
-        assert own.keys() == weights.keys()
-        assert max(float((own[name] - weights[name]).abs().max()) for name in own) < near
+PAIRS = {
+    "0 to 2": (Side({"tp": 2}, options(0)), Side({"dp": 2}, options(2))),
+    "3 to 1": (Side({"dp": 2}, options(3)), Side({"pp": 2}, options(1))),
+    "0 to 3": (Side({"pp": 2}, options(0)), Side({}, options(3))),
+    "1 to 0": (Side({"dp": 2}, options(1)), Side({"tp": 2}, options(0))),
+}
 
 
 @pytest.mark.parametrize("optimizer", [sgd, rmsprop, adagrad, amsgrad, asgd], ids=lambda each: each.__name__)
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (({"tp": 2}, options(0)), ({"dp": 2}, options(2))),
-        (({"dp": 2}, options(3)), ({"pp": 2}, options(1))),
-        (({"pp": 2}, options(0)), ({}, options(3))),
-        (({"dp": 2}, options(1)), ({"tp": 2}, options(0))),
-    ],
-    ids=["0 to 2", "3 to 1", "0 to 3", "1 to 0"],
-)
-def test_every_optimizer_goes_on(one: Side, other: Side, optimizer: Any, tmp_path: Path) -> None:
-    check(one, other, optimizer, str(tmp_path))
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_optimizer_goes_on(pair: str, optimizer: Any, tmp_path: Path) -> None:
+    check(*PAIRS[pair], optimizer, str(tmp_path))
 
 
 IN_CPU = {"offload_optimizer": {"device": "cpu"}}
 FORCED = {"zero_force_ds_cpu_optimizer": False}
-KINDS: dict[str, tuple[Side, Side]] = {
-    "offloaded 2 to 0": (({"dp": 2}, options(2, IN_CPU, **FORCED)), ({"tp": 2}, options(0))),
-    "0 to offloaded 2": (({"tp": 2}, options(0)), ({"dp": 2}, options(2, IN_CPU, **FORCED))),
-    "offloaded 3 to 1": (({"dp": 2}, options(3, IN_CPU, **FORCED)), ({"pp": 2}, options(1))),
-    "1 to offloaded 3": (({"pp": 2}, options(1)), ({"dp": 2}, options(3, IN_CPU, **FORCED))),
-    "small sub-groups": (({"dp": 2}, options(3, {"sub_group_size": 3000})), ({}, options(3, {"sub_group_size": 900}))),
-    "sub-groups to 2": (({}, options(3, {"sub_group_size": 900})), ({"dp": 2}, options(2))),
-    "dealt in turns": (({"dp": 2}, options(2, {"round_robin_gradients": True})), ({"tp": 2}, options(1))),
-    "to dealt in turns": (({"tp": 2}, options(1)), ({"dp": 2}, options(2, {"round_robin_gradients": True}))),
-    "elastic": (({"dp": 2}, options(1, {"elastic_checkpoint": True})), ({"pp": 2}, options(1))),
-    "four replicas": (({"dp": 4}, options(3)), ({"dp": 2, "tp": 2}, options(2))),
-    "to four replicas": (({"dp": 2, "tp": 2}, options(3)), ({"dp": 4}, options(1))),
-    "replicated pipeline": (({"pp": 2, "dp": 2}, options(1)), ({"dp": 2, "tp": 2}, options(3))),
-    "to a replicated pipeline": (({"dp": 2, "tp": 2}, options(1)), ({"pp": 2, "dp": 2}, options(0))),
+KINDS = {
+    "offloaded 2 to 0": (Side({"dp": 2}, options(2, IN_CPU, **FORCED)), Side({"tp": 2}, options(0))),
+    "0 to offloaded 2": (Side({"tp": 2}, options(0)), Side({"dp": 2}, options(2, IN_CPU, **FORCED))),
+    "offloaded 3 to 1": (Side({"dp": 2}, options(3, IN_CPU, **FORCED)), Side({"pp": 2}, options(1))),
+    "1 to offloaded 3": (Side({"pp": 2}, options(1)), Side({"dp": 2}, options(3, IN_CPU, **FORCED))),
+    "small sub-groups": (Side({"dp": 2}, options(3, {"sub_group_size": 3000})), Side({}, options(3, {"sub_group_size": 900}))),
+    "sub-groups to 2": (Side({}, options(3, {"sub_group_size": 900})), Side({"dp": 2}, options(2))),
+    "dealt in turns": (Side({"dp": 2}, options(2, {"round_robin_gradients": True})), Side({"tp": 2}, options(1))),
+    "to dealt in turns": (Side({"tp": 2}, options(1)), Side({"dp": 2}, options(2, {"round_robin_gradients": True}))),
+    "elastic": (Side({"dp": 2}, options(1, {"elastic_checkpoint": True})), Side({"pp": 2}, options(1))),
+    "four replicas": (Side({"dp": 4}, options(3)), Side({"dp": 2, "tp": 2}, options(2))),
+    "to four replicas": (Side({"dp": 2, "tp": 2}, options(3)), Side({"dp": 4}, options(1))),
+    "replicated pipeline": (Side({"pp": 2, "dp": 2}, options(1)), Side({"dp": 2, "tp": 2}, options(3))),
+    "to a replicated pipeline": (Side({"dp": 2, "tp": 2}, options(1)), Side({"pp": 2, "dp": 2}, options(0))),
+    "cut elsewhere": (Side({"pp": 2}, options(1)), Side({"pp": 2}, options(1), cut_early)),
 }
 
 
@@ -145,3 +211,59 @@ KINDS: dict[str, tuple[Side, Side]] = {
 @pytest.mark.parametrize("steps", [2, 0])
 def test_every_way_to_keep_states(kind: str, steps: int, tmp_path: Path) -> None:
     check(*KINDS[kind], two_groups, str(tmp_path), steps)
+
+
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+HALVES = {
+    "sums to 2": (Side({"dp": 2}, options(1, **SUMS)), Side({"tp": 2}, options(2))),
+    "3 to sums": (Side({"dp": 2}, options(3)), Side({"pp": 2}, options(1, **SUMS))),
+}
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_gradients_summed_in_fp32_beside_bf16(kind: str, tmp_path: Path) -> None:
+    one, other = (side._replace(options={**side.options, "precision": "bf16"}) for side in HALVES[kind])
+    check(one, other, two_groups, str(tmp_path), near=2e-2)
+
+
+MODELS = {
+    "uneven 0": (Side({"tp": 2}, options(0), uneven), Side({}, options(1), uneven)),
+    "uneven 3": (Side({"dp": 2}, options(3), uneven), Side({"tp": 2}, options(2), uneven)),
+    "uneven 1": (Side({"tp": 2, "pp": 2}, options(1), uneven), Side({"dp": 2, "tp": 2}, options(3), uneven)),
+    "buffers 0": (Side({"pp": 2}, options(0), normed), Side({}, options(3), normed)),
+    "buffers 3": (Side({}, options(3), normed), Side({"pp": 2}, options(1), normed)),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_model_goes_on(kind: str, tmp_path: Path) -> None:
+    check(*MODELS[kind], adamw, str(tmp_path))
+
+
+WARM = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 2e-2, "warmup_num_steps": 4}},
+}
+
+
+def test_what_the_config_names_goes_on(tmp_path: Path) -> None:
+    check(Side({"dp": 2}, options(2, **WARM)), Side({"pp": 2}, options(1, **WARM)), None, str(tmp_path))
+
+
+def evaluated(rank: int, side: Side, folder: str) -> list[str | float]:
+    """The loss of an engine without optimizer that has loaded, and what it says of a step."""
+    engine, mesh = engine_of(side, None)
+    engine.load(folder)
+    found = engine.eval_batch(**my_part(batches(2)[0], mesh)).item()
+    message = message_of(lambda: losses(engine, mesh, range(1)))
+    engine.close()
+    return [found, message]
+
+
+def test_an_engine_that_only_evaluates_takes_the_weights_of_any_layout(tmp_path: Path) -> None:
+    run_distributed(saved, 2, Side({"dp": 2}, options(3)), two_groups, str(tmp_path), 2)
+    run_distributed(saved, 1, Side({}, options(0)), two_groups, f"{tmp_path}/own", 2)
+    ((expected, _),) = run_distributed(evaluated, 1, Side({}, options(0)), f"{tmp_path}/own")
+    for found, message in run_distributed(evaluated, 2, Side({"pp": 2}, options(0)), str(tmp_path)):
+        assert found == pytest.approx(expected, abs=2e-5)
+        assert "built without an optimizer" in message
