@@ -110,7 +110,7 @@ def engine_of(side: Side, optimizer: Any) -> tuple[Any, Any]:
         common |= {"optimizer": optimizer, "lr_scheduler": None if optimizer is adagrad else halved}
     if side.make is normed:
         common["loss_fn"] = distance
-    return build((side.make or gpt2)(mesh), "deepspeed", **common, **side.options), mesh
+    return build((side.make or gpt2)(mesh), "deepspeed", **{**common, **side.options}), mesh
 
 
 def losses(engine: Any, mesh: Any, steps: range) -> list[float]:
@@ -203,6 +203,7 @@ KINDS = {
     "to four replicas": (Side({"dp": 2, "tp": 2}, options(3)), Side({"dp": 4}, options(1))),
     "replicated pipeline": (Side({"pp": 2, "dp": 2}, options(1)), Side({"dp": 2, "tp": 2}, options(3))),
     "to a replicated pipeline": (Side({"dp": 2, "tp": 2}, options(1)), Side({"pp": 2, "dp": 2}, options(0))),
+    "now dealt in turns": (Side({"dp": 2}, options(2)), Side({"dp": 2}, options(2, {"round_robin_gradients": True}))),
     "cut elsewhere": (Side({"pp": 2}, options(1)), Side({"pp": 2}, options(1), cut_early)),
 }
 
@@ -211,6 +212,18 @@ KINDS = {
 @pytest.mark.parametrize("steps", [2, 0])
 def test_every_way_to_keep_states(kind: str, steps: int, tmp_path: Path) -> None:
     check(*KINDS[kind], two_groups, str(tmp_path), steps)
+
+
+def other_way(parameters: Any) -> torch.optim.Optimizer:
+    """Two groups, the other one first."""
+    one, other = two_groups(parameters).param_groups
+    return torch.optim.AdamW([dict(other), dict(one)])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_groups_in_another_order_are_known_by_names(stage: int, tmp_path: Path) -> None:
+    unscheduled = {**options(stage), "lr_scheduler": None}
+    check(Side({}, unscheduled), Side({}, {**unscheduled, "optimizer": other_way}), two_groups, str(tmp_path))
 
 
 SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -238,6 +251,69 @@ MODELS = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_model_goes_on(kind: str, tmp_path: Path) -> None:
     check(*MODELS[kind], adamw, str(tmp_path))
+
+
+class Turned(torch.optim.SGD):
+    """Keeps states whose numbers lie in another order in memory."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for state in self.state.values():
+            if state["momentum_buffer"].dim() == 2:
+                state["momentum_buffer"] = state["momentum_buffer"].t().contiguous().t()
+
+
+def turned(parameters: Any) -> torch.optim.Optimizer:
+    return Turned(parameters, lr=0.1, momentum=0.9)
+
+
+def test_what_deepspeed_writes_in_another_order_is_written_beside_it(tmp_path: Path) -> None:
+    check(Side({}, options(0)), Side({"dp": 2}, options(2)), turned, str(tmp_path))
+    assert [file.name for file in tmp_path.glob("data-*/rest-*")] == ["rest-0.pt"]
+
+
+def test_stages_that_replicas_write_in_turns_go_on(tmp_path: Path) -> None:
+    parallel = {"checkpoint": {"parallel_write": {"pipeline_stage": True}}}
+    check(Side({"pp": 2, "dp": 2}, options(0, **parallel)), Side({"tp": 2}, options(1)), two_groups, str(tmp_path))
+
+
+def with_scale(rank: int, side: Side, folder: str, saves: bool) -> tuple[dict[str, Any], list[float]]:
+    """The loss scale behind steps that overflowed and a save, or behind a load, and the losses of two steps more.
+
+    On a CPU DeepSpeed refuses fp16, which torch there can do; so do our own limits, which are not asked here.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    from slapo_core.build import build_program
+    from slapo_deepspeed.engine import DeepSpeedEngine
+    from slapo_deepspeed.options import DeepSpeedOptions
+
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    try:
+        count_again(rank)
+        mesh = mesh_of(**side.layout)
+        fp16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 3}
+        given = {"optimizer": adamw, "precision": "fp16", "microbatches": 2, "config": {**side.options["config"], "fp16": fp16}}
+        engine = DeepSpeedEngine(build_program(gpt2(mesh)), DeepSpeedOptions.of(given))
+        losses(engine, mesh, range(3 if saves else 1))
+        engine.save(folder) if saves else engine.load(folder)
+        scale = {**vars(engine.model.optimizer.loss_scaler), "skipped": engine.model.skipped_steps}
+        found = losses(engine, mesh, range(3, 5))
+        engine.close()
+    finally:
+        del accelerator.is_fp16_supported
+    return scale, found
+
+
+@pytest.mark.parametrize(("one", "other"), [({"dp": 2}, {"tp": 2}), ({"dp": 2}, {"pp": 2})], ids=str)
+def test_the_loss_scale_goes_on(one: dict[str, int], other: dict[str, int], tmp_path: Path) -> None:
+    scale, expected = run_distributed(with_scale, 2, Side(one, options(3)), str(tmp_path), True)[0]
+    assert scale["cur_scale"] < 2**20
+    assert scale["skipped"] > 0
+    for found, values in run_distributed(with_scale, 2, Side(other, options(1)), str(tmp_path), False):
+        assert found == scale
+        assert values == pytest.approx(expected, abs=2e-2)
 
 
 WARM = {

@@ -24,8 +24,8 @@ from .groups import whole_shape
 from .options import DeepSpeedOptions
 from .other_layout import Taken
 from .places import Places, file_of
-from .saved_parts import Saved
-from .shares import Shares, stepping
+from .saved_parts import SAME_LAYOUT, Saved
+from .shares import Shares, stepping, why_not
 
 TARGET = DeepSpeedOptions.target
 _WORDS = {
@@ -57,17 +57,17 @@ def save(
 ) -> None:
     """Write DeepSpeed's checkpoint and what belongs to it. Collective."""
     about = {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
-    ranks, places = Ranks.of(program), list[Places]()
-    ranks.on_all(lambda: places.append(Places(model, module, program)))
+    ranks, found = Ranks.of(program), list[Places]()
+    ranks.on_all(lambda: found.append(Places(model, module, program)))
 
     def fill(folder: Path) -> None:
-        _fill(model, folder, places[0])
-        places[0].write(folder, ranks.place)
+        _fill(model, folder, found[0])
+        found[0].write(folder, ranks.place)
 
     engine_checkpoint.write(path, TARGET, program, about, position, fill)
 
 
-def _fill(model: Any, folder: Path, places: Places) -> None:
+def _fill(model: Any, folder: Path, noting: Places) -> None:
     """DeepSpeed's files. What one rank cannot write is an error behind them, as the others wait for it inside of DeepSpeed."""
     writer, errors = model.checkpoint_engine, list[Exception]()
     if writer.is_decoupled():
@@ -76,7 +76,7 @@ def _fill(model: Any, folder: Path, places: Places) -> None:
 
     def noted(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            places.see(state_dict, Path(path).relative_to(folder).as_posix())
+            noting.see(state_dict, Path(path).relative_to(folder).as_posix())
             return write(state_dict, path, *args, **kwargs)
         except Exception as err:
             errors.append(err)
@@ -116,31 +116,36 @@ def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: P
 
 
 def _is_same(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program, zero: int) -> bool:
-    """Whether DeepSpeed can read it itself: each rank has what one at its place had. Collective."""
+    """Whether DeepSpeed can read it itself: each rank has what one at its place had, in the same order. Collective."""
     own, saved = _layout(program, zero), complete.about
     if any(saved[key] != own[key] for key in own if key != "dp" or zero):
         return False
-    first = program.axis_rank("pp") * saved["dp"] * saved["tp"] + program.axis_rank("tp")  # the first replica's
+    replica = program.axis_rank("dp") if zero else 0
+    place = (program.axis_rank("pp") * saved["dp"] + replica) * saved["tp"] + program.axis_rank("tp")
 
     def look() -> bool:
-        file = file_of(complete.data, first)
+        file = file_of(complete.data, place)
         about = torch.load(file, weights_only=True) if file.exists() else {"why_not": "an older version"}
-        return bool(about["why_not"]) or about["pieces"] == Shares(model, module, program).places()
+        return bool(about["why_not"] or why_not(model, module)) or Shares(model, module, program).are_like(about)
 
     return all(Ranks.of(program).on_all(look))
 
 
 def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program, zero_stage: int) -> Taken:
     """What this engine takes of a checkpoint of another layout. Collective."""
-    taken, own, saved = Taken(model, module, program), _layout(program, zero_stage), complete.about
+    own, saved = _layout(program, zero_stage), complete.about
 
-    def read() -> None:
+    def check() -> None:
         if not file_of(complete.data, 0).exists():
             words = [", ".join(f"{key}={layout[key]}" for key in own) for layout in (saved, own)]
             raise BuildError(
                 f"saved with {words[0]} by a version that did not write where each tensor is, but this engine has {words[1]}; "
                 "load it at the layout it was saved with, and save it anew"
             )
+        if reason := why_not(model, module):
+            raise BuildError(f"an engine of {reason} takes its own layout alone; {SAME_LAYOUT}")
+
+    def read() -> None:
         try:
             parts = Saved(complete.data, saved["pp"] * saved["dp"] * saved["tp"])
             taken.read(parts)
@@ -151,6 +156,8 @@ def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module
                 f"{str(complete.folder)!r} cannot be read: {type(err).__name__}: {err}; nothing has changed, load another one"
             ) from err
 
+    on_all(check, program)
+    taken = Taken(model, module, program)
     on_all(read, program)
     return taken
 

@@ -14,7 +14,7 @@ from slapo_core.program import Program
 
 from .places import WEIGHT
 from .saved_parts import SAME_LAYOUT, Saved
-from .shares import Share, Shares, why_not
+from .shares import Share, Shares
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -30,7 +30,6 @@ class Taken:
 
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
         self._model = model
-        self._why_not = why_not(model, module)
         self._shares = Shares(model, module, program)
         self._groups = self._shares.groups()
         named = {name: piece.full_shape for name, piece in self._shares.pieces.items()}
@@ -49,8 +48,6 @@ class Taken:
         Raises:
             BuildError: it is of another model, or of an optimizer whose states do not fit.
         """
-        if self._why_not:
-            raise BuildError(f"an engine of {self._why_not} takes its own layout alone; {SAME_LAYOUT}")
         _check_shapes(saved.shapes(), self._shapes)
         if self._shares.optimizer is not None:
             self._options = self._chosen(saved)

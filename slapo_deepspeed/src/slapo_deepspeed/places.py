@@ -79,7 +79,7 @@ class Places:
                     numbers.setdefault(share.name, {})[key] = (value, None)
                 else:
                     odd.setdefault(share.name, []).append(key)
-        self._about.update(pieces=shares.places(), numbers=numbers, odd=odd, groups=shares.groups())
+        self._about.update(shares.about(), numbers=numbers, odd=odd)
 
     def see(self, state: Any, file: str) -> None:
         """Look at what DeepSpeed writes to a file of the checkpoint, while it is in memory."""

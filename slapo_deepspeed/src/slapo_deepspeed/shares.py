@@ -90,10 +90,6 @@ class Shares:
         flat = self._outer.fp32_partitioned_groups_flat[place[0]]
         return Share(name, flat.detach().narrow(0, place[1], size), start, flat, place[1])
 
-    def places(self) -> dict[str, Any]:
-        """The shapes of the whole tensors, and where in them this rank's parts are."""
-        return {name: (piece.full_shape, piece.ranges) for name, piece in self.pieces.items()}
-
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups: the names of their parameters, on any replica, and their options."""
         if self.optimizer is None:
@@ -110,6 +106,21 @@ class Shares:
             {"names": [self.names[id(each)] for each in own], "options": {k: v for k, v in group.items() if k != "params"}}
             for own, group in zip(listed, self.optimizer.param_groups, strict=True)
         ]
+
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint says of where all of them are: in the whole tensors, and in those that the optimizer steps."""
+        return {
+            "pieces": {name: (piece.full_shape, piece.ranges) for name, piece in self.pieces.items()},
+            "held": [(share.name, share.start, share.value.numel(), share.offset) for share in self.held],
+            "groups": self.groups(),
+        }
+
+    def are_like(self, saved: Mapping[str, Any]) -> bool:
+        """Whether all are where ``about`` has said; an engine without optimizer has the same weights."""
+        own = self.about()
+        names = [[each["names"] for each in one["groups"]] for one in (own, saved)]
+        has_order = self.optimizer is None or (own["held"] == saved["held"] and names[0] == names[1])
+        return has_order and own["pieces"] == saved["pieces"]
 
     def begin(self) -> None:
         """Let no parameter be whole that stage 3 of ZeRO has shared out, before numbers are put into what it has."""
