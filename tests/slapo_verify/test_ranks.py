@@ -178,3 +178,37 @@ def test_dropout_of_shards_is_off_in_training_and_said_so() -> None:
     assert one.notes == ("training mode: 4 dropouts of both models are off, as shards draw other masks than the whole",)
     whole = run_as_threads(lambda: in_training(False), 2)[0].check()
     assert whole.notes == ("training mode: both models draw from one random state",)
+
+
+class Counting(nn.Module):
+    """Counts its forwards, and may draw."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.draws, self.count = nn.Linear(8, 16), nn.Linear(16, 8), draws, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        noise = torch.rand(()) if self.draws else 0.0
+        return self.down(self.up(x)) + noise
+
+
+@pytest.mark.parametrize(
+    ("draws", "inputs_differ", "counts"), [(False, False, [1, 0]), (False, True, [1, 1]), (True, False, [1, 1])]
+)
+def test_threads_run_the_unmodified_model_once_where_that_is_the_same(
+    draws: bool, inputs_differ: bool, counts: list[int]
+) -> None:
+    def work() -> int:
+        rank = dist.get_rank()
+        set_random_seed(3, tp_rank=rank)
+        reference = Counting(draws)
+        sch: Any = create_schedule(copy.deepcopy(reference), example_inputs=torch.full((4, 8), float(inputs_differ * rank)))
+        if not inputs_differ:
+            sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+            sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        verify(reference, sch, level="step").check()
+        return reference.count
+
+    assert run_as_threads(work, 2) == counts

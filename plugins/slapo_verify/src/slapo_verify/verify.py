@@ -44,6 +44,7 @@ from .compare import (
 )
 from .dropouts import switched_off
 from .modules import differing, outputs_of
+from .once import once
 from .parameter_values import Ranks
 from .replay import replay
 from .report import Blame, Report
@@ -246,10 +247,7 @@ def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Rep
     runs: nn.Module = ranks.alike(lambda: as_built(top))
     if isinstance(runs, Staged):
         notes.append(f"{runs.count} stages, one after the other in one process")
-    expected = ranks.alike(lambda: compute(models.reference, task))
-    if models.given is None:
-        rounded = ranks.alike(lambda: with_rounding(task.tolerance, models.reference, task, expected))
-        task = replace(task, tolerance=rounded)
+    expected, task = _expected(models, task, ranks)
     actual = compute(runs, task, expected, Ranks(top.mesh, top.group))
     actual, parts = put_together(expected, actual, top.group)
     own = list(compare(expected, actual, task.tolerance))
@@ -275,6 +273,21 @@ def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Rep
         notes.append("the scheduled model draws random numbers that the other does not: a step has fixed a dropout in it")
     cause = _blame(models, runs, task, expected, actual) if blame else None
     return Report(task.level, expected.counts, tuple(found), furthest, cause, tuple(notes))
+
+
+def _expected(models: _Models, task: Task, ranks: Ranks) -> tuple[Computed, Task]:
+    """What the unmodified model computes, and how far off rounding may bring another. Collective."""
+
+    def run() -> tuple[Computed, Task]:
+        expected = compute(models.reference, task)
+        if models.given is not None:
+            return expected, task
+        return expected, replace(task, tolerance=with_rounding(task.tolerance, models.reference, task, expected))
+
+    if models.first or any(is_part(each) for each in models.reference.parameters()):  # it may meet the others while it runs
+        return ranks.alike(run)
+    expected, rounded = once(run, (task.args, dict(task.kwargs)), lambda found: not found[0].draws, ranks)
+    return expected, replace(task, tolerance=rounded.tolerance)
 
 
 def _closely(models: _Models, task: Task, expected: Computed) -> Tolerance:
