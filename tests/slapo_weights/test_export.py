@@ -215,6 +215,36 @@ def test_a_fused_module_is_taken_apart_as_its_step_declares(tmp_path: Path) -> N
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
+def with_fused_projections(model: Any, **options: Any) -> Any:
+    """The schedule of a BERT whose attention has its three projections in one, rows by head."""
+    sch = slapo.create_schedule(model, **options)
+    for layer in sch.select("bert.encoder.layer.*.attention.self"):
+        own = layer.mod
+        attention = slapo.op.FlashAttention(own.all_head_size, own.num_attention_heads, fused_qkv=True)
+        attention.qkv = slapo.op.FusedQKV.from_separate(own.query, own.key, own.value, own.num_attention_heads)
+        layer.replace(attention)
+    return sch
+
+
+def test_fused_projections_go_out_and_come_in_by_the_original_names(tmp_path: Path) -> None:
+    model: Any = FAMILIES["bert"].model()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sch = with_fused_projections(model)
+    with torch.no_grad():  # as training does
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    export_weights(sch, tmp_path)
+    found = written(tmp_path)
+    assert "bert.encoder.layer.0.attention.self.key.weight" in found
+    assert [name for name in found if not torch.equal(found[name], 2 * expected[name])] == []
+
+    with slapo.init_empty_weights():
+        empty: Any = type(model)(model.config)
+    engine = slapo.build(with_fused_projections(empty), weights=tmp_path)
+    for (name, one), other in zip(model.named_parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
 def test_a_tensor_that_two_modules_claim_is_refused(tmp_path: Path) -> None:
     model: Any = nn.ModuleDict({"first": nn.Linear(2, 2, bias=False), "second": nn.Linear(2, 2, bias=False)})
     sch = slapo.create_schedule(model)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
+
+from slapo_core.parameters import facts, is_part
 
 from .linear import activation_named
 from .registry import run
@@ -105,8 +109,9 @@ class FusedQKV(nn.Module):
         fused = cls(size, num_heads, bias=query.bias is not None).to(weight.device, weight.dtype)
         with torch.no_grad():
             for name, parameter in fused.fused_linear.named_parameters():
-                parts = [getattr(each, name).unflatten(0, (num_heads, -1)) for each in (query, key, value)]
-                parameter.copy_(torch.stack(parts, dim=1).flatten(0, 2))
+                parts = [getattr(each, name) for each in (query, key, value)]
+                parameter.copy_(torch.stack([part.unflatten(0, (num_heads, -1)) for part in parts], dim=1).flatten(0, 2))
+                _say_what_of(parameter, [(part, head) for head in range(num_heads) for part in parts], size // num_heads)
                 parameter.requires_grad_(getattr(query, name).requires_grad)
         return fused.train(query.training)
 
@@ -120,8 +125,25 @@ class FusedQKV(nn.Module):
         with torch.no_grad():
             for name, parameter in fused.named_parameters():
                 parts = parameter.view(self.num_heads, 3, -1, *parameter.shape[1:]).unbind(1)
-                for layer, part in zip(layers, parts, strict=True):
+                for place, (layer, part) in enumerate(zip(layers, parts, strict=True)):
                     getattr(layer, name).copy_(part.flatten(0, 1))
+                    own = [(parameter, 3 * head + place) for head in range(self.num_heads)]
+                    _say_what_of(getattr(layer, name), own, self.head_size)
                     getattr(layer, name).requires_grad_(parameter.requires_grad)
         query, key, value = (layer.train(self.training) for layer in layers)
         return query, key, value
+
+
+def _say_what_of(parameter: torch.Tensor, parts: Iterable[tuple[torch.Tensor, int]], size: int) -> None:
+    """Of which rows of the unmodified model's parameters it consists, as ``slapo_weights.made_of`` says it.
+
+    Args:
+        parameter: The new one.
+        parts: Others, each with the number of its range of rows.
+        size: Of each range.
+    """
+    held = list(parts)
+    if all(facts(part).names and not is_part(part) for part, _ in held):
+        facts(parameter)  # it is copied with what else is known
+        rows = tuple((facts(part).names[0], (number * size, (number + 1) * size)) for part, number in held)
+        setattr(parameter, "slapo_made_of", (0, rows))  # noqa: B010  tensors have no such attribute for mypy

@@ -61,8 +61,9 @@ def made_of(
 
 
 def parts_of(tensor: torch.Tensor) -> MadeOf | None:
-    """What was declared of it."""
-    return getattr(tensor, _ATTRIBUTE, None)
+    """What was declared of it; a package that does not depend on this one sets the attribute to a plain tuple."""
+    found = getattr(tensor, _ATTRIBUTE, None)
+    return None if found is None else MadeOf(*found)
 
 
 def view_of(made: MadeOf, views: Mapping[str, View]) -> View:
