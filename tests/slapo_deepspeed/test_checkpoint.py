@@ -409,3 +409,50 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
         assert found == ([2], 2)
         assert same
         assert folders == 1
+
+
+class Keeps(nn.Module):
+    """Has a state of its own beside its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.seen = nn.Linear(8, 8), 0
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        self.seen = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.layer(x)
+
+
+def kept_apart(rank: int, folder: str, zero: int, saves: bool) -> list[Any]:
+    """What loading says, and the state of a module then; and what Adagrad with a schedule says."""
+    model = Keeps()
+    engine = engine_of(model, zero, adamw)
+    losses(engine, range(1 + 4 * saves))
+    if saves:
+        engine.save(folder)
+        losses(engine, range(1))
+    message = message_of(lambda: engine.load(folder))
+    engine.close()
+    return [message, model.seen, message_of(lambda: engine_of(Counts(0), 2, adagrad, zero_allow_untested_optimizer=True))]
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    return torch.optim.Adagrad([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 1e-3}])
+
+
+def test_a_state_that_is_no_tensor_stays_on_its_layout(tmp_path: Path) -> None:
+    ((message, seen, refused),) = run_distributed(kept_apart, 1, str(tmp_path), 2, True)
+    assert message == "no error"
+    assert seen == 5
+    assert "BuildError: for ZeRO DeepSpeed makes another Adagrad, which has no groups of parameters" in refused
+    for message, seen, _ in run_distributed(kept_apart, 2, str(tmp_path), 2, False):
+        assert "an engine of modules with an extra state takes its own layout alone; load it on the layout and with" in message
+        assert seen == 1

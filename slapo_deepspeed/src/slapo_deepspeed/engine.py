@@ -37,6 +37,7 @@ from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
 from .own_optimizer import is_offloaded
 from .pipeline import RunningStage, in_pipeline, steps
+from .shares import stepping
 from .starting import TorchLinear, imported, start
 from .used_parameters import UsedParameters
 
@@ -105,6 +106,13 @@ class DeepSpeedEngine(BatchEngine):
         except Exception as err:
             what = next(iter(str(err).splitlines()), "") or type(err).__name__
             raise BuildError(f"DeepSpeed cannot be initialised: {what}") from err
+        outer, inner = self.model.basic_optimizer, stepping(self.model)
+        if inner is not outer and (len(outer.param_groups) > 1 or self.lr_scheduler is not None):
+            self.model.destroy()
+            raise BuildError(
+                f"for ZeRO DeepSpeed makes another {type(outer).__name__}, which has no groups of parameters and no schedule "
+                "of its learning rate; use stage 0 of ZeRO, or another optimizer"
+            )
 
     def _buffer(self, index: int, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for one received tensor. DeepSpeed would give activations and gradients the same, whatever their types."""

@@ -80,8 +80,7 @@ class Taken:
             setattr(self._model, name, self._common[name])
 
     def _numbers(self, saved: Saved, share: Share, key: str) -> torch.Tensor:
-        line = saved.read(share.name, key, self._shares.pieces[share.name])
-        return line.narrow(0, share.start, share.value.numel()).clone()
+        return saved.read(share.name, key, self._shares.pieces[share.name], share.start, share.value.numel())
 
     def _state(self, saved: Saved, stepped: torch.Tensor, shares: list[Share]) -> dict[str, Any]:
         """What the optimizer keeps for one of its tensors; of a parameter that has never been stepped it has zeros."""

@@ -68,43 +68,61 @@ class Saved:
         """The states that have a number for each element of a parameter."""
         return {key for part in self.parts[name].values() for key in part.found} - {WEIGHT}
 
-    def read(self, name: str, key: str, wanted: Piece) -> torch.Tensor:
-        """Numbers of a tensor, in one line.
+    def read(self, name: str, key: str, wanted: Piece, start: int, size: int) -> torch.Tensor:
+        """Numbers of a tensor, in one line; of the files no more is read than rows that have some of them.
 
         Args:
             name: In the unmodified model.
             key: A state, or ``WEIGHT``.
-            wanted: Where they are in the whole tensor.
+            wanted: Where a part of the whole tensor lies, which has them.
+            start: How many numbers of that part are before them.
+            size: How many they are.
 
         Raises:
             BuildError: the checkpoint leaves some of them out.
         """
+        if wanted.ranges:
+            row = wanted.tensor[0].numel()
+            first = start // row
+            wanted, start = wanted.rows(first, -(-(start + size) // row)), start - first * row
         made: torch.Tensor | None = None
         has = torch.zeros(wanted.tensor.shape, dtype=torch.bool)
         for part in self.parts[name].values():
-            source = Piece(torch.empty(_sizes(part.ranges), device="meta"), part.full_shape, part.ranges)
-            pairs = [*_common(source, wanted)]
-            if not pairs or key not in part.found or bool(has.all()):
+            if key not in part.found or bool(has.all()):
                 continue
-            local, known = self._local(part, key, source.tensor.shape)
+            source, before = _overlapping(part, wanted)
+            if source is None:
+                continue
+            local, known = self._local(part.found[key], source.tensor.shape, before)
             made = torch.empty(wanted.tensor.shape, dtype=local.dtype) if made is None else made
-            for one, other in pairs:
+            for one, other in _common(source, wanted):
                 other.of(made).copy_(one.of(local))
                 other.of(has).logical_or_(one.of(known))
         if made is None or not has.all():
             what = f"the state {key!r} of {name!r}" if key else repr(name)
             raise BuildError(f"the checkpoint has {int(has.sum())} of {has.numel()} numbers of {what}; load another one")
-        return made.view(-1)
+        return made.view(-1).narrow(0, start, size)
 
-    def _local(self, part: _Part, key: str, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """What all replicas have saved of a part, and which numbers of it they have."""
+    def _local(self, found: list[_Found], shape: torch.Size, before: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What all replicas have saved of some rows of a part, and which numbers of these they have.
+
+        Args:
+            found: Where numbers of the part are.
+            shape: Of the rows.
+            before: How many numbers of the part are before them.
+        """
         line, known = torch.empty(0), torch.zeros(shape.numel(), dtype=torch.bool)
-        for each in part.found[key]:
-            numbers = self._tensor(each).reshape(-1).narrow(0, each.offset, each.size)
+        for each in found:
+            first, last = max(each.start, before), min(each.start + each.size, before + shape.numel())
+            if first >= last and len(line):
+                continue
+            numbers = self._tensor(each).reshape(-1)
             if not len(line):
                 line = torch.empty(shape.numel(), dtype=numbers.dtype)
-            line.narrow(0, each.start, each.size).copy_(numbers)
-            known.narrow(0, each.start, each.size).fill_(True)
+            if first < last:
+                own = slice(first - before, last - before)
+                line[own].copy_(numbers[each.offset + first - each.start : each.offset + last - each.start])
+                known[own].fill_(True)
         return line.view(shape), known.view(shape)
 
     def _tensor(self, found: _Found) -> Any:
@@ -140,6 +158,16 @@ class Saved:
 
 def _sizes(ranges: tuple[Ranges, ...]) -> list[int]:
     return [sum(stop - start for start, stop in each) for each in ranges]
+
+
+def _overlapping(part: _Part, wanted: Piece) -> tuple[Piece | None, int]:
+    """The rows of a part that have some of what is wanted, or None, and how many of its numbers are before them."""
+    source = Piece(torch.empty(_sizes(part.ranges), device="meta"), part.full_shape, part.ranges)
+    boxes = [one for one, _ in _common(source, wanted)]
+    if not boxes or not part.ranges:
+        return (source if boxes else None), 0
+    first, last = min(box.local[0] for box in boxes), max(box.local[0] + box.sizes[0] for box in boxes)
+    return source.rows(first, last), first * source.tensor[0].numel()
 
 
 def _common(source: Piece, wanted: Piece) -> Iterator[tuple[Chunk, Chunk]]:

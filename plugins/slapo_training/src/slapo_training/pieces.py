@@ -62,6 +62,10 @@ class Piece(NamedTuple):
         for box in product(*lines):
             yield Chunk(tuple(at for at, _, _ in box), tuple(start for _, start, _ in box), tuple(size for *_, size in box))
 
+    def rows(self, start: int, stop: int) -> Piece:
+        """The piece that some rows of the local tensor are."""
+        return self._replace(tensor=self.tensor[start:stop], ranges=(_clipped(self.ranges[0], start, stop), *self.ranges[1:]))
+
 
 def piece_of(
     local: torch.Tensor, spec: ShardSpec | None, shape: Sequence[int] | None = None, rows: tuple[int, int] | None = None
