@@ -133,7 +133,7 @@ def _is_same(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Modu
 
 def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program, zero_stage: int) -> Taken:
     """What this engine takes of a checkpoint of another layout. Collective."""
-    own, saved = _layout(program, zero_stage), complete.about
+    own, saved, shares = _layout(program, zero_stage), complete.about, list[Shares]()
 
     def check() -> None:
         if not file_of(complete.data, 0).exists():
@@ -144,6 +144,7 @@ def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module
             )
         if reason := why_not(model, module):
             raise BuildError(f"an engine of {reason} takes its own layout alone; {SAME_LAYOUT}")
+        shares.append(Shares(model, module, program))
 
     def read() -> None:
         try:
@@ -157,7 +158,7 @@ def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module
             ) from err
 
     on_all(check, program)
-    taken = Taken(model, module, program)
+    taken = Taken(model, shares[0], program)
     on_all(read, program)
     return taken
 

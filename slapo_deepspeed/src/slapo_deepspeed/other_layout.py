@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from slapo_core.agreement import gather
 from slapo_core.errors import BuildError
@@ -24,13 +23,12 @@ class Taken:
 
     Args:
         model: DeepSpeed's engine.
-        module: This rank's stage.
+        shares: What this rank has of its tensors.
         program: Whose.
     """
 
-    def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
-        self._model = model
-        self._shares = Shares(model, module, program)
+    def __init__(self, model: Any, shares: Shares, program: Program) -> None:
+        self._model, self._shares = model, shares
         self._groups = self._shares.groups()
         named = {name: piece.full_shape for name, piece in self._shares.pieces.items()}
         everyone = gather((named, [name for group in self._groups for name in group["names"]]), program.mesh)
