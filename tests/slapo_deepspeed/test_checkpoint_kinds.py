@@ -226,6 +226,20 @@ def test_groups_in_another_order_are_known_by_names(stage: int, tmp_path: Path) 
     check(Side({}, unscheduled), Side({}, {**unscheduled, "optimizer": other_way}), two_groups, str(tmp_path))
 
 
+def rescheduled(rank: int, folder: str) -> str:
+    """What loading says in an engine whose schedule is of groups in another order."""
+    engine, _ = engine_of(Side({}, options(1)), other_way)
+    message = message_of(lambda: engine.load(folder))
+    engine.close()
+    return message
+
+
+def test_a_schedule_of_other_groups_is_refused(tmp_path: Path) -> None:
+    run_distributed(saved, 1, Side({}, options(1)), two_groups, str(tmp_path), 2)
+    (message,) = run_distributed(rescheduled, 1, str(tmp_path))
+    assert "schedule was saved of other groups of parameters than the 2 of this rank's stage; load it on the layout" in message
+
+
 SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 HALVES = {
     "sums to 2": (Side({"dp": 2}, options(1, **SUMS)), Side({"tp": 2}, options(2))),
