@@ -145,4 +145,4 @@ def split(rank: int, name: str, way: str) -> None:
     ],
 )
 def test_on_two_ranks(name: str, way: str) -> None:
-    run_distributed(split, 2, name, way)
+    run_distributed(split, 2, name, way, timeout=250)
