@@ -55,7 +55,13 @@ class Checkpoint:
 def save(
     model: Any, module: nn.Module, path: str | PathLike[str], program: Program, zero_stage: int, position: Position
 ) -> None:
-    """Write DeepSpeed's checkpoint and what belongs to it. Collective."""
+    """Write DeepSpeed's checkpoint and what belongs to it. Collective.
+
+    Raises:
+        BuildError: on every rank: it cannot be written.
+    """
+    if model.optimizer is not None and stepping(model) is None:
+        raise BuildError("DeepSpeed does not save an engine that only evaluates in bf16 or fp16; save the one that trains")
     about = {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
     ranks, found = Ranks.of(program), list[Places]()
     ranks.on_all(lambda: found.append(Places(model, module, program)))

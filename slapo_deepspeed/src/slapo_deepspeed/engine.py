@@ -107,7 +107,7 @@ class DeepSpeedEngine(BatchEngine):
             what = next(iter(str(err).splitlines()), "") or type(err).__name__
             raise BuildError(f"DeepSpeed cannot be initialised: {what}") from err
         outer, inner = self.model.basic_optimizer, stepping(self.model)
-        if inner is not outer and (len(outer.param_groups) > 1 or self.lr_scheduler is not None):
+        if outer is not None and inner is not outer and (len(outer.param_groups) > 1 or self.lr_scheduler is not None):
             self.model.destroy()
             raise BuildError(
                 f"for ZeRO DeepSpeed makes another {type(outer).__name__}, which has no groups of parameters and no schedule "

@@ -57,10 +57,11 @@ class Shares:
     """
 
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
-        self._outer, self.optimizer = model.optimizer, stepping(model)
+        self.optimizer = stepping(model)
+        self._outer = model.optimizer if self.optimizer is not None else None
         named = {**parameters(module), **buffers(module)}
         self.names = {id(tensor): name for name, tensor in named.items()}
-        self._lies = dict(_flattened(model.optimizer, program.axis_rank("dp")))
+        self._lies = dict(_flattened(self._outer, program.axis_rank("dp")))
         self.pieces = {name: _place(tensor) for name, tensor in named.items()}
         found = [(share, is_own) for name, tensor in named.items() for share, is_own in self._of(name, tensor)]
         is_first = program.axis_rank("dp") == 0
@@ -166,7 +167,9 @@ class Shares:
 
 def stepping(model: Any) -> torch.optim.Optimizer | None:
     """The optimizer that is inside of DeepSpeed's; None where there is none."""
-    found: torch.optim.Optimizer | None = getattr(model.optimizer, "optimizer", model.optimizer)
+    if model.basic_optimizer is None:  # in bf16 there is one that steps nothing
+        return None
+    found: torch.optim.Optimizer = getattr(model.optimizer, "optimizer", model.optimizer)
     return found
 
 
@@ -198,7 +201,8 @@ def why_not(model: Any, module: nn.Module) -> str:
             return f"{name} states on NVMe"
     if zero.offload_optimizer is not None and zero.offload_optimizer.ratio < 1:
         return "an optimizer that is offloaded in part"
-    if hasattr(model.optimizer, "fp32_groups_flat") or hasattr(model.optimizer, "fp32_groups"):
+    trains = model.basic_optimizer is not None
+    if trains and (hasattr(model.optimizer, "fp32_groups_flat") or hasattr(model.optimizer, "fp32_groups")):
         return "fp16 without ZeRO"
     if zero.zero_quantized_nontrainable_weights:
         return "quantized frozen weights"
