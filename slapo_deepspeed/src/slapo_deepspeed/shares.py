@@ -58,7 +58,7 @@ class Shares:
 
     def __init__(self, model: Any, module: nn.Module, program: Program) -> None:
         self.optimizer = stepping(model)
-        self._outer = model.optimizer if self.optimizer is not None else None
+        self._outer: Any = model.optimizer if self.optimizer is not None else None
         named = {**parameters(module), **buffers(module)}
         self.names = {id(tensor): name for name, tensor in named.items()}
         self._lies = dict(_flattened(self._outer, program.axis_rank("dp")))
