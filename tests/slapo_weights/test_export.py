@@ -255,6 +255,19 @@ def test_a_tensor_that_two_modules_claim_is_refused(tmp_path: Path) -> None:
         export_weights(sch, tmp_path)
 
 
+@pytest.mark.parametrize("parts", [[(0, 3)], [(1, 4)], [(0, 2), (0, 2)], [(0, 2), (3, 4)]], ids=str)
+def test_rows_that_nobody_has_are_not_lost(parts: list[tuple[int, int]], tmp_path: Path) -> None:
+    model: Any = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 4, bias=False)})
+    sch = slapo.create_schedule(model)
+    new = nn.Linear(2, sum(stop - start for start, stop in parts), bias=False)
+    made_of(new.weight, [(model["second"].weight, *rows) for rows in parts])
+    sch["second"].replace(nn.Sequential(new))
+    with pytest.raises(
+        BuildError, match=r"'second.0.weight' is said to be made of 'second.weight' \(made_of\), but not of each"
+    ):
+        export_weights(sch, tmp_path)
+
+
 def fused(sch: Any) -> None:
     sch["transformer.h.0.mlp"].replace(nn.Sequential(nn.Linear(32, 32)))
 

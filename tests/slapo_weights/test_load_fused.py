@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import slapo
 from slapo_core.errors import BuildError, ScheduleError
 from slapo_core.parameters import ShardSpec, successor
 from slapo_kernels.fused import FusedQKV
+from slapo_weights.export import export_weights
 from slapo_weights.load import Weights, fill
 from slapo_weights.made_of import made_of
 
@@ -89,6 +90,27 @@ def test_what_does_not_make_up_a_parameter_is_refused() -> None:
     slapo.create_schedule(model)
     with pytest.raises(ScheduleError, match="parts of 8 along dimension 0 do not make up a parameter of 9"):
         made_of(nn.Parameter(torch.empty(9, 8)), [model[0].query.weight])
+    for start, stop in ((4, 12), (-8, 0), (3, 3)):
+        with pytest.raises(ScheduleError, match=rf"'0.query.weight' of shape \(8, 8\) has no range {start} to {stop} along"):
+            made_of(nn.Parameter(torch.empty(8, 8)), [(model[0].query.weight, start, stop)])
+    with pytest.raises(ScheduleError, match="dim is 2; give a dimension of a parameter that has 2"):
+        made_of(nn.Parameter(torch.empty(8, 8)), [model[0].query.weight], dim=2)
+
+
+def test_parts_may_lie_side_by_side_counted_from_the_end(tmp_path: Path) -> None:
+    reference = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    with slapo.init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        wide = nn.Linear(8, 4, bias=False)
+    sch: Any = slapo.create_schedule(model)
+    made_of(wide.weight, [model[0].weight, model[1].weight], dim=-1)
+    sch["0"].replace(wide)
+    sch["1"].replace(nn.Identity())
+    found = slapo.build(sch, weights=tmp_path)
+    assert torch.equal(found.module[0].weight, torch.cat([reference[0].weight, reference[1].weight], 1))
+    export_weights(sch, tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["1.weight"], reference[1].weight)
 
 
 def test_a_copy_of_a_model_keeps_what_was_declared(tmp_path: Path) -> None:

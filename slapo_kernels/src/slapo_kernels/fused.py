@@ -145,5 +145,5 @@ def _say_what_of(parameter: torch.Tensor, parts: Iterable[tuple[torch.Tensor, in
     held = list(parts)
     if all(facts(part).names and not is_part(part) for part, _ in held):
         facts(parameter)  # it is copied with what else is known
-        rows = tuple((facts(part).names[0], (number * size, (number + 1) * size)) for part, number in held)
+        rows = tuple((facts(part).names[0], (number * size, (number + 1) * size), len(part)) for part, number in held)
         setattr(parameter, "slapo_made_of", (0, rows))  # noqa: B010  tensors have no such attribute for mypy

@@ -121,7 +121,7 @@ class Plan:
             self._paths.setdefault(id(tensor), path)
             used |= set(facts(tensor).names)
             if (made := parts_of(tensor)) is not None:
-                used |= {name for name, _ in made.parts}
+                used |= {name for name, _, _ in made.parts}
             if is_open:
                 self._add(tensor)
         if not any(tensor.is_meta for tensor in root.parameters()):
@@ -159,13 +159,13 @@ class Plan:
         if key in self.views:
             return
         if (made := parts_of(tensor)) is not None and not facts(tensor).names:
-            if missing := [name for name, _ in made.parts if name not in self._of_ties]:
+            if missing := [name for name, _, _ in made.parts if name not in self._of_ties]:
                 self._problems["missing"] += dict.fromkeys(missing)
                 return
             try:
                 views = [view_of(made, self._of_ties)]
             except ValueError as err:
-                self._problems["mis-shaped"].append(f"{key} of {', '.join(dict.fromkeys(n for n, _ in made.parts))}: {err}")
+                self._problems["mis-shaped"].append(f"{key} of {', '.join(dict.fromkeys(n for n, _, _ in made.parts))}: {err}")
                 return
         else:
             views = [*dict.fromkeys(self._of_ties[name] for name in facts(tensor).names if name in self._of_ties)]

@@ -20,11 +20,11 @@ class MadeOf(NamedTuple):
 
     Args:
         dim: Its parts lie one behind the other along this dimension.
-        parts: Of each the name in the unmodified model, and the range of it along ``dim``; None is all of it.
+        parts: Of each the name in the unmodified model, the range of it along ``dim``, and its whole size along that.
     """
 
     dim: int
-    parts: tuple[tuple[str, tuple[int, int] | None], ...]
+    parts: tuple[tuple[str, tuple[int, int], int], ...]
 
 
 def made_of(
@@ -38,7 +38,7 @@ def made_of(
     Args:
         parameter: The new one, whole.
         parts: The old ones in order, each with ``start, stop`` along ``dim`` where not all of it is meant.
-        dim: Along which they lie one behind the other.
+        dim: Along which they lie one behind the other; counted from the end where it is negative.
 
     Returns:
         ``parameter``.
@@ -46,12 +46,18 @@ def made_of(
     Raises:
         ScheduleError: a part is itself of no name in the unmodified model, or they do not add up.
     """
-    held, size = [], 0
+    if type(dim) is not int or not -parameter.dim() <= dim < parameter.dim():
+        raise ScheduleError(f"dim is {dim!r}; give a dimension of a parameter that has {parameter.dim()}")
+    dim, held, size = dim % parameter.dim(), [], 0
     for part in parts:
         tensor, start, stop = part if isinstance(part, tuple) else (part, 0, part.shape[dim])
         if not (names := facts(tensor).names):
             raise ScheduleError("a part has no name in the unmodified model; give parameters of the scheduled one")
-        held.append((names[0], (start, stop)))
+        if tensor.dim() != parameter.dim() or not 0 <= start < stop <= tensor.shape[dim]:
+            raise ScheduleError(
+                f"{names[0]!r} of shape {tuple(tensor.shape)} has no range {start} to {stop} along dimension {dim}"
+            )
+        held.append((names[0], (start, stop), tensor.shape[dim]))
         size += stop - start
     if size != parameter.shape[dim]:
         raise ScheduleError(f"parts of {size} along dimension {dim} do not make up a parameter of {parameter.shape[dim]}")
@@ -72,5 +78,5 @@ def view_of(made: MadeOf, views: Mapping[str, View]) -> View:
     Raises:
         ValueError: the parts do not go together.
     """
-    parts = [views[name] if span is None else views[name].narrow(made.dim, *span) for name, span in made.parts]
+    parts = [views[name].narrow(made.dim, *span) for name, span, _ in made.parts]
     return concatenated(parts, made.dim)

@@ -124,11 +124,16 @@ def by_written_name(found: Iterable[Origin], unmodified: Unmodified | None) -> d
 def _parts(key: str, made: MadeOf) -> list[Origin]:
     spans: dict[str, list[Span]] = {}
     at = 0
-    for name, span in made.parts:
-        assert span is not None, "made_of gives all ranges"
-        start, stop = span
+    for name, (start, stop), _ in made.parts:
         spans.setdefault(name, []).append(Span(made.dim, at, start, stop - start))
         at += stop - start
+    for name, _, size in made.parts:
+        edges = sorted((span.start, span.start + span.size) for span in spans[name])
+        if [0, *(stop for _, stop in edges)] != [*(start for start, _ in edges), size]:
+            raise BuildError(
+                f"export_weights: {key!r} is said to be made of {name!r} (made_of), but not of each part of it once; "
+                "export a schedule without that step"
+            )
     return [Origin(key, (name,), spans=tuple(own)) for name, own in spans.items()]
 
 
