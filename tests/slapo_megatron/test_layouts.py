@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multiproc
 
 TWO = [({"dp": 2}, 1), ({"tp": 2}, 1), ({"pp": 2}, 1), ({"pp": 2}, 2)]
 FOUR = [({"pp": 2, "tp": 2}, 2), ({"pp": 2, "tp": 2}, 1), ({"pp": 2, "dp": 2}, 1), ({"pp": 4}, 1), ({"dp": 2, "tp": 2}, 1)]
-LONG = [("gpt2", 3), ("llama", 0), ("llama", 1), ("llama", 2), ("t5", 0), ("t5", 1), ("t5", 3)]
+LONG = [("gpt2", 3), ("t5", 2), ("llama", 0), ("llama", 1), ("llama", 2), ("t5", 0), ("t5", 1), ("t5", 3)]
 OPTIMIZERS = {str(shared): {"distributed_optimizer": shared} for shared in (False, True)}
 
 

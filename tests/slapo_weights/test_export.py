@@ -115,13 +115,34 @@ def test_a_failed_export_leaves_the_one_before(tmp_path: Path, monkeypatch: pyte
     model: Any = small("gpt2")
     model.transformer.ln_f.bias.data.fill_(3)
     monkeypatch.setattr(type(model.config), "save_pretrained", failing)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(BuildError, match="the config of GPT2LMHeadModel cannot be written: OSError: .* No space left"):
         export_weights(slapo.create_schedule(model), tmp_path, max_shard_size="20KB")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def failing(self: Any, folder: Any) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_what_is_no_folder_and_a_name_that_files_keep_are_refused(tmp_path: Path) -> None:
+    sch: Any = slapo.create_schedule(small("gpt2"))
+    (tmp_path / "file").touch()
+    for folder, said in (
+        (None, "None; give a path"),
+        ("", "''; give a path"),
+        (b"x", "b'x'; give a path"),
+        (3, "3; give a path"),
+    ):
+        with pytest.raises(BuildError, match=f"the folder is {said}"):
+            export_weights(sch, folder)  # type: ignore[arg-type]
+    for folder in (tmp_path / "file" / "below", tmp_path / ("x" * 300), tmp_path / "nul\0"):
+        with pytest.raises(BuildError, match="cannot be written to"):
+            export_weights(sch, folder)
+    model = nn.Linear(2, 2)
+    model.register_parameter("__metadata__", nn.Parameter(torch.ones(1)))
+    with pytest.raises(BuildError, match="a tensor has the name '__metadata__', which safetensors files keep for themselves"):
+        export_weights(slapo.create_schedule(model), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_types(tmp_path: Path) -> None:

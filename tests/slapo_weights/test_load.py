@@ -337,10 +337,31 @@ def test_what_has_values_keeps_them(tmp_path: Path) -> None:
     model = empty("llama")
     model.lm_head = nn.Linear(32, 96, bias=False)
     weight, values = model.lm_head.weight, model.lm_head.weight.detach().clone()
-    module = loaded(model, tmp_path)
+    match = (
+        "1 parameters have values: lm_head.weight, which are not those of the weights in .*; make them inside of slapo.init_"
+    )
+    with pytest.raises(BuildError, match=match):
+        loaded(model, tmp_path)
+    assert model.model.norm.weight.is_meta
+    module = loaded(model, Weights(tmp_path, unexpected="lm_head.*"))
     assert module.lm_head.weight is weight
     assert torch.equal(weight, values)
     assert torch.equal(module.model.norm.weight, expected("llama", tmp_path).model.norm.weight)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"source": None}, "the source of weights is None; give a file or a folder"),
+        ({"cast": "no"}, "cast is 'no'; give True or False"),
+        ({"missing": 3}, "missing is 3; give patterns of names"),
+        ({"unexpected": [3]}, r"unexpected is \[3\]; give patterns of names"),
+    ],
+)
+def test_what_weights_are_given_wrongly_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    with pytest.raises(BuildError, match=message):
+        loaded(empty("llama"), Weights(**{"source": tmp_path, **given}))
 
 
 def test_weights_for_a_model_that_has_values_are_refused(tmp_path: Path) -> None:

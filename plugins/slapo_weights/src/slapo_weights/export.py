@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_core.agreement import agree, gather
+from slapo_core.causes import reason
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.schedule import Schedule
@@ -57,6 +58,8 @@ def export_weights(
         size = parsed_size(max_shard_size)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise BuildError(f"export_weights: dtype is {dtype!r}; give a floating-point type, e.g. torch.bfloat16")
+        if not isinstance(folder, str | PathLike) or not isinstance(fspath(folder), str) or not fspath(folder):
+            raise BuildError(f"export_weights: the folder is {folder!r}; give a path")
         said = fspath(folder), size, str(dtype)
     except Exception as err:
         error = err
@@ -129,9 +132,16 @@ class _Writer:
         self._ranks.first(lambda: self._end(before))
 
     def _begin(self) -> None:
-        self._folder = Folder(self._path, self._plan.files)
+        try:
+            self._folder = Folder(self._path, self._plan.files)
+        except (OSError, ValueError) as err:
+            raise BuildError(f"export_weights: {str(self._path)!r} cannot be written to: {reason(err)}") from err
         if self._plan.unmodified is not None:
-            self._plan.unmodified.write_config(self._folder.aside, self._plan.dtype)
+            try:
+                self._plan.unmodified.write_config(self._folder.aside, self._plan.dtype)
+            except (OSError, ValueError) as err:
+                kind = self._plan.unmodified.name
+                raise BuildError(f"export_weights: the config of {kind} cannot be written: {reason(err)}") from err
 
     def _prepare(self, before: list[Group], bundle: list[Group]) -> None:
         """All that may fail: behind it the ranks send and receive."""

@@ -18,7 +18,7 @@ import torch
 
 from slapo_core.errors import BuildError
 
-from .safetensors_file import DTYPES
+from .safetensors_file import DTYPES, METADATA
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000
@@ -61,7 +61,7 @@ class WeightFiles:
         entry = _entry(self.source)
         listed = _listed(entry) if entry.suffix == ".json" else {}
         for path in dict.fromkeys(listed.values()) if listed else [entry]:
-            if listed and not path.exists():
+            if listed and not os.path.exists(path):
                 raise BuildError(f"{entry} names the file {path.name}, which is not beside it")
             for name, found in _tensors(path):
                 if name in self.entries:
@@ -128,7 +128,7 @@ def _fill(file: FileIO, buffer: memoryview, offset: int) -> None:
 
 def _entry(source: Path) -> Path:
     """The file to begin with."""
-    if not source.exists():
+    if not os.path.exists(source):
         raise BuildError(f"no weights at {source}: there is no such file or folder; download what is on a hub first")
     if not source.is_dir():
         if source.suffix not in (".safetensors", ".json"):
@@ -153,7 +153,7 @@ def _listed(index: Path) -> dict[str, Path]:
     try:
         table = json.loads(index.read_text())["weight_map"]
         files = {str(name): str(file) for name, file in table.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as err:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as err:
         raise BuildError(f"{index} is no index of safetensors files: {type(err).__name__}: {err}") from err
     if outside := next((file for file in files.values() if Path(file).name != file), None):
         raise BuildError(f"{index} names {outside!r}, which is not in its folder")
@@ -174,13 +174,15 @@ def _tensors(path: Path) -> Iterator[tuple[str, Entry]]:
             header: Any = json.loads(file.read(length))
             if not isinstance(header, dict):
                 raise ValueError("its header is no table")
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise BuildError(f"{damaged}: {err}") from err
-    header.pop("__metadata__", None)
+    header.pop(METADATA, None)
     found = []
     for name, told in header.items():
         try:
-            dtype, (start, stop), shape = str(told["dtype"]), map(int, told["data_offsets"]), tuple(map(int, told["shape"]))
+            dtype, (start, stop), shape = str(told["dtype"]), told["data_offsets"], tuple(told["shape"])
+            if any(type(number) is not int for number in (start, stop, *shape)):
+                raise TypeError("no whole numbers")
         except (LookupError, TypeError, ValueError) as err:
             raise BuildError(f"{damaged}: what it says of {name} cannot be read") from err
         if min(shape, default=0) < 0:

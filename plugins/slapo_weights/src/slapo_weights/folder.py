@@ -103,7 +103,7 @@ class Folder:
 
 def check_folder(path: str | PathLike[str]) -> None:
     """Raise ``BuildError`` for what is no folder and cannot become one."""
-    if Path(path).exists() and not Path(path).is_dir():
+    if os.path.exists(path) and not os.path.isdir(path):
         raise BuildError(f"export_weights: {fspath(path)!r} is a file; give a folder")
 
 

@@ -31,7 +31,7 @@ class Weights:
     """Weights for a model that was made under ``init_empty_weights``: ``build(sch, target, weights=Weights(...))``.
 
     Where nothing but the place is to be said, ``weights="folder"`` does. What has values keeps them, but for the buffers of
-    modules whose parameters have none.
+    modules whose parameters have none; where the files have others for a parameter, ``unexpected`` has to name it.
 
     Args:
         source: A safetensors file, an index of several (``.json``), or a folder with either, as ``save_pretrained`` writes it.
@@ -56,6 +56,14 @@ def filler(weights: Weights | str | os.PathLike[str]) -> Callable[[Program, list
     if not isinstance(weights, Weights | str | os.PathLike):
         raise BuildError(f"weights is a {type(weights).__name__}; give a file, a folder or slapo_weights.Weights")
     wanted = weights if isinstance(weights, Weights) else Weights(weights)
+    if not isinstance(wanted.source, str | os.PathLike):
+        raise BuildError(f"the source of weights is {wanted.source!r}; give a file or a folder")
+    if type(wanted.cast) is not bool:
+        raise BuildError(f"cast is {wanted.cast!r}; give True or False")
+    for what, patterns in (("missing", wanted.missing), ("unexpected", wanted.unexpected)):
+        listed = [patterns] if isinstance(patterns, str) else patterns
+        if not isinstance(listed, Iterable) or not all(isinstance(each, str) for each in listed):
+            raise BuildError(f"{what} is {patterns!r}; give patterns of names")
     return lambda program, parts, device: fill(program.module, parts, wanted, device)
 
 
@@ -76,8 +84,12 @@ def fill(root: nn.Module, parts: Iterable[nn.Module], weights: Weights, device: 
     plan = Plan(root, files, known(files, unmodified), unmodified, weights)
     plan.check()
     new: dict[int, torch.Tensor] = {}
-    untied = []
+    untied, others = [], []
     for tensor in _tensors(held):
+        if (kept := plan.kept.get(plan.key(tensor))) is not None and not tensor.is_meta:
+            value = tensor.detach().cpu()
+            if kept.shape != _full_shape(tensor) or not torch.equal(_local(kept, tensor).read(files, tensor.dtype), value):
+                others.append(plan.key(tensor))
         if not (views := plan.views.get(plan.key(tensor), [])):
             continue
         value, *copies = (_local(view, tensor).read(files, tensor.dtype) for view in views)
@@ -86,6 +98,11 @@ def fill(root: nn.Module, parts: Iterable[nn.Module], weights: Weights, device: 
         new[id(tensor)] = successor(tensor, value.to(device))
     if untied:
         raise BuildError(f"the weights in {files.source} have several values for one tensor: {', '.join(untied)}")
+    if others:
+        raise BuildError(
+            f"{_listed('parameters have values', others)}, which are not those of the weights in {files.source}; make them "
+            "inside of slapo.init_empty_weights(), or say with unexpected= of slapo.Weights that they stay"
+        )
     new |= {id(real): successor(real, real.to(device)) for real in _tensors(held) if id(real) not in new and _stays(real)}
     for table in _tables([root, *held]):
         table.update({name: new[id(tensor)] for name, tensor in table.items() if id(tensor) in new})
@@ -104,6 +121,7 @@ class Plan:
 
     Attributes:
         views: First name of a tensor to what it is whole: of each of its names in the files.
+        kept: The same of parameters that have values, which have to be those of the files.
     """
 
     def __init__(
@@ -116,6 +134,7 @@ class Plan:
         self._of_ties = {**_from_ties(found.views, unmodified), **found.views}
         self._optional = may_be_missing(unmodified)
         self.views: dict[str, list[View]] = {}
+        self.kept: dict[str, View] = {}
         used: set[str] = set(found.left_out)
         for path, tensor, is_open in _places(root):
             self._paths.setdefault(id(tensor), path)
@@ -124,6 +143,11 @@ class Plan:
                 used |= {name for name, _, _ in made.parts}
             if is_open:
                 self._add(tensor)
+            elif isinstance(tensor, nn.Parameter):
+                there = next((name for name in (*facts(tensor).names, path) if name in found.views), None)
+                if there is not None and not _matches(there, weights.unexpected):
+                    self.kept[self.key(tensor)] = found.views[there]
+                    used.add(there)
         if not any(tensor.is_meta for tensor in root.parameters()):
             raise BuildError("weights were given, and the model has values; make it inside of slapo.init_empty_weights()")
         self._problems["unexpected"] = sorted(
@@ -176,8 +200,7 @@ class Plan:
             self._problems[kind].append(key)
 
     def _fitting(self, key: str, tensor: torch.Tensor, view: View) -> View | None:
-        spec, names = shard_spec(tensor), ", ".join(view.names)
-        shape = spec.full_shape if spec is not None else tuple(tensor.shape)
+        names, shape = ", ".join(view.names), _full_shape(tensor)
         of = f" of {key}" if names != key else ""
         both = view.dtype.is_floating_point and tensor.dtype.is_floating_point
         if view.dtype is not tensor.dtype and not (both and self._weights.cast):
@@ -198,6 +221,11 @@ def _unmodified(root: nn.Module) -> Unmodified | None:
         return Unmodified.of(root)
     except BuildError as err:
         raise BuildError(str(err).replace("export_weights: ", "weights: ", 1)) from err
+
+
+def _full_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    spec = shard_spec(tensor)
+    return spec.full_shape if spec is not None else tuple(tensor.shape)
 
 
 def _local(view: View, tensor: torch.Tensor) -> View:

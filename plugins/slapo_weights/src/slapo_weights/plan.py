@@ -13,7 +13,7 @@ from slapo_core.errors import BuildError
 from .conversion import Group, unconverted
 from .held import Source
 from .origins import by_written_name, origins
-from .safetensors_file import Layout
+from .safetensors_file import METADATA, Layout
 from .unmodified import Unmodified
 from .whole_tensors import Described, Whole, described, whole_of
 
@@ -71,6 +71,8 @@ def planned(
                 f"export_weights: no rank has values of {origin.key!r}; build an engine of the schedule, or call "
                 "consolidate_model, to give it some"
             )
+        if name == METADATA:
+            raise BuildError(f"export_weights: a tensor has the name {name!r}, which safetensors files keep for themselves")
         there = origin.shape(found.full_shape)
         shape = shapes.get(name, there)
         if shape != there:

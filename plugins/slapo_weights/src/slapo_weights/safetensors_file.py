@@ -13,6 +13,8 @@ import torch
 
 from slapo_core.errors import BuildError
 
+METADATA = "__metadata__"
+"""What is no tensor in a header."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -79,7 +81,7 @@ class SafetensorsFile:
             }
             self._places[each.name] = end, each
             end += each.size
-        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+        header = json.dumps({METADATA: {"format": "pt"}, **entries}, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         self._begin = 8 + len(header)
         self._stream = path.open("wb")
