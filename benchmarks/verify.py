@@ -97,8 +97,8 @@ def main() -> None:
                 f"| {max(first - again, 0) * 1e3:.0f} |"
             )
     print(
-        "\nOn 2 cores: what two ranks do in processes is done at once, in threads one after the other. Start-up is what the\n"
-        "first run of a new schedule looks at besides. Making the schedule, which is no part of it, takes "
+        "\nOn 2 cores: what two ranks do in processes is done at once, in threads one after the other, with one run of the\n"
+        "unmodified model for both. Start-up is what the first run of a new schedule looks at besides. Making the schedule, which is no part of it, takes "
         f"{kinds['processes'][0][0]:.1f} s."
     )
 
