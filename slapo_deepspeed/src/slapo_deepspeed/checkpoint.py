@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -19,11 +19,13 @@ from slapo_training.batches import fingerprint
 from slapo_training.engine_checkpoint import Position
 from slapo_training.meeting import on_all
 from slapo_training.ranks import Ranks
+from slapo_training.saving import Buffers
 
+from .files import Files
 from .groups import whole_shape
 from .options import DeepSpeedOptions
 from .other_layout import Taken
-from .places import Places, file_of
+from .places import Places, name_of
 from .saved_parts import SAME_LAYOUT, Saved
 from .shares import Shares, stepping, why_not
 
@@ -52,10 +54,19 @@ class Checkpoint:
     taken: Taken | None = None
 
 
-def save(
-    model: Any, module: nn.Module, path: str | PathLike[str], program: Program, zero_stage: int, position: Position
-) -> None:
-    """Write DeepSpeed's checkpoint and what belongs to it. Collective.
+def prepared(
+    model: Any,
+    module: nn.Module,
+    path: str | PathLike[str],
+    program: Program,
+    zero_stage: int,
+    position: Position,
+    ranks: Ranks,
+    copies: Buffers | None,
+) -> Callable[[Ranks], None]:
+    """What writes DeepSpeed's checkpoint and what belongs to it, given the ranks to meet. Collective.
+
+    With ``copies``, memory for what this rank writes, it writes what there is now; without, DeepSpeed writes its files at once.
 
     Raises:
         BuildError: on every rank: it cannot be written.
@@ -63,37 +74,28 @@ def save(
     if model.optimizer is not None and stepping(model) is None:
         raise BuildError("DeepSpeed does not save an engine that only evaluates in bf16 or fp16; save the one that trains")
     about = {**_layout(program, zero_stage), "parameters": _parameters(program), **_steps(model, program)}
-    ranks, found = Ranks.of(program), list[Places]()
-    ranks.on_all(lambda: found.append(Places(model, module, program)))
+    places: list[Places] = []
+    ranks.on_all(lambda: places.append(Places(model, module, program)))
 
-    def fill(folder: Path) -> None:
-        _fill(model, folder, found[0])
-        found[0].write(folder, ranks.place)
+    def collect(folder: Path) -> Callable[[Ranks], None]:
+        files, beside = Files(folder, places[0], copies), dict[str, bytes]()
 
-    engine_checkpoint.write(path, TARGET, program, about, position, fill)
+        def gather() -> None:
+            files.take(model)
+            beside.update(places[0].files(ranks.place))
 
+        def put() -> None:
+            files.write()
+            for name, content in beside.items():
+                (folder / name).write_bytes(content)
 
-def _fill(model: Any, folder: Path, noting: Places) -> None:
-    """DeepSpeed's files. What one rank cannot write is an error behind them, as the others wait for it inside of DeepSpeed."""
-    writer, errors = model.checkpoint_engine, list[Exception]()
-    if writer.is_decoupled():
-        raise BuildError("DeepSpeed's decoupled checkpoint engine writes on behind a save; leave it out of DeepSpeed's config")
-    write = writer.save
+        def write(meeting: Ranks) -> None:
+            meeting.on_all(put)
 
-    def noted(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-        try:
-            noting.see(state_dict, Path(path).relative_to(folder).as_posix())
-            return write(state_dict, path, *args, **kwargs)
-        except Exception as err:
-            errors.append(err)
+        ranks.on_all(gather)
+        return write
 
-    writer.save = noted
-    try:
-        model.save_checkpoint(str(folder))
-    finally:
-        del writer.save
-    if errors:
-        raise errors[0]
+    return engine_checkpoint.prepared(path, TARGET, program, about, position, collect, ranks)
 
 
 def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: Program, zero_stage: int) -> Checkpoint:
@@ -130,7 +132,7 @@ def _is_same(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Modu
     place = (program.axis_rank("pp") * saved["dp"] + replica) * saved["tp"] + program.axis_rank("tp")
 
     def look() -> bool:
-        file = file_of(complete.data, place)
+        file = complete.data / name_of(place)
         about = torch.load(file, weights_only=True) if file.exists() else {"why_not": "an older version"}
         return bool(about["why_not"] or why_not(model, module)) or Shares(model, module, program).are_like(about)
 
@@ -142,7 +144,7 @@ def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module
     own, saved, shares = _layout(program, zero_stage), complete.about, list[Shares]()
 
     def check() -> None:
-        if not file_of(complete.data, 0).exists():
+        if not (complete.data / name_of(0)).exists():
             words = [", ".join(f"{key}={layout[key]}" for key in own) for layout in (saved, own)]
             raise BuildError(
                 f"saved with {words[0]} by a version that did not write where each tensor is, but this engine has {words[1]}; "

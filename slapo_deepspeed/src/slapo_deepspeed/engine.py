@@ -28,6 +28,7 @@ from slapo_training.other_stages import release_others
 from slapo_training.pieces import Piece
 from slapo_training.quiet import without_warnings
 from slapo_training.same_start import check_same_start
+from slapo_training.saving import Saver, Saving
 from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 
@@ -59,6 +60,7 @@ class DeepSpeedEngine(BatchEngine):
         super().__init__(program, options, options.parts, dtype, options.trains)
         self._options = options
         self._device_type = program.mesh.device_type if program.mesh is not None else "cpu"
+        self._saver = Saver(program)
         compare(options.agreed(), program.mesh)
         self._deepspeed = imported(self._device_type)
         self._world, self._linear = start(self._deepspeed), TorchLinear()
@@ -162,15 +164,21 @@ class DeepSpeedEngine(BatchEngine):
         """Where this rank computes."""
         return torch.device(self.model.device)
 
-    def save(self, path: str | PathLike[str], *, extra: Any = None) -> None:
+    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
         """Write a checkpoint of DeepSpeed's, and the random states, to the directory ``path``, in the place of one there.
 
         Args:
             path: The same on every rank.
             extra: What ``load`` is to give back, plain data and the same on every rank: where the data loader is, say.
+            wait: False to return when all that is to be written was copied, and write it while training goes on. The next
+                save, load or close waits for it, and raises what kept it from being written.
+
+        Returns:
+            The checkpoint that is being written; it is complete after its ``wait()``.
         """
         self._check_weights()
-        checkpoint.save(self.model, self.module, path, self.program, self._options.zero_stage, Position(self.steps, extra))
+        given = self.model, self.module, path, self.program, self._options.zero_stage, Position(self.steps, extra)
+        return self._saver.write(lambda ranks, copies: checkpoint.prepared(*given, ranks, copies), wait)
 
     def load(self, path: str | PathLike[str]) -> Any:
         """Go on exactly from what ``save`` wrote.
@@ -185,6 +193,7 @@ class DeepSpeedEngine(BatchEngine):
             BuildError: no complete checkpoint, or one of another model or layout, and nothing has changed; or DeepSpeed cannot
                 read it to its end, and the engine does nothing before another one is loaded.
         """
+        self._saver.wait()
         found = checkpoint.checked(self.model, self.module, path, self.program, self._options.zero_stage)
         with self._reading():
             checkpoint.load(self.model, found, self.program)
@@ -212,13 +221,16 @@ class DeepSpeedEngine(BatchEngine):
             yield
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off the model; it trains no more."""
+        """Wait for a checkpoint, and take DeepSpeed's hooks off the model; it trains no more."""
         if self._is_closed:
             return
         self._is_closed = True
-        self.model.destroy()
-        self._used.close()
-        self._leave()
+        try:
+            self._saver.close()
+        finally:
+            self.model.destroy()
+            self._used.close()
+            self._leave()
 
     def _leave(self) -> None:
         """Give back what DeepSpeed has put in torch's place, and the process group of this process alone, if there is one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
+from slapo_training.engine_checkpoint import bytes_of
 from slapo_training.plain import check_plain
 
 from .shares import Shares, why_not
@@ -87,7 +87,7 @@ class Places:
             self._about["common"] = file
         by_memory: dict[int, list[tuple[Any, torch.Tensor]]] = {}
         by_name: dict[Any, list[tuple[Any, torch.Tensor]]] = {}
-        for at, tensor in _tensors(state, ()):
+        for at, tensor in tensors_in(state, ()):
             if tensor.layout is torch.strided and tensor.numel() and tensor.is_contiguous():
                 by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append((at, tensor))
                 by_name.setdefault(at[-1], []).append((at, tensor))
@@ -103,16 +103,16 @@ class Places:
                 self._note(each, file, *found)
         self._wanted = left
 
-    def write(self, folder: Path, place: int) -> None:
-        """The places, and what DeepSpeed has left out.
+    def files(self, place: int) -> dict[str, bytes]:
+        """Files with the places, and with what DeepSpeed has left out, as it is now.
 
         Args:
-            folder: That of the checkpoint's files.
             place: This rank's among all.
         """
+        found: dict[str, bytes] = {}
         if self._wanted:
             rest = f"rest-{place}.pt"
-            torch.save([each.value.detach().cpu().clone() for each in self._wanted], folder / rest)
+            found[rest] = bytes_of([each.value.detach().cpu().clone() for each in self._wanted])
             for index, each in enumerate(self._wanted):
                 self._note(each, rest, (index,), 0)
         self._about["found"] = self._found
@@ -120,28 +120,29 @@ class Places:
             check_plain(self._about, "what is kept of the optimizer's groups")
         except BuildError as err:
             self._about = {"why_not": f"an optimizer of which {err}"}
-        torch.save(self._about, file_of(folder, place))
+        found[name_of(place)] = bytes_of(self._about)
+        return found
 
     def _note(self, each: _Wanted, file: str, at: Any, offset: int) -> None:
         self._found.append((each.name, each.key, each.start, each.value.numel(), file, at, offset))
 
 
-def file_of(folder: Path, place: int) -> Path:
+def name_of(place: int) -> str:
     """The file with what ``Places`` of a rank has found."""
-    return folder / f"places-{place}.pt"
+    return f"places-{place}.pt"
 
 
-def _tensors(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+def tensors_in(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """All in dicts and lists, and how to get there."""
     if isinstance(value, torch.Tensor):
         yield at, value
     elif isinstance(value, dict):
         for key, each in value.items():
             if isinstance(key, str | int):
-                yield from _tensors(each, (*at, key))
+                yield from tensors_in(each, (*at, key))
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            yield from _tensors(each, (*at, index))
+            yield from tensors_in(each, (*at, index))
 
 
 def _offset(value: torch.Tensor, of: torch.Tensor) -> int | None:

@@ -12,7 +12,7 @@ import torch
 from slapo_core.errors import BuildError
 from slapo_training.pieces import Chunk, Piece, Ranges
 
-from .places import WEIGHT, file_of
+from .places import WEIGHT, name_of
 
 SAME_LAYOUT = "load it on the layout and with the stage of ZeRO that it was saved with"
 
@@ -49,7 +49,7 @@ class Saved:
     def __init__(self, folder: Path, ranks: int) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
-        self.places = [torch.load(file_of(folder, place), weights_only=True) for place in range(ranks)]
+        self.places = [torch.load(folder / name_of(place), weights_only=True) for place in range(ranks)]
         for each in self.places:
             if each["why_not"]:
                 raise BuildError(f"the checkpoint is of {each['why_not']}, which no other layout takes; {SAME_LAYOUT}")

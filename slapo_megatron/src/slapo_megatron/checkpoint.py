@@ -15,19 +15,29 @@ from slapo_core.errors import BuildError
 from slapo_training import engine_checkpoint
 from slapo_training.engine_checkpoint import Position
 from slapo_training.meeting import on_all
+from slapo_training.ranks import Ranks
+from slapo_training.saving import Buffers
 
+from .files import planned
 from .optimizer_state import OptimizerState
-from .repairs import repaired
 from .sharded_state import Held
 
 if TYPE_CHECKING:
     from .engine import MegatronEngine
 
 
-def save(engine: MegatronEngine, path: str | PathLike[str], position: Position) -> None:
-    """Write Megatron's checkpoint and what belongs to it. Collective."""
-    from megatron.core import dist_checkpointing
+def prepared(
+    engine: MegatronEngine, path: str | PathLike[str], position: Position, ranks: Ranks, copies: Buffers | None
+) -> Callable[[Ranks], None]:
+    """What writes Megatron's checkpoint and what belongs to it, given the ranks to meet. Collective.
 
+    Args:
+        engine: What is saved.
+        path: The same folder on every rank.
+        position: Where training is.
+        ranks: All of the program.
+        copies: Memory that what this rank writes is copied to; None to write it as it is when it comes to that.
+    """
     program = engine.program
     held = Held(program)
     state: dict[str, Any] = {"model": held.sharded(held.tensors), "common": _common(engine)}
@@ -36,15 +46,14 @@ def save(engine: MegatronEngine, path: str | PathLike[str], position: Position) 
         if engine.optimizer is not None:
             OptimizerState(engine, held).check()
 
-    def fill(folder: Path) -> None:
+    def collect(folder: Path) -> Callable[[Ranks], None]:
         if engine.optimizer is not None:
             state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
-        with repaired():
-            dist_checkpointing.save(state, str(folder))
+        return planned(state, folder, ranks, copies)
 
     compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
-    on_all(check, program)
-    engine_checkpoint.write(path, engine.options.target, program, _about(engine, held), position, fill)
+    ranks.on_all(check)
+    return engine_checkpoint.prepared(path, engine.options.target, program, _about(engine, held), position, collect, ranks)
 
 
 def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
@@ -74,8 +83,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
         if engine.optimizer is not None:
             state["optimizer"], found["take"] = OptimizerState(engine, held).sharded(has_stepped, is_loading=True)
         try:
-            with repaired():
-                found["state"] = dist_checkpointing.load(state, str(complete.data))
+            found["state"] = dist_checkpointing.load(state, str(complete.data))
         except Exception as err:  # whatever Megatron and torch raise of files that are missing or broken
             raise BuildError(
                 f"{str(complete.folder)!r} is a broken checkpoint: {type(err).__name__}: {_first(err)}; load another"

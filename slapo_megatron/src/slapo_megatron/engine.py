@@ -23,6 +23,7 @@ from slapo_training.other_stages import release_others
 from slapo_training.pieces import Piece, piece_of
 from slapo_training.quiet import without_warnings
 from slapo_training.same_start import check_same_start
+from slapo_training.saving import Saver, Saving
 from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 
@@ -60,6 +61,7 @@ class MegatronEngine(BatchEngine):
         self.options = options
         self._device_type = device_of(program)
         self.has_stepped = False
+        self._saver = Saver(program)
         compare(options.agreed(), program.mesh)
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
         self._state = ParallelState(program, len(own), options.timeout_minutes)
@@ -165,16 +167,22 @@ class MegatronEngine(BatchEngine):
         config = config_of(DistributedDataParallelConfig, given)
         return DistributedDataParallel(self.config, config, stage, disable_bucketing=number > 0, pg_collection=self.groups)
 
-    def save(self, path: str | PathLike[str], *, extra: Any = None) -> None:
+    def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
         """Write a checkpoint of Megatron's, weights under their original names, and the random states, to the directory.
 
         Args:
             path: The same on every rank; a checkpoint that is there is replaced.
             extra: What ``load`` is to give back, plain data and the same on every rank: where the data loader is, say.
+            wait: False to return when all that is to be written was copied, and write it while training goes on. The next
+                save, load or close waits for it, and raises what kept it from being written.
+
+        Returns:
+            The checkpoint that is being written; it is complete after its ``wait()``.
         """
+        self._check_weights()
+        position = Position(self.steps, extra)
         with self._mode(), without_warnings():
-            self._check_weights()
-            checkpoint.save(self, path, Position(self.steps, extra))
+            return self._saver.write(lambda ranks, copies: checkpoint.prepared(self, path, position, ranks, copies), wait)
 
     def load(self, path: str | PathLike[str]) -> Any:
         """Go on from what ``save`` wrote: exactly on the same layout, and with another number of ranks along any axis.
@@ -188,6 +196,7 @@ class MegatronEngine(BatchEngine):
             BuildError: no complete checkpoint, or one of something else, and nothing has changed; or Megatron cannot read it to
                 its end, and the engine does nothing before another one is loaded.
         """
+        self._saver.wait()
         with self._mode(), without_warnings():
             self.steps, extra = checkpoint.load(self, path, self._reading)
         return extra
@@ -203,9 +212,13 @@ class MegatronEngine(BatchEngine):
         return {key: piece_of(masters.get(key, tensor), shard_spec(tensor)) for key, tensor in held.tensors.items()}
 
     def close(self) -> None:
-        """Give back Megatron's groups, where they were made for this engine; it trains no more."""
-        if not self._is_closed:
-            self._is_closed = True
+        """Wait for a checkpoint, and give back Megatron's groups, where they were made for this engine; it trains no more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._saver.close()
+        finally:
             for chunk in self.model:
                 chunk.grad_accs.clear()  # its hooks hold it, and it them, out of the garbage collector's sight
             # all that holds groups, which end their threads with the last reference

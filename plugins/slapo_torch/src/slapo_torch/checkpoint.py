@@ -8,7 +8,6 @@ buffers, modules' extra state.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,16 +22,16 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training import checkpoint_folder, model_tensors, random_state
 from slapo_training.checkpoint_folder import Writing
-from slapo_training.engine_checkpoint import Position
+from slapo_training.engine_checkpoint import Position, bytes_of
 from slapo_training.pieces import Piece
 from slapo_training.ranks import Ranks
-from slapo_training.saving import Saving
+from slapo_training.saving import Buffers, Saver, Saving
 
 from . import extra_state, model_state, optimizer_state
 from .updates import Progress
 
 if TYPE_CHECKING:
-    from slapo_training.tensor_files import Buffers, TensorFiles
+    from slapo_training.tensor_files import TensorFiles
 
 _TARGET = "torch"
 _COMMON = "common.pt"
@@ -55,62 +54,26 @@ class Trained(NamedTuple):
     progress: Progress
 
 
-class Saver:
-    """Writes checkpoints of one engine, one after the other.
+class TorchSaver(Saver):
+    """Writes checkpoints of one engine, one after the other."""
 
-    Args:
-        program: The engine's.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._ranks: Ranks | None = None
-        self._apart: Ranks | None = None
-        self._last: Saving | None = None
-        self._copies: Buffers = {}
-        self._files: TensorFiles | None = None
+    _files: TensorFiles | None = None
 
     def save(self, path: str | os.PathLike[str], what: Trained, position: Position, waits: bool) -> Saving:
-        """Write a checkpoint. Collective.
+        """Write a checkpoint. Collective; see ``Saver.write``.
 
         Args:
             path: The same folder on every rank.
             what: What is saved.
             position: Where training is.
             waits: Whether to return when it is written, not when all that is to be written was copied.
-
-        Raises:
-            SlapoError: on every rank: something in the state cannot be saved, and nothing was written; or it could not be
-                written, and the folder has the checkpoint it had.
-            Exception: what kept the checkpoint before from being written, if nobody has waited for it.
         """
-        if type(waits) is not bool:
-            raise BuildError(f"wait is {waits!r}; give True or False")
-        self.wait()
-        ranks = self._ranks = self._ranks or Ranks.of(self._program)
-        if not waits and self._apart is None:
-            self._apart = ranks.apart()
-        write = self._prepared(path, what, position, ranks, None if waits else self._copies)
-        meeting = ranks if waits or self._apart is None else self._apart
-        self._last = Saving(lambda: write(meeting), waits)
-        return self._last
-
-    def wait(self) -> None:
-        """Return when the last checkpoint is written; raises what kept it from that."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.wait()
+        return self.write(lambda ranks, copies: self._prepared(path, what, position, ranks, copies), waits)
 
     def close(self) -> None:
         """Wait, and give back what only a checkpoint in the background needs."""
-        try:
-            self.wait()
-        finally:
-            self._copies.clear()
-            self._files = None
-            apart, self._apart = self._apart, None
-            if apart is not None and apart.group is not None:
-                torch.distributed.destroy_process_group(apart.group)
+        self._files = None
+        super().close()
 
     def _prepared(
         self, path: str | os.PathLike[str], what: Trained, position: Position, ranks: Ranks, copies: Buffers | None
@@ -149,9 +112,9 @@ class Saver:
         stages = [own for own, *_ in everyone if own is not None]
         writing = Writing.agreed([proposed for _, proposed, *_ in everyone], _TARGET)
         position.check_same(words for _, _, words, _ in everyone)
-        files = {f"place-{ranks.place}.pt": _bytes(place)}
+        files = {f"place-{ranks.place}.pt": bytes_of(place)}
         if ranks.place == 0:
-            files[_COMMON] = _bytes(
+            files[_COMMON] = bytes_of(
                 {
                     "optimizer": optimizer_state.merged([own["optimizer"] for own in stages]),
                     "progress": [own["progress"] for own in stages],
@@ -293,12 +256,6 @@ def _ranges(module: nn.Module) -> dict[str, Any]:
 
 def _layout(program: Program) -> dict[str, int]:
     return {"stages": len(program.stages), **{axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}}
-
-
-def _bytes(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
 
 
 def _read(file: Path) -> Any:

@@ -25,7 +25,7 @@ from slapo_training.pieces import Piece
 from slapo_training.saving import Saving
 
 from . import model_state
-from .checkpoint import Saver, Trained, load_checkpoint
+from .checkpoint import TorchSaver, Trained, load_checkpoint
 from .failures import Peers
 from .holdings import Holdings
 from .means import LabelCount, Share
@@ -100,7 +100,7 @@ class TorchEngine(Engine):
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
         self.steps = 0
-        self._saver = Saver(program)
+        self._saver = TorchSaver(program)
         self._missed = MissedSteps()
         self._loss_scale = LossScale(options.loss_scale, program.mesh) if options.precision == "fp16" else None
         self._holdings = Holdings(program, self.module)

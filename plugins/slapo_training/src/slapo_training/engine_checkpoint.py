@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,15 +45,16 @@ class Position(NamedTuple):
             raise BuildError("the ranks save different extra; give all of them the same, as it is kept once")
 
 
-def write(
+def prepared(
     path: str | PathLike[str],
     target: str,
     program: Program,
     about: Mapping[str, Any],
     position: Position,
-    fill: Callable[[Path], None],
-) -> None:
-    """Write a checkpoint. Collective.
+    collect: Callable[[Path], Callable[[Ranks], None]],
+    ranks: Ranks,
+) -> Callable[[Ranks], None]:
+    """What writes a checkpoint, given the ranks to meet, collective as well. Collective.
 
     Args:
         path: The same folder on every rank; made where there is none.
@@ -59,30 +62,57 @@ def write(
         program: Whose ranks.
         about: What is written of it, the same on every rank.
         position: Where training is.
-        fill: Writes the engine's own files to a folder.
+        collect: Given the folder of the engine's own files, gives what writes them, given the ranks to meet. Both collective,
+            and they raise on all ranks.
+        ranks: All of the program.
 
     Raises:
         BuildError: on every rank: it failed on one, the ranks have different folders, or it has another target's checkpoint;
-            the checkpoint that was there is as it was.
+            the checkpoint that was there is as it was. What is given raises it, too.
     """
-    ranks = Ranks.of(program)
     said = ranks.on_all(lambda: (Writing.proposed(path, target), position.words()))
     writing = Writing.agreed([proposed for proposed, _ in said], target)
     position.check_same(words for _, words in said)
+    about = {**about, "layout_of_ranks": layout_of(program)}
+    files: dict[str, bytes] = {}
+
+    def gather() -> None:
+        files[_random_file(ranks.place)] = bytes_of(random_state.packed())
+        if ranks.place == 0:
+            files[_POSITION] = bytes_of(position._asdict())
 
     def put() -> None:
-        fill(writing.data)
-        torch.save(random_state.packed(), _random_file(writing.data, ranks))
-        if ranks.place == 0:
-            torch.save(position._asdict(), writing.data / _POSITION)
+        for name, content in files.items():
+            (writing.data / name).write_bytes(content)
 
-    try:
+    def write(meeting: Ranks) -> None:
+        with _dropping(writing):
+            fill(meeting)
+            meeting.on_all(put)
+            writing.seal(about, meeting)
+
+    with _dropping(writing):
         writing.begin(ranks)
-        ranks.on_all(put)
-        writing.seal({**about, "layout_of_ranks": layout_of(program)}, ranks)
+        fill = collect(writing.data)
+        ranks.on_all(gather)
+    return write
+
+
+@contextmanager
+def _dropping(writing: Writing) -> Iterator[None]:
+    """Remove what was written where it breaks off."""
+    try:
+        yield
     except Exception:
         writing.drop()
         raise
+
+
+def bytes_of(value: Any) -> bytes:
+    """What ``torch.save`` writes of a value as it is now."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 def opened(path: str | PathLike[str], target: str, program: Program) -> Checkpoint:
@@ -115,7 +145,7 @@ def read_random(checkpoint: Checkpoint, program: Program) -> Any:
     found: list[Any] = []
 
     def read() -> None:
-        saved = torch.load(checkpoint.data / f"random-{ranks.place if is_same else 0}.pt", weights_only=True)
+        saved = torch.load(checkpoint.data / _random_file(ranks.place if is_same else 0), weights_only=True)
         if is_same:
             random_state.check(saved)
         found.append(saved if is_same else random_state.digest_of(saved))
@@ -137,5 +167,5 @@ def layout_of(program: Program) -> dict[str, int]:
     return {axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}
 
 
-def _random_file(folder: Path, ranks: Ranks) -> Path:
-    return folder / f"random-{ranks.place}.pt"
+def _random_file(place: int) -> str:
+    return f"random-{place}.pt"

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slapo_core.errors import BuildError
+from slapo_core.program import Program
+
+from .ranks import Ranks
+
+Buffers = dict[Any, torch.Tensor]
+"""Memory on the CPU that what is written is copied to first, kept from one save to the next; by what each is the copy of."""
 
 
 class Saving:
@@ -46,3 +58,73 @@ class Saving:
         except Exception as err:
             self._error = err
         del self._write  # it holds what was written
+
+
+class Saver:
+    """Writes checkpoints of one engine, one after the other.
+
+    Args:
+        program: The engine's.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._ranks: Ranks | None = None
+        self._apart: Ranks | None = None
+        self._last: Saving | None = None
+        self._copies: Buffers = {}
+
+    def write(self, prepare: Callable[[Ranks, Buffers | None], Callable[[Ranks], None]], waits: bool) -> Saving:
+        """Write a checkpoint. Collective.
+
+        Args:
+            prepare: Given the ranks, gives what writes the engine as it is now, and has the numbers in the memory that it is
+                given, or with None may take them from the engine as it writes. What it gives is given the ranks to meet, and
+                meets no others.
+            waits: Whether to return when it is written, not when it is prepared.
+
+        Raises:
+            SlapoError: on every rank: what ``prepare`` raises, and nothing was written; or it could not be written, and the
+                folder has the checkpoint it had.
+            Exception: what kept the checkpoint before from being written, if nobody has waited for it.
+        """
+        if type(waits) is not bool:
+            raise BuildError(f"wait is {waits!r}; give True or False")
+        self.wait()
+        ranks = self._ranks = self._ranks or Ranks.of(self._program)
+        if not waits and self._apart is None:
+            self._apart = ranks.apart()
+        put = prepare(ranks, None if waits else self._copies)
+        meeting = ranks if waits or self._apart is None else self._apart
+        self._last = Saving(lambda: put(meeting), waits)
+        return self._last
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is written; raises what kept it from that."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
+
+    def close(self) -> None:
+        """Wait, and give back what only a checkpoint in the background needs."""
+        try:
+            self.wait()
+        finally:
+            self._copies.clear()
+            apart, self._apart = self._apart, None
+            if apart is not None and apart.group is not None:
+                dist.destroy_process_group(apart.group)
+
+
+def copied(tensor: torch.Tensor, key: Hashable, buffers: Buffers) -> torch.Tensor:
+    """A tensor as it is now, on the CPU, in the memory of its key."""
+    kept = buffers.get(key)
+    if kept is None or kept.shape != tensor.shape or kept.dtype is not tensor.dtype:
+        kept = buffers[key] = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+    return kept.copy_(tensor)
+
+
+def keep(keys: Collection[Hashable], buffers: Buffers) -> None:
+    """Give back the memory of other keys than these."""
+    for key in set(buffers).difference(keys):
+        del buffers[key]

@@ -30,9 +30,10 @@ from slapo_core.errors import BuildError
 from ._torch_private import MetadataUnpickler
 from .pieces import Chunk, Piece
 from .ranks import Ranks
+from .saving import Buffers, copied, keep
 
 Edges = dict[str, tuple[tuple[int, ...], ...]]
-Buffers = dict[tuple[str, tuple[int, ...]], torch.Tensor]
+Tensors = dict[tuple[str, tuple[int, ...]], torch.Tensor]
 
 
 class TensorFiles:
@@ -118,7 +119,7 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self, pieces: Mapping[str, Piece], edges: Edges) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._items: list[WriteItem] = []
-        self._tensors: Buffers = {}
+        self._tensors: Tensors = {}
         for name, piece in pieces.items():
             properties = TensorProperties(dtype=piece.tensor.dtype)
             for chunk in _written(piece, edges[name]):
@@ -134,14 +135,8 @@ class _SavePlanner(DefaultSavePlanner):
     def copy(self, plan: SavePlan, buffers: Buffers) -> None:
         """Have the tensors of a plan as they are now, and no others."""
         kept = [_key(item.index) for item in plan.items]
-        for key in set(buffers) - set(kept):
-            del buffers[key]
-        for key in kept:
-            own = self._tensors[key]
-            if key not in buffers or buffers[key].shape != own.shape or buffers[key].dtype is not own.dtype:
-                buffers[key] = torch.empty_like(own, device="cpu", memory_format=torch.contiguous_format)
-            buffers[key].copy_(own)
-        self._tensors = {key: buffers[key] for key in kept}
+        keep(kept, buffers)
+        self._tensors = {key: copied(self._tensors[key], key, buffers) for key in kept}
 
     def forget(self) -> None:
         """Keep no tensor, which the engine may replace, from being freed."""
@@ -155,7 +150,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def __init__(self, wanted: Mapping[str, Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._wanted = wanted
-        self._places: Buffers = {}
+        self._places: Tensors = {}
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
