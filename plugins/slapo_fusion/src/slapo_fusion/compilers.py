@@ -18,6 +18,7 @@ from slapo_core.schedule import Schedule
 from slapo_core.wrapping import is_opaque
 
 from .draws import Draw, Dropout, dropout, fast_dropout
+from .gelu import Gelu, gelu, options_for
 from .norms import LayerNorm, call_norm, layer_norm
 
 LAYER = "slapo_layer"
@@ -44,11 +45,10 @@ class Compiler(Protocol):
 def inductor(region: fx.GraphModule) -> Callable[..., Any]:
     """``torch.compile`` of the region: compiled at its first call, and again for shapes or dtypes it has not seen.
 
-    What it draws, as dropout does, is what the unmodified model draws from the same random state. A layer
-    norm on a CPU is torch's own.
+    What it draws, as dropout does, is what the unmodified model draws from the same random state. On a CPU a layer norm is
+    torch's own, and a GELU makes its derivative with its value.
     """
-    compiled: Callable[..., Any] = torch.compile(with_parts_apart(region), options=dict(SAME_DRAWS))
-    return compiled
+    return _compiled(with_parts_apart(region))
 
 
 def inductor_fast_dropout(region: fx.GraphModule) -> Callable[..., Any]:
@@ -56,16 +56,20 @@ def inductor_fast_dropout(region: fx.GraphModule) -> Callable[..., Any]:
 
     They are equal in distribution, of the same generator, and the same again for the same seed.
     """
-    compiled: Callable[..., Any] = torch.compile(with_parts_apart(region, fast_dropout), options=dict(SAME_DRAWS))
+    return _compiled(with_parts_apart(region, fast_dropout))
+
+
+def _compiled(region: fx.GraphModule) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(region, options=SAME_DRAWS | options_for(region))
     return compiled
 
 
 def with_parts_apart(region: fx.GraphModule, draw: Draw = dropout) -> fx.GraphModule:
-    """A region with dropouts' draws and layer norms apart, which a CPU is faster at by themselves. Its modules are the same."""
+    """A region with the draws of dropouts, layer norms and GELUs as a CPU is faster at them. Its modules are the same."""
     graph = copy.deepcopy(region.graph)
     called = {str(node.target): region.get_submodule(str(node.target)) for node in graph.find_nodes(op="call_module")}
     parts = {path: _apart(part, draw) for path, part in called.items()}
-    instead = {F.dropout: draw, F.layer_norm: layer_norm, call_layer: call_norm}
+    instead = {F.dropout: draw, F.layer_norm: layer_norm, F.gelu: gelu, call_layer: call_norm}
     for node in graph.nodes:
         if node.op == "call_function":
             node.target = instead.get(node.target, node.target)
@@ -73,7 +77,11 @@ def with_parts_apart(region: fx.GraphModule, draw: Draw = dropout) -> fx.GraphMo
 
 
 def _apart(part: nn.Module, draw: Draw) -> nn.Module:
-    return Dropout(part, draw) if type(part) is nn.Dropout else LayerNorm(part) if type(part) is nn.LayerNorm else part
+    if isinstance(part, fx.GraphModule):
+        return with_parts_apart(part, draw)
+    if type(part) is nn.Dropout:
+        return Dropout(part, draw)
+    return LayerNorm(part) if type(part) is nn.LayerNorm else Gelu(part) if type(part) is nn.GELU else part
 
 
 def torchscript(region: fx.GraphModule) -> Callable[..., Any]:
