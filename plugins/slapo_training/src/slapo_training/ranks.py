@@ -41,7 +41,9 @@ class Ranks:
         if self.size == 1 or self.mesh is None:
             return Ranks(self.place, self.size)
         ranks = self.mesh.mesh.flatten().tolist()
-        return Ranks(self.place, self.size, None, dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        # by themselves ranks name a group by how many each has, which may differ, as where a tie's group leaves some out
+        alone = self.size < dist.get_world_size()
+        return Ranks(self.place, self.size, None, dist.new_group(ranks, backend="gloo", use_local_synchronization=alone))
 
     def gather(self, value: Any) -> list[Any]:
         """One value of every rank, by place. Collective."""

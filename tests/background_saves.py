@@ -1,0 +1,191 @@
+"""What the tests of checkpoints in the background run on each rank, and what they kill, for the engines of all targets."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.build import build
+from slapo_core.random import set_random_seed
+from slapo_training.saving import Saving
+from tests.engine_models import batches, halved, my_part, small, two_groups
+from tests.engines import scheduled
+from tests.slapo_torch.layouts import mesh_of, message_of
+
+Layout = dict[str, int]
+
+
+def engine_of(target: str, layout: Layout, chunks: int = 1, **options: Any) -> tuple[Any, Any]:
+    """A GPT-2 with dropout, two groups and a falling rate on a mesh, and the mesh."""
+    mesh, model = mesh_of(**layout), small("gpt2")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    set_random_seed(7, dp_rank=mesh["dp"].get_local_rank(), tp_rank=mesh["tp"].get_local_rank())
+    schedule = scheduled(model, mesh, my_part(batches(2)[0], mesh), chunks)
+    given = {"optimizer": two_groups, "lr_scheduler": halved, "microbatches": 2, **options}
+    return build(schedule, target, **given), mesh
+
+
+def losses(engine: Any, mesh: Any, steps: range) -> list[float]:
+    return [engine.train_batch(**my_part(batches(2)[step], mesh)).item() for step in steps]
+
+
+@contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """Threads that write a checkpoint begin when the event is set."""
+    gate, run = threading.Event(), Saving._run
+
+    def late(self: Saving) -> None:
+        gate.wait(60)
+        run(self)
+
+    Saving._run = late
+    try:
+        yield gate
+    finally:
+        gate.set()
+        Saving._run = run
+
+
+def went_on(rank: int, target: str, layout: Layout, chunks: int, options: dict[str, Any], folder: str) -> list[Any]:
+    """Losses behind saves in the background, and those of engines that load them; what else came back.
+
+    Nothing of the first is written before two more steps are done; the second is written while they go on; and the third as the
+    engine is closed.
+    """
+    engine, mesh = engine_of(target, layout, chunks, **options)
+    losses(engine, mesh, range(1))
+    with held_back() as gate:
+        first = engine.save(f"{folder}/first", extra={"next": 1}, wait=False)
+        expected = losses(engine, mesh, range(1, 3))
+        is_early = first.done() or Path(folder, "first", "slapo.json").exists()
+        gate.set()
+        first.wait()
+    second = engine.save(f"{folder}/second", extra={"next": 3}, wait=False)
+    later = losses(engine, mesh, range(3, 5))
+    second.wait()
+    third = engine.save(f"{folder}/third", extra={"next": 5}, wait=False)
+    engine.close()
+    found, extras = [], []
+    for name, step in (("third", 5), ("second", 3), ("first", 1)):
+        engine, mesh = engine_of(target, layout, chunks, **options)
+        extras.append((engine.load(f"{folder}/{name}"), engine.steps))
+        found.append(losses(engine, mesh, range(step, min(step + 2, 5))))
+        engine.close()
+    return [found, [[], later, expected], extras, is_early, third.done()]
+
+
+def check_gone_on(found: list[Any]) -> None:
+    """What ``went_on`` is to give."""
+    losses, expected, extras, is_early, is_done = found
+    assert losses == expected
+    assert extras == [({"next": 5}, 5), ({"next": 3}, 3), ({"next": 1}, 1)]
+    assert is_done
+    assert not is_early
+
+
+def in_vain(rank: int, target: str, layout: Layout, options: dict[str, Any], folder: str) -> list[Any]:
+    """What saves say, and when, that the second rank cannot write; and what is left.
+
+    Each is asked twice, by its ``wait``, by another save, by a load and as the engine is closed.
+    """
+    engine, mesh = engine_of(target, layout, **options)
+    losses(engine, mesh, range(1))
+    engine.save(folder, extra="kept")
+    messages = []
+    for ask in ("wait", "save", "load", "close"):
+        with held_back() as gate:
+            saving = engine.save(folder, extra="lost", wait=False)
+            kept, torch.save = torch.save, _fail if rank == 1 else torch.save
+            gate.set()
+            while not saving.done():
+                time.sleep(0.01)
+            torch.save = kept
+        actions = {
+            "wait": saving.wait,
+            "save": lambda: engine.save(f"{folder}/other", wait=False),
+            "load": lambda: engine.load(folder),
+            "close": engine.close,
+        }
+        messages += [message_of(actions[ask]), message_of(actions[ask])]
+    engine, mesh = engine_of(target, layout, **options)
+    found = engine.load(folder), engine.steps, len([*Path(folder).glob("data-*")])
+    engine.close()
+    return [messages, found]
+
+
+def _fail(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def check_in_vain(first: list[Any], second: list[Any]) -> None:
+    """What ``in_vain`` is to give."""
+    for messages, found in (first, second):
+        assert found == ("kept", 1, 1)
+        assert messages[1::2] == ["no error"] * 4
+    for other, own in zip(first[0][::2], second[0][::2], strict=True):
+        assert "No space left on device" in own
+        assert f"rank 1 failed: {own}" in other
+
+
+def trains_and_saves(target: str, folder: str) -> None:
+    """Go on from the checkpoint that is there, save each step in the background of the next, and say what is done."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine, _ = engine_of(target, {})
+    if Path(folder, "slapo.json").exists():
+        assert engine.load(folder) == engine.steps
+    print("loaded", engine.steps, flush=True)
+    while True:
+        saving = engine.save(folder, extra=engine.steps, wait=False)
+        steps = engine.steps
+        print("loss", engine.train_batch(**batches(2)[steps % 5]).item(), flush=True)
+        saving.wait()
+        print("saved", steps, flush=True)
+
+
+def killed(target: str, folder: Path, seconds: float) -> list[list[str]]:
+    """What ``trains_and_saves`` says before it is killed, so long after it first saved."""
+    call = f"from tests.background_saves import trains_and_saves; trains_and_saves({target!r}, {str(folder)!r})"
+    command = [sys.executable, "-c", call]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
+        assert process.stdout is not None
+        lines = []
+        while not lines or not lines[-1].startswith("saved"):
+            lines.append(process.stdout.readline())
+            assert lines[-1], "it has ended by itself"
+        time.sleep(seconds)
+        process.kill()
+        lines += process.stdout.read().splitlines()
+    return [line.split() for line in lines if line.startswith(("loaded", "loss", "saved"))]
+
+
+def check_killed(target: str, folder: Path, moments: random.Random, times: int) -> None:
+    """Kill what trains and saves at random moments: it goes on from the last checkpoint, or the one just written, exactly."""
+    known: dict[int, str] = {}
+    done, broken_off = 0, 0
+    for _ in range(times):
+        said = killed(target, folder, moments.uniform(0.0, 0.8))
+        step = int(said[0][1])
+        assert step in (done, done + 1)
+        for word, value in said[1:]:
+            if word == "saved":
+                done = int(value)
+            else:
+                assert known.setdefault(step, value) == value
+                step += 1
+        broken_off += len([*folder.glob("data-*")]) > 1
+    assert broken_off  # else the moments are none within a save
+    print(f"{broken_off} of {times} within a save, {done} steps")

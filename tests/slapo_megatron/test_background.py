@@ -1,0 +1,47 @@
+"""Checkpoints of Megatron's that are written while training goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slapo_core.testing import run_distributed
+from tests.background_saves import check_gone_on, check_in_vain, check_killed, in_vain, went_on
+
+pytestmark = pytest.mark.multiproc
+TARGET = "megatron"
+
+
+@pytest.mark.parametrize(
+    ("layout", "chunks", "options"),
+    [
+        ({"dp": 2}, 1, {"distributed_optimizer": True, "precision": "bf16"}),
+        pytest.param({"tp": 2}, 1, {"microbatches": 1}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, 2, {}, marks=pytest.mark.slow),
+        pytest.param({}, 1, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_was_there_is_saved_and_training_goes_on(
+    layout: dict[str, int], chunks: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    for found in run_distributed(went_on, prod(layout.values()), TARGET, layout, chunks, options, str(tmp_path)):
+        check_gone_on(found)
+
+
+def test_what_keeps_a_checkpoint_from_being_written_is_told_once_on_all_ranks(tmp_path: Path) -> None:
+    check_in_vain(*run_distributed(in_vain, 2, TARGET, {"pp": 2}, {}, str(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_process_that_is_killed_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    seed = int(os.environ.get("SLAPO_TEST_SEED", time.time_ns() % 10**6))
+    print(f"SLAPO_TEST_SEED={seed}")
+    check_killed(TARGET, tmp_path / "checkpoint", random.Random(seed), times=6)
