@@ -1,12 +1,14 @@
-"""Saving an engine, and for how long that stops training, beside ``torch.distributed.checkpoint`` alone.
+"""Saving an engine, and for how long that stops training, beside ``torch.distributed.checkpoint`` and the engines' own saves.
 
 Run ``python -m benchmarks.checkpoints``; it prints a section for ``benchmarks/README.md``. Both sides write the same tensors of
-the same ranks, flushed to the disk; ours also takes SHA-256 sums of the files, and puts them in the place of the checkpoint
-before. Turns of both follow each other in one process; times are those of the slowest rank, medians of the turns.
+the same ranks, flushed to the disk but for DeepSpeed's own; ours also takes SHA-256 sums of the files, and puts them in the
+place of the checkpoint before. Turns of both follow each other in one process; times are those of the slowest rank, medians of
+the turns.
 """
 
 from __future__ import annotations
 
+import queue
 import shutil
 import sys
 import tempfile
@@ -30,16 +32,24 @@ from slapo_core import build, create_schedule
 from slapo_core.agreement import all_reduce
 
 HIDDEN, LAYERS, TURNS = 1024, 4, 7
-CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({}, {}),
-    ({"pp": 2}, {}),
-    ({"tp": 2}, {}),
-    ({"dp": 2}, {}),
-    ({"dp": 2}, {"data_parallel": "fsdp"}),
+ZERO = {"config": {"zero_optimization": {"stage": 1}}}
+CASES: list[tuple[str, dict[str, int], dict[str, Any], str]] = [
+    ("torch", {}, {}, "one process"),
+    ("torch", {"pp": 2}, {}, "pp=2"),
+    ("torch", {"tp": 2}, {}, "tp=2"),
+    ("torch", {"dp": 2}, {}, "dp=2"),
+    ("torch", {"dp": 2}, {"data_parallel": "fsdp"}, "dp=2, fsdp"),
+    ("deepspeed", {}, {}, "DeepSpeed, one process"),
+    ("deepspeed", {"tp": 2}, {}, "DeepSpeed, tp=2"),
+    ("deepspeed", {"dp": 2}, ZERO, "DeepSpeed, dp=2, ZeRO-1"),
+    ("megatron", {}, {}, "Megatron, one process"),
+    ("megatron", {"tp": 2}, {}, "Megatron, tp=2"),
+    ("megatron", {"dp": 2}, {"distributed_optimizer": True}, "Megatron, dp=2, distributed optimizer"),
 ]
+Write = Callable[[Path], Any]
 
 
-def engine_of(layout: dict[str, int], options: dict[str, Any], small: bool) -> tuple[Any, Any]:
+def engine_of(target: str, layout: dict[str, int], options: dict[str, Any], small: bool) -> tuple[Any, Any]:
     """An engine that has stepped, and its mesh."""
     hidden = HIDDEN // 8 if small else HIDDEN
     sizes = [layout.get(axis, 1) for axis in ("pp", "dp", "tp")]
@@ -51,7 +61,7 @@ def engine_of(layout: dict[str, int], options: dict[str, Any], small: bool) -> t
     if sizes[0] > 1:
         schedule.pipeline(sizes[0])
     adamw = partial(torch.optim.AdamW, lr=1e-4)
-    engine = build(schedule, "torch", optimizer=adamw, loss_fn=F.mse_loss, microbatches=2, **options)
+    engine = build(schedule, target, optimizer=adamw, loss_fn=F.mse_loss, microbatches=2, **options)
     engine.train_batch(input=x, labels=x)
     return engine, mesh
 
@@ -64,19 +74,49 @@ def seconds(action: Callable[[], Any], mesh: Any) -> float:
     return float(all_reduce(torch.tensor(time.perf_counter() - start), mesh, dist.ReduceOp.MAX))
 
 
-def measure(rank: int, layout: dict[str, int], options: dict[str, Any], folder: str, small: bool) -> dict[str, Any]:
-    """MiB on the disk, and seconds of each way to save, and of a load."""
-    torch.set_num_threads(1)
-    engine, mesh = engine_of(layout, options, small)
+def written_alone(engine: Any, target: str, layout: dict[str, int], options: dict[str, Any]) -> Write:
+    """What writes the same without Slapo, given a folder."""
+    if target == "deepspeed":
+        return lambda folder: engine.model.save_checkpoint(str(folder))
+    if target == "megatron":
+        return partial(written_by_megatron, engine)
     state: dict[str, Any] = {f"{dist.get_rank()} {name}": piece.tensor for name, piece in engine.pieces().items()}
     if layout.get("dp") and not options and dist.get_rank():
         state = {}  # the first replica writes what all have
     for number, kept in enumerate(engine.optimizer.state.values() if state else ()):
         state |= {f"{dist.get_rank()} {number} {key}": value for key, value in kept.items()}
+    return lambda folder: dcp.save(state, checkpoint_id=folder)
+
+
+def written_by_megatron(engine: Any, folder: Path) -> None:
+    """``dist_checkpointing.save`` of the same state; its results are handed over in this process, not by one more."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from slapo_megatron.cpu_mode import cpu_mode
+    from slapo_megatron.optimizer_state import OptimizerState
+    from slapo_megatron.sharded_state import Held
+
+    filesystem_async._results_queue = queue.Queue()
+    folder.mkdir(exist_ok=True)
+    with cpu_mode():
+        held = Held(engine.program)
+        optimizer, _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
+        dist_checkpointing.save({"model": held.sharded(held.tensors), "optimizer": optimizer}, str(folder))
+
+
+def measure(
+    rank: int, target: str, layout: dict[str, int], options: dict[str, Any], folder: str, small: bool
+) -> dict[str, Any]:
+    """MiB on the disk, and seconds of each way to save, and of a load."""
+    torch.set_num_threads(1)
+    engine, mesh = engine_of(target, layout, options, small)
+    write = written_alone(engine, target, layout, options)
     found: dict[str, Any] = {"alone": [], "waits": [], "stops": [], "loads": []}
     for turn in range(TURNS):
         alone = Path(folder, f"alone-{turn}")
-        found["alone"].append(seconds(lambda alone=alone: dcp.save(state, checkpoint_id=alone), mesh))
+        found["alone"].append(seconds(lambda alone=alone: write(alone), mesh))
+        dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(alone)
         found["waits"].append(seconds(lambda: engine.save(f"{folder}/waits"), mesh))
@@ -90,28 +130,33 @@ def measure(rank: int, layout: dict[str, int], options: dict[str, Any], folder: 
 
 
 def main() -> None:
-    """Print the section; with ``--small`` of a small model."""
-    small = "--small" in sys.argv[1:]
+    """Print the section; with ``--small`` of a small model, and only of targets that are named."""
+    small, asked = "--small" in sys.argv[1:], {each for each in sys.argv[1:] if not each.startswith("-")}
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
     print(f"\n## Checkpoints: {LAYERS} GPT blocks, hidden size {HIDDEN}, with AdamW's state, in fp32\n")
     print(
-        "| layout | MiB | `dcp.save` (ms) | `save` (ms) | `save` / `dcp.save` | `save(wait=False)`: first, later (ms) "
+        "| layout | MiB | alone (ms) | `save` (ms) | `save` / alone | `save(wait=False)`: first, later (ms) "
         "| stops for, of a `save` | `load` (ms) |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    for layout, options in CASES:
+    for target, layout, options, words in CASES:
+        if asked and target not in asked:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             ranks = 2 if layout else 1
-            found = in_new_processes(measure, ranks, layout, options, folder, small)[0]
+            found = in_new_processes(measure, ranks, target, layout, options, folder, small)[0]
         alone, waits, loads = (1e3 * median(found[key]) for key in ("alone", "waits", "loads"))
         first, later = 1e3 * found["stops"][0], 1e3 * median(found["stops"][1:])
-        words = ", ".join([*(f"{axis}={size}" for axis, size in layout.items()), *options.values()]) or "one process"
         print(
             f"| {words} | {found['size']:.0f} | {alone:.0f} | {waits:.0f} | {waits / alone:.2f} | {first:.0f}, {later:.0f} "
             f"| {100 * later / waits:.1f} % | {loads:.0f} |",
             flush=True,
         )
-    print("\nThe first save in the background takes memory for the copies, on later ones they are made in the same memory.")
+    print(
+        "\nAlone are `dcp.save`, DeepSpeed's `save_checkpoint`, which flushes nothing to the disk, and Megatron's "
+        "`dist_checkpointing.save`."
+    )
+    print("The first save in the background takes memory for the copies, on later ones they are made in the same memory.")
 
 
 if __name__ == "__main__":
