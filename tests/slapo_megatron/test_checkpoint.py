@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import combinations
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 from slapo_core.build import build
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
+from slapo_megatron.sharded_state import boxes
 from tests.engine_models import batches, my_part, small
 from tests.engines import PLUGINS, scheduled
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
@@ -155,6 +158,17 @@ def test_padding_between_buckets_is_none_of_the_weights(layout: dict[str, int], 
     for runs in run_distributed(padded, 2, layout, str(tmp_path)):
         for found, expected in runs:
             assert found == expected
+
+
+@pytest.mark.parametrize("shape", [(6,), (4, 3), (2, 3, 4), (1, 5), (3, 1, 2, 2)], ids=str)
+def test_following_elements_are_boxes_in_the_same_order(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(prod(shape)).view(shape)
+    for start, stop in combinations(range(whole.numel() + 1), 2):
+        found = [(offset, sizes) for offset, sizes in boxes(shape, start, stop)]
+        assert len(found) <= 2 * len(shape) - 1
+        parts = [whole[tuple(map(slice, offset, map(sum, zip(offset, sizes, strict=True))))] for offset, sizes in found]
+        assert [part.shape for part in parts] == [sizes for _, sizes in found]
+        assert torch.equal(torch.cat([part.flatten() for part in parts]), torch.arange(start, stop))
 
 
 def before_any_step(rank: int, folder: str) -> tuple[list[float], list[float]]:

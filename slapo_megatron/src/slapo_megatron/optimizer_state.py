@@ -77,7 +77,7 @@ class OptimizerState:
 
     def masters(self) -> dict[str, torch.Tensor]:
         """The weights in fp32, of what is trained. Collective over the replicas."""
-        return self._whole(MASTER, is_loading=False) if self._has_masters else {}
+        return self._whole(MASTER) if self._has_masters else {}
 
     def sharded(self, has_state: bool, is_loading: bool) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
         """What Megatron writes or reads, and what takes over what was read. Collective.
@@ -89,10 +89,16 @@ class OptimizerState:
         if is_loading and has_state:
             prepared(self._inner)
         whole, single = self._names() if has_state else ([], [])
-        tensors = {name: self._whole(name, is_loading) for name in [*whole, *([MASTER] if self._has_masters else [])]}
-        numbers = {name: self._single(name) for name in single}
-        state: dict[str, Any] = {name: self._held.sharded(each, f"optimizer.{name}.") for name, each in tensors.items()}
-        state |= {name: self._held.alike(each, f"optimizer.{name}.") for name, each in numbers.items()}
+        state: dict[str, Any] = {}
+        for name in [*whole, *([MASTER] if self._has_masters else [])]:
+            prefix = f"optimizer.{name}."
+            if is_loading:
+                state[name] = self._held.sharded(self._fresh(), prefix)
+            elif self._is_shared_out:
+                state[name] = self._held.shared_out(self._ranges(name), prefix)
+            else:
+                state[name] = self._held.sharded(self._whole(name), prefix)
+        state |= {name: self._held.alike(self._single(name), f"optimizer.{name}.") for name in single}
         return state, self._take
 
     def _names(self) -> tuple[list[str], list[str]]:
@@ -106,25 +112,38 @@ class OptimizerState:
         numbers = {name for name, is_single in found if is_single}  # of a parameter without dimensions all is one
         return sorted({name for name, _ in found} - numbers), sorted(numbers)
 
-    def _whole(self, name: str, is_loading: bool) -> dict[str, torch.Tensor]:
-        whole = {}
-        for key, (parameter, main, start, stop) in self._parts.items():
-            full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if main is not None and not is_loading:
-                full[start:stop] = (main if name == MASTER else self._inner.state[main][name]).detach().reshape(-1)
-            if self._is_shared_out and not is_loading:
+    def _fresh(self) -> dict[str, torch.Tensor]:
+        return {key: torch.zeros_like(part.parameter, dtype=torch.float32) for key, part in self._parts.items()}
+
+    def _ranges(self, name: str) -> dict[str, tuple[torch.Tensor, int]]:
+        """What this rank's optimizer has, in fp32 without dimensions, and how many elements of the parameter are before it."""
+        found = {}
+        for key, (_, main, start, stop) in self._parts.items():
+            if main is not None and start < stop:
+                kept = main if name == MASTER else self._inner.state[main][name]
+                found[key] = kept.detach().to(torch.float32).reshape(-1), start
+        return found
+
+    def _whole(self, name: str) -> dict[str, torch.Tensor]:
+        """In fp32; as the optimizer has it, where this replica has all. Collective over the replicas where it has not."""
+        ranges, whole = self._ranges(name), {}
+        for key, (parameter, _, _, _) in self._parts.items():
+            values, start = ranges.get(key, (parameter.new_zeros(0, dtype=torch.float32), 0))
+            if self._is_shared_out:
+                full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+                full[start : start + values.numel()] = values
                 dist.all_reduce(full, group=self._groups.dp)
-            whole[key] = full.view(parameter.shape)
+                values = full
+            whole[key] = values.view(parameter.shape)
         return whole
 
     def _single(self, name: str) -> dict[str, torch.Tensor]:
-        numbers = {}
-        for key, (parameter, main, _, _) in self._parts.items():
-            own = 0.0 if main is None else float(self._inner.state[main][name])
-            numbers[key] = torch.tensor([own], dtype=torch.float64, device=parameter.device)
-            if self._is_shared_out:  # a replica without a part does not know it
-                dist.all_reduce(numbers[key], dist.ReduceOp.MAX, group=self._groups.dp)
-        return numbers
+        parts = self._parts.values()
+        own = [0.0 if part.main is None else float(self._inner.state[part.main][name]) for part in parts]
+        numbers = torch.tensor(own, dtype=torch.float64, device=next((part.parameter.device for part in parts), None))
+        if self._is_shared_out:  # a replica without a part does not know it
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._groups.dp)
+        return {key: numbers[index : index + 1] for index, key in enumerate(self._parts)}
 
     @torch.no_grad()
     def _take(self, read: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,50 +59,110 @@ class Held:
             for key, number in numbers.items()
         }
 
+    def shared_out(self, ranges: dict[str, tuple[torch.Tensor, int]], prefix: str) -> dict[str, Any]:
+        """What this replica alone has, and the others have the rest of.
+
+        Args:
+            ranges: By the keys of tensors held, with at least one element, some following ones of these elements, without
+                dimensions, and how many are before them.
+            prefix: Of the names in the checkpoint.
+        """
+        found: dict[str, Any] = {}
+        for key, (values, start) in ranges.items():
+            spec, copies = self._spec(key), (*self._copies(key)[:2], 0)
+            shape = tuple(self.tensors[key].shape) or (1,)
+            at, found[key] = 0, []
+            for offset, sizes in boxes(shape, start, start + values.numel()):
+                data = values[at : at + math.prod(sizes)].view(sizes)
+                found[key] += _parts(prefix + key, data, offset, self.shapes[key] or [1], spec, copies)
+                at += data.numel()
+        return found
+
+    def _spec(self, key: str) -> ShardSpec | None:
+        held = self.tensors[key]
+        return facts(held).spec if is_part(held) else None
+
+    def _copies(self, key: str) -> tuple[int, int, int]:
+        """How many ranks come before this one along each axis that have the same of it."""
+        program = self._program
+        return self._copy[key], program.axis_rank("tp") if self._spec(key) is None else 0, program.axis_rank("dp")
+
     def _one(self, key: str, tensor: torch.Tensor, prefix: str) -> Any:
+        from megatron.core.dist_checkpointing import ShardedTensor
         from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-        held = self.tensors[key]
-        spec = facts(held).spec if is_part(held) else None
-        copies = (self._copy[key], self._program.axis_rank("tp") if spec is None else 0, self._program.axis_rank("dp"))
+        shape, spec, copies = self.tensors[key].shape, self._spec(key), self._copies(key)
 
         def taken_apart(key: str, tensor: torch.Tensor, replica: Any, flattened_range: Any) -> list[Any]:
-            return [*_parts(key, tensor, spec, copies)]
+            data = tensor.detach()
+            if spec is None:
+                return [ShardedTensor.from_rank_offsets(key, data.view(-1) if data.dim() == 0 else data, replica_id=copies)]
+            return [*_parts(key, data, (0,) * data.dim(), spec.full_shape, spec, copies)]
 
         def put_together(parts: list[torch.Tensor]) -> torch.Tensor:
-            return torch.cat(parts, spec.dim) if spec is not None else parts[0].view(held.shape)
+            return torch.cat(parts, spec.dim) if spec is not None else parts[0].view(shape)
 
         return ShardedTensorFactory(prefix + key, tensor, taken_apart, put_together, copies)
 
 
-def _parts(key: str, tensor: torch.Tensor, spec: ShardSpec | None, copies: tuple[int, int, int]) -> Iterator[Any]:
-    """The pieces of one tensor that are whole ranges of the full one, each with how many other ranks come before with it."""
-    from megatron.core.dist_checkpointing import ShardedTensor
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements of a tensor that follow each other, as boxes in the same order: where each lies, and its sizes."""
+    row = math.prod(shape[1:])
+    while start < stop:
+        first, inside = divmod(start, row)
+        if inside or stop - start < row:
+            end = min(stop, (first + 1) * row)
+            for offset, sizes in boxes(shape[1:], inside, end - first * row):
+                yield (first, *offset), (1, *sizes)
+        else:
+            end = stop - stop % row
+            yield (first, *(0 for _ in shape[1:])), ((end - start) // row, *shape[1:])
+        start = end
 
+
+def _parts(
+    key: str, data: torch.Tensor, offset: tuple[int, ...], shape: Sequence[int], spec: ShardSpec | None, copies: tuple[int, ...]
+) -> Iterator[Any]:
+    """The pieces of a box that are whole ranges of the full tensor, each with how many other ranks come before with it.
+
+    Args:
+        key: Its name in the checkpoint.
+        data: The numbers of the box.
+        offset: Where it lies in what this rank has of the tensor.
+        shape: That of the full tensor.
+        spec: What of that this rank has; None for all.
+        copies: How many ranks come before along pp, tp and dp that have the same.
+    """
     if spec is None:
-        data = tensor.detach().view(-1) if tensor.dim() == 0 else tensor.detach()
-        yield ShardedTensor.from_rank_offsets(key, data, replica_id=copies)
+        yield _part(key, data, offset, shape, copies)
         return
     held = [spec.ranges(rank) for rank in range(spec.num_shards)]
     cuts = sorted({edge for ranges in held for each in ranges for edge in each})
-    at = 0
+    at, dim, begin = 0, spec.dim, offset[spec.dim]
     for start, stop in held[spec.rank]:
         inside = [edge for edge in cuts if start <= edge <= stop]
         for low, high in zip(inside, inside[1:], strict=False):
             before = sum(any(a <= low and high <= b for a, b in ranges) for ranges in held[: spec.rank])
-            data = tensor.detach().narrow(spec.dim, at, high - low)
-            offset = tuple(low if dim == spec.dim else 0 for dim in range(tensor.dim()))
-            yield ShardedTensor(
-                key=key,
-                data=data,
-                dtype=data.dtype,
-                local_shape=tuple(data.shape),
-                global_shape=tuple(spec.full_shape),
-                global_offset=offset,
-                axis_fragmentations=None,
-                replica_id=(copies[0], before, copies[2]),
-            )
+            first, last = max(at, begin), min(at + high - low, begin + data.shape[dim])
+            if first < last:
+                where = (*offset[:dim], low + first - at, *offset[dim + 1 :])
+                yield _part(key, data.narrow(dim, first - begin, last - first), where, shape, (copies[0], before, copies[2]))
             at += high - low
+
+
+def _part(key: str, data: torch.Tensor, offset: tuple[int, ...], shape: Sequence[int], copies: tuple[int, ...]) -> Any:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor(
+        key=key,
+        data=data,
+        dtype=data.dtype,
+        local_shape=tuple(data.shape),
+        global_shape=tuple(shape),
+        global_offset=offset,
+        axis_fragmentations=None,
+        replica_id=copies,
+    )
 
 
 def _saved(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
