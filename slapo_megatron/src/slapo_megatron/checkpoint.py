@@ -18,7 +18,6 @@ from slapo_training.meeting import on_all
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers
 
-from .files import planned
 from .optimizer_state import OptimizerState
 from .sharded_state import Held
 
@@ -49,7 +48,7 @@ def prepared(
     def collect(folder: Path) -> Callable[[Ranks], None]:
         if engine.optimizer is not None:
             state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
-        return planned(state, folder, ranks, copies)
+        return engine.files.prepared(state, folder, ranks, copies)
 
     compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
     ranks.on_all(check)

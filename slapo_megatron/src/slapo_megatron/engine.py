@@ -29,6 +29,7 @@ from slapo_training.whole_gradients import WholeGradients
 
 from . import checkpoint
 from .cpu_mode import mode_of
+from .files import MegatronFiles
 from .limits import ANOTHER_OPTIMIZER
 from .optimizer_state import OptimizerState
 from .optimizers import is_shared_out, megatrons, optimizer_config, wrapped
@@ -52,6 +53,7 @@ class MegatronEngine(BatchEngine):
         has_stepped: Whether the optimizer has, here or before the checkpoint that was loaded.
         config: Megatron's ``TransformerConfig``.
         groups: Megatron's ``ProcessGroupCollection``.
+        files: Those of its checkpoints.
     """
 
     optimizer: Any
@@ -61,7 +63,7 @@ class MegatronEngine(BatchEngine):
         self.options = options
         self._device_type = device_of(program)
         self.has_stepped = False
-        self._saver = Saver(program)
+        self._saver, self.files = Saver(program), MegatronFiles()
         compare(options.agreed(), program.mesh)
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
         self._state = ParallelState(program, len(own), options.timeout_minutes)
