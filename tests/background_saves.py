@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +102,14 @@ def check_gone_on(found: list[Any]) -> None:
 
 
 def in_vain(rank: int, target: str, layout: Layout, options: dict[str, Any], folder: str) -> list[Any]:
-    """What saves say, and when, that the second rank cannot write; and what is left.
+    """What a save says that not all ranks wait for; and saves that the second rank cannot write, and when; and what is left.
 
-    Each is asked twice, by its ``wait``, by another save, by a load and as the engine is closed.
+    Each of these is asked twice, by its ``wait``, by another save, by a load and as the engine is closed.
     """
     engine, mesh = engine_of(target, layout, **options)
     losses(engine, mesh, range(1))
     engine.save(folder, extra="kept")
-    messages = []
+    messages = [message_of(lambda: engine.save(folder, wait=rank == 0)), "no error"]
     for ask in ("wait", "save", "load", "close"):
         with held_back() as gate:
             saving = engine.save(folder, extra="lost", wait=False)
@@ -134,58 +139,86 @@ def check_in_vain(first: list[Any], second: list[Any]) -> None:
     """What ``in_vain`` is to give."""
     for messages, found in (first, second):
         assert found == ("kept", 1, 1)
-        assert messages[1::2] == ["no error"] * 4
-    for other, own in zip(first[0][::2], second[0][::2], strict=True):
+        assert messages[1::2] == ["no error"] * 5
+        assert "some ranks save with wait=True and others with wait=False" in messages[0]
+    for other, own in zip(first[0][2::2], second[0][2::2], strict=True):
         assert "No space left on device" in own
         assert f"rank 1 failed: {own}" in other
 
 
-def trains_and_saves(target: str, folder: str) -> None:
+def trains_and_saves(target: str, folder: str, layout: Layout, options: dict[str, Any]) -> None:
     """Go on from the checkpoint that is there, save each step in the background of the next, and say what is done."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine, _ = engine_of(target, {})
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    engine, mesh = engine_of(target, layout, **options)
     if Path(folder, "slapo.json").exists():
         assert engine.load(folder) == engine.steps
     print("loaded", engine.steps, flush=True)
     while True:
         saving = engine.save(folder, extra=engine.steps, wait=False)
         steps = engine.steps
-        print("loss", engine.train_batch(**batches(2)[steps % 5]).item(), flush=True)
+        print("loss", *losses(engine, mesh, range(steps % 5, steps % 5 + 1)), flush=True)
         saving.wait()
         print("saved", steps, flush=True)
 
 
-def killed(target: str, folder: Path, seconds: float) -> list[list[str]]:
-    """What ``trains_and_saves`` says before it is killed, so long after it first saved."""
-    call = f"from tests.background_saves import trains_and_saves; trains_and_saves({target!r}, {str(folder)!r})"
-    command = [sys.executable, "-c", call]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
-        assert process.stdout is not None
-        lines = []
-        while not lines or not lines[-1].startswith("saved"):
-            lines.append(process.stdout.readline())
-            assert lines[-1], "it has ended by itself"
+def killed(target: str, folder: Path, layout: Layout, options: dict[str, Any], seconds: float, victim: int) -> list[list[str]]:
+    """What ``trains_and_saves`` says on each rank before one is killed, so long after it first saved; the others end by it."""
+    arguments = ", ".join(map(repr, (target, str(folder), layout, options)))
+    call = f"from tests.background_saves import trains_and_saves; trains_and_saves({arguments})"
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    size = prod(layout.values())
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(size),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with ExitStack() as stack:
+        ranks, said = [], []
+        for rank in range(size):
+            given: dict[str, Any] = {
+                "env": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                "cwd": Path(__file__).parents[1],
+            }
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE if size > 1 else None, "text": True}
+            ranks.append(stack.enter_context(subprocess.Popen([sys.executable, "-c", call], **pipes, **given)))
+        for rank in ranks:
+            said.append([""])
+            while not said[-1][-1].startswith("saved"):
+                said[-1].append(rank.stdout.readline())
+                assert said[-1][-1], "it has ended by itself"
         time.sleep(seconds)
-        process.kill()
-        lines += process.stdout.read().splitlines()
-    return [line.split() for line in lines if line.startswith(("loaded", "loss", "saved"))]
+        ranks[victim].kill()
+        ends = [rank.communicate(timeout=100) for rank in ranks]
+    for rank, (_, errors) in zip(ranks, ends, strict=True):
+        assert rank.returncode == (-signal.SIGKILL if rank is ranks[victim] else 1), errors
+    lines = [[*before, *out.splitlines()] for before, (out, _) in zip(said, ends, strict=True)]
+    return [[line for line in each if line.startswith(("loaded", "loss", "saved"))] for each in lines]
 
 
-def check_killed(target: str, folder: Path, moments: random.Random, times: int) -> None:
-    """Kill what trains and saves at random moments: it goes on from the last checkpoint, or the one just written, exactly."""
+def check_killed(
+    target: str, folder: Path, layout: Layout, options: dict[str, Any], moments: random.Random, times: int
+) -> None:
+    """Kill a rank of what trains and saves at random moments: the next go on from the last checkpoint, or one just written."""
     known: dict[int, str] = {}
     done, broken_off = 0, 0
     for _ in range(times):
-        said = killed(target, folder, moments.uniform(0.0, 0.8))
-        step = int(said[0][1])
-        assert step in (done, done + 1)
-        for word, value in said[1:]:
-            if word == "saved":
-                done = int(value)
-            else:
-                assert known.setdefault(step, value) == value
-                step += 1
+        victim = moments.randrange(prod(layout.values()))
+        everyone = killed(target, folder, layout, options, moments.uniform(0.0, 0.8), victim)
+        begun = done
+        for lines in everyone:
+            assert int(lines[0].split()[1]) in (begun, begun + 1)
+            step = int(lines[0].split()[1])
+            for word, value in map(str.split, lines[1:]):
+                if word == "saved":
+                    done = max(done, int(value))
+                else:
+                    assert known.setdefault(step, value) == value
+                    step += 1
         broken_off += len([*folder.glob("data-*")]) > 1
-    assert broken_off  # else the moments are none within a save
     print(f"{broken_off} of {times} within a save, {done} steps")
+    assert broken_off or layout  # the moments are within saves, of which ranks that live remove what they wrote

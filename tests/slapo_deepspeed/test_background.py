@@ -43,8 +43,11 @@ def test_what_keeps_a_checkpoint_from_being_written_is_told_once_on_all_ranks(tm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_process_that_is_killed_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("layout", "options"), [({}, {}), ({"dp": 2}, zero(1))], ids=str)
+def test_a_rank_that_is_killed_leaves_a_whole_checkpoint(
+    layout: dict[str, int], options: dict[str, Any], tmp_path: Path
+) -> None:
     seed = int(os.environ.get("SLAPO_TEST_SEED", time.time_ns() % 10**6))
     print(f"SLAPO_TEST_SEED={seed}")
-    check_killed(TARGET, tmp_path / "checkpoint", random.Random(seed), times=6)
+    check_killed(TARGET, tmp_path / "checkpoint", layout, options, random.Random(seed), times=6)

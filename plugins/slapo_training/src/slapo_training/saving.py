@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
@@ -14,6 +15,8 @@ from slapo_core.program import Program
 
 from .ranks import Ranks
 
+_HUGE = 2 * 2**20
+"""Bytes of a huge page."""
 Buffers = dict[Any, torch.Tensor]
 """Memory on the CPU that what is written is copied to first, kept from one save to the next; by what each is the copy of."""
 
@@ -88,10 +91,10 @@ class Saver:
                 folder has the checkpoint it had.
             Exception: what kept the checkpoint before from being written, if nobody has waited for it.
         """
-        if type(waits) is not bool:
-            raise BuildError(f"wait is {waits!r}; give True or False")
         self.wait()
         ranks = self._ranks = self._ranks or Ranks.of(self._program)
+        if len(set(ranks.on_all(lambda: _checked(waits)))) > 1:
+            raise BuildError("some ranks save with wait=True and others with wait=False; give all of them the same")
         if not waits and self._apart is None:
             self._apart = ranks.apart()
         put = prepare(ranks, None if waits else self._copies)
@@ -116,12 +119,30 @@ class Saver:
                 dist.destroy_process_group(apart.group)
 
 
+def _checked(waits: bool) -> bool:
+    if type(waits) is not bool:
+        raise BuildError(f"wait is {waits!r}; give True or False")
+    return waits
+
+
 def copied(tensor: torch.Tensor, key: Hashable, buffers: Buffers) -> torch.Tensor:
     """A tensor as it is now, on the CPU, in the memory of its key."""
     kept = buffers.get(key)
     if kept is None or kept.shape != tensor.shape or kept.dtype is not tensor.dtype:
-        kept = buffers[key] = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+        kept = buffers[key] = _room_like(tensor)
     return kept.copy_(tensor)
+
+
+def _room_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory on the CPU for the numbers of a tensor: page-locked for a GPU's, in huge pages where the system has them.
+
+    Most of a first copy is the system's work of handing out one small page after the other.
+    """
+    if tensor.is_cuda or tensor.nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 def keep(keys: Collection[Hashable], buffers: Buffers) -> None:
