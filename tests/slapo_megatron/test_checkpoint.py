@@ -88,6 +88,22 @@ def test_any_other_layout_goes_on(shared: bool, tmp_path: Path) -> None:
         assert found == pytest.approx(expected, abs=2e-5), layout
 
 
+LAYOUTS: list[dict[str, int]] = [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("shared", [False, True])
+def test_all_pairs_of_layouts_go_on(shared: bool, tmp_path: Path) -> None:
+    options = {"distributed_optimizer": shared}
+    for number, before in enumerate([*LAYOUTS, {"tp": 2, "dp": 2}]):
+        folder = str(tmp_path / str(number))
+        expected = run_distributed(elsewhere, prod(before.values()), before, 1, options, folder, True)[0]
+        for layout in LAYOUTS:
+            found = run_distributed(elsewhere, prod(layout.values()), layout, 1, options, folder, False)[0]
+            assert found == pytest.approx(expected, abs=2e-5), (before, layout)
+
+
 def falling(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
