@@ -1,4 +1,4 @@
-"""What Megatron's optimizers keep for each parameter, whole in the shape of this rank's shard, whichever replica has it.
+"""What Megatron's optimizers keep for each parameter: in the shape of this rank's shard, or the elements that a replica has.
 
 Megatron's own way of writing it loses what is behind padding between the buckets of its distributed optimizer, and knows
 Adam alone.
