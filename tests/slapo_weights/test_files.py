@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from slapo_core.errors import BuildError
 from slapo_weights import boxes
 from slapo_weights.boxes import View, concatenated, stacked
 from slapo_weights.files import WeightFiles
+from slapo_weights.symbolic import NotRead
 
 
 def bytes_of_this_process() -> int:
@@ -87,6 +89,42 @@ def test_put_together_turned_and_cut_it_is_what_torch_makes(file: Path) -> None:
     assert torch.equal(cut.read(files, torch.float64), expected.double())
     assert files.bytes_read - before == expected.numel() * 4
     assert torch.equal(made.narrow(1, 1, 2).squeezed(1).read(files, torch.float32), same[:, 1])
+
+
+Change = Callable[[Any], Any]
+CHANGES: dict[str, Change] = {
+    "merged": lambda x: x.reshape(4, -1),
+    "all": lambda x: x.reshape(-1),
+    "split": lambda x: x.view(2, 2, 3, 2, 10),
+    "ones": lambda x: x.reshape([1, 4, 1, 60, 1]),
+    "interleaved": lambda x: x.reshape(4, 3, 2, 10).transpose(1, 2).reshape(x.shape),
+    "heads turned": lambda x: x.reshape(24, 10).view(2, 6, 2, 10).transpose(1, 2).reshape(24, 10),
+    "turned": lambda x: x.transpose(0, 2).reshape(5, 2, 24),
+    "chunk": lambda x: torch.chunk(x, 3, 1)[1].reshape(2, 4, 10).transpose(0, 1).reshape(8, 10),
+    "cat": lambda x: torch.cat([x, x]).reshape(16, 30).transpose(0, 1).reshape(3, 10, 16),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_in_another_shape_it_is_what_torch_makes(change: str, file: Path) -> None:
+    files, expected = WeightFiles(file), CHANGES[change](whole(file)["cube"])
+    found = CHANGES[change](NotRead(View.of(files, "cube")))
+    assert (found.shape, found.ndim, found.dtype) == (expected.shape, expected.ndim, expected.dtype)
+    assert torch.equal(found.source.read(files, torch.float32), expected)
+    assert files.bytes_read == expected.numel() * 4
+    half = found.source.narrow(0, 0, expected.shape[0] // 2)
+    assert torch.equal(half.read(files, torch.float32), expected[: expected.shape[0] // 2])
+
+
+@pytest.mark.parametrize(("shape", "told"), [((5, 48), "4 cannot be parts of 5"), ((4, 7), r"\[4, 6, 10\] cannot be \[4, 7\]")])
+def test_a_shape_that_does_not_fit_is_refused(shape: tuple[int, int], told: str, file: Path) -> None:
+    with pytest.raises(ValueError, match=told):
+        View.of(WeightFiles(file), "cube").reshaped(shape)
+
+
+def test_what_is_empty_has_no_boxes_in_any_shape(file: Path) -> None:
+    files = WeightFiles(file)
+    assert View.of(files, "none").reshaped((3, 0)).read(files, torch.float32).shape == (3, 0)
 
 
 @pytest.mark.parametrize("limit", [1, 40, 100])

@@ -18,7 +18,7 @@ from slapo_core.registry import Registry
 from slapo_weights.load import Weights, fill
 from tests.zoo.families import FAMILIES
 
-from .saved import IDS, class_of, config, empty, expected, logits_and_gradients, save
+from .saved import IDS, SIZES, WIDTHS, class_of, config, empty, expected, logits_and_gradients, save
 
 
 def loaded(model: Any, weights: Any) -> Any:
@@ -33,6 +33,13 @@ def check(module: Any, theirs: Any, distance: float = 0.0) -> None:
     assert gradients.keys() == others.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, others[name], rtol=distance and 1e-4, atol=distance, msg=name)
+
+
+def assert_same(module: Any, theirs: Any) -> None:
+    """Every value is the same, to the bit."""
+    found, expected = module.state_dict(), theirs.state_dict()
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("size", ["5GB", "20KB"], ids=["one file", "shards"])
@@ -50,12 +57,9 @@ def test_a_model_is_what_from_pretrained_makes(name: str, size: str, tmp_path: P
 def test_every_family_is_read_as_from_pretrained_reads_it(name: str, tmp_path: Path) -> None:
     original: Any = FAMILIES[name].model()
     original.save_pretrained(tmp_path)
-    theirs = type(original).from_pretrained(tmp_path).state_dict()
     with slapo.init_empty_weights():
         model = type(original)(original.config)
-    found = loaded(model, tmp_path).state_dict()
-    assert found.keys() == theirs.keys()
-    assert [name for name in theirs if not torch.equal(found[name], theirs[name])] == []
+    assert_same(loaded(model, tmp_path), type(original).from_pretrained(tmp_path))
 
 
 def test_experts_that_are_stacked_in_the_file_are_read(tmp_path: Path) -> None:
@@ -391,26 +395,75 @@ def test_what_is_no_place_is_refused(weights: Any, match: str) -> None:
         loaded(empty("llama"), weights)
 
 
-def test_a_conversion_that_needs_whole_tensors_is_refused_by_name(tmp_path: Path) -> None:
+def converted_llama(operation: Any, tmp_path: Path) -> Any:
+    """An empty Llama whose files have other weights for ``up_proj``, of which Transformers makes them so."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-    from transformers.core_model_loading import Interleave, WeightConverter
+    from transformers.core_model_loading import WeightConverter
 
-    class InterleavedConfig(LlamaConfig):
-        model_type = "interleaved-llama"
+    class ConvertedConfig(LlamaConfig):
+        model_type = "converted-llama"
 
-    class InterleavedLlama(LlamaForCausalLM):
-        config_class = InterleavedConfig
+    class ConvertedLlama(LlamaForCausalLM):
+        config_class = ConvertedConfig
 
-    converter = WeightConverter("mlp.w13.weight", "mlp.up_proj.weight", [Interleave(dim=0)])
-    register_checkpoint_conversion_mapping("InterleavedLlama", [converter], overwrite=True)
+    converter = WeightConverter("mlp.w13.weight", "mlp.up_proj.weight", [operation])
+    register_checkpoint_conversion_mapping("ConvertedLlama", [converter], overwrite=True)
     save("llama", tmp_path)
     tensors = {name.replace("up_proj", "w13"): each for name, each in load_file(tmp_path / "model.safetensors").items()}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with slapo.init_empty_weights():
-        model = InterleavedLlama(InterleavedConfig(**config("llama").to_diff_dict()))
+        return ConvertedLlama(ConvertedConfig(**config("llama").to_diff_dict()))
+
+
+def test_rows_in_another_order_are_read_in_parts(tmp_path: Path) -> None:
+    from transformers.core_model_loading import Interleave
+
+    model = converted_llama(Interleave(dim=0), tmp_path)
+    loaded(model, tmp_path)
+    assert_same(model, type(model).from_pretrained(tmp_path))
+
+
+def test_projections_of_one_that_are_turned_for_rotation_are_read_in_parts(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = dict(
+        **{**SIZES, **WIDTHS, "num_key_value_heads": 4, "num_hidden_layers": 1},
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    sees = {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 2, "num_hidden_layers": 1}
+    ids = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    of = AutoConfig.for_model("kimi_k25", text_config=text, vision_config={**sees, **sizes}, projection_hidden_size=32, **ids)
+    torch.manual_seed(0)
+    saved = AutoModelForImageTextToText.from_config(of)
+    saved.save_pretrained(tmp_path)
+    assert any("wqkv" in name for name in load_file(tmp_path / "model.safetensors")), "fused, and its rows as they were trained"
+    with slapo.init_empty_weights():
+        model = type(saved)(of)
+    loaded(model, tmp_path)
+    assert_same(model, saved)
+
+
+def test_a_conversion_that_needs_whole_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    from transformers.core_model_loading import ConversionOps
+
+    class Sorted(ConversionOps):
+        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
+            [[tensor]] = input_dict.values()
+            return {target_patterns[0]: tensor.sort(0).values}
+
     match = (
         r"2 that cannot be read in parts: model.layers.0.mlp.up_proj.weight, which Transformers makes of model.layers.0.mlp.w13"
     )
     with pytest.raises(BuildError, match=match):
-        loaded(model, tmp_path)
+        loaded(converted_llama(Sorted(), tmp_path), tmp_path)

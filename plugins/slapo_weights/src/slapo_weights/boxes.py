@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
+from typing import TypeVar
 
 import torch
 
 from .files import WeightFiles
+
+_Value = TypeVar("_Value")
 
 _COPIED = 1 << 20
 """Bytes that are read at a time of what is turned or cast on its way; the allocator may keep a few times that."""
@@ -131,9 +134,7 @@ class View:
         """With a dimension of size 1."""
         dim %= len(self.shape) + 1
         boxes = tuple(
-            replace(
-                box, at=_with(box.at, dim, 0), sizes=_with(box.sizes, dim, 1), dims=(*box.dims[:dim], None, *box.dims[dim:])
-            )
+            replace(box, at=_with(box.at, dim, 0), sizes=_with(box.sizes, dim, 1), dims=_with(box.dims, dim, None))
             for box in self.boxes
         )
         return replace(self, shape=_with(self.shape, dim, 1), boxes=boxes)
@@ -142,10 +143,72 @@ class View:
         """Without a dimension of size 1."""
         dim %= len(self.shape)
         boxes = tuple(
-            replace(box, at=_without(box.at, dim), sizes=_without(box.sizes, dim), dims=(*box.dims[:dim], *box.dims[dim + 1 :]))
+            replace(box, at=_without(box.at, dim), sizes=_without(box.sizes, dim), dims=_without(box.dims, dim))
             for box in self.boxes
         )
         return replace(self, shape=_without(self.shape, dim), boxes=boxes)
+
+    def reshaped(self, shape: Sequence[int]) -> View:
+        """The same numbers, row by row, in another shape; -1 is the size that fits.
+
+        A dimension that is split, or goes into another, comes in boxes of what stays together.
+
+        Raises:
+            ValueError: the shapes do not have as many numbers, or a dimension's border lies within one of the other's.
+        """
+        sizes = list(shape)
+        if -1 in sizes:
+            sizes[sizes.index(-1)] = prod(self.shape) // max(1, -prod(sizes))
+        if prod(sizes) != prod(self.shape):
+            raise ValueError(f"{list(self.shape)} cannot be {list(shape)}")
+        if not prod(sizes):
+            return replace(self, shape=(*sizes,), boxes=())
+        view = self
+        for dim, size in enumerate(sizes):
+            while dim < len(view.shape) - 1 and size % view.shape[dim] == 0 and view.shape[dim] < size:
+                view = view._merged(dim)
+            if dim == len(view.shape):
+                view = view.unsqueezed(dim)
+            elif view.shape[dim] != size:
+                view = view._split(dim, size)
+        while len(view.shape) > len(sizes):
+            view = view.squeezed(-1)
+        return view
+
+    def _merged(self, dim: int) -> View:
+        """A dimension and the next as one."""
+        inner = self.shape[dim + 1]
+        if inner == 1:
+            return self.squeezed(dim + 1)
+        boxes = []
+        for box in self.boxes:
+            for outer in range(box.at[dim], box.at[dim] + box.sizes[dim]):
+                part = box.clipped(dim, outer, outer + 1)
+                assert part is not None
+                part = part.moved(dim + 1, outer * inner)
+                boxes.append(
+                    replace(part, at=_without(part.at, dim), sizes=_without(part.sizes, dim), dims=_without(part.dims, dim))
+                )
+        return replace(
+            self, shape=_with(_without(_without(self.shape, dim), dim), dim, inner * self.shape[dim]), boxes=(*boxes,)
+        )
+
+    def _split(self, dim: int, size: int) -> View:
+        """A dimension as one of a size, and what is left of it as the next."""
+        inner, rest = divmod(self.shape[dim], size)
+        if rest:
+            raise ValueError(f"{self.shape[dim]} cannot be parts of {size}")
+        boxes = []
+        for box in self.boxes:
+            for outer in range(box.at[dim] // inner, -(-(box.at[dim] + box.sizes[dim]) // inner)):
+                part = box.clipped(dim, outer * inner, (outer + 1) * inner)
+                assert part is not None
+                boxes.append(
+                    replace(
+                        part, at=_with(part.at, dim, outer), sizes=_with(part.sizes, dim, 1), dims=_with(part.dims, dim, None)
+                    )
+                )
+        return replace(self, shape=_with(_with(_without(self.shape, dim), dim, inner), dim, size), boxes=(*boxes,))
 
     def padded(self, rows: int) -> View:
         """With as many rows, zeros behind its own."""
@@ -195,9 +258,9 @@ def _moved(views: Sequence[View], stops: Sequence[int], dim: int) -> Iterator[Bo
         yield from (box.moved(dim, stop - each.shape[dim]) for box in each.boxes)
 
 
-def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+def _with(values: tuple[_Value, ...], at: int, value: _Value) -> tuple[_Value, ...]:
     return (*values[:at], value, *values[at:])
 
 
-def _without(values: tuple[int, ...], at: int) -> tuple[int, ...]:
+def _without(values: tuple[_Value, ...], at: int) -> tuple[_Value, ...]:
     return (*values[:at], *values[at + 1 :])

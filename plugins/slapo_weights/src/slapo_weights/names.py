@@ -99,8 +99,8 @@ def _converted(whole: dict[str, View], model: Any) -> tuple[dict[str, View], lis
     for key, (converter, names) in collected.items():
         try:
             made = converter.convert(key, model=model, config=model.config)
-        except (NotImplementedError, ValueError, LookupError, AttributeError) as err:
+        except (NotImplementedError, ValueError, LookupError, AttributeError, TypeError) as err:
             unread.append(f"{key}, which Transformers makes of {', '.join(names[:3])} with {converter.operations}: {err}")
             continue
-        views.update({name: (each[0] if isinstance(each, list) else each).view for name, each in made.items()})
+        views.update({name: (each[0] if isinstance(each, list) else each).source for name, each in made.items()})
     return views, unread

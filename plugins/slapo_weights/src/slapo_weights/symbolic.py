@@ -11,14 +11,19 @@ from .boxes import View, concatenated, stacked
 
 
 class NotRead:
-    """A tensor of files that has not been read, to those who take it for a tensor.
+    """A tensor of files that has not been read, to those who take it for a tensor, also by ``isinstance``.
 
     Args:
-        view: What it is made of.
+        source: What it is made of.
     """
 
-    def __init__(self, view: View) -> None:
-        self.view = view
+    def __init__(self, source: View) -> None:
+        self.source = source
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Of what it stands for: conversions tell a tensor from a list of them so."""
+        return torch.Tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -30,16 +35,31 @@ class NotRead:
     @property
     def shape(self) -> torch.Size:
         """Of the tensor."""
-        return torch.Size(self.view.shape)
+        return torch.Size(self.source.shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """In the file."""
-        return self.view.dtype
+        return self.source.dtype
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions it has."""
+        return len(self.source.shape)
+
+    def reshape(self, *shape: Any) -> NotRead:
+        """In another shape, which is given as one argument or as several."""
+        return NotRead(self.source.reshaped(shape if isinstance(shape[0], int) else shape[0]))
+
+    view = reshape
+
+    def transpose(self, dim0: int, dim1: int) -> NotRead:
+        """Two dimensions swapped."""
+        return _transpose(self, dim0, dim1)
 
     def size(self, dim: int) -> int:
         """Along a dimension."""
-        return self.view.shape[dim]
+        return self.source.shape[dim]
 
     def contiguous(self) -> NotRead:
         """It is once it is read."""
@@ -47,22 +67,22 @@ class NotRead:
 
     def squeeze(self, dim: int) -> NotRead:
         """Without the dimension, where its size is 1."""
-        return NotRead(self.view.squeezed(dim)) if self.view.shape[dim] == 1 else self
+        return NotRead(self.source.squeezed(dim)) if self.source.shape[dim] == 1 else self
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"{name}, which needs the whole tensor")
 
 
 def _cat(tensors: Sequence[NotRead], dim: int = 0) -> NotRead:
-    return NotRead(concatenated([each.view for each in tensors], dim))
+    return NotRead(concatenated([each.source for each in tensors], dim))
 
 
 def _stack(tensors: Sequence[NotRead], dim: int = 0) -> NotRead:
-    return NotRead(stacked([each.view for each in tensors], dim))
+    return NotRead(stacked([each.source for each in tensors], dim))
 
 
 def _transpose(tensor: NotRead, dim0: int, dim1: int) -> NotRead:
-    return NotRead(tensor.view.transposed(dim0, dim1))
+    return NotRead(tensor.source.transposed(dim0, dim1))
 
 
 def _split(tensor: NotRead, sizes: int | Sequence[int], dim: int = 0) -> tuple[NotRead, ...]:
@@ -71,7 +91,7 @@ def _split(tensor: NotRead, sizes: int | Sequence[int], dim: int = 0) -> tuple[N
     if sum(each) != whole:
         raise ValueError(f"a size of {whole} cannot be split into {each}")
     starts = [sum(each[:number]) for number in range(len(each))]
-    return tuple(NotRead(tensor.view.narrow(dim, start, start + size)) for start, size in zip(starts, each, strict=True))
+    return tuple(NotRead(tensor.source.narrow(dim, start, start + size)) for start, size in zip(starts, each, strict=True))
 
 
 def _chunk(tensor: NotRead, chunks: int, dim: int = 0) -> tuple[NotRead, ...]:
