@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn import functional as F
 
 import slapo
 from slapo_core.errors import BuildError, ScheduleError
@@ -90,6 +91,8 @@ def test_what_does_not_make_up_a_parameter_is_refused() -> None:
     slapo.create_schedule(model)
     with pytest.raises(ScheduleError, match="parts of 8 along dimension 0 do not make up a parameter of 9"):
         made_of(nn.Parameter(torch.empty(9, 8)), [model[0].query.weight])
+    with pytest.raises(ScheduleError, match="parts of 8 along dimension 0 do not make up a parameter of 7"):
+        made_of(nn.Parameter(torch.empty(7, 8)), [model[0].query.weight], padded=True)
     for start, stop in ((4, 12), (-8, 0), (3, 3)):
         with pytest.raises(ScheduleError, match=rf"'0.query.weight' of shape \(8, 8\) has no range {start} to {stop} along"):
             made_of(nn.Parameter(torch.empty(8, 8)), [(model[0].query.weight, start, stop)])
@@ -111,6 +114,50 @@ def test_parts_may_lie_side_by_side_counted_from_the_end(tmp_path: Path) -> None
     assert torch.equal(found.module[0].weight, torch.cat([reference[0].weight, reference[1].weight], 1))
     export_weights(sch, tmp_path / "out")
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["1.weight"], reference[1].weight)
+
+
+class Padded(nn.Module):
+    """An embedding with rows that no token has, and the head of it, which gives no logits for them."""
+
+    def __init__(self, embed: nn.Embedding, rows: int) -> None:
+        super().__init__()
+        self.tokens = embed.num_embeddings
+        self.weight = nn.Parameter(torch.empty(rows, embed.embedding_dim, device="meta"))
+        made_of(self.weight, [embed.weight], padded=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.embedding(ids, self.weight), self.weight[: self.tokens])
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.embed(ids), self.embed.weight)
+
+
+def test_a_vocabulary_that_a_step_padded_has_zeros_behind_the_last_token_and_is_written_without_them(tmp_path: Path) -> None:
+    reference, ids = Tokens(), torch.tensor([[1, 9, 3]])
+    tensors = {f"all.{name}": tensor for name, tensor in reference.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with slapo.init_empty_weights():
+        model = nn.ModuleDict({"all": Tokens()})
+    sch: Any = slapo.create_schedule(model)
+    sch["all"].replace(Padded(model["all"].embed, 16))
+    found = slapo.build(sch, weights=tmp_path).module["all"]
+    assert not found.weight[10:].any()
+    expected = reference(ids)
+    expected.square().sum().backward()
+    output = found(ids)
+    output.square().sum().backward()
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(found.weight.grad[:10], reference.embed.weight.grad)
+    export_weights(sch, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert torch.equal(written["all.embed.weight"], reference.embed.weight)
 
 
 def test_a_copy_of_a_model_keeps_what_was_declared(tmp_path: Path) -> None:

@@ -210,9 +210,9 @@ class View:
                 )
         return replace(self, shape=_with(_with(_without(self.shape, dim), dim, inner), dim, size), boxes=(*boxes,))
 
-    def padded(self, rows: int) -> View:
-        """With as many rows, zeros behind its own."""
-        return replace(self, shape=(rows, *self.shape[1:]))
+    def padded(self, size: int, dim: int = 0) -> View:
+        """Of a size along a dimension, with zeros behind its own."""
+        return replace(self, shape=_with(_without(self.shape, dim), dim, size))
 
     def read(self, files: WeightFiles, dtype: torch.dtype) -> torch.Tensor:
         """The tensor, on the CPU; no byte beside its own is read."""

@@ -21,14 +21,20 @@ class MadeOf(NamedTuple):
     Args:
         dim: Its parts lie one behind the other along this dimension.
         parts: Of each the name in the unmodified model, the range of it along ``dim``, and its whole size along that.
+        padded: The size along ``dim`` with the zeros behind the last part; None where there are none.
     """
 
     dim: int
     parts: tuple[tuple[str, tuple[int, int], int], ...]
+    padded: int | None = None
 
 
 def made_of(
-    parameter: torch.Tensor, parts: Iterable[torch.Tensor | tuple[torch.Tensor, int, int]], dim: int = 0
+    parameter: torch.Tensor,
+    parts: Iterable[torch.Tensor | tuple[torch.Tensor, int, int]],
+    dim: int = 0,
+    *,
+    padded: bool = False,
 ) -> torch.Tensor:
     """Declare that a new parameter consists of some of the unmodified model's, or ranges of them.
 
@@ -39,6 +45,8 @@ def made_of(
         parameter: The new one, whole.
         parts: The old ones in order, each with ``start, stop`` along ``dim`` where not all of it is meant.
         dim: Along which they lie one behind the other; counted from the end where it is negative.
+        padded: Whether the parameter goes on behind the last part, as that of a vocabulary with more rows than tokens. What is
+            there is 0 when it is loaded, and is not exported.
 
     Returns:
         ``parameter``.
@@ -59,10 +67,10 @@ def made_of(
             )
         held.append((names[0], (start, stop), tensor.shape[dim]))
         size += stop - start
-    if size != parameter.shape[dim]:
+    if size > parameter.shape[dim] or (size < parameter.shape[dim] and not padded):
         raise ScheduleError(f"parts of {size} along dimension {dim} do not make up a parameter of {parameter.shape[dim]}")
     facts(parameter)  # it is copied with what else is known
-    setattr(parameter, _ATTRIBUTE, MadeOf(dim, tuple(held)))
+    setattr(parameter, _ATTRIBUTE, MadeOf(dim, tuple(held), parameter.shape[dim] if padded else None))
     return parameter
 
 
@@ -78,5 +86,5 @@ def view_of(made: MadeOf, views: Mapping[str, View]) -> View:
     Raises:
         ValueError: the parts do not go together.
     """
-    parts = [views[name].narrow(made.dim, *span) for name, span, _ in made.parts]
-    return concatenated(parts, made.dim)
+    view = concatenated([views[name].narrow(made.dim, *span) for name, span, _ in made.parts], made.dim)
+    return view if made.padded is None else view.padded(made.padded, made.dim)
