@@ -65,7 +65,7 @@ def held_back() -> Iterator[threading.Event]:
 
 
 def went_on(rank: int, target: str, layout: Layout, chunks: int, options: dict[str, Any], folder: str) -> list[Any]:
-    """Losses behind saves in the background, and those of engines that load them; what else came back.
+    """Losses behind saves in the background, and those of an engine that loads them; what else came back.
 
     Nothing of the first is written before two more steps are done; the second is written while they go on; and the third as the
     engine is closed.
@@ -84,19 +84,19 @@ def went_on(rank: int, target: str, layout: Layout, chunks: int, options: dict[s
     third = engine.save(f"{folder}/third", extra={"next": 5}, wait=False)
     engine.close()
     found, extras = [], []
-    for name, step in (("third", 5), ("second", 3), ("first", 1)):
-        engine, mesh = engine_of(target, layout, chunks, **options)
+    engine, mesh = engine_of(target, layout, chunks, **options)
+    for name, step in (("first", 1), ("second", 3), ("third", 5)):
         extras.append((engine.load(f"{folder}/{name}"), engine.steps))
         found.append(losses(engine, mesh, range(step, min(step + 2, 5))))
-        engine.close()
-    return [found, [[], later, expected], extras, is_early, third.done()]
+    engine.close()
+    return [found, [expected, later, []], extras, is_early, third.done()]
 
 
 def check_gone_on(found: list[Any]) -> None:
     """What ``went_on`` is to give."""
     losses, expected, extras, is_early, is_done = found
     assert losses == expected
-    assert extras == [({"next": 5}, 5), ({"next": 3}, 3), ({"next": 1}, 1)]
+    assert extras == [({"next": 1}, 1), ({"next": 3}, 3), ({"next": 5}, 5)]
     assert is_done
     assert not is_early
 
