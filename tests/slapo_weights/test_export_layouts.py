@@ -18,7 +18,7 @@ from tests.engine_models import batches, my_part, small
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 from tests.zoo.families import FAMILIES
 
-from .test_export import with_fused_layers, written
+from .test_export import with_fused_layers, with_fused_projections, written
 
 pytestmark = pytest.mark.multiproc
 Layout = dict[str, int]
@@ -307,3 +307,43 @@ def test_a_full_disk_is_told_on_all_ranks_and_leaves_the_export_before(tmp_path:
     assert first == "OSError: [Errno 28] No space left on device"
     assert second == "BuildError: rank 0 failed: OSError: [Errno 28] No space left on device"
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def fused_projections(rank: int, folder: str, out: str) -> tuple[list[float], list[str]]:
+    """At tp=2 a BERT with query, key and value in one, from a folder to another: losses of two steps, and wrong gradients."""
+    family = FAMILIES["bert"]
+    batch = {**family.batch(), "labels": family.batch()["input_ids"]}
+    reference: Any = type(family.model()).from_pretrained(folder)
+    with slapo.init_empty_weights():
+        model: Any = type(reference)(reference.config)
+    sch = with_fused_projections(model, mesh=mesh_of(tp=2), example_inputs=batch)
+    for layer in sch.select("bert.encoder.layer.*.attention"):
+        layer["self.qkv.fused_linear"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        layer["output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    engine: Any = build(sch, "torch", optimizer=adamw, weights=folder)
+    losses, wrong = [], []
+    optimizer = adamw(reference.parameters())
+    for _ in range(2):
+        losses.append(engine.train_batch(**batch).item())
+        optimizer.zero_grad()
+        loss = reference(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    export_weights(engine, out)
+    for name, value in type(reference).from_pretrained(out).state_dict().items():
+        if not torch.allclose(value, reference.state_dict()[name], atol=1e-5):
+            wrong.append(name)
+    engine.close()
+    return losses, wrong
+
+
+@pytest.mark.slow
+def test_fused_projections_are_read_trained_and_written_in_parts(tmp_path: Path) -> None:
+    original: Any = FAMILIES["bert"].model()
+    original.save_pretrained(tmp_path / "in")
+    for losses, wrong in run_distributed(fused_projections, 2, str(tmp_path / "in"), str(tmp_path / "out"), timeout=100):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        assert losses[2] == pytest.approx(losses[3], rel=1e-5)
+        assert losses[2] < losses[0]
+        assert wrong == []
