@@ -16,7 +16,10 @@ from torch import nn
 from slapo_core.build import build
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
-from slapo_megatron.sharded_state import boxes
+from slapo_megatron.cpu_mode import cpu_mode
+from slapo_megatron.optimizer_state import OptimizerState
+from slapo_megatron.sharded_state import Held, boxes
+from slapo_training.quiet import without_warnings
 from tests.engine_models import batches, my_part, small
 from tests.engines import PLUGINS, scheduled
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
@@ -185,6 +188,30 @@ def test_following_elements_are_boxes_in_the_same_order(shape: tuple[int, ...]) 
         parts = [whole[tuple(map(slice, offset, map(sum, zip(offset, sizes, strict=True))))] for offset, sizes in found]
         assert [part.shape for part in parts] == [sizes for _, sizes in found]
         assert torch.equal(torch.cat([part.flatten() for part in parts]), torch.arange(start, stop))
+
+
+def read_by_megatron(rank: int, folder: str) -> list[bool]:
+    """Whether Megatron's own reader gives the weights, and what both replicas have of the optimizer's state."""
+    from megatron.core import dist_checkpointing
+
+    engine, mesh = engine_of({"dp": 2}, distributed_optimizer=True)
+    engine.train_batch(**my_part(batches(2)[0], mesh))
+    engine.save(folder)
+    (data,) = Path(folder).glob("data-*")
+    with cpu_mode(), without_warnings():
+        found = dist_checkpointing.load_plain_tensors(str(data))
+        kept = OptimizerState(engine, Held(engine.program))._whole("exp_avg")
+    equal = [torch.equal(found[name], parameter) for name, parameter in engine.module.named_parameters()]
+    equal += [torch.equal(found[f"optimizer.exp_avg.{name}"], value) for name, value in kept.items()]
+    engine.close()
+    return equal
+
+
+@pytest.mark.slow
+def test_megatrons_own_reader_reads_the_tensors(tmp_path: Path) -> None:
+    for equal in run_distributed(read_by_megatron, 2, str(tmp_path)):
+        assert len(equal) > 50
+        assert all(equal)
 
 
 def before_any_step(rank: int, folder: str) -> tuple[list[float], list[float]]:
