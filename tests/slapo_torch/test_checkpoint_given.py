@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_torch.plugin
 from slapo_core.build import build
 from slapo_core.errors import BuildError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+from slapo_training.ranks import Ranks
+
+from .layouts import message_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -72,3 +78,23 @@ def test_extra_that_contains_itself(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="extra, 'own' is a dict that contains itself"):
         engine().save(tmp_path, extra=extra)
     assert not [*tmp_path.iterdir()]
+
+
+def in_part_of_the_world(rank: int) -> list[str]:
+    """What saves in the background say on ranks of a mesh that leaves one out, of which one or each has one group more."""
+    mesh = DeviceMesh("cpu", [[[0]], [[1]]], mesh_dim_names=("pp", "dp", "tp"))
+    messages = []
+    for members in ([0], [1]):
+        if rank in members:
+            dist.new_group(members, use_local_synchronization=True)
+        if rank < 2:
+            messages.append(message_of(lambda: Ranks(rank, 2, mesh).apart().on_all(lambda: None)))
+    return messages
+
+
+@pytest.mark.multiproc
+def test_ranks_that_cannot_make_a_group_for_a_save_are_told() -> None:
+    first, second, _ = run_distributed(in_part_of_the_world, 3)
+    assert first == second
+    assert "are in different numbers of process groups" in first[0]
+    assert first[1] == "no error"

@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
@@ -30,6 +31,11 @@ def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
 
 _MEAN = 1
 """How torch numbers ``reduction="mean"``."""
+
+
+def groups_known() -> int:
+    """How many process groups this process knows, by which torch names one that not all ranks make together."""
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 class MetadataUnpickler(pickle.Unpickler):

@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from slapo_core.agreement import agree, gather
+from slapo_core.errors import BuildError
 from slapo_core.program import Program
+
+from ._torch_private import groups_known
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,21 @@ class Ranks:
         return cls(everyone.index(own), len(everyone), program.mesh)
 
     def apart(self) -> Ranks:
-        """The same ranks in a new group, for a thread. Collective."""
+        """The same ranks in a new group, for a thread. Collective.
+
+        Raises:
+            BuildError: torch cannot make one of them.
+        """
         if self.size == 1 or self.mesh is None:
             return Ranks(self.place, self.size)
         ranks = self.mesh.mesh.flatten().tolist()
-        # by themselves ranks name a group by how many each has, which may differ, as where a tie's group leaves some out
+        # by themselves ranks name a group by how many each knows, which may differ, as where a tie's group leaves some out
         alone = self.size < dist.get_world_size()
+        if alone and len(set(self.gather(groups_known()))) > 1:
+            raise BuildError(
+                "the mesh leaves out ranks, and those in it are in different numbers of process groups, so that torch cannot make "
+                "one for a save in the background; save with wait=True"
+            )
         return Ranks(self.place, self.size, None, dist.new_group(ranks, backend="gloo", use_local_synchronization=alone))
 
     def gather(self, value: Any) -> list[Any]:
