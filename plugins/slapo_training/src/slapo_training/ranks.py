@@ -52,8 +52,8 @@ class Ranks:
         alone = self.size < dist.get_world_size()
         if alone and len(set(self.gather(groups_known()))) > 1:
             raise BuildError(
-                "the mesh leaves out ranks, and those in it are in different numbers of process groups, so that torch cannot make "
-                "one for a save in the background; save with wait=True"
+                "the mesh leaves out ranks, and those in it are in different numbers of process groups, so that torch cannot "
+                "make one for a save in the background; save with wait=True"
             )
         return Ranks(self.place, self.size, None, dist.new_group(ranks, backend="gloo", use_local_synchronization=alone))
 
