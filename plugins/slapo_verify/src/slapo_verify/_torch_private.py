@@ -1,14 +1,21 @@
-"""Private names of torch: the process groups of threads of its own tests. ``test_ranks.py`` tells when they move."""
+"""Private names of torch, behind plain functions. ``test_ranks.py`` and ``test_meeting.py`` tell when they move.
+
+They are the process groups of threads of torch's own tests; the store that the default process group was made with; and the
+operators that collectives are to its dispatcher.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
 BACKEND = "threaded"
@@ -51,3 +58,74 @@ def _handing_over(original: Callable[..., T], waiting: Callable[[Callable[[], T]
         return waiting(lambda: original(*args, **kwargs))
 
     return call
+
+
+_COLLECTIVES = (
+    *("allreduce_", "allreduce_coalesced_", "reduce_", "broadcast_", "barrier", "gather_", "scatter_"),
+    *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    *("alltoall_", "alltoall_base_"),
+)
+"""Operators that return what is waited for, alone or behind the tensors; but not what goes from rank to rank, whose wait gloo
+cannot take up again."""
+_SLICE = timedelta(seconds=0.25)
+_KEY = "BackendSelect"
+"""Passed by every call, also by those from below autograd, as functional collectives make them."""
+
+
+def default_store() -> Any:
+    """The store of the default process group, which all ranks reach without a collective."""
+    private: Any = dist.distributed_c10d
+    return private._get_default_store()
+
+
+@contextmanager
+def watched_collectives(look: Callable[[], None]) -> Iterator[None]:
+    """Whoever waits for a collective on CPUs calls ``look`` a few times a second, for a block.
+
+    What it raises comes out of the collective, which is then out of step with the other ranks. So no backend has to be able to
+    end a collective; gloo cannot. Functional collectives, and those of compiled regions, are watched like all others.
+    """
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        for name in _COLLECTIVES:
+            library.impl(name, _watched(getattr(torch.ops.c10d, name).default, look), _KEY, with_keyset=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _watched(collective: Any, look: Callable[[], None]) -> Callable[..., Any]:
+    private: Any = torch._C
+    below = private._dispatch_keyset_full_after(getattr(private.DispatchKey, _KEY))
+
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        result = collective.redispatch(keys & below, *args, **kwargs)
+        if any(each.device.type != "cpu" for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)):
+            return result  # to wait so for what runs on GPUs would hold the process up
+        tensors, work = (result[:-1], result[-1]) if isinstance(result, tuple) else (None, result)
+        again = _c10d().PythonCallbackWork(_patient(_c10d().Work.unbox(work), look)).boxed()
+        return again if tensors is None else (*tensors, again)
+
+    return call
+
+
+def _patient(work: Any, look: Callable[[], None]) -> Callable[[timedelta], bool]:
+    """Waits as the work itself does, in slices; 0 is as long as the group's own time limit."""
+
+    def wait(limit: timedelta) -> bool:
+        waited = timedelta(0)
+        while True:
+            try:
+                return bool(work.wait(_SLICE))
+            except RuntimeError:
+                waited += _SLICE
+                if work.is_completed() or timedelta(0) < limit <= waited:  # it failed, or the caller has waited enough
+                    raise
+                look()
+
+    return wait
+
+
+def _c10d() -> Any:
+    return torch._C._distributed_c10d

@@ -24,6 +24,8 @@ from slapo_core.testing.equivalence import Difference, Tolerance, difference, of
 from .compare import OptimizerFactory, autocast, plain_modes, tolerance_of
 from .dropouts import switch_off
 from .hints import alone
+from .meeting import StrandedError
+from .parameter_values import Ranks
 from .plain_steps import LossFn, Trained, plain_steps, sgd
 from .replay import replay
 from .report import Blame, Report
@@ -142,6 +144,10 @@ class _Run:
         """What a new engine trains, its schedule, and what was compared on which ranks. Collective."""
         sch = self.schedule()
         switch_off(sch.mod)
+        ranks = Ranks.of(sch.mesh, sch.group if sch.mesh is None else None)
+        return ranks.alike(lambda: self._trained(sch, target, changed), watched=False)  # engines look at their works themselves
+
+    def _trained(self, sch: Schedule, target: str, changed: Mapping[str, Any]) -> tuple[Trained, Schedule, list[str]]:
         share, layout = self.share(sch), _layout(sch)
         given = {**self.options, **changed}
         engine: Any = build(sch, target, optimizer=self.optimizer, loss_fn=self.loss_fn, **given)
@@ -321,6 +327,8 @@ def _is_right_without(run: _Run, target: str, option: str, expected: Trained) ->
     try:
         found, sch, _ = rest.trained(target)
         wrong = _compared(expected, found, None, _allowed(rest, expected), sch)[0]
+    except StrandedError:
+        raise
     except Exception as caught:
         error = caught
     return error is None and not wrong

@@ -19,6 +19,7 @@ from slapo_core.errors import VerifyError
 from slapo_core.random import rng_state, set_rng_state
 
 from ._torch_private import BACKEND, threaded_groups
+from .meeting import FAILED
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ def run_as_threads(work: Callable[[], T], world_size: int) -> list[T]:
     if dist.is_initialized():
         raise VerifyError("there is a process group in this process already; ranks cannot be threads of it")
     ranks, state = _Ranks(world_size), rng_state()
+    FAILED.clear()
     try:
         with threaded_groups(ranks.waiting) as end:
             threads = [threading.Thread(target=ranks.run, args=(rank, work), daemon=True) for rank in range(world_size)]
@@ -51,8 +53,10 @@ def run_as_threads(work: Callable[[], T], world_size: int) -> list[T]:
             ranks.watch(threads, end)
     finally:
         set_rng_state(state)
+        first = next(iter(FAILED), None)
+        FAILED.clear()
     if ranks.error is not None:
-        raise ranks.error
+        raise first if first is not None and isinstance(ranks.error, Exception) else ranks.error
     return [ranks.results[rank] for rank in range(world_size)]
 
 

@@ -43,6 +43,7 @@ from .compare import (
     with_rounding,
 )
 from .dropouts import switched_off
+from .meeting import StrandedError
 from .modules import differing, outputs_of
 from .once import once
 from .parameter_values import Ranks
@@ -243,18 +244,18 @@ def _verified(models: _Models, task: Task, blame: bool) -> Report:
 
 
 def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Report:
-    top, ranks = models.sch, Ranks(models.sch.mesh, models.sch.group)
+    top, ranks = models.sch, Ranks.of(models.sch.mesh, models.sch.group)
     runs: nn.Module = ranks.alike(lambda: as_built(top))
     if isinstance(runs, Staged):
         notes.append(f"{runs.count} stages, one after the other in one process")
     expected, task = _expected(models, task, ranks)
-    actual = compute(runs, task, expected, Ranks(top.mesh, top.group))
+    actual = compute(runs, task, expected, ranks)
     actual, parts = put_together(expected, actual, top.group)
     own = list(compare(expected, actual, task.tolerance))
     if models.given is None and not is_half(models.reference) and any(gather(bool(own), top.mesh, top.group)):
         task = replace(task, tolerance=ranks.alike(lambda: _closely(models, task, expected)))
         own = list(compare(expected, actual, task.tolerance))
-    if models.given is None and _is_rounding(models, task, is_moderate(expected, actual, own), bool(own)):
+    if models.given is None and _is_rounding(models, task, is_moderate(expected, actual, own), bool(own), ranks):
         notes.append(
             f"{len(own)} of the tensors are further apart than rounding alone would bring most, and the same in float32"
         )
@@ -271,7 +272,10 @@ def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Rep
         return Report(task.level, expected.counts, (), furthest, notes=tuple(notes))
     if task.training and any(gather(actual.draws and not expected.draws, top.mesh, top.group)):
         notes.append("the scheduled model draws random numbers that the other does not: a step has fixed a dropout in it")
-    cause = _blame(models, runs, task, expected, actual) if blame else None
+    try:
+        cause = _blame(models, runs, task, expected, actual, ranks) if blame else None
+    except StrandedError as error:
+        raise StrandedError(f"{error}; that was in looking for what is to blame of this: {found[0].message}") from error
     return Report(task.level, expected.counts, tuple(found), furthest, cause, tuple(notes))
 
 
@@ -298,23 +302,28 @@ def _closely(models: _Models, task: Task, expected: Computed) -> Tolerance:
         return task.tolerance
 
 
-def _is_rounding(models: _Models, task: Task, is_moderate: bool, differs: bool) -> bool:
+def _is_rounding(models: _Models, task: Task, is_moderate: bool, differs: bool, ranks: Ranks) -> bool:
     """Whether what differs a little in half precision is the same in float32; activations near 0 turn signs. Collective."""
     top = models.sch
     everywhere = gather((is_moderate, differs), top.mesh, top.group)
     if not is_half(models.reference) or not all(few for few, _ in everywhere) or not any(differs for _, differs in everywhere):
         return False
-    wide, error, wrong = in_wider(task, torch.float32), False, True
-    try:
+    wide = in_wider(task, torch.float32)
+
+    def is_right() -> bool:
         sch, reference = copy.deepcopy(top), copy.deepcopy(models.reference).float()
         sch.mod.float()
         expected = compute(reference, wide)
         actual, _ = put_together(expected, compute(as_built(sch), wide), top.group)
         noise = with_rounding(wide.tolerance, reference, wide, expected)
-        wrong = any(True for _ in compare(expected, actual, noise))
-    except Exception:  # a step may have fixed the type
-        error = True
-    return not any(gather(error or wrong, top.mesh, top.group))
+        return not any(True for _ in compare(expected, actual, noise))
+
+    try:
+        return all(gather(ranks.alike(is_right), top.mesh, top.group))
+    except StrandedError:
+        raise
+    except Exception:  # on all ranks; a step may have fixed the type
+        return False
 
 
 @contextmanager
@@ -337,9 +346,8 @@ def _of_first(top: Schedule, found: list[Difference]) -> list[Difference] | None
     return next((each for each in gather(found, top.mesh, top.group) if each), None)
 
 
-def _blame(models: _Models, runs: nn.Module, task: Task, expected: Computed, actual: Computed) -> Blame:
+def _blame(models: _Models, runs: nn.Module, task: Task, expected: Computed, actual: Computed, ranks: Ranks) -> Blame:
     top, steps = models.sch, models.steps
-    ranks = Ranks(top.mesh, top.group)
 
     def right(numbers: Sequence[int]) -> bool:
         error, differs = False, list[Difference]()
@@ -347,6 +355,8 @@ def _blame(models: _Models, runs: nn.Module, task: Task, expected: Computed, act
             again = ranks.alike(lambda: replay(models.fresh(), [steps[number] for number in numbers]))
             computed, _ = put_together(expected, compute(again.mod, task, expected, ranks), top.group)
             differs = list(compare(expected, computed, task.tolerance))
+        except StrandedError:
+            raise
         except Exception:  # of steps without those they need, a model may not even run
             error = True
         return not any(gather(error or bool(differs), top.mesh, top.group))
@@ -369,7 +379,7 @@ def _blame(models: _Models, runs: nn.Module, task: Task, expected: Computed, act
             suspects, before = steps_to_blame(steps, right)
     except ScheduleError as error:
         unknown = str(error)
-    module, values = _first_module(models, runs, task, before)
+    module, values = _first_module(models, runs, task, before, ranks)
     parameters = _wrong_parameters(models, task, expected, actual)
     hint = _hint(models, task, expected, actual, values, parameters)
     if suspects:  # a module that is known to be wrong itself tells which
@@ -381,11 +391,13 @@ def _blame(models: _Models, runs: nn.Module, task: Task, expected: Computed, act
 Values = tuple[torch.Tensor, torch.Tensor] | None
 
 
-def _first_module(models: _Models, runs: nn.Module, task: Task, before: Sequence[int]) -> tuple[str | None, Values]:
+def _first_module(
+    models: _Models, runs: nn.Module, task: Task, before: Sequence[int], ranks: Ranks
+) -> tuple[str | None, Values]:
     """Path of the first module whose output differs, and was right before the step to blame; with what was expected."""
 
     def seen(model: nn.Module) -> Any:
-        return outputs_of(model, lambda: compute(model, task))
+        return ranks.alike(lambda: outputs_of(model, lambda: compute(model, task)))
 
     expected, actual = seen(models.reference), seen(runs)
     so_far = replay(models.fresh(), [models.steps[number] for number in before])
