@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,20 @@ def test_a_failed_export_leaves_the_one_before(tmp_path: Path, monkeypatch: pyte
 
 def failing(self: Any, folder: Any) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_told_and_leaves_the_export_before(tmp_path: Path) -> None:
+    sch: Any = slapo.create_schedule(small("gpt2"))
+    export_weights(sch, tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
+    try:
+        with pytest.raises(BuildError, match=rf"export_weights: '{tmp_path}' cannot be written to: .*File too large"):
+            export_weights(sch, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_what_is_no_folder_and_a_name_that_files_keep_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -123,18 +123,24 @@ class _Writer:
 
     def write(self) -> None:
         """Write everything. Collective."""
-        self._ranks.first(self._begin)
+        self._ranks.first(lambda: self._on_disk(self._begin))
         before: list[Group] = []
         for bundle in self._plan.bundles():
             self._ranks.on_all(lambda: self._prepare(before, bundle))  # noqa: B023  called at once
             self._exchange(bundle)
             before = bundle
-        self._ranks.first(lambda: self._end(before))
+        self._ranks.first(lambda: self._on_disk(lambda: self._end(before)))
+
+    def _on_disk(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as err:
+            raise BuildError(f"export_weights: {str(self._path)!r} cannot be written to: {reason(err)}") from err
 
     def _begin(self) -> None:
         try:
             self._folder = Folder(self._path, self._plan.files)
-        except (OSError, ValueError) as err:
+        except ValueError as err:
             raise BuildError(f"export_weights: {str(self._path)!r} cannot be written to: {reason(err)}") from err
         if self._plan.unmodified is not None:
             try:
@@ -146,7 +152,7 @@ class _Writer:
     def _prepare(self, before: list[Group], bundle: list[Group]) -> None:
         """All that may fail: behind it the ranks send and receive."""
         if self._ranks.place == 0:
-            self._store(before)
+            self._on_disk(lambda: self._store(before))
             self._made = {name: torch.empty(whole.shape, dtype=whole.dtype) for name, whole in self._wholes(bundle)}
         parts = [(whole, sent) for _, whole in self._wholes(bundle) for sent in whole.parts]
         self._parcels = [self._parcel(whole, sent) for whole, sent in parts if sent.place == self._ranks.place]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,8 +86,12 @@ class SafetensorsFile:
         header += b" " * (-len(header) % 8)
         self._begin = 8 + len(header)
         self._stream = path.open("wb")
-        self._stream.write(len(header).to_bytes(8, "little") + header)
-        self._stream.truncate(self._begin + end)
+        try:
+            self._stream.write(len(header).to_bytes(8, "little") + header)
+            self._stream.truncate(self._begin + end)
+        except OSError:
+            self.drop()
+            raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write one of its tensors, which is on the CPU."""
@@ -104,7 +109,8 @@ class SafetensorsFile:
 
     def drop(self) -> None:
         """Write no more of it."""
-        self._stream.close()
+        with suppress(OSError):  # of what it has not written yet, which the disk may be too full for
+            self._stream.close()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
