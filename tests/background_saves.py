@@ -104,16 +104,17 @@ def check_gone_on(found: list[Any]) -> None:
 def in_vain(rank: int, target: str, layout: Layout, options: dict[str, Any], folder: str) -> list[Any]:
     """What a save says that not all ranks wait for; and saves that the second rank cannot write, and when; and what is left.
 
-    Each of these is asked twice, by its ``wait``, by another save, by a load and as the engine is closed.
+    Each of these is asked twice: by its ``wait``, by another save, by one that only the first rank has waited before, by a
+    load, and as the engine is closed.
     """
     engine, mesh = engine_of(target, layout, **options)
     losses(engine, mesh, range(1))
     engine.save(folder, extra="kept")
     messages = [message_of(lambda: engine.save(folder, wait=rank == 0)), "no error"]
-    for ask in ("wait", "save", "load", "close"):
+    for ask in ("wait", "save", "alone", "load", "close"):
         with held_back() as gate:
             saving = engine.save(folder, extra="lost", wait=False)
-            kept, torch.save = torch.save, _fail if rank == 1 else torch.save
+            kept, torch.save = torch.save, fail if rank == 1 else torch.save
             gate.set()
             while not saving.done():
                 time.sleep(0.01)
@@ -121,9 +122,12 @@ def in_vain(rank: int, target: str, layout: Layout, options: dict[str, Any], fol
         actions = {
             "wait": saving.wait,
             "save": lambda: engine.save(f"{folder}/other", wait=False),
+            "alone": lambda: engine.save(f"{folder}/other"),
             "load": lambda: engine.load(folder),
             "close": engine.close,
         }
+        if ask == "alone" and rank == 0:
+            assert "No space left on device" in message_of(saving.wait)
         messages += [message_of(actions[ask]), message_of(actions[ask])]
     engine, mesh = engine_of(target, layout, **options)
     found = engine.load(folder), engine.steps, len([*Path(folder).glob("data-*")])
@@ -131,7 +135,7 @@ def in_vain(rank: int, target: str, layout: Layout, options: dict[str, Any], fol
     return [messages, found]
 
 
-def _fail(*args: Any, **kwargs: Any) -> None:
+def fail(*args: Any, **kwargs: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
@@ -139,7 +143,7 @@ def check_in_vain(first: list[Any], second: list[Any]) -> None:
     """What ``in_vain`` is to give."""
     for messages, found in (first, second):
         assert found == ("kept", 1, 1)
-        assert messages[1::2] == ["no error"] * 5
+        assert messages[1::2] == ["no error"] * 6
         assert "some ranks save with wait=True and others with wait=False" in messages[0]
     for other, own in zip(first[0][2::2], second[0][2::2], strict=True):
         assert "No space left on device" in own

@@ -334,3 +334,33 @@ def complex_buffer(target: str, precision: str) -> Losses:
     engine = build(schedule, target, optimizer=adamw, loss_fn=F.mse_loss, precision=precision)
     found = trained(engine, [{"x": x, "labels": x}] * 3)
     return found, alone(adamw(reference.parameters()), errors(reference, [x] * 3))
+
+
+def own_buffers(rank: int, target: str, path: str, options: dict[str, Any]) -> list[list[Any]]:
+    """On one of two replicas: the loss of an evaluation and a statistic of its own, before a save and behind a load."""
+    torch.manual_seed(0)
+    mesh, x = mesh_of(dp=2), torch.randn(8, 4) * (1 + 9 * rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    schedule = create_schedule(model, mesh=mesh, example_inputs={"input": x})
+    engine: Any = build(schedule, target, optimizer=plain, loss_fn=F.mse_loss, **options)
+    batch, found = {"input": x, "labels": torch.randn(8, 1)}, []
+    for _ in range(3):
+        engine.train_batch(**batch)
+
+    def look() -> None:
+        found.append([engine.eval_batch(**batch).item(), model[1].running_mean.tolist()])
+
+    look()
+    engine.save(path)
+    engine.train_batch(**batch)
+    engine.load(path)
+    look()
+    engine.close()
+    return found
+
+
+def check_own_buffers(first: list[list[Any]], second: list[list[Any]]) -> None:
+    """What ``own_buffers`` is to give."""
+    for before, after in (first, second):
+        assert before == after
+    assert first[0][1] != second[0][1]

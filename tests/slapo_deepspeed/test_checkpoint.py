@@ -20,7 +20,7 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_training.checkpoint_folder import MANIFEST, content_of, manifest
-from tests.engines import reseal
+from tests.engines import check_own_buffers, own_buffers, reseal
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
 from .counting import count_again
@@ -456,3 +456,10 @@ def test_a_state_that_is_no_tensor_stays_on_its_layout(tmp_path: Path) -> None:
     for message, seen, _ in run_distributed(kept_apart, 2, str(tmp_path), 2, False):
         assert "an engine of modules with an extra state takes its own layout alone; load it on the layout and with" in message
         assert seen == 1
+
+
+@pytest.mark.multiproc
+def test_every_replica_gets_its_own_buffers_back(tmp_path: Path) -> None:
+    check_own_buffers(
+        *run_distributed(own_buffers, 2, "deepspeed", str(tmp_path), {"config": {"zero_optimization": {"stage": 1}}})
+    )

@@ -114,6 +114,10 @@ def test_other_numbers_and_what_is_more_than_a_tensor_are_left_to_torch(monkeypa
         pass
 
     monkeypatch.setattr(gelus, "_gelu", refuse)
+    torch.testing.assert_close(gelu(X), F.gelu(X), msg="nothing is compiled")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(AssertionError):
+        gelu(X)
     for x in (X.double(), X.bfloat16(), X.to("meta"), X.as_subclass(Marked)):
         assert type(gelu(x)) is type(x)
     assert torch.equal(gelu(X, "tanh"), F.gelu(X, approximate="tanh"))
@@ -140,6 +144,15 @@ def test_the_gradient_of_a_bias_is_torchs_own_sum(made: list[list[str]]) -> None
     before = Model(None)
     assert_equivalent(before, fused(before, X), X)
     assert [each.count("slapo.sum.default") for each in made] == [0, 1]
+
+
+def test_sums_over_all_or_some_dimensions_are_computed() -> None:
+    def written(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = F.gelu(x)
+        return y.sum(dim=None, keepdim=True), y.sum(), y.sum(0), y.sum((0, 1), keepdim=True), y.sum(-1), y.sum((0, 2))
+
+    for found, expected in zip(inductor(fx.symbolic_trace(written))(X), written(X), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_torch_knows_both_operations() -> None:

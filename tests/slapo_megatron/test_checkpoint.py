@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from itertools import combinations
 from math import prod
@@ -21,7 +22,7 @@ from slapo_megatron.optimizer_state import OptimizerState
 from slapo_megatron.sharded_state import Held, boxes
 from slapo_training.quiet import without_warnings
 from tests.engine_models import batches, my_part, small
-from tests.engines import PLUGINS, scheduled
+from tests.engines import PLUGINS, check_own_buffers, own_buffers, scheduled
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
 pytestmark = pytest.mark.multiproc
@@ -326,3 +327,57 @@ def test_a_damaged_checkpoint_changes_nothing_and_a_save_that_fails_leaves_the_o
         assert "has other bytes than were written; load another one" in broken
         assert after == "no error"
         assert steps == 3
+
+
+def turned(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(grouped(parameters).param_groups[::-1], eps=1e-3)
+
+
+def in_other_groups(rank: int, folder: str, options: dict[str, Any]) -> list[str]:
+    """What a load says of the same groups in another order, and of the same one; and that the refusal changes nothing."""
+    messages, data = [], batches(2)
+    for optimizer in (grouped, turned, grouped):
+        engine, mesh = engine_of({"dp": 2}, optimizer=optimizer, **options)
+        if not messages:
+            engine.train_batch(**my_part(data[0], mesh))
+            engine.save(folder)
+        before = engine.eval_batch(**my_part(data[1], mesh)).item()
+        messages.append(message_of(lambda engine=engine: engine.load(folder)))
+        assert messages[-1] == "no error" or engine.eval_batch(**my_part(data[1], mesh)).item() == before
+        engine.close()
+    return messages
+
+
+@pytest.mark.parametrize("options", [{}, {"distributed_optimizer": True}], ids=["each", "shared"])
+def test_groups_in_another_order_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    first, second = run_distributed(in_other_groups, 2, str(tmp_path), options)
+    assert first == second
+    assert first[::2] == ["no error"] * 2
+    assert re.search(r"'.*' was saved in group \d of the optimizer, and is in group \d; build with the same groups", first[1])
+
+
+class Counting(nn.Linear):
+    """What it counts is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"count": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"count": 3}
+
+
+def counting(rank: int, folder: str) -> str:
+    schedule = create_schedule(nn.Sequential(Counting(4, 4)), mesh=mesh_of(), plugins=PLUGINS)
+    engine: Any = build(schedule, "megatron", optimizer=plain, loss_fn=nn.functional.mse_loss)
+    message = message_of(lambda: engine.save(folder))
+    engine.close()
+    return message
+
+
+def test_what_modules_keep_beside_tensors_is_refused(tmp_path: Path) -> None:
+    assert "'0' has extra state (get_extra_state)" in run_distributed(counting, 1, str(tmp_path / "none"))[0]
+    assert not (tmp_path / "none").exists()
+
+
+def test_every_replica_gets_its_own_buffers_back(tmp_path: Path) -> None:
+    check_own_buffers(*run_distributed(own_buffers, 2, "megatron", str(tmp_path), {"distributed_optimizer": True}))

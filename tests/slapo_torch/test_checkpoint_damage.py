@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from slapo_core.errors import BuildError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
-from slapo_training.checkpoint_folder import content_of
+from slapo_training.checkpoint_folder import Writing, content_of
+from slapo_training.ranks import Ranks
+from tests.background_saves import fail, held_back
 from tests.engines import reseal
 
 from .layouts import adamw, mesh_of, message_of
@@ -319,8 +322,9 @@ def test_what_a_crash_leaves_is_no_checkpoint_and_is_removed(tmp_path: Path) -> 
     engine = engine_of()
     engine.save(tmp_path)
     (data,) = tmp_path.glob("data-*")
-    shutil.copytree(data, tmp_path / "data-left")
-    (tmp_path / "slapo.json.left").write_text((tmp_path / "slapo.json").read_text())
+    number = uuid.uuid4().hex
+    shutil.copytree(data, tmp_path / f"data-{number}")
+    (tmp_path / f"slapo.json.{number}").write_text((tmp_path / "slapo.json").read_text())
     engine.load(tmp_path)
     (tmp_path / "slapo.json").rename(tmp_path / "gone")
     with pytest.raises(BuildError, match="is no complete checkpoint of target 'torch': it has no slapo.json"):
@@ -328,6 +332,63 @@ def test_what_a_crash_leaves_is_no_checkpoint_and_is_removed(tmp_path: Path) -> 
     engine.save(tmp_path)
     assert len([*tmp_path.glob("data-*")]) == len([*tmp_path.glob("slapo.json*")]) == 1
     engine.load(tmp_path)
+
+
+def test_what_is_only_called_like_it_stays(tmp_path: Path) -> None:
+    engine, own = (
+        engine_of(),
+        [tmp_path / name for name in ("data-2024/rows.bin", "data-202401011234/rows.bin", "slapo.json.bak")],
+    )
+    for file in own:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+    for _ in range(2):
+        engine.save(tmp_path)
+    assert [file.read_text() for file in own] == ["mine"] * 3
+    assert len([*tmp_path.iterdir()]) == 5
+
+
+def test_only_the_first_rank_removes_what_broke_off_and_never_what_is_in_place(tmp_path: Path) -> None:
+    """Another rank may give up waiting while the first one puts it there."""
+    writing = Writing.agreed([Writing.proposed(tmp_path, "torch")], "torch")
+    writing.begin(Ranks())
+    (writing.data / "file").write_text("content")
+
+    def breaks_off(place: int) -> bool:
+        with pytest.raises(KeyboardInterrupt), writing.dropping(Ranks(place, 2)):
+            raise KeyboardInterrupt
+        return writing.data.exists()
+
+    assert breaks_off(place=1)
+    writing.seal({}, Ranks())
+    assert breaks_off(place=0)
+    (tmp_path / "slapo.json").unlink()
+    assert not breaks_off(place=0)
+
+
+def test_a_folder_is_where_it_was_when_a_save_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    (tmp_path / "first").mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    with held_back() as gate:
+        saving = engine.save("checkpoint", wait=False)
+        monkeypatch.chdir(tmp_path)
+        gate.set()
+        saving.wait()
+    engine.load("first/checkpoint")
+
+
+def test_a_last_save_that_nobody_waits_for_does_not_fail_unheard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = engine_of()
+    with held_back() as gate:
+        saving = engine.save(tmp_path, wait=False)
+        monkeypatch.setattr(Path, "write_bytes", fail)
+        gate.set()
+        while not saving.done():
+            time.sleep(0.01)
+    assert "ERROR Slapo: a checkpoint in the background was not written: OSError" in capsys.readouterr().err
 
 
 # ---- in the background

@@ -18,6 +18,7 @@ from slapo_core.errors import BuildError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
+from slapo_training.plain import digest
 from slapo_training.ranks import Ranks
 
 from .layouts import message_of
@@ -78,6 +79,18 @@ def test_extra_that_contains_itself(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="extra, 'own' is a dict that contains itself"):
         engine().save(tmp_path, extra=extra)
     assert not [*tmp_path.iterdir()]
+
+
+def test_extra_is_told_apart_by_every_number_and_by_no_order_of_a_set() -> None:
+    large = torch.zeros(5000)
+    other = large.clone()
+    other[2500] = 1
+    assert digest({"seen": large}) == digest({"seen": large.clone()}) != digest({"seen": other})
+    one, same = set([0, 8]), set([8, 0])  # noqa: C405  a literal is put in order
+    assert repr(one) != repr(same)
+    assert digest([one]) == digest([same]) != digest([{0, 9}])
+    assert digest(large) != digest(large.double())
+    assert len({digest(each) for each in (1, 1.0, True, "1", b"1", None, [1], (1,), {1}, {1: 1}, [[1]], [1, 1])}) == 12
 
 
 def in_part_of_the_world(rank: int) -> list[str]:

@@ -136,7 +136,12 @@ def test_a_with_verifies_its_own_steps_alone() -> None:
     sch["down"].replace(copy.deepcopy(sch["down"].mod))
     with pytest.raises(VerifyError, match=r"step to blame: 4: sch\['act'\]"), Verify(sch, X, device="cpu"):
         sch["act"].replace(nn.SiLU())
-    with Verify(sch, X, enable=False) as off:
+    with (
+        pytest.raises(RuntimeError, match="device meta"),
+        Verify(sch, device="meta"),
+    ):  # where the schedule's own inputs go, too
+        sch["act"].replace(nn.Tanh())
+    with Verify(sch, X, device="nowhere", enable=False) as off:
         sch["act"].replace(nn.Tanh())
     assert off.report is None
     with pytest.raises(VerifyError, match="sch is 3; give a schedule"):

@@ -16,8 +16,9 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training import checkpoint_folder, engine_checkpoint
 from slapo_training.batches import fingerprint
-from slapo_training.engine_checkpoint import Position
+from slapo_training.engine_checkpoint import Beside, Position
 from slapo_training.meeting import on_all
+from slapo_training.model_tensors import buffers
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers
 
@@ -43,14 +44,12 @@ class Checkpoint:
 
     Args:
         folder: Where DeepSpeed's files are.
-        random: What puts this rank's random states back.
-        position: Where training was.
+        beside: Where training was, and what puts this rank's random states and buffers back.
         taken: What this engine takes of it, where it is of another layout; DeepSpeed reads it where this is None.
     """
 
     folder: Path
-    random: Any
-    position: Position
+    beside: Beside
     taken: Taken | None = None
 
 
@@ -95,7 +94,7 @@ def prepared(
         ranks.on_all(gather)
         return write
 
-    return engine_checkpoint.prepared(path, TARGET, program, about, position, collect, ranks)
+    return engine_checkpoint.prepared(path, TARGET, program, about, position, collect, ranks, buffers(module))
 
 
 def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: Program, zero_stage: int) -> Checkpoint:
@@ -116,8 +115,7 @@ def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: P
 
     on_all(check, program)
     engine_checkpoint.verify(complete, program)
-    random = engine_checkpoint.read_random(complete, program)
-    found = Checkpoint(complete.data, random, engine_checkpoint.read_position(complete))
+    found = Checkpoint(complete.data, engine_checkpoint.read_beside(complete, program, buffers(module)))
     if not _is_same(complete, model, module, program, zero_stage):
         found.taken = _taken(complete, model, module, program, zero_stage)
     return found
@@ -171,7 +169,7 @@ def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module
     return taken
 
 
-def load(model: Any, found: Checkpoint, program: Program) -> None:
+def load(model: Any, module: nn.Module, found: Checkpoint, program: Program) -> None:
     """Read it. Collective.
 
     Raises:
@@ -193,7 +191,7 @@ def load(model: Any, found: Checkpoint, program: Program) -> None:
             ) from err
 
     on_all(read, program)
-    engine_checkpoint.put_random(found.random)
+    found.beside.put(buffers(module))
 
 
 def _check_steps(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -193,11 +193,11 @@ class DeepSpeedEngine(BatchEngine):
             BuildError: no complete checkpoint, or one of another model or layout, and nothing has changed; or DeepSpeed cannot
                 read it to its end, and the engine does nothing before another one is loaded.
         """
-        self._saver.wait()
+        self._saver.settle()
         found = checkpoint.checked(self.model, self.module, path, self.program, self._options.zero_stage)
         with self._reading():
-            checkpoint.load(self.model, found, self.program)
-        self.steps, extra = found.position
+            checkpoint.load(self.model, self.module, found, self.program)
+        self.steps, extra = found.beside.position
         return extra
 
     def pieces(self) -> dict[str, Piece]:

@@ -151,10 +151,6 @@ class Saved:
         """A state that has neither one number nor one for each element; nothing where there is none."""
         return next((key for each in self.places for key in each["odd"].get(name, ())), "")
 
-    def close(self) -> None:
-        """Forget the files."""
-        self._files.clear()
-
 
 def _sizes(ranges: tuple[Ranges, ...]) -> list[int]:
     return [sum(stop - start for start, stop in each) for each in ranges]

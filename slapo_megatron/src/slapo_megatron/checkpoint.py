@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from slapo_core.agreement import compare
 from slapo_core.errors import BuildError
@@ -42,6 +43,7 @@ def prepared(
     state: dict[str, Any] = {"model": held.sharded(held.tensors), "common": _common(engine)}
 
     def check() -> None:
+        _check_extra_state(program.module)
         if engine.optimizer is not None:
             OptimizerState(engine, held).check()
 
@@ -52,7 +54,8 @@ def prepared(
 
     compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
     ranks.on_all(check)
-    return engine_checkpoint.prepared(path, engine.options.target, program, _about(engine, held), position, collect, ranks)
+    target, about = engine.options.target, _about(engine, held)
+    return engine_checkpoint.prepared(path, target, program, about, position, collect, ranks, held.buffers())
 
 
 def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
@@ -101,16 +104,27 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
                 group.update(saved)
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(state["common"]["rate"])
-        engine_checkpoint.put_random(random)
+        beside.put(held.buffers())
         engine.has_stepped = has_stepped
 
-    on_all(lambda: _check(complete.about, _about(engine, held)), program)
+    own = _about(engine, held)
+    on_all(lambda: _check(complete.about, own), program)
     engine_checkpoint.verify(complete, program)
-    random = engine_checkpoint.read_random(complete, program)
+    beside = engine_checkpoint.read_beside(complete, program, held.buffers())
     with reading():  # the optimizer's state is made in it
         for action in (read, put):
             on_all(action, program)
-    return engine_checkpoint.read_position(complete)
+    return beside.position
+
+
+def _check_extra_state(model: nn.Module) -> None:
+    """Raise ``BuildError`` where a module has more to save than tensors."""
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state and module.get_extra_state() is not None:
+            raise BuildError(
+                f"{path!r} has extra state (get_extra_state), which a checkpoint of Megatron's does not keep; keep it in a "
+                "buffer, or use target='torch'"
+            )
 
 
 def _first(error: Exception) -> str:
@@ -130,6 +144,7 @@ def _common(engine: MegatronEngine) -> dict[str, Any]:
 
 
 def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
+    """What is written of the engine, the same on every rank. Collective."""
     optimizer = engine.optimizer
     kind = None if optimizer is None else type(optimizer.optimizer).__name__
     return {
@@ -137,6 +152,7 @@ def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
         "optimizer": kind,
         "lr_scheduler": None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__,
         "groups": 0 if optimizer is None else len(optimizer.param_groups),
+        "group_of": {} if optimizer is None else OptimizerState(engine, held).groups(),
         "shapes": held.shapes,
         "has_stepped": engine.has_stepped,
     }
@@ -162,3 +178,10 @@ def _check(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, shape in own["shapes"].items():
         if shapes[name] != shape:
             raise BuildError(f"{name!r} was saved with the shape {shapes[name]}, and has {shape}; load it into the same model")
+    groups = saved.get("group_of", own["group_of"])  # older ones do not say
+    for name, number in own["group_of"].items():
+        if groups.get(name) != number:
+            before = f"in group {groups[name]} of the optimizer" if name in groups else "untrained"
+            raise BuildError(
+                f"{name!r} was saved {before}, and is in group {number}; build with the same groups in the same order"
+            )

@@ -75,6 +75,12 @@ class OptimizerState:
                     "optimizer, or target='torch'"
                 )
 
+    def groups(self) -> dict[str, int]:
+        """The number of the optimizer's group that each parameter is in. Collective."""
+        places = {id(main): number for number, group in enumerate(self._inner.param_groups) for main in group["params"]}
+        own = {key: places[id(part.main)] for key, part in self._parts.items() if id(part.main) in places}
+        return {key: number for each in gather(own, self._mesh) for key, number in each.items()}
+
     def masters(self) -> dict[str, torch.Tensor]:
         """The weights in fp32, of what is trained. Collective over the replicas."""
         return self._whole(MASTER) if self._has_masters else {}

@@ -40,6 +40,10 @@ class Held:
                     self.tensors[key] = tensor
         self._copy = {key: sorted(places[key]).index(own) for key in self.tensors}
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Those of ``tensors`` that are no parameters."""
+        return {key: tensor for key, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
+
     def sharded(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
         """These tensors, each in the place of one that is held, for Megatron.
 

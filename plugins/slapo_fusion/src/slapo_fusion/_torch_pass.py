@@ -69,7 +69,7 @@ def _(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tenso
 def _sums_apart(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList):
         given: Any = node.args
-        x, dim = given[0].meta["val"], given[1]
+        x, dim = given[0].meta["val"], given[1] or []
         is_over_rows = sorted(dim) == list(range(len(dim))) and 0 < len(dim) < x.dim()
         if is_over_rows and x.device.type == "cpu" and not node.kwargs:
             node.target = torch.ops.slapo.sum.default

@@ -70,8 +70,12 @@ def fusable(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """``F.gelu``, computed so where it is the exact one of float32 numbers of a CPU."""
-    if approximate != "none" or type(input) is not torch.Tensor or input.device.type != "cpu" or input.dtype != torch.float32:
+    """``F.gelu``, in what is compiled computed so where it is the exact one of float32 numbers of a CPU.
+
+    Its gradient has no gradient itself, as nothing that is compiled has.
+    """
+    is_plain = type(input) is torch.Tensor and input.device.type == "cpu" and input.dtype == torch.float32
+    if approximate != "none" or not is_plain or not torch.compiler.is_compiling():
         return F.gelu(input, approximate=approximate)
     found: torch.Tensor = _gelu(input)[0]
     return found

@@ -9,7 +9,7 @@ buffers, modules' extra state.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,7 +77,7 @@ class TorchSaver(Saver):
 
     def _prepared(
         self, path: str | os.PathLike[str], what: Trained, position: Position, ranks: Ranks, copies: Buffers | None
-    ) -> Any:
+    ) -> Callable[[Ranks], None]:
         """What writes the checkpoint as the engine is now, given the ranks to meet. Collective."""
         from slapo_training.tensor_files import TensorFiles  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
 
@@ -136,14 +136,11 @@ class TorchSaver(Saver):
                 for name, content in files.items():
                     (writing.data / name).write_bytes(content)
 
-            try:
+            with writing.dropping(meeting):
                 writing.begin(meeting)
                 meeting.on_all(put)
                 tensors.write(writing.data, meeting)
                 writing.seal(about, meeting)
-            except Exception:
-                writing.drop()
-                raise
 
         return write
 

@@ -188,7 +188,7 @@ class TorchEngine(Engine):
         Raises:
             BuildError: no complete checkpoint, a damaged one, or one of another model or optimizer; nothing has changed.
         """
-        self._saver.wait()
+        self._saver.settle()
         with torch.inference_mode(False):  # what is made in it cannot be trained
             self.steps, extra = load_checkpoint(path, self._trained())
         return extra

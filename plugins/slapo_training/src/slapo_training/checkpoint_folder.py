@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -26,6 +28,7 @@ from .ranks import Ranks
 MANIFEST = "slapo.json"
 _FORMAT = 4
 _DATA = "data-"
+_LEFT_DATA, _LEFT_MANIFEST = (re.compile(re.escape(name) + "[0-9a-f]{32}") for name in (_DATA, f"{MANIFEST}."))
 _SHOWN = 8
 _BLOCK = 1 << 22
 
@@ -60,7 +63,7 @@ class Writing:
             raise BuildError(
                 f"{fspath(path)!r} has a checkpoint of target {whose!r}, and this engine is of {target!r}; give another folder"
             )
-        return fspath(path), uuid.uuid4().hex
+        return os.path.abspath(path), uuid.uuid4().hex
 
     @classmethod
     def agreed(cls, ranks: Sequence[tuple[str, str]], target: str) -> Writing:
@@ -73,7 +76,7 @@ class Writing:
         if len(folders) > 1:
             raise BuildError(f"the ranks save to {folders[0]!r} and {folders[1]!r}; give every rank the same folder")
         folder, number = Path(folders[0]), ranks[0][1]
-        return cls(folder, folder / (_DATA + number[:12]), number, target)
+        return cls(folder, folder / (_DATA + number), number, target)
 
     def begin(self, ranks: Ranks) -> None:
         """Make the folder, without what crashes have left in it. Collective."""
@@ -81,7 +84,7 @@ class Writing:
         def make() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             if (kept := _data_of(self.folder)) is not None:
-                _remove_others(self.folder, kept)
+                _remove_left(self.folder, kept)
             self.data.mkdir()
 
         ranks.first(make)
@@ -109,19 +112,30 @@ class Writing:
             made = self.folder / f"{MANIFEST}.{self.number}"
             made.write_text(manifest({**content, **about}))
             _sync(made)
+            before = _data_of(self.folder)
             os.replace(made, self.folder / MANIFEST)
             _sync(self.folder)
             _sync(self.folder.parent)
-            _remove_others(self.folder, self.data.name)
+            if before and before.startswith(_DATA):
+                shutil.rmtree(self.folder / Path(before).name, ignore_errors=True)
+            _remove_left(self.folder, self.data.name)
 
         sizes: dict[str, int] = ranks.first(look)
         everyone: list[dict[str, str]] = ranks.on_all(sum_up)
         ranks.first(put)
 
-    def drop(self) -> None:
-        """Remove what was written, unless it has taken its place."""
-        if _data_of(self.folder) != self.data.name:
-            shutil.rmtree(self.data, ignore_errors=True)
+    @contextmanager
+    def dropping(self, ranks: Ranks) -> Iterator[None]:
+        """Remove what was written where it breaks off, unless it has taken its place.
+
+        The first rank does, which also puts it there: another one may give up waiting while that is done.
+        """
+        try:
+            yield
+        except BaseException:
+            if ranks.place == 0 and _data_of(self.folder) != self.data.name:
+                shutil.rmtree(self.data, ignore_errors=True)
+            raise
 
 
 class Checkpoint(NamedTuple):
@@ -208,7 +222,9 @@ def _read(folder: Path, target: str) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as err:
         raise BuildError(f"the checkpoint {path!r} is damaged: {MANIFEST}: {reason(err)}; load another one") from err
     if kind != _FORMAT:
-        raise BuildError(f"{path!r} has format {kind}, this version reads format {_FORMAT}; save it anew")
+        raise BuildError(
+            f"{path!r} has format {kind}, this version reads format {_FORMAT}; save it anew, or install a newer version"
+        )
     if (whose := written["target"]) != target:
         raise BuildError(f"{path!r} is a checkpoint of target {whose!r}, and this engine is of {target!r}; load it there")
     return dict(written)
@@ -235,13 +251,16 @@ def _content(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _remove_others(folder: Path, kept: str) -> None:
-    """Remove what belongs to no checkpoint; what cannot be removed now stays for the next time."""
-    for each in folder.glob(f"{_DATA}*"):
-        if each.name != kept:
+def _remove_left(folder: Path, kept: str) -> None:
+    """Remove what crashes have left and no checkpoint names; what cannot be removed now stays for the next time.
+
+    Nothing else that is called like it: a user's own ``data-2024``, say.
+    """
+    for each in folder.iterdir():
+        if _LEFT_DATA.fullmatch(each.name) and each.name != kept:
             shutil.rmtree(each, ignore_errors=True)
-    for each in folder.glob(f"{MANIFEST}.*"):
-        each.unlink(missing_ok=True)
+        elif _LEFT_MANIFEST.fullmatch(each.name):
+            each.unlink(missing_ok=True)
 
 
 def _dealt(sizes: Mapping[str, int], ranks: Ranks) -> Iterable[str]:

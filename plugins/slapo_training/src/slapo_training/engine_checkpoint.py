@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from slapo_core.program import Program
 
 from . import checkpoint_folder, random_state
 from .checkpoint_folder import Checkpoint, Writing
-from .plain import check_plain
+from .plain import check_plain, digest
 from .ranks import Ranks
 
 _POSITION = "position.pt"
@@ -36,7 +35,7 @@ class Position(NamedTuple):
     def words(self) -> str:
         """What one rank has, for ``check_same``; ``BuildError`` where it is not plain data."""
         check_plain(self.extra, "extra")
-        return repr(self.extra)
+        return digest(self.extra)
 
     @staticmethod
     def check_same(ranks: Iterable[str]) -> None:
@@ -53,6 +52,7 @@ def prepared(
     position: Position,
     collect: Callable[[Path], Callable[[Ranks], None]],
     ranks: Ranks,
+    buffers: Mapping[str, torch.Tensor],
 ) -> Callable[[Ranks], None]:
     """What writes a checkpoint, given the ranks to meet, collective as well. Collective.
 
@@ -65,6 +65,7 @@ def prepared(
         collect: Given the folder of the engine's own files, gives what writes them, given the ranks to meet. Both collective,
             and they raise on all ranks.
         ranks: All of the program.
+        buffers: This rank's, which may be others than those of another replica.
 
     Raises:
         BuildError: on every rank: it failed on one, the ranks have different folders, or it has another target's checkpoint;
@@ -77,7 +78,8 @@ def prepared(
     files: dict[str, bytes] = {}
 
     def gather() -> None:
-        files[_random_file(ranks.place)] = bytes_of(random_state.packed())
+        own = {name: tensor.detach() for name, tensor in buffers.items()}
+        files[_own_file(ranks.place)] = bytes_of({**random_state.packed(), "buffers": own})
         if ranks.place == 0:
             files[_POSITION] = bytes_of(position._asdict())
 
@@ -86,26 +88,16 @@ def prepared(
             (writing.data / name).write_bytes(content)
 
     def write(meeting: Ranks) -> None:
-        with _dropping(writing):
+        with writing.dropping(meeting):
             fill(meeting)
             meeting.on_all(put)
             writing.seal(about, meeting)
 
-    with _dropping(writing):
+    with writing.dropping(ranks):
         writing.begin(ranks)
         fill = collect(writing.data)
         ranks.on_all(gather)
     return write
-
-
-@contextmanager
-def _dropping(writing: Writing) -> Iterator[None]:
-    """Remove what was written where it breaks off."""
-    try:
-        yield
-    except Exception:
-        writing.drop()
-        raise
 
 
 def bytes_of(value: Any) -> bytes:
@@ -129,37 +121,58 @@ def verify(checkpoint: Checkpoint, program: Program) -> None:
     checkpoint_folder.verify(checkpoint, Ranks.of(program))
 
 
-def read_position(checkpoint: Checkpoint) -> Position:
-    """Where training was."""
-    return Position(**torch.load(checkpoint.data / _POSITION, weights_only=True))
+class Beside(NamedTuple):
+    """What lies beside an engine's own files.
+
+    Args:
+        position: Where training was.
+        own: The random states and buffers of this rank, or on another layout a number to derive random states from.
+    """
+
+    position: Position
+    own: Any
+
+    def put(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Put back random states, and this rank's buffers where they were saved on this layout."""
+        if isinstance(self.own, int):
+            random_state.derive(self.own)
+            return
+        random_state.put(self.own)
+        with torch.no_grad():
+            for name, saved in self.own.get("buffers", {}).items():
+                buffers[name].copy_(saved)
 
 
-def read_random(checkpoint: Checkpoint, program: Program) -> Any:
-    """The random states of this rank, and what puts them back: derived ones on another layout. Collective.
+def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> Beside:
+    """What ``prepared`` writes beside an engine's own files. Collective.
+
+    Args:
+        checkpoint: A complete one.
+        program: Whose ranks.
+        buffers: This rank's; nothing is put into them yet.
 
     Raises:
-        BuildError: they cannot be put back in this process.
+        BuildError: it cannot be put back in this process, or into these buffers.
     """
     ranks = Ranks.of(program)
     is_same = checkpoint.about["layout_of_ranks"] == layout_of(program)
-    found: list[Any] = []
+    found: list[Beside] = []
 
     def read() -> None:
-        saved = torch.load(checkpoint.data / _random_file(ranks.place if is_same else 0), weights_only=True)
+        position = Position(**torch.load(checkpoint.data / _POSITION, weights_only=True))
+        saved = torch.load(checkpoint.data / _own_file(ranks.place if is_same else 0), map_location="cpu", weights_only=True)
         if is_same:
             random_state.check(saved)
-        found.append(saved if is_same else random_state.digest_of(saved))
+            for name, tensor in saved.get("buffers", {}).items():
+                if name not in buffers or buffers[name].shape != tensor.shape:
+                    raise BuildError(
+                        f"the checkpoint has the buffer {name!r} of shape {tuple(tensor.shape)}, which the model has not; load "
+                        "it into the model it was saved from"
+                    )
+        found.append(Beside(position, saved if is_same else random_state.digest_of(saved)))
 
     ranks.on_all(read)
     return found[0]
-
-
-def put_random(found: Any) -> None:
-    """Put back what ``read_random`` gave."""
-    if isinstance(found, int):
-        random_state.derive(found)
-    else:
-        random_state.put(found)
 
 
 def layout_of(program: Program) -> dict[str, int]:
@@ -167,5 +180,5 @@ def layout_of(program: Program) -> dict[str, int]:
     return {axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}
 
 
-def _random_file(place: int) -> str:
+def _own_file(place: int) -> str:
     return f"random-{place}.pt"

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slapo_core.causes import reason
 from slapo_core.errors import BuildError
+from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
 from .ranks import Ranks
@@ -58,8 +60,9 @@ class Saving:
     def _run(self) -> None:
         try:
             self._write()
-        except Exception as err:
-            self._error = err
+        except BaseException as err:  # nobody hears of the end of a thread
+            self._error = err if isinstance(err, Exception) else BuildError(f"the checkpoint was not written: {reason(err)}")
+            get_logger().error("a checkpoint in the background was not written: %s", reason(err))
         del self._write  # it holds what was written
 
 
@@ -91,14 +94,13 @@ class Saver:
                 folder has the checkpoint it had.
             Exception: what kept the checkpoint before from being written, if nobody has waited for it.
         """
-        self.wait()
-        ranks = self._ranks = self._ranks or Ranks.of(self._program)
+        ranks = self.settle()
         if len(set(ranks.on_all(lambda: _checked(waits)))) > 1:
             raise BuildError("some ranks save with wait=True and others with wait=False; give all of them the same")
-        if not waits and self._apart is None:
-            self._apart = ranks.apart()
+        meeting = ranks
+        if not waits:
+            meeting = self._apart = self._apart or ranks.apart()
         put = prepare(ranks, None if waits else self._copies)
-        meeting = ranks if waits or self._apart is None else self._apart
         self._last = Saving(lambda: put(meeting), waits)
         return self._last
 
@@ -107,6 +109,16 @@ class Saver:
         last, self._last = self._last, None
         if last is not None:
             last.wait()
+
+    def settle(self) -> Ranks:
+        """Go on when the last checkpoint is written, and give the ranks. Collective.
+
+        Raises:
+            Exception: on every rank: what kept it from being written, unless all ranks have heard of it.
+        """
+        ranks = self._ranks = self._ranks or Ranks.of(self._program)
+        ranks.on_all(self.wait)
+        return ranks
 
     def close(self) -> None:
         """Wait, and give back what only a checkpoint in the background needs."""

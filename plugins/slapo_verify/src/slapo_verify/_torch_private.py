@@ -7,6 +7,7 @@ operators that collectives are to its dispatcher.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -81,7 +82,7 @@ def default_store() -> Any:
 
 @contextmanager
 def watched_collectives(look: Callable[[], None]) -> Iterator[None]:
-    """Whoever waits for a collective on CPUs calls ``look`` a few times a second, for a block.
+    """This thread, where it waits for a collective on CPUs, calls ``look`` a few times a second, for a block.
 
     What it raises comes out of the collective, which is then out of step with the other ranks. So no backend has to be able to
     end a collective; gloo cannot. Functional collectives, and those of compiled regions, are watched like all others.
@@ -98,9 +99,12 @@ def watched_collectives(look: Callable[[], None]) -> Iterator[None]:
 def _watched(collective: Any, look: Callable[[], None]) -> Callable[..., Any]:
     private: Any = torch._C
     below = private._dispatch_keyset_full_after(getattr(private.DispatchKey, _KEY))
+    own = threading.get_ident()
 
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         result = collective.redispatch(keys & below, *args, **kwargs)
+        if threading.get_ident() != own:
+            return result  # of a checkpoint that is written in the background, say
         if any(each.device.type != "cpu" for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)):
             return result  # to wait so for what runs on GPUs would hold the process up
         tensors, work = (result[:-1], result[-1]) if isinstance(result, tuple) else (None, result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -152,16 +152,16 @@ class _Run:
         given = {**self.options, **changed}
         engine: Any = build(sch, target, optimizer=self.optimizer, loss_fn=self.loss_fn, **given)
         whole = getattr(engine, "whole_parameters", nullcontext)
-        with whole():
-            before = _copies(engine.module)
-        first = engine.eval_batch(**share).item()
-        losses = [engine.train_batch(**share).item() for _ in range(self.steps)]
-        evaluations = (first, engine.eval_batch(**share).item())
-        with whole():
-            after = _copies(engine.module)
-            full = {name: value for name, value in sch.full_state("param").items() if value is not None}
+        with closing(engine):
+            with whole():
+                before = _copies(engine.module)
+            first = engine.eval_batch(**share).item()
+            losses = [engine.train_batch(**share).item() for _ in range(self.steps)]
+            evaluations = (first, engine.eval_batch(**share).item())
+            with whole():
+                after = _copies(engine.module)
+                full = {name: value for name, value in sch.full_state("param").items() if value is not None}
         stages = len(sch.program.stages) if sch.program is not None else 1
-        engine.close()
         own = {name: each.detach() for name, each in self.reference.named_parameters(remove_duplicate=False)}
         copies = [
             {name: value.double() - before[at][name].double() for name, value in copy.items()} for at, copy in after.items()

@@ -125,14 +125,14 @@ class Verify:
     ) -> None:
         self._top, self._enable = _top(sch), enable
         self._level, self._loss, self._tolerance = level, loss, tolerance
-        self._inputs, self._eval_mode = example_inputs, eval_mode
-        if device is not None:
-            moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), example_inputs)
-            self._inputs = moved
+        self._inputs, self._device, self._eval_mode = example_inputs, device, eval_mode
         self.report: Report | None = None
 
     def __enter__(self) -> Verify:
         if self._enable:
+            if self._device is not None:
+                given = self._top.example_inputs if self._inputs is None else self._inputs
+                self._inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.to(self._device), given)
             with torch.inference_mode(False):
                 self._before = copy.deepcopy(self._top)
             self._taken = len(self._top.journal)
@@ -140,9 +140,12 @@ class Verify:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not self._enable or error is not None:
+        if not self._enable:
             return
         before = self._before
+        del self._before  # a copy of the model
+        if error is not None:
+            return
         task = _task(before.mod, self._top, self._inputs, self._level, self._loss, None, self._tolerance, self._eval_mode)
         steps = self._top.journal.steps[self._taken :]
         models = _Models(before.mod, self._top, lambda: copy.deepcopy(before), steps, self._tolerance, self._taken)
