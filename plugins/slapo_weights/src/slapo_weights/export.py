@@ -135,7 +135,7 @@ class _Writer:
         try:
             write()
         except OSError as err:
-            raise BuildError(f"export_weights: {str(self._path)!r} cannot be written to: {reason(err)}") from err
+            raise BuildError(f"export_weights: {str(self._path)!r} cannot be written to: {err}") from err
 
     def _begin(self) -> None:
         try:
