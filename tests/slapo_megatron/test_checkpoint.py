@@ -381,3 +381,63 @@ def test_what_modules_keep_beside_tensors_is_refused(tmp_path: Path) -> None:
 
 def test_every_replica_gets_its_own_buffers_back(tmp_path: Path) -> None:
     check_own_buffers(*run_distributed(own_buffers, 2, "megatron", str(tmp_path), {"distributed_optimizer": True}))
+
+
+def in_two_groups(parameters: Any, **odd: Any) -> torch.optim.Optimizer:
+    """The second group has other options."""
+    held = list(parameters)
+    return torch.optim.AdamW([{"params": held[::2]}, {"params": held[1::2], **odd}], lr=1e-2, eps=1e-3)
+
+
+def kept_otherwise(rank: int, folder: str) -> list[Any]:
+    """What loads say of an optimizer that keeps more, or less, than was saved, and a save of one that keeps it for some.
+
+    And the loss after each refusal, beside that of an engine that has never been asked.
+    """
+    messages, losses, data = [], [], batches(2)
+    for saves, loads in ((False, True), (True, False)):
+        path = f"{folder}/{saves}"
+        engine, mesh = engine_of({"dp": 2}, optimizer=partial(adamw_of, amsgrad=saves))
+        engine.train_batch(**my_part(data[0], mesh))
+        engine.save(path)
+        engine.close()
+        for asks in (True, False):
+            engine, mesh = engine_of({"dp": 2}, optimizer=partial(adamw_of, amsgrad=loads))
+            messages += [message_of(lambda engine=engine, path=path: engine.load(path))] if asks else []
+            losses.append([engine.train_batch(**my_part(batch, mesh)).item() for batch in data])
+            engine.close()
+    engine, mesh = engine_of({"dp": 2}, optimizer=partial(in_two_groups, amsgrad=True))
+    engine.train_batch(**my_part(data[0], mesh))
+    messages.append(message_of(lambda: engine.save(f"{folder}/none")))
+    engine.close()
+    return [messages, losses]
+
+
+def test_what_an_optimizer_keeps_has_to_be_what_was_saved(tmp_path: Path) -> None:
+    for (more, fewer, some), losses in run_distributed(kept_otherwise, 2, str(tmp_path)):
+        assert "saved with exp_avg, exp_avg_sq, step in the optimizer's state, but this engine's has exp_avg, " in more
+        assert "but this engine's has exp_avg, exp_avg_sq, step; build with the same options of the optimizer" in fewer
+        assert "AdamW keeps 'max_exp_avg_sq' for some parameters and not for others" in some
+        assert losses[::2] == losses[1::2]
+    assert not (tmp_path / "none").exists()
+
+
+def weights_alone(rank: int, folder: str) -> list[float]:
+    """The loss of an engine that has trained, and of one that only evaluates and loads what that saved."""
+    found = []
+    for optimizer in (adamw, None):
+        engine, mesh = engine_of({"dp": 2}, optimizer=optimizer)
+        if optimizer is not None:
+            engine.train_batch(**my_part(batches(2)[0], mesh))
+            engine.save(folder)
+        else:
+            engine.load(folder)
+        found.append(engine.eval_batch(**my_part(batches(2)[1], mesh)).item())
+        engine.close()
+        assert "this engine is closed" in message_of(lambda engine=engine: engine.load(folder))
+    return found
+
+
+def test_an_engine_that_only_evaluates_takes_the_weights(tmp_path: Path) -> None:
+    for trained, evaluated in run_distributed(weights_alone, 2, str(tmp_path)):
+        assert trained == evaluated

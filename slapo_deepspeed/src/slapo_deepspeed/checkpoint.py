@@ -76,7 +76,7 @@ def prepared(
     places: list[Places] = []
     ranks.on_all(lambda: places.append(Places(model, module, program)))
 
-    def collect(folder: Path) -> Callable[[Ranks], None]:
+    def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
         files, beside = Files(folder, places[0], copies), dict[str, bytes]()
 
         def gather() -> None:
@@ -103,7 +103,8 @@ def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: P
     Raises:
         BuildError: on every rank: it is none, damaged, of another model, or of a layout that cannot be loaded into this one.
     """
-    complete = engine_checkpoint.opened(path, TARGET, program)
+    ranks = Ranks.of(program)
+    complete = checkpoint_folder.opened(path, TARGET, ranks)
     saved, own = complete.about, _steps(model, program)
 
     def check() -> None:
@@ -113,11 +114,12 @@ def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: P
             )
         _check_steps(saved, own)
 
-    on_all(check, program)
-    engine_checkpoint.verify(complete, program)
-    found = Checkpoint(complete.data, engine_checkpoint.read_beside(complete, program, buffers(module)))
-    if not _is_same(complete, model, module, program, zero_stage):
-        found.taken = _taken(complete, model, module, program, zero_stage)
+    ranks.on_all(check)
+    with checkpoint_folder.reading(complete):
+        checkpoint_folder.verify(complete, ranks)
+        found = Checkpoint(complete.data, engine_checkpoint.read_beside(complete, program, buffers(module)))
+        if not _is_same(complete, model, module, program, zero_stage):
+            found.taken = _taken(complete, model, module, program, zero_stage)
     return found
 
 

@@ -193,6 +193,7 @@ class DeepSpeedEngine(BatchEngine):
             BuildError: no complete checkpoint, or one of another model or layout, and nothing has changed; or DeepSpeed cannot
                 read it to its end, and the engine does nothing before another one is loaded.
         """
+        self._check_open()
         self._saver.settle()
         found = checkpoint.checked(self.model, self.module, path, self.program, self._options.zero_stage)
         with self._reading():

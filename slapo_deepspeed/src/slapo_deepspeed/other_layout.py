@@ -122,7 +122,11 @@ class Taken:
                     f"{name!r}; {SAME_LAYOUT}"
                 )
         found = []
-        for group in self._groups:
+        for number, group in enumerate(self._groups):
+            if not group["names"]:
+                places = (each["groups"] for each in saved.places if len(each["groups"]) == len(self._groups))
+                found.append(next((each[number]["options"] for each in places), group["options"]))
+                continue
             own = {repr(options[name]): options[name] for name in group["names"]}
             if len(own) > 1:
                 raise BuildError("the checkpoint's optimizer has other groups of parameters; build with the same")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from slapo_core.agreement import compare
 from slapo_core.errors import BuildError
-from slapo_training import engine_checkpoint
+from slapo_training import checkpoint_folder, engine_checkpoint
 from slapo_training.engine_checkpoint import Position
-from slapo_training.meeting import on_all
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers
 
@@ -47,13 +47,15 @@ def prepared(
         if engine.optimizer is not None:
             OptimizerState(engine, held).check()
 
-    def collect(folder: Path) -> Callable[[Ranks], None]:
+    def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
         if engine.optimizer is not None:
             state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
         return engine.files.prepared(state, folder, ranks, copies)
 
     compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
     ranks.on_all(check)
+    if engine.optimizer is not None:
+        OptimizerState(engine, held).check_alike()
     target, about = engine.options.target, _about(engine, held)
     return engine_checkpoint.prepared(path, target, program, about, position, collect, ranks, held.buffers())
 
@@ -76,17 +78,20 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
 
     program = engine.program
     held, found = Held(program), dict[str, Any]()
-    complete = engine_checkpoint.opened(path, engine.options.target, program)
+    ranks = Ranks.of(program)
+    complete = checkpoint_folder.opened(path, engine.options.target, ranks)
     has_stepped = complete.about["has_stepped"]
 
     def read() -> None:
         fresh = {key: torch.empty_like(tensor) for key, tensor in held.tensors.items()}
         state: dict[str, Any] = {"model": held.sharded(fresh)}
         if engine.optimizer is not None:
-            state["optimizer"], found["take"] = OptimizerState(engine, held).sharded(has_stepped, is_loading=True)
+            kept = OptimizerState(engine, held)
+            state["optimizer"], found["take"] = kept.sharded(has_stepped, is_loading=True)
+            _check_kept(complete.about, kept)
         try:
             found["state"] = dist_checkpointing.load(state, str(complete.data))
-        except Exception as err:  # whatever Megatron and torch raise of files that are missing or broken
+        except (Exception, CheckpointException) as err:  # whatever Megatron and torch raise of files that are missing or broken
             raise BuildError(
                 f"{str(complete.folder)!r} is a broken checkpoint: {type(err).__name__}: {_first(err)}; load another"
             ) from err
@@ -108,12 +113,20 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
         engine.has_stepped = has_stepped
 
     own = _about(engine, held)
-    on_all(lambda: _check(complete.about, own), program)
-    engine_checkpoint.verify(complete, program)
-    beside = engine_checkpoint.read_beside(complete, program, held.buffers())
-    with reading():  # the optimizer's state is made in it
-        for action in (read, put):
-            on_all(action, program)
+    ranks.on_all(lambda: _check(complete.about, own))
+    with checkpoint_folder.reading(complete):
+        checkpoint_folder.verify(complete, ranks)
+        beside = engine_checkpoint.read_beside(complete, program, held.buffers())
+        inner = _inner(engine)
+        is_new = inner is not None and not inner.state
+        try:
+            ranks.on_all(read)  # which makes the optimizer's state
+        except Exception:
+            if inner is not None and is_new:
+                inner.state.clear()
+            raise
+    with reading():
+        ranks.on_all(put)
     return beside.position
 
 
@@ -127,7 +140,17 @@ def _check_extra_state(model: nn.Module) -> None:
             )
 
 
-def _first(error: Exception) -> str:
+def _check_kept(saved: Mapping[str, Any], own: OptimizerState) -> None:
+    """Raise ``BuildError`` where the optimizer keeps something else than what was saved."""
+    before = saved.get("kept")  # older ones do not say
+    if saved["has_stepped"] and before is not None and before != (now := own.kept()):
+        raise BuildError(
+            f"saved with {', '.join(before)} in the optimizer's state, but this engine's has {', '.join(now)}; build with the "
+            "same options of the optimizer"
+        )
+
+
+def _first(error: BaseException) -> str:
     """The first line that says something."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
 
@@ -155,6 +178,7 @@ def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
         "group_of": {} if optimizer is None else OptimizerState(engine, held).groups(),
         "shapes": held.shapes,
         "has_stepped": engine.has_stepped,
+        "kept": [] if optimizer is None else OptimizerState(engine, held).kept(),
     }
 
 
@@ -169,7 +193,8 @@ _WORDS = {
 def _check(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse what is of something else than this engine trains."""
     for key, word in _WORDS.items():
-        if saved[key] != own[key]:
+        is_of_steps = key != "precision"  # an engine that only evaluates takes the weights alone
+        if saved[key] != own[key] and not (is_of_steps and own["optimizer"] is None):
             raise BuildError(f"saved with {saved[key]!r} for {word}, but this engine has {own[key]!r}; build with the same")
     shapes: dict[str, Any] = saved["shapes"]
     for name in sorted(shapes.keys() ^ own["shapes"].keys()):

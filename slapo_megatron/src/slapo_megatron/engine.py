@@ -198,6 +198,7 @@ class MegatronEngine(BatchEngine):
             BuildError: no complete checkpoint, or one of something else, and nothing has changed; or Megatron cannot read it to
                 its end, and the engine does nothing before another one is loaded.
         """
+        self._check_open()
         self._saver.settle()
         with self._mode(), without_warnings():
             self.steps, extra = checkpoint.load(self, path, self._reading)

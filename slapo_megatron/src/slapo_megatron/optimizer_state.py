@@ -75,6 +75,26 @@ class OptimizerState:
                     "optimizer, or target='torch'"
                 )
 
+    def kept(self) -> list[str]:
+        """The names of what is kept for each parameter. Collective."""
+        whole, single = self._names()
+        return sorted([*whole, *single])
+
+    def check_alike(self) -> None:
+        """Refuse what is not kept for every parameter. Collective.
+
+        Raises:
+            BuildError: the same on every rank.
+        """
+        own = {tuple(sorted(self._inner.state[main])) for main in self._inner.state}
+        found = sorted({kinds for each in gather(sorted(own), self._mesh) for kinds in each})
+        if len(found) > 1:
+            odd = sorted(set(found[0]) ^ set(found[1]))[0]
+            raise BuildError(
+                f"{type(self._inner).__name__} keeps {odd!r} for some parameters and not for others, which Megatron does not "
+                "write; give all groups the same options of that kind, or use target='torch'"
+            )
+
     def groups(self) -> dict[str, int]:
         """The number of the optimizer's group that each parameter is in. Collective."""
         places = {id(main): number for number, group in enumerate(self._inner.param_groups) for main in group["params"]}

@@ -136,7 +136,7 @@ class TorchSaver(Saver):
                 for name, content in files.items():
                     (writing.data / name).write_bytes(content)
 
-            with writing.dropping(meeting):
+            with writing.by(meeting) as meeting:
                 writing.begin(meeting)
                 meeting.on_all(put)
                 tensors.write(writing.data, meeting)
@@ -168,7 +168,6 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
 
     groups = ranks.on_all(look)
     checkpoint = checkpoint_folder.opened(path, _TARGET, ranks)
-    checkpoint_folder.verify(checkpoint, ranks)
     _, data, about = checkpoint
     is_same = about["layout"] == _layout(program)
     found: dict[str, Any] = {}
@@ -183,12 +182,9 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
         except (OSError, UnpicklingError, EOFError) as err:
             raise BuildError(f"'.metadata' of the checkpoint cannot be read: {reason(err)}; load another one") from err
 
-    ranks.on_all(read)
-    facts = found["tensors"].facts()
-    _check_names(pieces, facts, ranks)
     wanted: dict[tuple[str, str], Piece] = {}
 
-    def check() -> None:
+    def check(facts: Mapping[str, Any]) -> None:
         optimizer_state.check_same(optimizer, groups, found["optimizer"])
         kept = place.get("ranges", {})
         same = {name for name, ranges in _ranges(module).items() if kept.get(name) == ranges}
@@ -223,8 +219,15 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
         else:
             random_state.derive(found["random"])
 
-    for action in (check, fetch, put_foreign, put):
-        ranks.on_all(action)
+    with checkpoint_folder.reading(checkpoint):
+        checkpoint_folder.verify(checkpoint, ranks)
+        ranks.on_all(read)
+        facts = found["tensors"].facts()
+        _check_names(pieces, facts, ranks)
+        ranks.on_all(lambda: check(facts))
+        ranks.on_all(fetch)
+    ranks.on_all(put_foreign)
+    ranks.on_all(put)
     return Position(**found["position"])
 
 

@@ -20,7 +20,7 @@ from slapo_training.engine_checkpoint import Position
 from slapo_training.means import EQUAL_PARTS
 from slapo_training.meeting import check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
-from slapo_training.optimizers import adopted, made, scheduled_rate
+from slapo_training.optimizers import adopted, keep_types, made, scheduled_rate
 from slapo_training.pieces import Piece
 from slapo_training.saving import Saving
 
@@ -472,6 +472,7 @@ class TorchEngine(Engine):
             optimizer = made(given, trainable, self.program.module, self.module)
         if self._shards is not None:
             check_elementwise(optimizer)
+        keep_types(optimizer)
         if self._options.lr_scheduler is not None:
             rate = scheduled_rate(self._options.lr_scheduler, optimizer)
             self._missed.catch_up(rate)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from slapo_core.errors import BuildError
 from slapo_core.parameters import successor
 from slapo_core.program import Program
+from slapo_training.ranks import new_group
 
 from .fsdp_unit import Sharded, Unit
 from .fsdp_units import can_shard, deal, unit_paths
@@ -210,7 +211,7 @@ def _ranks_of_parts(program: Program) -> dist.ProcessGroup | None:
             )
     replicas = mesh["dp"].get_group()
     if (group := _everyone.get(replicas)) is None:
-        ranks = mesh["dp", "tp"].mesh.flatten().tolist()
-        group = _everyone[replicas] = dist.new_group(ranks, use_local_synchronization=True)
-    assert group is not None
+        names = [*(mesh.mesh_dim_names or ())]
+        by_stage = mesh.mesh.movedim([names.index("dp"), names.index("tp")], [-2, -1])
+        group = _everyone[replicas] = new_group(by_stage.reshape(-1, mesh["dp", "tp"].size()).tolist(), mesh)
     return group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import pathlib
 import pickle
 from typing import Any
@@ -36,6 +37,14 @@ _MEAN = 1
 def groups_known() -> int:
     """How many process groups this process knows, by which torch names one that not all ranks make together."""
     return len(dist.distributed_c10d._world.pg_names)
+
+
+def job_timeout() -> datetime.timedelta:
+    """How long ranks wait for each other in this job's default group; torch gives another group its own default."""
+    group = dist.group.WORLD
+    assert group is not None
+    limit: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return limit
 
 
 class MetadataUnpickler(pickle.Unpickler):

@@ -117,9 +117,12 @@ class BatchEngine(Engine):
         yield
         self._is_half_read = False
 
-    def _check_weights(self) -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise BuildError("this engine is closed; build another one")
+
+    def _check_weights(self) -> None:
+        self._check_open()
         if self._is_half_read:
             raise BuildError("a checkpoint was not read to its end, and this engine's weights may have changed; load another")
 

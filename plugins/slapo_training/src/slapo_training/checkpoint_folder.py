@@ -2,11 +2,13 @@
 
 The files lie in a folder of their own inside of it, ``data-…``, which the manifest ``slapo.json`` names together with their
 sizes and SHA-256 sums. The manifest is written last and renamed into its place, so that the folder has the checkpoint before or
-the new one, whole, and what a crash leaves behind is named by nothing; the next save removes it.
+the new one, whole, and what a crash leaves behind is named by nothing; the next save removes it. Who writes holds the lock of
+``slapo.lock``, which ends with its process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -15,17 +17,19 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slapo_core.causes import reason
-from slapo_core.errors import BuildError
+from slapo_core.errors import BuildError, SlapoError
+from slapo_core.logger import get_logger
 
 from .ranks import Ranks
 
 MANIFEST = "slapo.json"
+_LOCK = "slapo.lock"
 _FORMAT = 4
 _DATA = "data-"
 _LEFT_DATA, _LEFT_MANIFEST = (re.compile(re.escape(name) + "[0-9a-f]{32}") for name in (_DATA, f"{MANIFEST}."))
@@ -48,6 +52,7 @@ class Writing:
     data: Path
     number: str
     target: str
+    _lock: int | None = field(default=None, init=False)
 
     @staticmethod
     def proposed(path: str | PathLike[str], target: str) -> tuple[str, str]:
@@ -79,10 +84,15 @@ class Writing:
         return cls(folder, folder / (_DATA + number), number, target)
 
     def begin(self, ranks: Ranks) -> None:
-        """Make the folder, without what crashes have left in it. Collective."""
+        """Make the folder, without what crashes have left in it. Collective.
+
+        Raises:
+            BuildError: another save writes there.
+        """
 
         def make() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.folder)
             if (kept := _data_of(self.folder)) is not None:
                 _remove_left(self.folder, kept)
             self.data.mkdir()
@@ -114,28 +124,48 @@ class Writing:
             _sync(made)
             before = _data_of(self.folder)
             os.replace(made, self.folder / MANIFEST)
-            _sync(self.folder)
-            _sync(self.folder.parent)
+            for each in (self.folder, self.folder.parent):
+                try:
+                    _sync(each)
+                except OSError as err:
+                    get_logger().warning("the new checkpoint in %r may not outlive a power cut: %s", str(each), reason(err))
             if before and before.startswith(_DATA):
                 shutil.rmtree(self.folder / Path(before).name, ignore_errors=True)
             _remove_left(self.folder, self.data.name)
+            self._unlock()
 
         sizes: dict[str, int] = ranks.first(look)
         everyone: list[dict[str, str]] = ranks.on_all(sum_up)
         ranks.first(put)
 
     @contextmanager
-    def dropping(self, ranks: Ranks) -> Iterator[None]:
-        """Remove what was written where it breaks off, unless it has taken its place.
+    def by(self, ranks: Ranks) -> Iterator[Ranks]:
+        """The ranks that write it: what one cannot do is one sentence on all, and what was written is removed then.
 
-        The first rank does, which also puts it there: another one may give up waiting while that is done.
+        The first rank removes it, which also puts it into its place: another one may give up waiting while that is done.
         """
         try:
-            yield
+            yield ranks.telling(self._told)
         except BaseException:
-            if ranks.place == 0 and _data_of(self.folder) != self.data.name:
-                shutil.rmtree(self.data, ignore_errors=True)
+            if ranks.place == 0:
+                if _data_of(self.folder) != self.data.name:
+                    shutil.rmtree(self.data, ignore_errors=True)
+                self._unlock()
             raise
+
+    def _told(self, error: Exception) -> Exception:
+        if isinstance(error, SlapoError):
+            return error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else reason(error)
+        told = BuildError(f"the checkpoint {fspath(self.folder)!r} was not written, and what was there is as before: {why}")
+        told.__cause__ = error
+        return told
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also where a process that was forked meanwhile has it open
+            os.close(lock)
 
 
 class Checkpoint(NamedTuple):
@@ -169,6 +199,22 @@ def opened(path: str | PathLike[str], target: str, ranks: Ranks) -> Checkpoint:
     if len({each["number"] for each in everyone}) > 1:
         raise BuildError("the ranks load different checkpoints; give every rank the same one")
     return Checkpoint(Path(path), Path(path) / about["data"], about)
+
+
+@contextmanager
+def reading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Around what reads a checkpoint before anything is changed: a save that put another in its place is told as such.
+
+    Raises:
+        BuildError: on every rank.
+    """
+    try:
+        yield
+    except Exception as err:
+        now = _content(checkpoint.folder)
+        if now is not None and now["number"] != checkpoint.about["number"]:
+            raise BuildError(f"{fspath(checkpoint.folder)!r} was saved anew while it was loaded; load it again") from err
+        raise
 
 
 def verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
@@ -219,8 +265,10 @@ def _read(folder: Path, target: str) -> dict[str, Any]:
         kind = written["checkpoint"].get("format") if "checkpoint" in written else written.get("format")
         if kind == _FORMAT:
             written = content_of(text)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as err:
-        raise BuildError(f"the checkpoint {path!r} is damaged: {MANIFEST}: {reason(err)}; load another one") from err
+    except OSError as err:
+        raise BuildError(f"{MANIFEST} of the checkpoint {path!r} cannot be read: {err.strerror}; load another one") from err
+    except (ValueError, KeyError, AttributeError, TypeError) as err:
+        raise BuildError(f"the checkpoint {path!r} is damaged: {MANIFEST} is not what was written; load another one") from err
     if kind != _FORMAT:
         raise BuildError(
             f"{path!r} has format {kind}, this version reads format {_FORMAT}; save it anew, or install a newer version"
@@ -249,6 +297,25 @@ def _content(folder: Path) -> dict[str, Any] | None:
         return content_of((folder / MANIFEST).read_text())
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _locked(folder: Path) -> int | None:
+    """The lock of a folder, which ends with the process; None on a file system that has none.
+
+    Raises:
+        BuildError: another save holds it.
+    """
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as err:
+        os.close(lock)
+        raise BuildError(f"another save writes to {fspath(folder)!r} now; give another folder, or wait for its end") from err
+    except OSError as err:
+        os.close(lock)
+        get_logger().warning("%r has no locks; let one program at a time save there: %s", fspath(folder), reason(err))
+        return None
+    return lock
 
 
 def _remove_left(folder: Path, kept: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
-from . import checkpoint_folder, random_state
+from . import random_state
 from .checkpoint_folder import Checkpoint, Writing
 from .plain import check_plain, digest
 from .ranks import Ranks
@@ -50,7 +50,7 @@ def prepared(
     program: Program,
     about: Mapping[str, Any],
     position: Position,
-    collect: Callable[[Path], Callable[[Ranks], None]],
+    collect: Callable[[Path, Ranks], Callable[[Ranks], None]],
     ranks: Ranks,
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[[Ranks], None]:
@@ -62,8 +62,8 @@ def prepared(
         program: Whose ranks.
         about: What is written of it, the same on every rank.
         position: Where training is.
-        collect: Given the folder of the engine's own files, gives what writes them, given the ranks to meet. Both collective,
-            and they raise on all ranks.
+        collect: Given the folder of the engine's own files and the ranks to meet, gives what writes them, given the ranks to
+            meet then. Both collective, and they raise on all ranks.
         ranks: All of the program.
         buffers: This rank's, which may be others than those of another replica.
 
@@ -88,14 +88,14 @@ def prepared(
             (writing.data / name).write_bytes(content)
 
     def write(meeting: Ranks) -> None:
-        with writing.dropping(meeting):
+        with writing.by(meeting) as meeting:
             fill(meeting)
             meeting.on_all(put)
             writing.seal(about, meeting)
 
-    with writing.dropping(ranks):
+    with writing.by(ranks) as ranks:
         writing.begin(ranks)
-        fill = collect(writing.data)
+        fill = collect(writing.data, ranks)
         ranks.on_all(gather)
     return write
 
@@ -105,20 +105,6 @@ def bytes_of(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
-
-
-def opened(path: str | PathLike[str], target: str, program: Program) -> Checkpoint:
-    """A complete checkpoint, whose files are not looked at yet. Collective.
-
-    Raises:
-        BuildError: on every rank: it is not complete, another target's, or not the same on all.
-    """
-    return checkpoint_folder.opened(path, target, Ranks.of(program))
-
-
-def verify(checkpoint: Checkpoint, program: Program) -> None:
-    """Raise ``BuildError`` on every rank unless every byte is what was written. Collective."""
-    checkpoint_folder.verify(checkpoint, Ranks.of(program))
 
 
 class Beside(NamedTuple):

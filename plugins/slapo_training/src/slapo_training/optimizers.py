@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ def made_on_all(
         if isinstance(optimizer, torch.optim.LBFGS):
             raise BuildError("LBFGS computes the loss several times in a step, which no engine does; give another optimizer")
         fits(optimizer)
+        keep_types(optimizer)
         rate = None if options.lr_scheduler is None else scheduled_rate(options.lr_scheduler, optimizer)
         if isinstance(rate, ReduceLROnPlateau):
             raise BuildError("lr_scheduler= gave a ReduceLROnPlateau, which is stepped without the loss here; give another")
@@ -113,6 +115,41 @@ def _restored(group: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     group.clear()
     group.update(before)
     return group
+
+
+def keep_types(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``load_state_dict`` give back an optimizer's state in the types it had, where torch casts it to the parameters'.
+
+    A momentum in fp32 of weights in bf16, say. ``step`` is left to torch, which keeps it as the optimizer counts.
+    """
+    given: list[Mapping[str, Any]] = []
+
+    def before(_: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+        given[:] = [packed]
+
+    def after(loaded: torch.optim.Optimizer) -> None:
+        for state, saved in _pairs(loaded, given.pop()):
+            for key, value in saved.items():
+                now = state.get(key)
+                if (
+                    key != "step"
+                    and isinstance(now, torch.Tensor)
+                    and isinstance(value, torch.Tensor)
+                    and now.dtype != value.dtype
+                ):
+                    state[key] = value.to(now.device, copy=True)
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
+
+
+def _pairs(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The state of each parameter, and what was saved of it."""
+    numbers = chain.from_iterable(group["params"] for group in packed["param_groups"])
+    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(numbers, own, strict=True):
+        if number in packed["state"]:
+            yield optimizer.state[parameter], packed["state"][number]
 
 
 def scheduled_rate(given: Any, optimizer: torch.optim.Optimizer) -> Any:

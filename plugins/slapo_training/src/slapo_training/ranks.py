@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +13,11 @@ from slapo_core.agreement import agree, gather
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
-from ._torch_private import groups_known
+from ._torch_private import groups_known, job_timeout
+
+
+def _itself(error: Exception) -> Exception:
+    return error
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,14 @@ class Ranks:
         size: How many they are.
         mesh: Theirs; None where they meet in ``group``.
         group: Their own, which no step uses.
+        told: What is raised for an error of an action, by which all ranks hear of it.
     """
 
     place: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
     group: dist.ProcessGroup | None = None
+    told: Callable[[Exception], Exception] = _itself
 
     @classmethod
     def of(cls, program: Program) -> Ranks:
@@ -47,15 +53,11 @@ class Ranks:
         """
         if self.size == 1 or self.mesh is None:
             return Ranks(self.place, self.size)
-        ranks = self.mesh.mesh.flatten().tolist()
-        # by themselves ranks name a group by how many each knows, which may differ, as where a tie's group leaves some out
-        alone = self.size < dist.get_world_size()
-        if alone and len(set(self.gather(groups_known()))) > 1:
-            raise BuildError(
-                "the mesh leaves out ranks, and those in it are in different numbers of process groups, so that torch cannot "
-                "make one for a save in the background; save with wait=True"
-            )
-        return Ranks(self.place, self.size, None, dist.new_group(ranks, backend="gloo", use_local_synchronization=alone))
+        return Ranks(self.place, self.size, None, new_group([self.mesh.mesh.flatten().tolist()], self.mesh, "gloo"))
+
+    def telling(self, told: Callable[[Exception], Exception]) -> Ranks:
+        """The same ranks, with other words for what an action raises."""
+        return replace(self, told=told)
 
     def gather(self, value: Any) -> list[Any]:
         """One value of every rank, by place. Collective."""
@@ -68,14 +70,14 @@ class Ranks:
             What it gave on every rank, by place.
 
         Raises:
-            Exception: what the action raised here.
+            Exception: what is told of what the action raised here.
             BuildError: it raised on another rank.
         """
         value, error = None, None
         try:
             value = action()
         except Exception as err:
-            error = err
+            error = self.told(err)
         found = self.gather((error is None, value))
         if not all(is_done for is_done, _ in found):
             agree(error, self.mesh, self.group)
@@ -84,3 +86,28 @@ class Ranks:
     def first(self, action: Callable[[], Any]) -> Any:
         """What the first rank alone does, and gives to all. Collective; it raises as ``on_all`` does."""
         return self.on_all(action if self.place == 0 else lambda: None)[0]
+
+
+def new_group(rows: Sequence[list[int]], mesh: DeviceMesh, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group for each row of a mesh's ranks, with the job's time limit; this rank's. Collective.
+
+    Args:
+        rows: The same on every rank.
+        mesh: Theirs.
+        backend: torch's of the default group where it is None.
+
+    Raises:
+        BuildError: on every rank: torch cannot make them.
+    """
+    if sum(map(len, rows)) == dist.get_world_size():
+        found: list[dist.ProcessGroup] = [dist.new_group(row, job_timeout(), backend=backend) for row in rows]
+        return found[[dist.get_rank() in row for row in rows].index(True)]
+    # by themselves ranks name a group by how many each knows, which may differ, as where a tie's group leaves some out
+    if len(set(gather(groups_known(), mesh))) > 1:
+        raise BuildError(
+            "the mesh leaves out ranks, and those in it are in different numbers of process groups, so that torch cannot make "
+            "one more; give a mesh of all ranks, or save with wait=True if that is for a save in the background"
+        )
+    own = next(row for row in rows if dist.get_rank() in row)
+    alone: dist.ProcessGroup = dist.new_group(own, job_timeout(), backend=backend, use_local_synchronization=True)
+    return alone

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_core.causes import reason
-from slapo_core.errors import BuildError
+from slapo_core.errors import BuildError, SlapoError
 from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
@@ -62,7 +62,7 @@ class Saving:
             self._write()
         except BaseException as err:  # nobody hears of the end of a thread
             self._error = err if isinstance(err, Exception) else BuildError(f"the checkpoint was not written: {reason(err)}")
-            get_logger().error("a checkpoint in the background was not written: %s", reason(err))
+            get_logger().error("in the background: %s", err if isinstance(err, SlapoError) else reason(err))
         del self._write  # it holds what was written
 
 

@@ -75,8 +75,10 @@ class TensorFiles:
             self._writer.set_up_storage_writer(ranks.place == 0)
             return self._writer.write_data(self._plan, self._planner).value()
 
-        everyone = ranks.on_all(put)
-        self._planner.forget()
+        try:
+            everyone = ranks.on_all(put)
+        finally:
+            self._planner.forget()
         ranks.first(lambda: self._writer.finish(self._metadata, everyone))
 
 
