@@ -107,6 +107,24 @@ def unties(schedule: Schedule) -> None:
 
 
 @planted()
+def unties_and_doubles(schedule: Schedule) -> None:
+    old = schedule.mod.weight
+    schedule.mod.weight = successor(old, old.detach() * 2)
+
+
+@planted()
+def hides_an_error(schedule: Schedule) -> None:
+    try:
+        wrap_forward(schedule.mod, _as_it_was)
+    except Exception:
+        return
+
+
+def _as_it_was(call: Any, *args: Any) -> Any:
+    return call(*args)
+
+
+@planted()
 def doubles(schedule: Schedule) -> None:
     old = schedule.mod.weight
     schedule.set_parameter("weight", successor(old, old.detach() * 2))
@@ -341,6 +359,13 @@ FAULTS = [
         {"contracts", "hooks", "numerics"},
         "embed.weight and head.weight are no longer one parameter",
     ),
+    (
+        "unties_and_doubles",
+        replace(AT_LINEAR, path="head", changes=["ties"]),
+        {"contracts", "hooks", "numerics"},
+        "the full parameter 'embed.weight' is",
+    ),
+    ("hides_an_error", AT_LINEAR, {"transactional"}, "failed, and does another thing: module 'block.0' is"),
     ("doubles", AT_LINEAR, {"contracts", "numerics"}, "the full parameter 'block.0.weight' is"),
     ("keeps_a_buffer", AT_LINEAR, {"contracts"}, "the key 'block.0.calls' of the state_dict is new"),
     (
@@ -452,6 +477,7 @@ def test_all_faults_are_told_at_once() -> None:
         ({"changes": ["weights"]}, "no change 'weights'; known are values, names"),
         ({"numerics": "near"}, "numerics is 'near'; known are equal"),
         ({"numerics": "none"}, "say why with because="),
+        ({"tries": True}, "say why with because="),
         ({"ranks": 2, "before": lambda sch: None}, "before is a lambda or a function inside of one; write it at module level"),
     ],
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,6 +32,17 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"x": x, "labels": x[:, :2] * 2}
 
 
+class Saved(NamedTuple):
+    """What ``wait`` writes."""
+
+    state: dict[str, Any]
+    extra: Any
+    path: Any
+
+    def wait(self) -> None:
+        torch.save({"state": self.state, "extra": self.extra}, self.path)
+
+
 class LoopEngine(Engine):
     """A loop in one process."""
 
@@ -54,13 +66,22 @@ class LoopEngine(Engine):
         with torch.no_grad():
             return self._loss(**batch)
 
-    def save(self, path: Any) -> None:
-        torch.save({"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
+    def state(self) -> dict[str, Any]:
+        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def load(self, path: Any) -> None:
-        state = torch.load(path)
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+    def save(self, path: Any, *, extra: Any = None, wait: bool = True) -> Saved:
+        saved = Saved(copy.deepcopy(self.state()), extra, path)
+        if wait:
+            saved.wait()
+        return saved
+
+    def load(self, path: Any) -> Any:
+        if not path.exists():
+            raise BuildError(f"there is no {path}; save there first")
+        found = torch.load(path)
+        self.module.load_state_dict(found["state"]["model"])
+        self.optimizer.load_state_dict(found["state"]["optimizer"])
+        return found["extra"]
 
 
 class Loop(Dialect):
@@ -110,8 +131,33 @@ class _StaysInEvaluation(LoopEngine):
 
 
 class _ForgetsMomentum(LoopEngine):
+    def load(self, path: Any) -> Any:
+        before = copy.deepcopy(self.optimizer.state_dict())
+        extra = super().load(path)
+        self.optimizer.load_state_dict(before)
+        return extra
+
+
+class _WritesLate(LoopEngine):
+    def save(self, path: Any, *, extra: Any = None, wait: bool = True) -> Saved:
+        return Saved(self.state(), extra, path) if not wait else super().save(path, extra=extra)
+
+
+class _ForgetsExtra(LoopEngine):
     def load(self, path: Any) -> None:
-        self.module.load_state_dict(torch.load(path)["model"])
+        super().load(path)
+
+
+class _ChangesFirst(LoopEngine):
+    def load(self, path: Any) -> Any:
+        with torch.no_grad():
+            self.module.up.weight.zero_()
+        return super().load(path)
+
+
+class _LoadsNothing(LoopEngine):
+    def load(self, path: Any) -> Any:
+        return super().load(path) if path.exists() else None
 
 
 class _KeepsThread(LoopEngine):
@@ -153,6 +199,30 @@ class ForgetsMomentum(Loop):
     """Loads half of it."""
 
     name, engine = "forgets_momentum", _ForgetsMomentum
+
+
+class WritesLate(Loop):
+    """Writes what there is later."""
+
+    name, engine = "writes_late", _WritesLate
+
+
+class ForgetsExtra(Loop):
+    """Gives nothing back."""
+
+    name, engine = "forgets_extra", _ForgetsExtra
+
+
+class ChangesFirst(Loop):
+    """Changes weights before it looks."""
+
+    name, engine = "changes_first", _ChangesFirst
+
+
+class LoadsNothing(Loop):
+    """Takes no checkpoint for one."""
+
+    name, engine = "loads_nothing", _LoadsNothing
 
 
 class KeepsThread(Loop):
@@ -199,6 +269,9 @@ PLANTED = {"loop": "Loop", "steeper": "Steeper", "attached": "Attached", "learni
 PLANTED |= {"forgets_momentum": "ForgetsMomentum", "keeps_thread": "KeepsThread", "takes_all": "TakesAll"}
 PLANTED |= {"stays_in_evaluation": "StaysInEvaluation", "raises_anything": "RaisesAnything", "can_nothing": "CanNothing"}
 
+PLANTED |= {"writes_late": "WritesLate", "forgets_extra": "ForgetsExtra", "changes_first": "ChangesFirst"}
+PLANTED |= {"loads_nothing": "LoadsNothing"}
+
 
 @hookimpl
 def slapo_dialects() -> dict[str, Any]:
@@ -229,16 +302,24 @@ def test_a_right_dialect_of_somebody_else_conforms() -> None:
 @pytest.mark.parametrize(
     ("name", "checks", "sentence"),
     [
-        ("steeper", {"steps", "eval", "checkpoint"}, "the loss of step 2 is"),
+        ("steeper", {"steps", "eval", "checkpoint", "background"}, "the loss of step 2 is"),
         ("attached", {"steps"}, "train_batch() gives a loss of shape (), not a detached number"),
         ("learning", {"eval"}, "eval_batch() changes parameters"),
         ("stays_in_evaluation", {"eval"}, "after eval_batch() modules are in another mode in training"),
-        ("forgets_momentum", {"checkpoint"}, "the loss 2 steps after load() is"),
+        ("forgets_momentum", {"checkpoint", "background"}, "the loss 2 steps after load() is"),
+        ("writes_late", {"background"}, "the loss 1 steps after load() of what save(extra, wait) wrote is"),
+        ("forgets_extra", {"background"}, "load() gives back None, and save() was given extra={'next': 2"),
+        ("changes_first", {"checkpoint"}, "the loss 1 steps after save() and a load() that was refused is"),
+        ("loads_nothing", {"checkpoint"}, "load() of a folder that is not there raises nothing"),
         ("keeps_thread", {"close"}, "after close() the thread 'left' goes on"),
         ("closes_once", {"close"}, "AttributeError"),
         ("takes_all", {"refusals"}, "build('takes_all', clip=1.0) builds an engine; it is to be refused with 'clip is 1.0'"),
         ("raises_anything", {"refusals"}, "is refused by the KeyError"),
-        ("can_nothing", {"documented", "refusals", "steps", "eval", "checkpoint", "close"}, "do not say what it can do"),
+        (
+            "can_nothing",
+            {"documented", "refusals", "steps", "eval", "checkpoint", "background", "close"},
+            "do not say what it can do",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,16 +65,28 @@ def _broken(before: _Facts, schedule: Schedule, training: bool) -> Iterator[tupl
     broken = [tie for tie in before.ties if len({id(tensor) for name, tensor in held if name in tie}) > 1]
     if broken:
         yield "ties", f"{' and '.join(sorted(broken[0]))} are no longer one parameter"
-    values = before.values if len(held) > len(found) else schedule.full_state("param")  # which refuses two of one name
+    values = _values(schedule, held, before) if found else {}
     for name, tensor in before.values.items():
-        if name in found and not _same(values.get(name), tensor):
-            yield (
-                "values",
-                f"the full parameter {name!r} is {_shown(values.get(name))}, not {_shown(tensor)} of the same values",
-            )
+        for other in values.get(name, [None]) if name in found else ():
+            if not _same(other, tensor):
+                yield "values", f"the full parameter {name!r} is {_shown(other)}, not {_shown(tensor)} of the same values"
         if name in found and found[name].requires_grad != before.requires_grad[name]:
             yield "requires_grad", f"requires_grad of {name!r} is {found[name].requires_grad}, which it was not"
     yield from _of_modules(before, model, training)
+
+
+def _values(
+    schedule: Schedule, held: list[tuple[str, torch.Tensor]], before: _Facts
+) -> Mapping[str, Sequence[torch.Tensor | None]]:
+    """The full parameters by name; not of parts where several parameters have one name, as nothing puts these together."""
+    names = [name for name, _ in held]
+    if len(names) == len({*names}):
+        return {name: [tensor] for name, tensor in schedule.full_state("param").items()}
+    parts = {name for name, tensor in held if facts(tensor).spec is not None}
+    return {
+        name: [tensor.detach() for own, tensor in held if own == name] if name not in parts else [before.values[name]]
+        for name in before.values
+    }
 
 
 def _of_modules(before: _Facts, model: nn.Module, training: bool) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -173,20 +174,53 @@ def evaluation(case: EngineCase) -> None:
 
 
 def checkpoint(case: EngineCase) -> None:
-    """What ``save`` wrote goes on in another engine as if nothing had happened."""
+    """What ``save`` wrote goes on in another engine as if nothing had happened, and so does one that could not load."""
     losses = [loss for loss, _ in case.reference()]
     with case.engine() as engine:
         for step in range(STEPS // 2):
             engine.train_batch(**case.batch(step))
         engine.save(case.folder / "checkpoint")
-        _goes_on(case, engine, losses, "save()")
-    other = case.model()
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    with case.engine(case.schedule(other)) as engine:
+        try:
+            engine.load(case.folder / "none")
+        except Exception as error:
+            check_sentence(error, "load() of a folder that is not there")
+        else:
+            raise ConformanceError("load() of a folder that is not there raises nothing")
+        _goes_on(case, engine, losses, "save() and a load() that was refused")
+    with case.engine(_zeros(case)) as engine:
         engine.load(case.folder / "checkpoint")
         _goes_on(case, engine, losses, "load()")
+
+
+def background(case: EngineCase) -> None:
+    """``save`` writes what there was as it was called, where it takes ``wait=False``; its ``extra`` is given back."""
+    losses = [loss for loss, _ in case.reference()]
+    extra = {"next": STEPS // 2, "seen": torch.arange(3)}
+    with case.engine() as engine:
+        takes = inspect.signature(engine.save).parameters
+        options = {name: value for name, value in (("extra", extra), ("wait", False)) if name in takes}
+        if not options:
+            return
+        for step in range(STEPS // 2):
+            engine.train_batch(**case.batch(step))
+        saving = engine.save(case.folder / "behind", **options)
+        _goes_on(case, engine, losses, f"save({', '.join(options)})")
+        if "wait" in options:
+            saving.wait()
+    with case.engine(_zeros(case)) as engine:
+        given = engine.load(case.folder / "behind")
+        if "extra" in options and str(given) != str(extra):
+            raise ConformanceError(f"load() gives back {given!r}, and save() was given extra={extra!r}")
+        _goes_on(case, engine, losses, f"load() of what save({', '.join(options)}) wrote")
+
+
+def _zeros(case: EngineCase) -> Schedule:
+    """The schedule of a model whose parameters are zeros."""
+    model = case.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return case.schedule(model)
 
 
 def _goes_on(case: EngineCase, engine: Engine, losses: list[float], after: str) -> None:
@@ -214,6 +248,7 @@ CHECKS: dict[str, Callable[[EngineCase], None]] = {
     "steps": steps,
     "eval": evaluation,
     "checkpoint": checkpoint,
+    "background": background,
     "close": closing,
 }
 """What is checked with each example of a dialect."""

@@ -55,7 +55,8 @@ class Example:
             ``"ties"``, ``"requires_grad"``, ``"training"`` modes, ``"state_dict"`` keys. Each must then really change.
         numerics: ``"equal"``: outputs and gradients are those of the unmodified model, in evaluation and training;
             ``"outputs"``: outputs alone; ``"distribution"``: in training the mean of many runs; ``"none"``: not compared.
-        because: Why ``numerics`` is not ``"equal"``, or why the journal cannot be written down.
+        tries: Whether the step runs code of the model to see what that does, and takes an error of it as an answer.
+        because: Why ``numerics`` is not ``"equal"``, why the journal cannot be written down, or what the step tries.
         atol: Largest absolute difference.
         rtol: Largest relative difference.
         writable: Whether ``save`` can write the step down; if not, it says why in one sentence.
@@ -75,6 +76,7 @@ class Example:
     refused: Sequence[Refused] = ()
     changes: Sequence[str] = ()
     numerics: str = "equal"
+    tries: bool = False
     because: str = ""
     atol: float = 1e-5
     rtol: float = 1e-5
@@ -91,8 +93,9 @@ class Example:
             raise ValueError(f"{self}: numerics is {self.numerics!r}; known are {', '.join(NUMERICS)}")
         if self.ranks > 1:
             _check_travels(self)
-        if (self.numerics != "equal" or not self.writable) and not self.because:
-            raise ValueError(f"{self}: numerics={self.numerics!r}, writable={self.writable}; say why with because=")
+        if (self.numerics != "equal" or not self.writable or self.tries) and not self.because:
+            odd = f"numerics={self.numerics!r}, writable={self.writable}, tries={self.tries}"
+            raise ValueError(f"{self}: {odd}; say why with because=")
 
     def __str__(self) -> str:
         at = getattr(self.model, "__name__", "a model")

@@ -80,6 +80,7 @@ def _fails_in_the_middle(case: Case, schedule: Schedule) -> None:
     calls = Calls(folder)
     with calls.watching():
         case.step(schedule)
+    wanted = _structure(schedule)
     schedule.undo()
     for number in spread(calls.count, INJECTIONS):
         calls, before = Calls(folder, number), Snapshot(schedule)
@@ -91,7 +92,14 @@ def _fails_in_the_middle(case: Case, schedule: Schedule) -> None:
             if found or not calls.failed:
                 raise ConformanceError(f"after {calls.failed or repr(error)} failed, {'; '.join(found[:3])}") from error
         else:
-            schedule.undo()  # it has another way, or made fewer calls this time
+            found = _structure(schedule)
+            schedule.undo()
+            if (
+                calls.failed and found != wanted and not case.example.tries
+            ):  # it may have another way to the same, or have made fewer calls this time
+                raise ConformanceError(
+                    f"the step hides that {calls.failed} failed, and does another thing: {_first_difference(wanted, found)}"
+                )
 
 
 class _ObserverError(SlapoError):
