@@ -76,7 +76,7 @@ def _broken(before: _Facts, schedule: Schedule, training: bool) -> Iterator[tupl
 
 
 def _values(
-    schedule: Schedule, held: list[tuple[str, torch.Tensor]], before: _Facts
+    schedule: Schedule, held: Sequence[tuple[str, torch.Tensor]], before: _Facts
 ) -> Mapping[str, Sequence[torch.Tensor | None]]:
     """The full parameters by name; not of parts where several parameters have one name, as nothing puts these together."""
     names = [name for name, _ in held]

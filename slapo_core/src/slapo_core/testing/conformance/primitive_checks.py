@@ -88,9 +88,9 @@ def _fails_in_the_middle(case: Case, schedule: Schedule) -> None:
             with calls.watching():
                 case.step(schedule)
         except Exception as error:
-            found = before.differences(Snapshot(schedule))
-            if found or not calls.failed:
-                raise ConformanceError(f"after {calls.failed or repr(error)} failed, {'; '.join(found[:3])}") from error
+            changed = before.differences(Snapshot(schedule))
+            if changed or not calls.failed:
+                raise ConformanceError(f"after {calls.failed or repr(error)} failed, {'; '.join(changed[:3])}") from error
         else:
             found = _structure(schedule)
             schedule.undo()
