@@ -222,3 +222,62 @@ def test_a_rank_that_is_interrupted_ends_all() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_as_threads(work, 2)
+
+
+class Says(nn.Module):
+    """What it computes, in some form.
+
+    Args:
+        form: Makes the outputs of a tensor.
+    """
+
+    def __init__(self, form: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.act, self.form = nn.Linear(4, 4), nn.GELU(), form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(self.act(self.up(x)))
+
+
+FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "bool": lambda y: y > 0.2,
+    "integers": lambda y: (y * 10).long(),
+    "complex": lambda y: torch.complex(torch.ones_like(y), y),
+    "number": lambda y: float(y.detach().sum()),
+    "nothing else": lambda y: {"a": None, "b": 3, "c": (True, [y.sum()])},
+}
+
+
+@pytest.mark.parametrize("level", ["outputs", "grads"])
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_of_any_kind(form: str, level: str) -> None:
+    for other, same in ((nn.GELU(), True), (nn.Tanh(), False)):
+        model = Says(FORMS[form])
+        sch = create_schedule(copy.deepcopy(model), example_inputs=torch.zeros(2, 4))
+        sch["act"].replace(other)
+        report = verify(model, sch, torch.linspace(-2, 2, 8).view(2, 4), level=level)
+        assert report.ok is same, report
+        assert same or "sch['act'].replace(" in str(report.blame)
+
+
+@pytest.mark.parametrize(("momentum", "same"), [(0.1, True), (0.9, False)])
+def test_what_training_leaves_in_buffers_is_compared(momentum: float, same: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GELU())
+    sch = create_schedule(copy.deepcopy(model), example_inputs=torch.zeros(2, 4))
+    sch["2"].replace(nn.GELU())
+    sch["1"].replace(nn.BatchNorm1d(4, momentum=momentum))
+    report = verify(model, sch, torch.randn(8, 4), eval_mode=False)
+    assert report.compared["buffers"] == 3
+    assert report.ok is same, report
+    if not same:
+        assert [each.what for each in report.differences] == ["buffer of '1.running_mean'", "buffer of '1.running_var'"]
+        assert "2: sch['1'].replace(" in str(report.blame)
+    assert verify(model, sch, torch.randn(8, 4)).ok
+
+
+def test_inputs_without_rows_prove_nothing_and_it_is_said() -> None:
+    reference = model()
+    sch = create_schedule(model(), example_inputs=X)
+    sch["1"].replace(nn.Tanh())
+    assert "no output has numbers in it" in str(verify(reference, sch, X[:0]))

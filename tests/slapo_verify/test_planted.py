@@ -107,6 +107,54 @@ class NoInputGradient(nn.Linear):
         return super().forward(input.detach())
 
 
+class FirstRowZeroed(nn.Embedding):
+    """As where ids of another shard are told by ``<=``."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * (input % 8 != 0).unsqueeze(-1)
+
+
+class ChangesItsInput(nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = super().forward(input)
+        input.data.mul_(2)
+        return out
+
+
+class LosesKeywords(nn.Module):
+    """What is behind it gets positional arguments alone, as from a checkpoint that knows no others."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
+class FirstBranchForAll(Block):
+    """Two branches are fed what the first one is."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.attn(normed, mask=mask) + self.drop(self.down(self.act(self.up(normed))))
+
+
+class LosesTheResidual(Block):
+    """A value that is used outside of what was replaced is another one there."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.attn(self.norm(x), mask=mask)
+        return x + self.drop(self.down(self.act(self.up(x))))
+
+
+class DefaultForTheMask(Attention):
+    """A default of its own takes the place of what is not given by name."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | float | None = 0.0) -> torch.Tensor:
+        return super().forward(x, MASK[0] if mask is None or isinstance(mask, float) else mask * 0)
+
+
 def of_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     new = copy.deepcopy(module)
     new.__class__ = cls
@@ -126,31 +174,55 @@ FAULTS: dict[str, tuple[str, Fault, str | None]] = {
     "bias twice": ("down", lambda old: of_class(old, Doubled), "'layers.3.down.bias' is in it 2 times"),
     "weight frozen": ("up", lambda old: of_class(old, Detached), None),
     "no gradient through": ("up", lambda old: of_class(old, NoInputGradient), None),
+    "keywords lost": ("", LosesKeywords, None),
+    "first branch's input for all": ("", lambda old: of_class(old, FirstBranchForAll), None),
+    "value used outside lost": ("", lambda old: of_class(old, LosesTheResidual), None),
+    "a default for what is given": ("attn", lambda old: of_class(old, DefaultForTheMask), None),
+    "another layer's module": ("up", lambda old: copy.deepcopy(OTHER), None),
     "other weights, same names": ("down", lambda old: nn.Linear(32, 16), None),
 }
+
+
+OTHER = Model().layers[2].up
+"""As found where ``layers.2`` is taken for ``layers.3``."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_step_that_puts_a_fault_in_is_blamed(name: str) -> None:
     child, fault, hint = FAULTS[name]
+    path = f"layers.3.{child}".rstrip(".")
     reference = Model()
     sch = create_schedule(copy.deepcopy(reference), example_inputs=INPUTS)
     for index in range(6):
         sch[f"layers.{index}.norm"].replace(copy.deepcopy(sch[f"layers.{index}.norm"].mod))
         sch[f"layers.{index}"].checkpoint()
         if index == 3:
-            at = sch[f"layers.3.{child}"]
+            at = sch[path]
             at.replace(fault(at.mod))
     report = verify(reference, sch)
     assert not report
     assert report.blame is not None
     print(report)
-    if name != "other weights, same names":
+    if name not in ("other weights, same names", "another layer's module"):
         assert report.blame.step is not None
-        assert report.blame.step.split(": ")[1].startswith(f"sch['layers.3.{child}'].replace(")
+        assert report.blame.step.split(": ")[1].startswith(f"sch['{path}'].replace(")
     if hint:
         assert report.blame.hint is not None
         assert hint in report.blame.hint
+
+
+@pytest.mark.parametrize(("path", "cls"), [("embed", FirstRowZeroed), ("layers.3.norm", ChangesItsInput)])
+def test_so_is_one_beside_steps_of_whole_lists(path: str, cls: type[nn.Module]) -> None:
+    reference = Model()
+    sch = create_schedule(copy.deepcopy(reference), example_inputs=INPUTS)
+    sch["layers.0"].checkpoint()
+    sch[path].replace(of_class(sch[path].mod, cls))
+    sch["layers.5"].checkpoint()
+    report = verify(reference, sch)
+    assert not report
+    assert report.blame is not None
+    assert report.blame.step is not None
+    assert report.blame.step.startswith(f"2: sch['{path}'].replace(")
 
 
 def test_a_right_schedule_is_the_same() -> None:

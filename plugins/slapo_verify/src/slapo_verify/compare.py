@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from slapo_core.errors import VerifyError
+from slapo_core.parameters import facts
 from slapo_core.random import rng_state, set_rng_state
 from slapo_core.testing.equivalence import (
     Difference,
@@ -89,6 +90,7 @@ class Computed:
         updates: What the optimizer's step added to each parameter, by original name.
         draws: Whether it drew random numbers.
         largest: The largest error of parameters' values that are near and were not put together.
+        buffers: What training leaves in those that are saved and whole, by name.
     """
 
     weights: dict[str, torch.Tensor | None]
@@ -96,10 +98,10 @@ class Computed:
     updates: dict[str, torch.Tensor | None] = field(default_factory=dict)
     draws: bool = False
     largest: Difference | None = None
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many tensors of each kind."""
+    def counts(self, other: Computed) -> dict[str, int]:
+        """How many tensors of each kind are compared with what another model computed."""
         outputs = [value for _, value in self.run.outputs if isinstance(value, torch.Tensor)]
         gradients = [value for value in self.run.param_grads.values() if value is not None]
         found = {
@@ -107,6 +109,7 @@ class Computed:
             "outputs": len(outputs),
             "gradients": len(gradients),
             "updates": len(self.updates),
+            "buffers": len(self.buffers.keys() & other.buffers.keys()),
         }
         return {what: count for what, count in found.items() if count}
 
@@ -126,7 +129,7 @@ def compute(model: nn.Module, task: Task, expected: Computed | None = None, rank
         kept = _Kept(model)
         loss = _checked(task.loss or _default_loss)
         run = ranks.alike(lambda: run_model(cast(nn.Module, kept), task.args, dict(task.kwargs), loss))
-        draws = not same_random_state(state, rng_state())
+        draws, left = not same_random_state(state, rng_state()), _buffers(model) if task.training else {}
         found = [values_of(model, "weight", torch.Tensor.detach, known(expected.weights if expected else None, SAME))]
         before = known(expected.run.param_grads if expected else None, task.tolerance)
         if task.level != "outputs":
@@ -136,7 +139,8 @@ def compute(model: nn.Module, task: Task, expected: Computed | None = None, rank
             gradients = {**kept.gradients, **_shared(found[-1])}
             found.append(_updates(model, task, gradients, known(expected.updates if expected else None, task.tolerance)))
         near = max((each.largest for each in found if each.largest), key=lambda each: each.absolute or 0.0, default=None)
-        return Computed(found[0].whole, run, found[2].whole if task.level == "step" else {}, draws, near)
+        updates = found[2].whole if task.level == "step" else {}
+        return Computed(found[0].whole, run, updates, draws, near, left)
 
 
 @contextmanager
@@ -178,6 +182,15 @@ def compare(expected: Computed, actual: Computed, tolerance: Tolerance) -> Itera
     known = replace(run, param_grads=_not_shown(run.param_grads, now.param_grads))
     yield from differences(known, now, tolerance)
     yield from of_named("update", _not_shown(expected.updates, actual.updates), actual.updates, tolerance)
+    common = expected.buffers.keys() & actual.buffers.keys()  # what takes a module's place may keep others
+    yield from of_named("buffer", {name: expected.buffers[name] for name in sorted(common)}, actual.buffers, tolerance)
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """As they are now; a part of one is not what the unmodified model has."""
+    saved = model.state_dict().keys()
+    named = ((name, buffer) for name, buffer in model.named_buffers() if name in saved and facts(buffer).spec is None)
+    return {name: buffer.detach().clone() for name, buffer in named}
 
 
 def _not_shown(expected: Named, actual: Named) -> dict[str, torch.Tensor | None]:
@@ -217,6 +230,7 @@ def _pairs(expected: Computed, actual: Computed) -> Iterator[tuple[str, torch.Te
         ("weight", expected.weights, actual.weights),
         ("gradient", one.param_grads, other.param_grads),
         ("update", expected.updates, actual.updates),
+        ("buffer", expected.buffers, actual.buffers),
     )
     found: list[tuple[str, Any, Any]] = [("loss", one.loss, other.loss)]
     for what, before, after in (
@@ -301,10 +315,13 @@ def with_rounding(
     for what, one, other in (
         ("gradient", expected.run.param_grads, exact.run.param_grads),
         ("update", expected.updates, exact.updates),
+        ("buffer", expected.buffers, exact.buffers),
     ):
         pairs += [(f"{what} of {name!r}", value, other.get(name)) for name, value in one.items()]
     both = [
-        (what, one, other) for what, one, other in pairs if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        (what, one, other)
+        for what, one, other in pairs
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.dtype is not torch.bool
     ]
     largest = max((float(one.abs().max()) for _, one, _ in both if one.numel()), default=0.0)
     most = _ROUNDED * largest if closely else math.inf
@@ -337,7 +354,8 @@ def is_moderate(expected: Computed, actual: Computed, found: Iterable[Difference
         one, other = pairs.get(each.what, (None, None))
         if each.absolute is None or one is None or other is None or one.shape != other.shape:
             return False
-        if not float((other.double() - one.double()).norm()) <= _MODERATE * float(one.double().norm()):
+        wide = torch.promote_types(one.dtype, torch.float64)
+        if not float((other.to(wide) - one.to(wide)).norm()) <= _MODERATE * float(one.to(wide).norm()):
             return False
     return True
 

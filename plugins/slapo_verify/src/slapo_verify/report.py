@@ -83,7 +83,8 @@ class Report:
             far = "all equal to the bit" if self.largest is None else f"largest error {_error(self.largest)}"
             head = f"the same: {counts}; {far}"
         else:
-            head = f"NOT the same: {len(self.differences)} of {counts} differ\n{self.differences[0].message}"
+            total = sum(self.compared.values())
+            head = f"NOT the same: {len(self.differences)} of {total} differ: {counts}\n{self.differences[0].message}"
         head = f"{self.subject}: {head}" if self.subject else head
         parts = [head, str(self.blame) if self.blame else "", *(f"note: {note}" for note in self.notes)]
         return "\n".join(filter(None, parts))

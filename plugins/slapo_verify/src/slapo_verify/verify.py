@@ -268,18 +268,20 @@ def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Rep
     furthest = max((each for each in far if each), key=lambda each: each.absolute or 0.0, default=None)
     if task.level != "outputs" and not any(each is not None for each in expected.run.param_grads.values()):
         notes.append("nothing that the unmodified model returns has gradients, of which none are compared; give loss=")
+    if expected.run.outputs and not any(isinstance(each, torch.Tensor) and each.numel() for _, each in expected.run.outputs):
+        notes.append("no output has numbers in it, so that next to nothing of what is computed was compared; give other inputs")
     if parts:
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         notes.append(f"{parts[0]}{more} of the scheduled model is a part on each rank; they are put together here")
     if found is None:
-        return Report(task.level, expected.counts, (), furthest, notes=tuple(notes))
+        return Report(task.level, expected.counts(actual), (), furthest, notes=tuple(notes))
     if task.training and any(gather(actual.draws and not expected.draws, top.mesh, top.group)):
         notes.append("the scheduled model draws random numbers that the other does not: a step has fixed a dropout in it")
     try:
         cause = _blame(models, runs, task, expected, actual, ranks) if blame else None
     except StrandedError as error:
         raise StrandedError(f"{error}; that was in looking for what is to blame of this: {found[0].message}") from error
-    return Report(task.level, expected.counts, tuple(found), furthest, cause, tuple(notes))
+    return Report(task.level, expected.counts(actual), tuple(found), furthest, cause, tuple(notes))
 
 
 def _expected(models: _Models, task: Task, ranks: Ranks) -> tuple[Computed, Task]:

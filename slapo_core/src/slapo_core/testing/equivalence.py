@@ -36,7 +36,8 @@ class Tolerance:
 
     def absolute(self, expected: torch.Tensor, what: str = "") -> float:
         """What does not depend on the single number."""
-        numbers = expected[expected.isfinite()].abs().double() if self.scale else expected.new_empty(0)
+        is_number = self.scale and expected.dtype is not torch.bool
+        numbers = expected[expected.isfinite()].abs().double() if is_number else expected.new_empty(0)
         scale = self.scale * float(numbers.square().mean().sqrt()) if numbers.numel() else 0.0
         return self.atol + scale + self.noise.get(what, 0.0)
 
