@@ -441,3 +441,37 @@ def weights_alone(rank: int, folder: str) -> list[float]:
 def test_an_engine_that_only_evaluates_takes_the_weights(tmp_path: Path) -> None:
     for trained, evaluated in run_distributed(weights_alone, 2, str(tmp_path)):
         assert trained == evaluated
+
+
+class Beside(nn.Linear):
+    """Has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.none.sum()
+
+
+def without_elements(rank: int, folder: str) -> list[float]:
+    """The loss behind a save, and of another engine that loads it."""
+    found = []
+    for loads in (False, True):
+        torch.manual_seed(loads)
+        schedule = create_schedule(nn.Sequential(Beside()), mesh=mesh_of(), plugins=PLUGINS)
+        engine: Any = build(schedule, "megatron", optimizer=adamw, loss_fn=nn.functional.mse_loss)
+        x = torch.linspace(-1, 1, 16).view(4, 4)
+        if loads:
+            engine.load(folder)
+        else:
+            engine.train_batch(input=x, labels=x)
+            engine.save(folder)
+        found.append([engine.train_batch(input=x, labels=x).item() for _ in range(2)])
+        engine.close()
+    return found
+
+
+def test_a_parameter_without_elements_needs_no_place(tmp_path: Path) -> None:
+    ((expected, found),) = run_distributed(without_elements, 1, str(tmp_path))
+    assert found == expected

@@ -99,8 +99,8 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     def put() -> None:
         state = found["state"]
         with torch.no_grad():
-            for key, tensor in held.tensors.items():
-                tensor.copy_(state["model"][key])
+            for key, saved in state["model"].items():
+                held.tensors[key].copy_(saved)
         if (inner := _inner(engine)) is not None:
             if not has_stepped:
                 inner.state.clear()

@@ -45,13 +45,13 @@ class Held:
         return {key: tensor for key, tensor in self.tensors.items() if not isinstance(tensor, nn.Parameter)}
 
     def sharded(self, tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
-        """These tensors, each in the place of one that is held, for Megatron.
+        """These tensors, each in the place of one that is held, for Megatron; without those that have no elements.
 
         Args:
             tensors: By the keys of those held.
             prefix: Of the names in the checkpoint.
         """
-        return {key: self._one(key, tensor, prefix) for key, tensor in tensors.items()}
+        return {key: self._one(key, tensor, prefix) for key, tensor in tensors.items() if tensor.numel()}
 
     def alike(self, numbers: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
         """Tensors that are the same on all ranks that hold something of these keys."""
