@@ -24,6 +24,7 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
 from slapo_verify import Report, verify, verify_engine
+from slapo_verify.plain_steps import plain_steps, sgd
 from tests.engine_models import Skips, batches, small, twice
 from tests.slapo_torch.layouts import mesh_of
 
@@ -333,3 +334,11 @@ def test_a_schedule_that_is_given_is_taken_again_and_left_as_it_is() -> None:
     assert verify_engine(model, sch, batches(1)[0], steps=2, against=report.trained).ok
     sch.undo()
     torch.testing.assert_close(model.state_dict(), sch.mod.state_dict(), rtol=0, atol=0)
+
+
+def test_what_a_model_in_float64_learns_is_what_it_does_in_float32() -> None:
+    batch = batches(1)[0]
+    single, double = (plain_steps(model, batch, 1, None, sgd).updates for model in (small("gpt2"), small("gpt2").double()))
+    for name, update in double.items():
+        assert float(update.abs().max()) > 0
+        torch.testing.assert_close(single[name], update, rtol=1e-3, atol=1e-5)

@@ -83,7 +83,7 @@ def plain_steps(
         with torch.no_grad():
             return loss_of(False).item()
 
-    before = {name: each.detach().double() for name, each in model.named_parameters(remove_duplicate=False)}
+    before = {name: each.detach().to(torch.float64, copy=True) for name, each in model.named_parameters(remove_duplicate=False)}
     try:
         first, losses, draws = evaluated(), [], False
         stepping = optimizer([each for each in model.parameters() if each.requires_grad])
