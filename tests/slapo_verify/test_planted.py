@@ -225,6 +225,53 @@ def test_so_is_one_beside_steps_of_whole_lists(path: str, cls: type[nn.Module]) 
     assert report.blame.step.startswith(f"2: sch['{path}'].replace(")
 
 
+class Labelled(nn.Module):
+    """Gives its loss, of labels of which some are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.drop, self.head = nn.Embedding(32, 16), nn.Dropout(0.5), nn.Linear(16, 32)
+        self.loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.head(self.drop(self.embed(ids))).flatten(0, 1), labels.flatten())
+
+
+class CountsAll(nn.CrossEntropyLoss):
+    """Divides by the number of all labels, as where ``ignore_index`` is forgotten."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(input, target) * (target != self.ignore_index).float().mean()
+
+
+class OtherMasks(nn.Dropout):
+    """Is recomputed without the random state it had."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, input, use_reentrant=False, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "new"),
+    [("loss", lambda: CountsAll(label_smoothing=0.1)), ("loss", nn.CrossEntropyLoss), ("drop", lambda: OtherMasks(0.5))],
+    ids=["ignored labels counted", "label smoothing forgotten", "recomputed with other masks"],
+)
+def test_faults_of_a_loss_and_of_a_recompute(path: str, new: Callable[[], nn.Module]) -> None:
+    """The recompute's is one of gradients in training mode alone."""
+    reference, labels = Labelled(), IDS.clone()
+    labels[0, :4] = -100
+    inputs = {"ids": IDS, "labels": labels}
+    for fault in (False, True):
+        sch = create_schedule(copy.deepcopy(reference), example_inputs=inputs)
+        sch["head"].replace(copy.deepcopy(sch["head"].mod))
+        if fault:
+            sch[path].replace(new())
+        report = verify(reference, sch, level="grads", eval_mode=path != "drop")
+        assert report.ok is not fault, report
+    assert f"2: sch['{path}'].replace(" in str(report.blame)
+
+
 def test_a_right_schedule_is_the_same() -> None:
     reference = Model()
     sch = create_schedule(copy.deepcopy(reference), example_inputs=INPUTS)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.nn.functional import all_gather
 
 from slapo_core import create_schedule
 from slapo_core.testing import run_distributed
@@ -104,3 +105,39 @@ def test_the_right_schedule_is_the_same_on_two_ranks() -> None:
     one, other = run_distributed(planted, 2, None)
     assert one == other
     assert one.check().largest.absolute < 1e-4
+
+
+class Flat(nn.Module):
+    """What comes behind ``up`` takes its numbers in one line, whatever their dimensions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.act, self.down = nn.Linear(8, 8), nn.GELU(), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)).flatten(1))
+
+
+def gathered_along_1(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """What ``sync`` itself refuses to do."""
+    return torch.cat(all_gather(output), 1)
+
+
+def gathered(rank: int, is_wrong: bool) -> Report:
+    reference = Flat()
+    sch: Any = create_schedule(copy.deepcopy(reference), example_inputs=torch.randn(2, 4, 8))
+    sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    if is_wrong:
+        sch["up"].sync("fwd_post", gathered_along_1)
+    else:
+        sch["up"].sync("fwd_post", "all_gather", axis=-1)
+    return verify(reference, sch)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_parts_gathered_along_another_dimension(is_wrong: bool) -> None:
+    one, other = run_distributed(gathered, 2, is_wrong)
+    assert one == other
+    assert one.ok is not is_wrong
+    assert one.ok or one.blame.step.split(": ", 1)[1].startswith("sch['up'].")
