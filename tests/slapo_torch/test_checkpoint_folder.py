@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import slapo_torch.plugin
@@ -18,11 +19,14 @@ from slapo_core.build import build
 from slapo_core.errors import BuildError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+from slapo_training._torch_private import job_timeout
 from slapo_training.checkpoint_folder import Writing, opened, reading, verify
 from slapo_training.ranks import Ranks
 from tests.background_saves import fail, held_back
 
 from .counts import BATCH, Counts, engine_of
+from .layouts import mesh_of
 
 
 def test_what_a_crash_leaves_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
@@ -175,3 +179,18 @@ def test_an_optimizers_state_comes_back_in_its_own_type(tmp_path: Path) -> None:
                 engine.save(tmp_path)
     assert losses[3:6] == losses[6:]
     assert {each.dtype for state in engine.optimizer.state.values() for each in state.values()} == {torch.float32}
+
+
+def limits(rank: int) -> list[float]:
+    """Seconds that the job's groups wait, and one for a save in the background."""
+    apart = Ranks(rank, 2, mesh_of(dp=2)).apart().group
+    assert apart is not None
+    of_apart = apart._get_backend(torch.device("cpu")).options._timeout
+    dist.destroy_process_group(apart)
+    return [job_timeout().total_seconds(), of_apart.total_seconds()]
+
+
+@pytest.mark.multiproc
+def test_a_group_for_a_save_in_the_background_waits_as_long_as_the_job() -> None:
+    for job, apart in run_distributed(limits, 2):
+        assert job == apart != 1800  # torch's own default

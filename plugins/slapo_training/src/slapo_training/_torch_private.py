@@ -39,11 +39,15 @@ def groups_known() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def job_timeout() -> datetime.timedelta:
-    """How long ranks wait for each other in this job's default group; torch gives another group its own default."""
+def job_timeout() -> datetime.timedelta | None:
+    """How long ranks wait for each other in this job's default group; torch gives another group its own default.
+
+    None of a group that has no such limit, as a fake one.
+    """
     group = dist.group.WORLD
     assert group is not None
-    limit: datetime.timedelta = group._get_backend(group._device_types[0]).options._timeout
+    options = group._get_backend(group._device_types[0]).options
+    limit: datetime.timedelta | None = None if options is None else options._timeout
     return limit
 
 

@@ -113,7 +113,8 @@ def _verified(run: _Run, target: str, against: str | Trained | None, tolerance: 
     found, sch, notes = run.trained(target)
     allowed = tolerance or _allowed(run, expected)
     wrong, largest, ranks = _compared(expected, found, other, allowed, sch)
-    if wrong and tolerance is None and (closely := _closely(run, expected, allowed)) is not None:
+    closely = _closely(run, expected, allowed) if wrong and tolerance is None else None
+    if all(_everywhere(closely is not None, sch)) and closely is not None:
         allowed, unseen = closely
         wrong, largest, ranks = _compared(expected, found, other, allowed, sch)
         if unseen:

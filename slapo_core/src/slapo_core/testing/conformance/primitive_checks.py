@@ -94,9 +94,8 @@ def _fails_in_the_middle(case: Case, schedule: Schedule) -> None:
         else:
             found = _structure(schedule)
             schedule.undo()
-            if (
-                calls.failed and found != wanted and not case.example.tries
-            ):  # it may have another way to the same, or have made fewer calls this time
+            # it may have another way to the same, or have made fewer calls this time
+            if calls.failed and found != wanted and not case.example.tries:
                 raise ConformanceError(
                     f"the step hides that {calls.failed} failed, and does another thing: {_first_difference(wanted, found)}"
                 )
