@@ -136,7 +136,7 @@ def main() -> None:
     print(f"\n## Checkpoints: {LAYERS} GPT blocks, hidden size {HIDDEN}, with AdamW's state, in fp32\n")
     print(
         "| layout | MiB | alone (ms) | `save` (ms) | `save` / alone | `save(wait=False)`: first, later (ms) "
-        "| stops for, of a `save` | `load` (ms) |"
+        "| stops for, of a `save`: first, later | `load` (ms) |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for target, layout, options, words in CASES:
@@ -149,14 +149,17 @@ def main() -> None:
         first, later = 1e3 * found["stops"][0], 1e3 * median(found["stops"][1:])
         print(
             f"| {words} | {found['size']:.0f} | {alone:.0f} | {waits:.0f} | {waits / alone:.2f} | {first:.0f}, {later:.0f} "
-            f"| {100 * later / waits:.1f} % | {loads:.0f} |",
+            f"| {100 * first / waits:.0f} %, {100 * later / waits:.1f} % | {loads:.0f} |",
             flush=True,
         )
     print(
         "\nAlone are `dcp.save`, DeepSpeed's `save_checkpoint`, which flushes nothing to the disk, and Megatron's "
         "`dist_checkpointing.save`."
     )
-    print("The first save in the background takes memory for the copies, on later ones they are made in the same memory.")
+    print(
+        "The first save of an engine in the background has the machine hand out memory for the copies, which takes as long as "
+        "the machine needs;\nlater ones copy into the same memory."
+    )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_core.tracing import trace_module
+from slapo_training import random_state
 from slapo_training.plain import check_plain
 from tests.engines import check_own_buffers, own_buffers
 
@@ -194,6 +195,12 @@ def test_a_random_state_that_cannot_be_put_back_changes_nothing(tmp_path: Path) 
     with pytest.raises(BuildError, match="has the random state 'model-parallel-rng', this process has not; call set"):
         engine.load(tmp_path)
     assert not model.weight.any()
+
+
+def test_a_gpus_random_state_comes_back_on_the_gpu_in_use() -> None:
+    saved = {"cpu": torch.zeros(2), "cuda:3": torch.ones(2)}
+    assert random_state.on_device(saved, 1) == {"cpu": saved["cpu"], "cuda:1": saved["cuda:3"]}
+    assert random_state.on_device(saved, None) == {"cpu": saved["cpu"]}
 
 
 def cut_with_extra_state(rank: int, path: str) -> list[Any]:

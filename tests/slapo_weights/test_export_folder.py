@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo
 from slapo_core.errors import BuildError
@@ -33,13 +34,16 @@ def model_of(number: int) -> nn.Module:
     return model
 
 
-def numbers(folder: Path) -> set[float]:
+def read(folder: Path) -> dict[str, torch.Tensor]:
     """What those read who look for the single file first and then for the index, as ``from_pretrained`` does."""
     if (folder / "model.safetensors").exists():
-        found = load_file(folder / "model.safetensors")
-    else:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-        found = {name: load_file(folder / file)[name] for name, file in index.items()}
+        return load_file(folder / "model.safetensors")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return {name: load_file(folder / file)[name] for name, file in index.items()}
+
+
+def numbers(folder: Path) -> set[float]:
+    found = read(folder)
     assert found.keys() == model_of(0).state_dict().keys()
     return {value for tensor in found.values() for value in tensor.unique().tolist()}
 
@@ -96,6 +100,44 @@ def test_what_is_read_is_one_export_at_every_moment(
     assert found == sorted(found)
     assert found[0] == 0
     assert numbers(folder) == {1}
+
+
+def gpt2(number: int) -> nn.Module:
+    """All of its numbers are this one, and its config tells which."""
+    activation = ["relu", "gelu"][number]
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_head=2, n_layer=1, activation_function=activation)
+    )
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, number)
+    return model
+
+
+@pytest.mark.parametrize("error", [Killed, OSError])
+@pytest.mark.parametrize(("before", "after"), [("one", "some"), ("some", "one"), ("one", "one"), ("some", "some")])
+def test_weights_are_never_read_with_the_config_of_others(
+    before: str, after: str, error: type[BaseException], tmp_path: Path
+) -> None:
+    found = []
+    for moment in range(1, 100):
+        folder = tmp_path / str(moment)
+        export_weights(slapo.create_schedule(gpt2(0)), folder, max_shard_size=SIZES[before])
+        with pytest.MonkeyPatch.context() as patched:
+            ending_at(moment, error, patched)
+            try:
+                export_weights(slapo.create_schedule(gpt2(1)), folder, max_shard_size=SIZES[after])
+                break
+            except (error, BuildError):
+                if error is OSError or {"model.safetensors", "model.safetensors.index.json"} & {*os.listdir(folder)}:
+                    (number,) = {value for tensor in read(folder).values() for value in tensor.unique().tolist()}
+                    found.append(number)
+                    activation = json.loads((folder / "config.json").read_text())["activation_function"]
+                    assert activation == ["relu", "gelu"][int(number)]
+                else:
+                    found.append(0.5)
+    assert found == sorted(found)
+    assert found[0] == 0
+    assert (0.5 in found) == (error is Killed)
 
 
 def test_a_file_has_every_type(tmp_path: Path) -> None:

@@ -37,12 +37,26 @@ def check(saved: Mapping[str, Any]) -> None:
 
 
 def put(saved: Mapping[str, Any]) -> None:
-    """Go on with the numbers that came next when it was saved."""
-    set_rng_state(RNGState(saved["devices"], saved["tracked"], ()))
+    """Go on with the numbers that came next when it was saved; a GPU's on the one that is in use now, whatever its number."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    tracked = {name: on_device(states, device) for name, states in saved["tracked"].items()}
+    set_rng_state(RNGState(on_device(saved["devices"], device), tracked, ()))
     random.setstate(saved["python"])
     numpy = _numpy_random()
     if numpy is not None and saved["numpy"] is not None:
         numpy.set_state(saved["numpy"])
+
+
+def on_device(states: Mapping[str, torch.Tensor], device: int | None) -> dict[str, torch.Tensor]:
+    """Saved generator states by device, those of the one GPU that was in use under the number of another.
+
+    Args:
+        states: By the names of devices, ``cpu`` and ``cuda:3`` say.
+        device: The GPU's number; None leaves its state out.
+    """
+    if device is None:
+        return {name: state for name, state in states.items() if name == "cpu"}
+    return {("cpu" if name == "cpu" else f"cuda:{device}"): state for name, state in states.items()}
 
 
 def _numpy_random() -> Any:

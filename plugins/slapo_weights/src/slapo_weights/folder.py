@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -24,7 +27,8 @@ class Folder:
 
     The new files lie in a folder inside, ``.export-…``, until they are complete. Then they are renamed into their places:
     shards first, under names that no shard there has, then the configs, then what decides which weights are read, the index
-    or the single file, in one moment. Old shards are removed behind that.
+    or the single file, in one moment. Old shards are removed behind that. Where a config changes, what decided before is moved
+    into ``.export-…/before`` first, so that in between there are no weights rather than some of another config.
 
     Args:
         path: Made where there is none; other files in it stay as they are.
@@ -82,8 +86,9 @@ class Folder:
         last = SINGLE if len(self._names) == 1 else INDEX
         shards = [name for name in self._names if name != SINGLE]
         others = sorted(each.name for each in self.aside.iterdir() if each.name not in (*self._names, INDEX))
-        for name in [*shards, *others, last]:
-            os.replace(self.aside / name, self.path / name)
+        with self._away([name for name in others if self._changes(name)]):
+            for name in [*shards, *others, last]:
+                os.replace(self.aside / name, self.path / name)
         if last == INDEX:
             (self.path / SINGLE).unlink(missing_ok=True)  # it would be read before the index
         else:
@@ -92,7 +97,27 @@ class Folder:
         for each in self.path.iterdir():
             if _SHARD.fullmatch(each.name) and each.name not in shards:
                 each.unlink(missing_ok=True)
-        self.aside.rmdir()
+        shutil.rmtree(self.aside)
+
+    def _changes(self, name: str) -> bool:
+        """Whether a file that is there gets another content."""
+        return (self.path / name).exists() and not filecmp.cmp(self.path / name, self.aside / name, shallow=False)
+
+    @contextmanager
+    def _away(self, configs: list[str]) -> Iterator[None]:
+        """Have no weights there while configs change, so that none are read with a config of others; all back on an error."""
+        weights = [name for name in (SINGLE, INDEX) if configs and (self.path / name).exists()]
+        before = self.aside / "before"
+        before.mkdir()
+        try:
+            for name in [*weights, *configs]:
+                os.replace(self.path / name, before / name)
+            yield
+        except Exception:
+            for name in [*configs, *weights]:
+                if (before / name).exists():
+                    os.replace(before / name, self.path / name)
+            raise
 
     def drop(self) -> None:
         """Remove what was written aside."""

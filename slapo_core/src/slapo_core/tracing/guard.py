@@ -76,7 +76,7 @@ class Guard:
         """
         if module.training != self.training:
             now, then = ("train", "eval") if module.training else ("eval", "train")
-            raise TraceError(f"the module is in {now} mode but was traced in {then} mode; trace it again in this mode")
+            raise TraceError(f"the module is in {now} mode but was traced in {then} mode; run it in {then} mode or trace again")
         if (autocast := regions.autocast_state()) != self.autocast:
             what = f"the call is under autocast {autocast or 'none'}, traced under {self.autocast or 'none'}"
             raise TraceError(f"{what}; trace it again under this autocast")
