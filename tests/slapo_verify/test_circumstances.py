@@ -156,17 +156,20 @@ def test_nan_of_the_unmodified_model_is_no_random_number() -> None:
         ({"loss": lambda outputs: 3}, "loss gave 3; let it return a tensor with one number, or None"),
         ({"loss": lambda outputs: outputs}, r"loss gave a tensor of shape \(4, 8\); let it return"),
         ({"optimizer": lambda parameters: None}, "optimizer gave None; let it return an optimizer"),
+        ({"optimizer": torch.optim.SGD, "level": "grads"}, "an optimizer steps at level='step', and level is 'grads'; give"),
+        ({"eval_mode": None}, "eval_mode is None; give True or False"),
+        ({"optimizer": torch.optim.SGD(model().parameters())}, "optimizer is a SGD; give a function of the parameters"),
         ({"tolerance": Tolerance(-1.0, 0.0)}, "give numbers from 0 on"),
         ({"tolerance": Tolerance(0.0, float("nan"))}, "give numbers from 0 on"),
         ({"tolerance": Tolerance(float("inf"), 0.0)}, "give numbers from 0 on"),
     ],
-    ids=["loss number", "loss tensor", "no optimizer", "negative", "nan", "infinite"],
+    ids=["loss number", "loss tensor", "no optimizer", "wrong level", "mode", "made", "negative", "nan", "infinite"],
 )
 def test_what_is_given_wrongly(given: dict[str, Any], said: str) -> None:
     reference = model()
     sch = create_schedule(copy.deepcopy(reference), example_inputs=X)
     with pytest.raises(VerifyError, match=said):
-        verify(reference, sch, level="step", **given)
+        verify(reference, sch, **{"level": "step", **given})
 
 
 @pytest.mark.parametrize(
@@ -245,10 +248,14 @@ FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "integers": lambda y: (y * 10).long(),
     "complex": lambda y: torch.complex(torch.ones_like(y), y),
     "number": lambda y: float(y.detach().sum()),
+    "sparse": lambda y: y.to_sparse(),
+    "jagged": lambda y: torch.nested.as_nested_tensor([y[:1], y[1:]], layout=torch.jagged),
+    "nested": lambda y: torch.nested.as_nested_tensor([y[:1], y[1:]]),
     "nothing else": lambda y: {"a": None, "b": 3, "c": (True, [y.sum()])},
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("level", ["outputs", "grads"])
 @pytest.mark.parametrize("form", FORMS)
 def test_outputs_of_any_kind(form: str, level: str) -> None:
@@ -259,6 +266,30 @@ def test_outputs_of_any_kind(form: str, level: str) -> None:
         report = verify(model, sch, torch.linspace(-2, 2, 8).view(2, 4), level=level)
         assert report.ok is same, report
         assert same or "sch['act'].replace(" in str(report.blame)
+
+
+def test_an_output_that_is_no_longer_sparse_is_another() -> None:
+    reference = Says(lambda y: y.to_sparse())
+    sch = create_schedule(copy.deepcopy(reference), example_inputs=torch.ones(2, 4))
+    sch.mod.form = lambda y: y
+    assert "the structure differs; missing ['.layout']" in verify(reference, sch).differences[0].message
+
+
+@pytest.mark.parametrize(("factor", "same"), [(1.0, True), (1.01, False)])
+def test_sparse_gradients(factor: float, same: bool) -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            found = super().forward(ids)
+            return found + (factor - 1) * (found - found.detach())
+
+    reference = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2))
+    sch = create_schedule(copy.deepcopy(reference), example_inputs=torch.tensor([1, 1, 3]))
+    other = Scaled(6, 4, sparse=True)
+    other.load_state_dict(sch["0"].mod.state_dict())
+    sch["0"].replace(other)
+    report = verify(reference, sch, level="step")
+    assert report.ok is same, report
+    assert same or report.differences[0].what == "gradient of '0.weight'"
 
 
 @pytest.mark.parametrize(("momentum", "same"), [(0.1, True), (0.9, False)])
@@ -274,6 +305,33 @@ def test_what_training_leaves_in_buffers_is_compared(momentum: float, same: bool
         assert [each.what for each in report.differences] == ["buffer of '1.running_mean'", "buffer of '1.running_var'"]
         assert "2: sch['1'].replace(" in str(report.blame)
     assert verify(model, sch, torch.randn(8, 4)).ok
+
+
+def test_a_step_that_keeps_the_model_from_running_is_named() -> None:
+    reference = model()
+    sch = create_schedule(copy.deepcopy(reference), example_inputs=X)
+    sch["1"].replace(nn.GELU())
+    sch["2"].replace(nn.Linear(16, 8))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        verify(reference, sch)
+    assert "step to blame: 2: sch['2'].replace(" in raised.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        verify(reference, sch, blame=False)
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_such_a_step_is_named_on_ranks() -> None:
+    def work() -> None:
+        reference = model()
+        sch = create_schedule(copy.deepcopy(reference), example_inputs=X)
+        sch["0"].shard("weight", 0)
+        sch["0"].shard("bias", 0)
+        sch["0"].sync("bwd_post", "all_reduce")
+        verify(reference, sch)
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        run_as_threads(work, 2)
+    assert raised.value.__notes__ == ["step to blame: 1: sch['0'].shard('weight', 0)"]
 
 
 def test_inputs_without_rows_prove_nothing_and_it_is_said() -> None:

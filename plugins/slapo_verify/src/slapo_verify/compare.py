@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from slapo_core.testing.equivalence import (
     Difference,
     Run,
     Tolerance,
+    dense,
     difference,
     differences,
     of_named,
@@ -114,11 +115,18 @@ class Computed:
         return {what: count for what, count in found.items() if count}
 
 
-def compute(model: nn.Module, task: Task, expected: Computed | None = None, ranks: Ranks = ALONE) -> Computed:
+def compute(
+    model: nn.Module,
+    task: Task,
+    expected: Computed | None = None,
+    ranks: Ranks = ALONE,
+    running: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it keeps nothing
+) -> Computed:
     """Do the task; the model is left as it was, its random state, mode, gradients and buffers included. Collective.
 
-    What belongs to parameters is compared with what is expected of them where it lies, and put together where it is far off:
-    of what is near, the expected tensor stands for it. A step takes expected gradients where the model's are near.
+    ``running`` is around the forward and the backward. What belongs to parameters is compared with what is expected of them
+    where it lies, and put together where it is far off: of what is near, the expected tensor stands for it. A step takes
+    expected gradients where the model's are near.
     """
 
     def known(values: Named | None, tolerance: Tolerance) -> Expected | None:
@@ -128,7 +136,8 @@ def compute(model: nn.Module, task: Task, expected: Computed | None = None, rank
         state = rng_state()
         kept = _Kept(model)
         loss = _checked(task.loss or _default_loss)
-        run = ranks.alike(lambda: run_model(cast(nn.Module, kept), task.args, dict(task.kwargs), loss))
+        with running:
+            run = ranks.alike(lambda: run_model(cast(nn.Module, kept), task.args, dict(task.kwargs), loss))
         draws, left = not same_random_state(state, rng_state()), _buffers(model) if task.training else {}
         found = [values_of(model, "weight", torch.Tensor.detach, known(expected.weights if expected else None, SAME))]
         before = known(expected.run.param_grads if expected else None, task.tolerance)
@@ -257,7 +266,8 @@ class _Kept:
         return self._model.parameters()
 
     def named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        self.gradients = {parameter: parameter.grad for parameter in self._model.parameters()}
+        gradients = ((parameter, parameter.grad) for parameter in self._model.parameters())
+        self.gradients = {parameter: None if grad is None else dense(grad) for parameter, grad in gradients}
         return iter(())
 
 

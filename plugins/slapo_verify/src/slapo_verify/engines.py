@@ -28,7 +28,7 @@ from .meeting import StrandedError
 from .parameter_values import Ranks
 from .plain_steps import LossFn, Trained, plain_steps, sgd
 from .replay import replay
-from .report import Blame, Report
+from .report import Blame, Report, short
 from .verify import fresh_schedule, verify
 
 Scheduled = Callable[[nn.Module], Schedule]
@@ -85,16 +85,16 @@ def verify_engine(
     if type(steps) is not int or steps < 1:
         raise VerifyError(f"steps is {steps!r}; give a whole number from 1 on")
     if not isinstance(reference, nn.Module):
-        raise VerifyError(f"the reference is {reference!r}; give the unmodified model")
+        raise VerifyError(f"the reference is {short(reference)}; give the unmodified model")
     if not isinstance(batch, Mapping):
-        raise VerifyError(f"batch is {batch!r}; give a dict of the model's keyword arguments")
+        raise VerifyError(f"batch is {short(batch)}; give a dict of the model's keyword arguments")
     if tolerance is not None and not isinstance(tolerance, Tolerance):
-        raise VerifyError(f"tolerance is {tolerance!r}; give a Tolerance of slapo_core.testing.equivalence")
+        raise VerifyError(f"tolerance is {short(tolerance)}; give a Tolerance of slapo_core.testing.equivalence")
     if against is not None and not isinstance(against, (str, Trained)):
         raise VerifyError(f"against is {against!r}; give the name of an engine, or the trained of a report")
     for what, function in (("loss_fn", loss_fn), ("optimizer", optimizer)):
         if function is not None and not callable(function):
-            raise VerifyError(f"{what} is {function!r}; give a function")
+            raise VerifyError(f"{what} is {short(function)}; give a function")
     if loss_fn is not None and "labels" not in batch:
         raise VerifyError("loss_fn is given labels, and the batch has none; give 'labels' in the batch")
     with plain_modes(with_gradients=True):
@@ -199,7 +199,7 @@ def _maker(schedule: Schedule | Scheduled, reference: nn.Module) -> Callable[[],
         top = schedule.get_top_schedule()
         return lambda: replay(fresh_schedule(reference, top), top.journal.steps)
     if not callable(schedule):
-        raise VerifyError(f"schedule is {schedule!r}; give a schedule, or a function that makes one of a model")
+        raise VerifyError(f"schedule is {short(schedule)}; give a schedule, or a function that makes one of a model")
 
     def make() -> Schedule:
         sch = schedule(copy.deepcopy(reference))

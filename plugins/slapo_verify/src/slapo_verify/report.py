@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import VerifyError
 from slapo_core.testing.equivalence import Difference
@@ -110,3 +110,13 @@ class Report:
 
 def _error(largest: Difference) -> str:
     return f"{largest.absolute:.3g} in {largest.what}"
+
+
+def short(value: Any) -> str:
+    """What was given, for an error's one sentence: a model or a tensor by its class."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN and "\n" not in text else f"a {type(value).__qualname__}"
+
+
+_SHOWN = 60
+"""Letters of it."""

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from slapo_core.agreement import gather
-from slapo_core.errors import ScheduleError, UnknownNameError, VerifyError
-from slapo_core.journal import Step
+from slapo_core.errors import UnknownNameError, VerifyError
+from slapo_core.logger import get_logger
 from slapo_core.parameters import facts, is_part
 from slapo_core.schedule import Schedule, create_schedule
-from slapo_core.testing.equivalence import Difference, Tolerance, of_named
+from slapo_core.testing.equivalence import Difference, Tolerance
+from slapo_core.testing.stages import Staged, as_built
 from slapo_core.tracing.tracers import split_inputs
 
-from . import hints
-from .blame import steps_to_blame
+from .cause import Models, cause_of, step_of
 from .compare import (
     LEVELS,
     Computed,
@@ -37,19 +37,15 @@ from .compare import (
     is_half,
     is_moderate,
     largest,
-    numbers,
     put_together,
     tolerance_of,
     with_rounding,
 )
 from .dropouts import switched_off
 from .meeting import StrandedError
-from .modules import differing, outputs_of
 from .once import once
 from .parameter_values import Ranks
-from .replay import replay
-from .report import Blame, Report
-from .stages import Staged, as_built
+from .report import Report, short
 
 
 def verify(
@@ -87,11 +83,11 @@ def verify(
 
     Raises:
         VerifyError: there is nothing to compare: an unknown level, no inputs, no weights, or the models are one.
-        Exception: whatever the models raise.
+        Exception: whatever the models raise; with a note of the step to blame where the unmodified one runs.
     """
     top = _top(sch)
     task = _task(reference, top, inputs, level, loss, optimizer, tolerance, eval_mode)
-    return _verified(_Models(reference, top, lambda: fresh_schedule(reference, top), top.journal.steps, tolerance), task, blame)
+    return _verified(Models(reference, top, lambda: fresh_schedule(reference, top), top.journal.steps, tolerance), task, blame)
 
 
 class Verify:
@@ -148,34 +144,14 @@ class Verify:
             return
         task = _task(before.mod, self._top, self._inputs, self._level, self._loss, None, self._tolerance, self._eval_mode)
         steps = self._top.journal.steps[self._taken :]
-        models = _Models(before.mod, self._top, lambda: copy.deepcopy(before), steps, self._tolerance, self._taken)
+        models = Models(before.mod, self._top, lambda: copy.deepcopy(before), steps, self._tolerance, self._taken)
         self.report = _verified(models, task, True)
         self.report.check()
 
 
-class _Models(NamedTuple):
-    """What is compared.
-
-    Args:
-        reference: The model as it was.
-        sch: The schedule as it is.
-        fresh: Makes a schedule of a copy of the reference.
-        steps: What was done between them.
-        given: The tolerance that the user has given.
-        first: Number of steps before these.
-    """
-
-    reference: nn.Module
-    sch: Schedule
-    fresh: Callable[[], Schedule]
-    steps: Sequence[Step]
-    given: Tolerance | None
-    first: int = 0
-
-
 def _top(sch: Any) -> Schedule:
     if not isinstance(sch, Schedule):
-        raise VerifyError(f"sch is {sch!r}; give a schedule")
+        raise VerifyError(f"sch is {short(sch)}; give a schedule")
     return sch.get_top_schedule()
 
 
@@ -192,7 +168,7 @@ def _task(
     if level not in LEVELS:
         raise VerifyError(str(UnknownNameError.of("level", str(level), LEVELS)))
     if not isinstance(reference, nn.Module):
-        raise VerifyError(f"the reference is {reference!r}; give the unmodified model")
+        raise VerifyError(f"the reference is {short(reference)}; give the unmodified model")
     if reference is top.mod:
         raise VerifyError("the reference is the scheduled model itself; schedule a copy.deepcopy of it")
     given = top.example_inputs if inputs is None else inputs
@@ -217,12 +193,16 @@ def _task(
         raise VerifyError(f"the reference has no parameter {lacking[0]!r}; give the model that the schedule began with")
     for what, function, kind in (("loss", loss, "the outputs"), ("optimizer", optimizer, "the parameters")):
         if function is not None and not callable(function):
-            raise VerifyError(f"{what} is {function!r}; give a function of {kind}")
+            raise VerifyError(f"{what} is {short(function)}; give a function of {kind}")
+    if optimizer is not None and level != "step":
+        raise VerifyError(f"an optimizer steps at level='step', and level is {level!r}; give that level, or no optimizer")
+    if not isinstance(eval_mode, bool):
+        raise VerifyError(f"eval_mode is {short(eval_mode)}; give True or False")
     if tolerance is not None and not isinstance(tolerance, Tolerance):
-        raise VerifyError(f"tolerance is {tolerance!r}; give a Tolerance of slapo_core.testing.equivalence")
+        raise VerifyError(f"tolerance is {short(tolerance)}; give a Tolerance of slapo_core.testing.equivalence")
     parts = () if tolerance is None else (tolerance.atol, tolerance.rtol, tolerance.scale)
     if not all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in parts):
-        raise VerifyError(f"tolerance is {tolerance!r}; give numbers from 0 on")
+        raise VerifyError(f"tolerance is {short(tolerance)}; give numbers from 0 on")
     args, kwargs = split_inputs(given)
     chosen = tolerance or tolerance_of(reference)
     return Task(args, kwargs, level, loss, optimizer or _sgd, not eval_mode, chosen)
@@ -239,20 +219,26 @@ def fresh_schedule(reference: nn.Module, like: Schedule) -> Schedule:
     )
 
 
-def _verified(models: _Models, task: Task, blame: bool) -> Report:
+def _verified(models: Models, task: Task, blame: bool) -> Report:
     with torch.inference_mode(False), _comparable(models, task) as notes:
         if kinds := autocast():
             notes.append(f"autocast is off in both models, for {' and '.join(kinds)}")
         return _compared(models, task, blame, notes)
 
 
-def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Report:
+def _compared(models: Models, task: Task, blame: bool, notes: list[str]) -> Report:
     top, ranks = models.sch, Ranks.of(models.sch.mesh, models.sch.group)
     runs: nn.Module = ranks.alike(lambda: as_built(top))
     if isinstance(runs, Staged):
         notes.append(f"{runs.count} stages, one after the other in one process")
     expected, task = _expected(models, task, ranks)
-    actual = compute(runs, task, expected, ranks)
+    running = _Running()
+    try:
+        actual = compute(runs, task, expected, ranks, running)
+    except Exception as error:
+        if blame and running.failed:  # on all ranks, which are in step
+            _note(error, str(step_of(models, runs, task, expected, ranks)))
+        raise
     actual, parts = put_together(expected, actual, top.group)
     own = list(compare(expected, actual, task.tolerance))
     if models.given is None and not is_half(models.reference) and any(gather(bool(own), top.mesh, top.group)):
@@ -278,13 +264,13 @@ def _compared(models: _Models, task: Task, blame: bool, notes: list[str]) -> Rep
     if task.training and any(gather(actual.draws and not expected.draws, top.mesh, top.group)):
         notes.append("the scheduled model draws random numbers that the other does not: a step has fixed a dropout in it")
     try:
-        cause = _blame(models, runs, task, expected, actual, ranks) if blame else None
+        cause = cause_of(models, runs, task, expected, actual, ranks) if blame else None
     except StrandedError as error:
         raise StrandedError(f"{error}; that was in looking for what is to blame of this: {found[0].message}") from error
     return Report(task.level, expected.counts(actual), tuple(found), furthest, cause, tuple(notes))
 
 
-def _expected(models: _Models, task: Task, ranks: Ranks) -> tuple[Computed, Task]:
+def _expected(models: Models, task: Task, ranks: Ranks) -> tuple[Computed, Task]:
     """What the unmodified model computes, and how far off rounding may bring another. Collective."""
 
     def run() -> tuple[Computed, Task]:
@@ -299,7 +285,7 @@ def _expected(models: _Models, task: Task, ranks: Ranks) -> tuple[Computed, Task
     return expected, replace(task, tolerance=rounded.tolerance)
 
 
-def _closely(models: _Models, task: Task, expected: Computed) -> Tolerance:
+def _closely(models: Models, task: Task, expected: Computed) -> Tolerance:
     """The tolerance, with what rounding in float32 does to the unmodified model where that can be told."""
     try:
         return with_rounding(task.tolerance, models.reference, task, expected, closely=True)
@@ -307,7 +293,7 @@ def _closely(models: _Models, task: Task, expected: Computed) -> Tolerance:
         return task.tolerance
 
 
-def _is_rounding(models: _Models, task: Task, is_moderate: bool, differs: bool, ranks: Ranks) -> bool:
+def _is_rounding(models: Models, task: Task, is_moderate: bool, differs: bool, ranks: Ranks) -> bool:
     """Whether what differs a little in half precision is the same in float32; activations near 0 turn signs. Collective."""
     top = models.sch
     everywhere = gather((is_moderate, differs), top.mesh, top.group)
@@ -332,7 +318,7 @@ def _is_rounding(models: _Models, task: Task, is_moderate: bool, differs: bool, 
 
 
 @contextmanager
-def _comparable(models: _Models, task: Task) -> Iterator[list[str]]:
+def _comparable(models: Models, task: Task) -> Iterator[list[str]]:
     """Dropout off for a block where the masks of both models cannot be the same; gives the notes."""
     if not task.training:
         yield ["evaluation mode: dropout is off, and is not compared"]
@@ -351,119 +337,20 @@ def _of_first(top: Schedule, found: list[Difference]) -> list[Difference] | None
     return next((each for each in gather(found, top.mesh, top.group) if each), None)
 
 
-def _blame(models: _Models, runs: nn.Module, task: Task, expected: Computed, actual: Computed, ranks: Ranks) -> Blame:
-    top, steps = models.sch, models.steps
-
-    def right(numbers: Sequence[int]) -> bool:
-        error, differs = False, list[Difference]()
-        try:
-            again = ranks.alike(lambda: replay(models.fresh(), [steps[number] for number in numbers]))
-            computed, _ = put_together(expected, compute(again.mod, task, expected, ranks), top.group)
-            differs = list(compare(expected, computed, task.tolerance))
-        except StrandedError:
-            raise
-        except Exception:  # of steps without those they need, a model may not even run
-            error = True
-        return not any(gather(error or bool(differs), top.mesh, top.group))
-
-    step = unknown = None
-    suspects: list[int] = []
-    before: list[int] = []
-    try:
-        if not right([]):
-            unknown = "the unmodified model differs from itself: it draws random numbers, or keeps a state"
-            if any(torch.isnan(each).any() for each in numbers(expected)):
-                unknown = "the unmodified model has NaN, which is equal to nothing"
-        elif not steps:
-            unknown = "no step was taken"
-        elif right(range(len(steps))):
-            unknown = "the same steps on a fresh copy are right: something else has changed the model"
-            if isinstance(runs, Staged):
-                unknown = "the model is right before it is cut into stages: the cuts are to blame, or what cuts"
-        else:
-            suspects, before = steps_to_blame(steps, right)
-    except ScheduleError as error:
-        unknown = str(error)
-    module, values = _first_module(models, runs, task, before, ranks)
-    parameters = _wrong_parameters(models, task, expected, actual)
-    hint = _hint(models, task, expected, actual, values, parameters)
-    if suspects:  # a module that is known to be wrong itself tells which
-        number = next((each for each in reversed(suspects) if hint and steps[each].path == module), suspects[0])
-        step = f"{number + 1 + models.first}: {steps[number]}"
-    return Blame(step, module, next(iter(parameters), None), hint, unknown)
-
-
-Values = tuple[torch.Tensor, torch.Tensor] | None
-
-
-def _first_module(
-    models: _Models, runs: nn.Module, task: Task, before: Sequence[int], ranks: Ranks
-) -> tuple[str | None, Values]:
-    """Path of the first module whose output differs, and was right before the step to blame; with what was expected."""
-
-    def seen(model: nn.Module) -> Any:
-        return ranks.alike(lambda: outputs_of(model, lambda: compute(model, task)))
-
-    expected, actual = seen(models.reference), seen(runs)
-    so_far = replay(models.fresh(), [models.steps[number] for number in before])
-    usual = set(differing(expected, seen(so_far.mod), task.tolerance))
-    differs = [path for path in differing(expected, actual, task.tolerance) if path not in usual]
-    found = next((path for path in differs if not _is_summed_outside(models.sch.mod, path)), None)
-    named = gather(found, models.sch.mesh, models.sch.group)
-    path = next((each for each in named if each is not None), None)
-    pairs = [next((tensors[0] for at, _, tensors in run if at == path and tensors), None) for run in (expected, actual)]
-    one, other = pairs
-    return path, None if one is None or other is None else (one, other)
-
-
-def _is_summed_outside(model: nn.Module, path: str) -> bool:
-    """Whether a module around it has hooks, syncs say, so that its own output may be a part."""
-    above = [path.rsplit(".", steps)[0] for steps in range(1, path.count(".") + 1)]
-    own = model.get_submodule(path)
-    return not own._forward_hooks and any(model.get_submodule(each)._forward_hooks for each in above)
-
-
-def _wrong_parameters(models: _Models, task: Task, expected: Computed, actual: Computed) -> list[str]:
-    """Parameters whose gradient, or else update, differs on any rank; by the order in which the model lists them the last
-    first, which are nearest to the loss, and tied ones after the others."""
-    named = dict(models.reference.named_parameters(remove_duplicate=False))
-    times = Counter(map(id, named.values()))
-    for what, one, other in (
-        ("gradient", expected.run.param_grads, actual.run.param_grads),
-        ("update", expected.updates, actual.updates),
-    ):
-        own = [name for name in one if any(True for _ in of_named(what, {name: one[name]}, other, task.tolerance))]
-        wrong = {name for names in gather(own, models.sch.mesh, models.sch.group) for name in names}
-        if wrong:
-            return sorted((name for name in reversed(named) if name in wrong), key=lambda name: times[id(named[name])] > 1)
-    return []
-
-
-def _hint(
-    models: _Models, task: Task, expected: Computed, actual: Computed, values: Values, parameters: Sequence[str]
-) -> str | None:
-    """What is known of the first module that differs, or else of the gradients that do."""
-    known = hints.broken_ties(models.reference, models.sch.mod) or hints.frozen(models.reference, models.sch.mod)
-    if known:
-        return known
-    pairs = [values] if values is not None else []
-    if not any(gather(bool(pairs), models.sch.mesh, models.sch.group)):
-        gradients = [(expected.run.param_grads[name], actual.run.param_grads.get(name)) for name in parameters[:_LOOKED_AT]]
-        pairs = [(one, other) for one, other in gradients if one is not None and other is not None]
-        backward = True
+def _note(error: Exception, text: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
     else:
-        backward = False
-    if len(set(gather(len(pairs), models.sch.mesh, models.sch.group))) > 1:
-        return None
-    for one, other in pairs:
-        comparable = one.shape == other.shape and one.is_floating_point() and bool((one - other).isfinite().all())
-        if not all(gather(comparable, models.sch.mesh, models.sch.group)):
-            continue
-        hint = hints.hint_of(one, other, models.reference, task.tolerance, models.sch.group, backward)
-        if found := next(filter(None, gather(hint, models.sch.mesh, models.sch.group)), None):
-            return str(found)
-    return None
+        get_logger().error("%s", text)
 
 
-_LOOKED_AT = 16
-"""Gradients that are compared between ranks."""
+class _Running:
+    """Around what all ranks run together."""
+
+    failed = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.failed = isinstance(error, Exception) and not isinstance(error, StrandedError)

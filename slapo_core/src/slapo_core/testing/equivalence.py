@@ -151,6 +151,11 @@ def _copied(value: Any, path: str, copies: Leaves) -> Any:
 
 def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """What an output is made of. A container is a leaf as well, by its type, so that structures are compared too."""
+    if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
+        yield f"{path}.layout", str(value.layout)
+        parts = [(f"[{index}]", part) for index, part in enumerate(value.unbind())] if value.is_nested else [("", dense(value))]
+        yield from ((path + step, part) for step, part in parts)
+        return
     if isinstance(value, torch.Tensor) or value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         yield path, value
         return
@@ -191,8 +196,13 @@ def _named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for original in facts(parameter).names or (name,):
             if original not in found:
-                found[original] = over_group(parameter, lambda held: held.grad)
+                found[original] = over_group(parameter, lambda held: None if held.grad is None else dense(held.grad))
     return found
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Its numbers as a strided tensor; the gradient of an embedding may be a sparse one."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def differences(expected: Run, actual: Run, tolerance: Tolerance) -> Iterator[Difference]:

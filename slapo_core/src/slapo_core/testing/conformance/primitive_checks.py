@@ -17,15 +17,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ...build import build_program
 from ...errors import ScheduleError, SlapoError
 from ...hookspecs import hookimpl
 from ...parameters import facts, shard_spec
-from ...program import Program
 from ...replay import load_schedule
 from ...schedule import Schedule
 from ...wrapping import wrap_forward
 from ..equivalence import Leaves, Run
+from ..stages import Staged, as_built
 from .case import LEFT, Case, ConformanceError, check_sentence
 from .examples import Refused
 from .injection import Calls, folder_of, spread
@@ -334,29 +333,11 @@ def numerics(case: Case) -> None:
     _stages(case, reference, schedule)
 
 
-class _Staged(nn.Module):
-    """The stages of a program, all in turn.
-
-    Args:
-        program: Of several stages.
-        names: Of positional inputs.
-    """
-
-    def __init__(self, program: Program, names: list[str]) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(stage.module for stage in program.stages)
-        self._program, self._names = program, names
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._program(**dict(zip(self._names, args, strict=False)), **kwargs)
-
-
 def _stages(case: Case, reference: nn.Module, schedule: Schedule) -> None:
     """Where the steps make stages, these too compute what the model does."""
-    program = build_program(schedule)
-    if len(program.stages) > 1:
-        staged = _Staged(program, [*inspect.signature(reference.forward).parameters])
-        case.compare(reference, staged, f"in {len(program.stages)} stages")
+    runs = as_built(schedule)
+    if isinstance(runs, Staged):
+        case.compare(reference, runs, f"in {runs.count} stages")
 
 
 def means(case: Case) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core.build import build_program
-from slapo_core.program import Program
-from slapo_core.schedule import Schedule
+from ..build import build_program
+from ..program import Program
+from ..schedule import Schedule
 
 
 class Staged(nn.Module):

@@ -1,0 +1,189 @@
+"""What is to blame of a difference: the step, the first module, the parameter, and what it looks like."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from slapo_core.agreement import gather
+from slapo_core.errors import ScheduleError
+from slapo_core.journal import Step
+from slapo_core.schedule import Schedule
+from slapo_core.testing.equivalence import Difference, Tolerance, of_named
+from slapo_core.testing.stages import Staged
+
+from . import hints
+from .blame import steps_to_blame
+from .compare import Computed, Task, compare, compute, numbers, put_together
+from .meeting import StrandedError
+from .modules import differing, outputs_of
+from .parameter_values import Ranks
+from .replay import replay
+from .report import Blame
+
+
+class Models(NamedTuple):
+    """What is compared.
+
+    Args:
+        reference: The model as it was.
+        sch: The schedule as it is.
+        fresh: Makes a schedule of a copy of the reference.
+        steps: What was done between them.
+        given: The tolerance that the user has given.
+        first: Number of steps before these.
+    """
+
+    reference: nn.Module
+    sch: Schedule
+    fresh: Callable[[], Schedule]
+    steps: Sequence[Step]
+    given: Tolerance | None
+    first: int = 0
+
+
+def _steps(
+    models: Models, runs: nn.Module, task: Task, expected: Computed, ranks: Ranks
+) -> tuple[list[int], list[int], str | None]:
+    """Numbers of the steps to blame, of those before them, and why none is known. Collective."""
+    top, steps = models.sch, models.steps
+
+    def right(numbers: Sequence[int]) -> bool:
+        error, differs = False, list[Difference]()
+        try:
+            again = ranks.alike(lambda: replay(models.fresh(), [steps[number] for number in numbers]))
+            computed, _ = put_together(expected, compute(again.mod, task, expected, ranks), top.group)
+            differs = list(compare(expected, computed, task.tolerance))
+        except StrandedError:
+            raise
+        except Exception:  # of steps without those they need, a model may not even run
+            error = True
+        return not any(gather(error or bool(differs), top.mesh, top.group))
+
+    try:
+        if not right([]):
+            if any(torch.isnan(each).any() for each in numbers(expected)):
+                return [], [], "the unmodified model has NaN, which is equal to nothing"
+            return [], [], "the unmodified model differs from itself: it draws random numbers, or keeps a state"
+        if not steps:
+            return [], [], "no step was taken"
+        if not right(range(len(steps))):
+            return *steps_to_blame(steps, right), None
+        if isinstance(runs, Staged):
+            return [], [], "the model is right before it is cut into stages: the cuts are to blame, or what cuts"
+        return [], [], "the same steps on a fresh copy are right: something else has changed the model"
+    except ScheduleError as error:
+        return [], [], str(error)
+
+
+def _named(models: Models, number: int) -> str:
+    """A step, with its number in the journal."""
+    return f"{number + 1 + models.first}: {models.steps[number]}"
+
+
+def step_of(models: Models, runs: nn.Module, task: Task, expected: Computed, ranks: Ranks) -> Blame:
+    """The step alone, for a model that does not even run. Collective."""
+    suspects, _, unknown = _steps(models, runs, task, expected, ranks)
+    return Blame(_named(models, suspects[0]) if suspects else None, unknown=unknown)
+
+
+def cause_of(models: Models, runs: nn.Module, task: Task, expected: Computed, actual: Computed, ranks: Ranks) -> Blame:
+    """All that is to blame of what differs. Collective.
+
+    Args:
+        models: What is compared.
+        runs: What runs of the schedule.
+        task: What was done.
+        expected: By the unmodified model.
+        actual: By the other one.
+        ranks: All.
+    """
+    suspects, before, unknown = _steps(models, runs, task, expected, ranks)
+    module, values = _first_module(models, runs, task, before, ranks)
+    parameters = _wrong_parameters(models, task, expected, actual)
+    hint = _hint(models, task, expected, actual, values, parameters)
+    step = None
+    if suspects:  # a module that is known to be wrong itself tells which
+        number = next((each for each in reversed(suspects) if hint and models.steps[each].path == module), suspects[0])
+        step = _named(models, number)
+    return Blame(step, module, next(iter(parameters), None), hint, unknown)
+
+
+Values = tuple[torch.Tensor, torch.Tensor] | None
+
+
+def _first_module(
+    models: Models, runs: nn.Module, task: Task, before: Sequence[int], ranks: Ranks
+) -> tuple[str | None, Values]:
+    """Path of the first module whose output differs, and was right before the step to blame; with what was expected."""
+
+    def seen(model: nn.Module) -> Any:
+        return ranks.alike(lambda: outputs_of(model, lambda: compute(model, task)))
+
+    expected, actual = seen(models.reference), seen(runs)
+    so_far = replay(models.fresh(), [models.steps[number] for number in before])
+    usual = set(differing(expected, seen(so_far.mod), task.tolerance))
+    differs = [path for path in differing(expected, actual, task.tolerance) if path not in usual]
+    found = next((path for path in differs if not _is_summed_outside(models.sch.mod, path)), None)
+    named = gather(found, models.sch.mesh, models.sch.group)
+    path = next((each for each in named if each is not None), None)
+    pairs = [next((tensors[0] for at, _, tensors in run if at == path and tensors), None) for run in (expected, actual)]
+    one, other = pairs
+    return path, None if one is None or other is None else (one, other)
+
+
+def _is_summed_outside(model: nn.Module, path: str) -> bool:
+    """Whether a module around it has hooks, syncs say, so that its own output may be a part."""
+    above = [path.rsplit(".", steps)[0] for steps in range(1, path.count(".") + 1)]
+    own = model.get_submodule(path)
+    return not own._forward_hooks and any(model.get_submodule(each)._forward_hooks for each in above)
+
+
+def _wrong_parameters(models: Models, task: Task, expected: Computed, actual: Computed) -> list[str]:
+    """Parameters whose gradient, or else update, differs on any rank; by the order in which the model lists them the last
+    first, which are nearest to the loss, and tied ones after the others."""
+    named = dict(models.reference.named_parameters(remove_duplicate=False))
+    times = Counter(map(id, named.values()))
+    for what, one, other in (
+        ("gradient", expected.run.param_grads, actual.run.param_grads),
+        ("update", expected.updates, actual.updates),
+    ):
+        own = [name for name in one if any(True for _ in of_named(what, {name: one[name]}, other, task.tolerance))]
+        wrong = {name for names in gather(own, models.sch.mesh, models.sch.group) for name in names}
+        if wrong:
+            return sorted((name for name in reversed(named) if name in wrong), key=lambda name: times[id(named[name])] > 1)
+    return []
+
+
+def _hint(
+    models: Models, task: Task, expected: Computed, actual: Computed, values: Values, parameters: Sequence[str]
+) -> str | None:
+    """What is known of the first module that differs, or else of the gradients that do."""
+    known = hints.broken_ties(models.reference, models.sch.mod) or hints.frozen(models.reference, models.sch.mod)
+    if known:
+        return known
+    pairs = [values] if values is not None else []
+    if not any(gather(bool(pairs), models.sch.mesh, models.sch.group)):
+        gradients = [(expected.run.param_grads[name], actual.run.param_grads.get(name)) for name in parameters[:_LOOKED_AT]]
+        pairs = [(one, other) for one, other in gradients if one is not None and other is not None]
+        backward = True
+    else:
+        backward = False
+    if len(set(gather(len(pairs), models.sch.mesh, models.sch.group))) > 1:
+        return None
+    for one, other in pairs:
+        comparable = one.shape == other.shape and one.is_floating_point() and bool((one - other).isfinite().all())
+        if not all(gather(comparable, models.sch.mesh, models.sch.group)):
+            continue
+        hint = hints.hint_of(one, other, models.reference, task.tolerance, models.sch.group, backward)
+        if found := next(filter(None, gather(hint, models.sch.mesh, models.sch.group)), None):
+            return str(found)
+    return None
+
+
+_LOOKED_AT = 16
+"""Gradients that are compared between ranks."""
