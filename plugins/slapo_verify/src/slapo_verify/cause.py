@@ -13,7 +13,7 @@ from slapo_core.agreement import gather
 from slapo_core.errors import ScheduleError
 from slapo_core.journal import Step
 from slapo_core.schedule import Schedule
-from slapo_core.testing.equivalence import Difference, Tolerance, of_named
+from slapo_core.testing.equivalence import Tolerance, of_named
 from slapo_core.testing.stages import Staged
 
 from . import hints
@@ -47,22 +47,20 @@ class Models(NamedTuple):
 
 
 def _steps(
-    models: Models, runs: nn.Module, task: Task, expected: Computed, ranks: Ranks
+    models: Models, runs: nn.Module, task: Task, expected: Computed, ranks: Ranks, is_wrong: Callable[[Computed], bool]
 ) -> tuple[list[int], list[int], str | None]:
     """Numbers of the steps to blame, of those before them, and why none is known. Collective."""
     top, steps = models.sch, models.steps
 
     def right(numbers: Sequence[int]) -> bool:
-        error, differs = False, list[Difference]()
         try:
             again = ranks.alike(lambda: replay(models.fresh(), [steps[number] for number in numbers]))
-            computed, _ = put_together(expected, compute(again.mod, task, expected, ranks), top.group)
-            differs = list(compare(expected, computed, task.tolerance))
+            wrong = is_wrong(compute(again.mod, task, expected, ranks))
         except StrandedError:
             raise
         except Exception:  # of steps without those they need, a model may not even run
-            error = True
-        return not any(gather(error or bool(differs), top.mesh, top.group))
+            wrong = True
+        return not any(gather(wrong, top.mesh, top.group))
 
     try:
         if not right([]):
@@ -87,7 +85,7 @@ def _named(models: Models, number: int) -> str:
 
 def step_of(models: Models, runs: nn.Module, task: Task, expected: Computed, ranks: Ranks) -> Blame:
     """The step alone, for a model that does not even run. Collective."""
-    suspects, _, unknown = _steps(models, runs, task, expected, ranks)
+    suspects, _, unknown = _steps(models, runs, task, expected, ranks, lambda computed: False)
     return Blame(_named(models, suspects[0]) if suspects else None, unknown=unknown)
 
 
@@ -102,7 +100,12 @@ def cause_of(models: Models, runs: nn.Module, task: Task, expected: Computed, ac
         actual: By the other one.
         ranks: All.
     """
-    suspects, before, unknown = _steps(models, runs, task, expected, ranks)
+
+    def differs(computed: Computed) -> bool:
+        found, _ = put_together(expected, computed, models.sch.group)
+        return any(True for _ in compare(expected, found, task.tolerance))
+
+    suspects, before, unknown = _steps(models, runs, task, expected, ranks, differs)
     module, values = _first_module(models, runs, task, before, ranks)
     parameters = _wrong_parameters(models, task, expected, actual)
     hint = _hint(models, task, expected, actual, values, parameters)
