@@ -380,14 +380,14 @@ FAULTS = [
     (
         "drops_hooks",
         AT_LINEAR,
-        {"hooks"},
+        {"hooks", "process"},  # a new layer draws its weights
         "the forward pre-hook of the module fires 0 times in a step of training, 1 before",
     ),
     ("closes_over_the_module", AT_LINEAR, {"deepcopy"}, "a deep copy of the model, in"),
     ("is_otherwise_traced", replace(AT_LINEAR, path="block"), {"trace after"}, "with trace() after the step"),
     ("expects_a_sequential", replace(AT_LINEAR, path="block"), {"trace before"}, "raises TypeError, not a ScheduleError"),
     ("expects_no_wrapper", AT_LINEAR, {"checkpoint before"}, "raises TypeError, not a ScheduleError"),
-    ("counts_its_calls", AT_LINEAR, {"checkpoint after"}, "with checkpoint() after the step"),
+    ("counts_its_calls", AT_LINEAR, {"checkpoint after", "numerics"}, "with checkpoint() after the step"),
     ("computes_a_little_more", AT_LINEAR, {"numerics"}, "beside the unmodified model, in evaluation: output: "),
     ("drops_more", DROPOUT, {"means"}, "standard errors off"),
 ]
@@ -407,7 +407,10 @@ def test_a_fault_is_caught_by_its_check(name: str, example: Example, checks: set
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "example", "checks"), [fault[:3] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
 def test_and_by_no_other(name: str, example: Example, checks: set[str]) -> None:
-    assert {*failing(name, example)} == checks
+    found = {*failing(name, example)}
+    if "numerics" in found:
+        found -= {"autocast", "bfloat16"}  # what is wrong in float32 is wrong there, too
+    assert found == checks
 
 
 CONSUMES = replace(RENEW, path="block", args=lambda sch: (["a"],), refused=[Refused("too many", ([], 1))])
@@ -468,7 +471,12 @@ def test_a_fault_of_one_rank_is_caught() -> None:
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(ConformanceError) as caught:
         check_primitive("doubles", [AT_LINEAR])
-    assert [line.split(", ")[1] for line in str(caught.value).splitlines()] == ["numerics", "contracts"]
+    assert [line.split(", ")[1] for line in str(caught.value).splitlines()] == [
+        "numerics",
+        "autocast",
+        "bfloat16",
+        "contracts",
+    ]
 
 
 @pytest.mark.parametrize(

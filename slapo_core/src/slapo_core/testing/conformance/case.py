@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ...errors import PluginError, ScheduleError, SlapoError
 from ...parameters import facts
@@ -42,11 +43,13 @@ class Case:
         name: The primitive.
         example: The example.
         training: Whether models are as the example makes them, or in evaluation.
+        dtype: Of floating-point parameters, buffers and inputs; default: as the example makes them.
     """
 
     name: str
     example: Example
     training: bool = True
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         self.registry = registry_of(self.example.plugins)
@@ -64,7 +67,7 @@ class Case:
     def model(self) -> nn.Module:
         """A fresh one, of the same numbers each time."""
         torch.manual_seed(0)
-        made = self.example.model()
+        made = self.example.model().to(self.dtype)
         return made if self.training else made.eval()
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -73,13 +76,16 @@ class Case:
         return ((), dict(given)) if isinstance(given, dict) else (tuple(given), {})
 
     def _inputs(self) -> Any:
-        if not callable(self.example.inputs):
-            return self.example.inputs
-        state = rng_state()
-        torch.manual_seed(1)
-        made = self.example.inputs()
-        set_rng_state(state)
-        return made
+        made = self.example.inputs
+        if callable(made):
+            state = rng_state()
+            torch.manual_seed(1)
+            made = made()
+            set_rng_state(state)
+        return made if self.dtype is None else pytree.tree_map_only(torch.Tensor, self._cast, made)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self.dtype).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
 
     def begin(self, model: nn.Module | None = None, *, plain: bool = False) -> Schedule:
         """The top schedule, with the steps that come before.
@@ -94,9 +100,10 @@ class Case:
             self.example.before(schedule)
         return schedule
 
-    def step(self, schedule: Schedule) -> None:
-        """The call of the primitive."""
-        torch.manual_seed(2)
+    def step(self, schedule: Schedule, *, seeded: bool = True) -> None:
+        """The call of the primitive, from one random state or from that of now."""
+        if seeded:
+            torch.manual_seed(2)
         args = self.example.args
         positional = args(schedule) if callable(args) else args
         self.at(schedule).apply(self.name, *positional, **self.example.kwargs)
@@ -144,12 +151,26 @@ class Case:
         wanted = self.run(expected)
         set_rng_state(state)
         found = self.run(actual)
-        _common_buffers(wanted, found)
+        common_buffers(wanted, found)
         if keep is not None:
             keep(wanted, found)
         for difference in differences(wanted, found, Tolerance(self.example.atol, self.example.rtol)):
             mode = "training" if self.training else "evaluation"
             raise ConformanceError(f"{what}, in {mode}: {difference.message}")
+
+    def keep(self, model: nn.Module) -> Callable[[Run, Run], None]:
+        """Drops what of runs beside the unmodified model is not to be compared, given the scheduled one."""
+        frozen = {name for p in model.parameters() if not p.requires_grad for name in facts(p).names}
+
+        def drop(expected: Run, actual: Run) -> None:
+            for run in (expected, actual):
+                if self.example.numerics == "outputs":
+                    run.loss, run.input_grads, run.param_grads = None, [], {}
+                if "requires_grad" in self.example.changes:
+                    run.loss = None  # the sum of what has a gradient
+                    run.param_grads = {name: grad for name, grad in run.param_grads.items() if name not in frozen}
+
+        return drop
 
     @contextmanager
     def unchanged(self, schedule: Schedule, what: str) -> Any:
@@ -174,7 +195,7 @@ class Case:
         return True
 
 
-def _common_buffers(expected: Run, actual: Run) -> None:
+def common_buffers(expected: Run, actual: Run) -> None:
     """A primitive may bring or drop buffers; those of both are compared."""
     names = [{path for path, _ in run.outputs} for run in (expected, actual)]
     for run in (expected, actual):

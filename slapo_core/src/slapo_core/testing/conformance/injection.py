@@ -7,15 +7,17 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
 from ...schedule import Schedule
 from ...transaction import Transaction
 
-_BOOKKEEPING = {Schedule.on_undo.__code__, Schedule.touch.__code__, Transaction.on_undo.__code__, Transaction.touch.__code__}
-"""By these a primitive tells how to undo what it did: between the two nothing else can fail."""
+_UNDOES = (Schedule.on_undo, Schedule.touch, Transaction.on_undo, Transaction.touch)
+_ENDS: tuple[Callable[..., Any], ...] = (ExitStack.callback, ExitStack.push, ExitStack.enter_context)
+_BOOKKEEPING = {function.__code__ for function in (*_UNDOES, *_ENDS)}
+"""By these a primitive tells how to undo what it did, or to end what it began: between the two nothing else can fail."""
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """What is called again to go on, or to end."""
 _NEVER = {"<module>", "__exit__", "__del__", "__init_subclass__", "__set_name__"}

@@ -23,7 +23,7 @@ from ...parameters import facts, shard_spec
 from ...replay import load_schedule
 from ...schedule import Schedule
 from ...wrapping import wrap_forward
-from ..equivalence import Leaves, Run
+from ..equivalence import Leaves
 from ..stages import Staged, as_built
 from .case import LEFT, Case, ConformanceError, check_sentence
 from .examples import Refused
@@ -319,17 +319,12 @@ def numerics(case: Case) -> None:
     if case.example.numerics == "none":
         return
     schedule, reference = case.scheduled(), case.model()
-    frozen = {name for p in schedule.mod.parameters() if not p.requires_grad for name in facts(p).names}
-
-    def keep(expected: Run, actual: Run) -> None:
-        for run in (expected, actual):
-            if case.example.numerics == "outputs":
-                run.loss, run.input_grads, run.param_grads = None, [], {}
-            if "requires_grad" in case.example.changes:
-                run.loss = None  # the sum of what has a gradient
-                run.param_grads = {name: grad for name, grad in run.param_grads.items() if name not in frozen}
-
+    keep = case.keep(schedule.mod)
     case.compare(reference, schedule.mod, "beside the unmodified model", keep)
+    if not case.training:
+        case.compare(reference, schedule.mod, "the second time, beside the unmodified model", keep)
+        with torch.no_grad():
+            case.compare(reference, schedule.mod, "without gradients, beside the unmodified model", keep)
     _stages(case, reference, schedule)
 
 

@@ -13,14 +13,19 @@ from ...errors import SlapoError
 from ..pool import DistributedError, run_distributed
 from ..transport import FunctionRef, unpickled
 from . import dialect_checks as of_dialect
+from . import precision
 from . import primitive_checks as of_primitive
 from .case import Case, ConformanceError, registry_of
 from .contracts import contracts
 from .examples import EngineExample, Example
+from .process_state import process
 from .registration import documented, exemplified, lazy, registered
 
 ON_A_PRIMITIVE: dict[str, Callable[[Case], None]] = {
+    "process": process,  # first, as what a step sets it sets once
     "numerics": of_primitive.numerics,
+    "autocast": precision.autocast,
+    "bfloat16": precision.half,
     "means": of_primitive.means,
     "refusals": of_primitive.refusals,
     "transactional": of_primitive.transactional,
