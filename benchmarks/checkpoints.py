@@ -74,17 +74,29 @@ def seconds(action: Callable[[], Any], mesh: Any) -> float:
     return float(all_reduce(torch.tensor(time.perf_counter() - start), mesh, dist.ReduceOp.MAX))
 
 
+def staged_by_torch(engine: Any, layout: dict[str, int], options: dict[str, Any]) -> Write:
+    """``dcp.async_save`` of the same, which returns when it has copied, and meets in a group of its own."""
+    state, group = state_of(engine, layout, options), dist.new_group()
+    return lambda folder: dcp.async_save(state, checkpoint_id=folder, process_group=group)
+
+
+def state_of(engine: Any, layout: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    """What this rank writes of an engine of torch's: the first replica what all have."""
+    state: dict[str, Any] = {f"{dist.get_rank()} {name}": piece.tensor for name, piece in engine.pieces().items()}
+    if layout.get("dp") and not options and dist.get_rank():
+        state = {}
+    for number, kept in enumerate(engine.optimizer.state.values() if state else ()):
+        state |= {f"{dist.get_rank()} {number} {key}": value for key, value in kept.items()}
+    return state
+
+
 def written_alone(engine: Any, target: str, layout: dict[str, int], options: dict[str, Any]) -> Write:
     """What writes the same without Slapo, given a folder."""
     if target == "deepspeed":
         return lambda folder: engine.model.save_checkpoint(str(folder))
     if target == "megatron":
         return partial(written_by_megatron, engine)
-    state: dict[str, Any] = {f"{dist.get_rank()} {name}": piece.tensor for name, piece in engine.pieces().items()}
-    if layout.get("dp") and not options and dist.get_rank():
-        state = {}  # the first replica writes what all have
-    for number, kept in enumerate(engine.optimizer.state.values() if state else ()):
-        state |= {f"{dist.get_rank()} {number} {key}": value for key, value in kept.items()}
+    state = state_of(engine, layout, options)
     return lambda folder: dcp.save(state, checkpoint_id=folder)
 
 
@@ -112,7 +124,8 @@ def measure(
     torch.set_num_threads(1)
     engine, mesh = engine_of(target, layout, options, small)
     write = written_alone(engine, target, layout, options)
-    found: dict[str, Any] = {"alone": [], "waits": [], "stops": [], "loads": []}
+    staged = staged_by_torch(engine, layout, options) if target == "torch" else None
+    found: dict[str, Any] = {"alone": [], "staged": [], "waits": [], "stops": [], "loads": []}
     for turn in range(TURNS):
         alone = Path(folder, f"alone-{turn}")
         found["alone"].append(seconds(lambda alone=alone: write(alone), mesh))
@@ -121,12 +134,27 @@ def measure(
             shutil.rmtree(alone)
         found["waits"].append(seconds(lambda: engine.save(f"{folder}/waits"), mesh))
         savings: list[Any] = []
-        found["stops"].append(seconds(lambda savings=savings: savings.append(engine.save(f"{folder}/stops", wait=False)), mesh))
+        if staged is not None:
+            found["staged"].append(seconds(partial(_kept, savings, partial(staged, alone)), mesh))
+            savings.pop().result()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(alone)
+        found["stops"].append(seconds(partial(_kept, savings, partial(engine.save, f"{folder}/stops", wait=False)), mesh))
         savings[0].wait()
         found["loads"].append(seconds(lambda: engine.load(f"{folder}/waits"), mesh))
     engine.close()
     found["size"] = sum(file.stat().st_size for file in Path(folder, "waits").rglob("*") if file.is_file()) / 2**20
     return found
+
+
+def _kept(results: list[Any], action: Callable[[], Any]) -> None:
+    results.append(action())
+
+
+def first_and_later(times: list[float]) -> tuple[float, float]:
+    """The first, and the median of the others, in ms."""
+    return 1e3 * times[0], 1e3 * median(times[1:])
 
 
 def main() -> None:
@@ -136,9 +164,9 @@ def main() -> None:
     print(f"\n## Checkpoints: {LAYERS} GPT blocks, hidden size {HIDDEN}, with AdamW's state, in fp32\n")
     print(
         "| layout | MiB | alone (ms) | `save` (ms) | `save` / alone | `save(wait=False)`: first, later (ms) "
-        "| stops for, of a `save`: first, later | `load` (ms) |"
+        "| stops for, of a `save`: first, later | torch's `async_save`: first, later (ms) | `load` (ms) |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for target, layout, options, words in CASES:
         if asked and target not in asked:
             continue
@@ -146,10 +174,11 @@ def main() -> None:
             ranks = 2 if layout else 1
             found = in_new_processes(measure, ranks, target, layout, options, folder, small)[0]
         alone, waits, loads = (1e3 * median(found[key]) for key in ("alone", "waits", "loads"))
-        first, later = 1e3 * found["stops"][0], 1e3 * median(found["stops"][1:])
+        first, later = first_and_later(found["stops"])
+        torchs = "{:.0f}, {:.0f}".format(*first_and_later(found["staged"])) if found["staged"] else ""
         print(
             f"| {words} | {found['size']:.0f} | {alone:.0f} | {waits:.0f} | {waits / alone:.2f} | {first:.0f}, {later:.0f} "
-            f"| {100 * first / waits:.0f} %, {100 * later / waits:.1f} % | {loads:.0f} |",
+            f"| {100 * first / waits:.0f} %, {100 * later / waits:.1f} % | {torchs} | {loads:.0f} |",
             flush=True,
         )
     print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from slapo_core.program import Program
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
+from slapo_core.testing.equivalence import Tolerance
 from slapo_verify import Report, verify, verify_engine
 from slapo_verify.plain_steps import plain_steps, sgd
 from tests.engine_models import Skips, batches, small, twice
@@ -314,13 +316,22 @@ def test_a_schedule_in_stages_runs_as_these_alone() -> None:
         ({"schedule": 3}, "schedule is 3; give a schedule, or a function that makes one of a model"),
         ({"schedule": lambda model: 3}, "the function that schedules gave 3; let it return the schedule"),
         ({"batch": {"input_ids": torch.zeros(1, 4, dtype=torch.long)}}, "the model's outputs have no loss; give loss_fn="),
+        ({"tolerance": Tolerance(-1.0, 0.0)}, "give numbers from 0 on"),
     ],
-    ids=["steps", "reference", "schedule", "function", "loss"],
+    ids=["steps", "reference", "schedule", "function", "loss", "tolerance"],
 )
 def test_bad_input_is_one_sentence(given: dict[str, Any], message: str) -> None:
     arguments = {"reference": small("gpt2"), "schedule": create_schedule, "batch": batches(1)[0], **given}
     with pytest.raises(VerifyError, match=re.escape(message)):
         verify_engine(**arguments)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])
+def test_a_parameter_without_elements_is_no_difference(options: dict[str, str]) -> None:
+    model = nn.Sequential(OrderedDict(input=nn.Linear(4, 4), act=nn.ReLU()))
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0)))
+    batch = {"input": torch.ones(2, 4), "labels": torch.zeros(2, 4)}
+    assert verify_engine(model, create_schedule, batch, loss_fn=F.mse_loss, **options).check().ok
 
 
 def test_a_schedule_that_is_given_is_taken_again_and_left_as_it_is() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -12,7 +10,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from slapo_core.errors import VerifyError
 from slapo_core.parameters import facts
@@ -35,27 +32,6 @@ from .parameter_values import ALONE, SAME, Expected, Named, Ranks, Values, part_
 Loss = Callable[[Any], torch.Tensor | None]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 LEVELS = ("outputs", "grads", "step")
-
-_TOLERANCES = {
-    torch.float64: Tolerance(0.0, 1e-9, 1e-9),
-    torch.float32: Tolerance(1e-8, 1e-4, 1e-4),
-    torch.float16: Tolerance(1e-8, 2e-3, 2e-3),
-    torch.bfloat16: Tolerance(1e-8, 2e-2, 2e-2),
-}
-"""By the least precise type of the reference's parameters; of the last two, rounding is measured besides."""
-_TIMES = 6.0
-"""How many times the unmodified model's own largest rounding error another rounding may be off."""
-_MODERATE = 0.25
-"""Of a tensor, as far as rounding in half precision may bring it where signs of activations near 0 turn."""
-_ROUNDED = 1e-5
-"""Of the largest number computed, what rounding in float32 may add to one that is 0 in truth; more is another branch taken."""
-_HALF = (torch.float16, torch.bfloat16)
-
-
-def tolerance_of(model: nn.Module) -> Tolerance:
-    """How far apart rounding alone may bring what is computed in the types of the model's parameters."""
-    types = {each.dtype for each in model.parameters() if each.is_floating_point()}
-    return max((_TOLERANCES[dtype] for dtype in types if dtype in _TOLERANCES), key=lambda each: each.scale, default=SAME)
 
 
 @dataclass(frozen=True)
@@ -211,7 +187,7 @@ def largest(expected: Computed, actual: Computed) -> Difference | None:
     """The largest absolute error that there is."""
     found: tuple[float, str, Any, Any] | None = None
     near = actual.largest
-    for what, one, other in _pairs(expected, actual):
+    for what, one, other in pairs(expected, actual):
         if (
             one is not other
             and one.numel()
@@ -229,10 +205,10 @@ def largest(expected: Computed, actual: Computed) -> Difference | None:
 
 def numbers(computed: Computed) -> Iterator[torch.Tensor]:
     """All that was computed, and the weights."""
-    return (one for _, one, _ in _pairs(computed, computed))
+    return (one for _, one, _ in pairs(computed, computed))
 
 
-def _pairs(expected: Computed, actual: Computed) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def pairs(expected: Computed, actual: Computed) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Tensors of both, by what a ``Difference`` calls them."""
     one, other = expected.run, actual.run
     named = (
@@ -304,81 +280,6 @@ def _default_loss(outputs: Any) -> torch.Tensor | None:
     """The loss that the outputs have, as those of Transformers' models given labels, or else all of them weighted."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     return loss if isinstance(loss, torch.Tensor) and loss.dim() == 0 else weighted_sum(outputs)
-
-
-def with_rounding(
-    tolerance: Tolerance, reference: nn.Module, task: Task, expected: Computed, closely: bool = False
-) -> Tolerance:
-    """The tolerance with what rounding does to a weight's update, and in half precision to the unmodified model.
-
-    ``closely``, in float32 to the unmodified model, too: a gradient that is 0 in truth is nothing but rounding.
-    """
-    noise = {f"update of {name!r}": stored(each) for name, each in named_all(reference)} if task.level == "step" else {}
-    if not is_half(reference) and not closely:
-        return replace(tolerance, noise=noise)
-    wide = torch.float32 if is_half(reference) else torch.float64
-    exact = compute(copy.deepcopy(reference).to(wide), in_wider(task, wide))
-    pairs = [
-        (f"output{path}", one, other) for (path, one), (_, other) in zip(expected.run.outputs, exact.run.outputs, strict=True)
-    ]
-    pairs.append(("loss", expected.run.loss, exact.run.loss))
-    for what, one, other in (
-        ("gradient", expected.run.param_grads, exact.run.param_grads),
-        ("update", expected.updates, exact.updates),
-        ("buffer", expected.buffers, exact.buffers),
-    ):
-        pairs += [(f"{what} of {name!r}", value, other.get(name)) for name, value in one.items()]
-    both = [
-        (what, one, other)
-        for what, one, other in pairs
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.dtype is not torch.bool
-    ]
-    largest = max((float(one.abs().max()) for _, one, _ in both if one.numel()), default=0.0)
-    most = _ROUNDED * largest if closely else math.inf
-    for what, low, high in both:
-        error = _TIMES * float((low.to(high.dtype) - high).abs().max()) if low.numel() else 0.0
-        noise[what] = noise.get(what, 0.0) + (error if error <= most else 0.0)
-    return replace(tolerance, noise={what: size for what, size in noise.items() if math.isfinite(size)})
-
-
-def is_half(model: nn.Module) -> bool:
-    """Whether it has parameters in half precision."""
-    return any(each.dtype in _HALF for each in model.parameters())
-
-
-def in_wider(task: Task, dtype: torch.dtype) -> Task:
-    """The task with inputs that were less precise in a floating-point type, and its tolerance."""
-
-    def wide(value: Any) -> Any:
-        is_narrower = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < dtype.itemsize
-        return value.to(dtype) if is_narrower else value
-
-    args, kwargs = pytree.tree_map(wide, (task.args, dict(task.kwargs)))
-    return replace(task, args=args, kwargs=kwargs, tolerance=_TOLERANCES[dtype])
-
-
-def is_moderate(expected: Computed, actual: Computed, found: Iterable[Difference]) -> bool:
-    """Whether tensors that differ do so in some elements, and by less than a quarter of themselves."""
-    pairs = {what: (one, other) for what, one, other in _pairs(expected, actual)}
-    for each in found:
-        one, other = pairs.get(each.what, (None, None))
-        if each.absolute is None or one is None or other is None or one.shape != other.shape:
-            return False
-        wide = torch.promote_types(one.dtype, torch.float64)
-        if not float((other.to(wide) - one.to(wide)).norm()) <= _MODERATE * float(one.to(wide).norm()):
-            return False
-    return True
-
-
-def stored(weight: torch.Tensor) -> float:
-    """How far off the difference of two of a weight's values may be, each of which is rounded: one step of the largest."""
-    return torch.finfo(weight.dtype).eps * float(weight.detach().abs().max()) if weight.numel() else 0.0
-
-
-def named_all(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Floating-point parameters under all of their names."""
-    found = model.named_parameters(remove_duplicate=False)
-    return ((name, each) for name, each in found if each.is_floating_point())
 
 
 def put_together(expected: Computed, actual: Computed, group: dist.ProcessGroup | None) -> tuple[Computed, list[str]]:

@@ -21,7 +21,7 @@ from slapo_core.parameters import facts
 from slapo_core.schedule import Schedule
 from slapo_core.testing.equivalence import Difference, Tolerance, difference, of_named
 
-from .compare import OptimizerFactory, autocast, plain_modes, tolerance_of
+from .compare import OptimizerFactory, autocast, plain_modes
 from .dropouts import switch_off
 from .hints import alone
 from .meeting import StrandedError
@@ -29,14 +29,13 @@ from .parameter_values import Ranks
 from .plain_steps import LossFn, Trained, plain_steps, sgd
 from .replay import replay
 from .report import Blame, Report, short
+from .rounding import check_tolerance, rounding_error, tolerance_of
 from .verify import fresh_schedule, verify
 
 Scheduled = Callable[[nn.Module], Schedule]
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _EXACT = Tolerance(0.0, 0.0)
-_TIMES = 6.0
-"""How many times the rounding of the unmodified model in half precision an engine may be off."""
 
 
 def verify_engine(
@@ -88,8 +87,7 @@ def verify_engine(
         raise VerifyError(f"the reference is {short(reference)}; give the unmodified model")
     if not isinstance(batch, Mapping):
         raise VerifyError(f"batch is {short(batch)}; give a dict of the model's keyword arguments")
-    if tolerance is not None and not isinstance(tolerance, Tolerance):
-        raise VerifyError(f"tolerance is {short(tolerance)}; give a Tolerance of slapo_core.testing.equivalence")
+    check_tolerance(tolerance)
     if against is not None and not isinstance(against, (str, Trained)):
         raise VerifyError(f"against is {against!r}; give the name of an engine, or the trained of a report")
     for what, function in (("loss_fn", loss_fn), ("optimizer", optimizer)):
@@ -248,9 +246,9 @@ def _allowed(run: _Run, expected: Trained) -> Tolerance:
         noise[f"update of {name!r}"] = (run.steps + 1) * eps * largest if parameter.dtype is not torch.float64 else 0.0
     if half is None:
         return replace(tolerance_of(run.reference), noise=noise)
-    low = plain_steps(copy.deepcopy(run.reference).to(half), run.batch, run.steps, run.loss_fn, run.optimizer)
+    low = plain_steps(copy.deepcopy(run.reference).to(half), run.batch, run.steps, run.loss_fn, run.optimizer).values()
     for what, one in expected.values().items():
-        noise[what] = noise.get(what, 0.0) + _TIMES * float((one - low.values()[what]).abs().max())
+        noise[what] = noise.get(what, 0.0) + rounding_error(low[what], one)
     return replace(tolerance_of(nn.Linear(1, 1, dtype=half)), noise=noise)
 
 
@@ -268,7 +266,7 @@ def _closely(run: _Run, expected: Trained, allowed: Tolerance) -> tuple[Toleranc
         return None
     noise, unseen = dict(allowed.noise), []
     for what, one in expected.values().items():
-        error = _TIMES * float((one - exact[what]).abs().max()) if one.numel() else 0.0
+        error = rounding_error(one, exact[what])
         noise[what] = noise.get(what, 0.0) + error
         if error and error >= float(one.abs().max()):
             unseen.append(what)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,19 +32,16 @@ from .compare import (
     autocast,
     compare,
     compute,
-    in_wider,
-    is_half,
-    is_moderate,
     largest,
     put_together,
-    tolerance_of,
-    with_rounding,
 )
 from .dropouts import switched_off
 from .meeting import StrandedError
 from .once import once
 from .parameter_values import Ranks
+from .plain_steps import sgd
 from .report import Report, short
+from .rounding import check_tolerance, in_wider, is_half, is_moderate, tolerance_of, with_rounding
 
 
 def verify(
@@ -198,18 +194,10 @@ def _task(
         raise VerifyError(f"an optimizer steps at level='step', and level is {level!r}; give that level, or no optimizer")
     if not isinstance(eval_mode, bool):
         raise VerifyError(f"eval_mode is {short(eval_mode)}; give True or False")
-    if tolerance is not None and not isinstance(tolerance, Tolerance):
-        raise VerifyError(f"tolerance is {short(tolerance)}; give a Tolerance of slapo_core.testing.equivalence")
-    parts = () if tolerance is None else (tolerance.atol, tolerance.rtol, tolerance.scale)
-    if not all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in parts):
-        raise VerifyError(f"tolerance is {short(tolerance)}; give numbers from 0 on")
+    check_tolerance(tolerance)
     args, kwargs = split_inputs(given)
     chosen = tolerance or tolerance_of(reference)
-    return Task(args, kwargs, level, loss, optimizer or _sgd, not eval_mode, chosen)
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
+    return Task(args, kwargs, level, loss, optimizer or sgd, not eval_mode, chosen)
 
 
 def fresh_schedule(reference: nn.Module, like: Schedule) -> Schedule:
