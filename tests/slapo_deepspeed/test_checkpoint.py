@@ -19,7 +19,6 @@ from slapo_core.build import build
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
-from slapo_training.checkpoint_folder import MANIFEST, content_of, manifest
 from tests.engines import check_own_buffers, own_buffers, reseal
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
@@ -135,16 +134,6 @@ def factored(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, lr=0.1)
 
 
-def older(folder: Path) -> None:
-    """Have a checkpoint be one of before it was written where tensors are."""
-    file = folder / MANIFEST
-    content = content_of(file.read_text())
-    for name in [name for name in content["files"] if name.startswith("places-")]:
-        (folder / content["data"] / name).unlink()
-        del content["files"][name]
-    file.write_text(manifest(content))
-
-
 def write(rank: int, folder: str) -> None:
     """Checkpoints of one replica that two cannot load."""
     for name, zero, optimizer in [
@@ -152,7 +141,6 @@ def write(rank: int, folder: str) -> None:
         ("torn", 2, adamw),
         ("damaged", 2, adamw),
         ("missing", 2, adamw),
-        ("older", 2, adamw),
         ("class", 2, momentum),
         ("number", 2, grouped),
         ("rate", 0, grouped),
@@ -167,7 +155,6 @@ def write(rank: int, folder: str) -> None:
     for file in Path(folder, "missing").rglob("*_optim_states.pt"):
         file.unlink()
     reseal(Path(folder, "torn"))
-    older(Path(folder, "older"))
 
 
 def unscheduled(parameters: Any) -> torch.optim.Optimizer:
@@ -182,7 +169,6 @@ def refused(rank: int, folder: str) -> dict[str, tuple[str, bool, str]]:
         ("torn", 2, adamw, False, 16),
         ("damaged", 2, adamw, False, 16),
         ("missing", 3, adamw, False, 16),
-        ("older", 1, adamw, False, 16),
         ("torn", 2, adamw, False, 24),
         ("torn", 1, adamw, False, 16),
         ("number", 2, grouped, True, 16),
@@ -210,7 +196,6 @@ def test_what_cannot_be_loaded_changes_nothing(tmp_path: Path) -> None:
         "factored 1 16": "BuildError: 'row_var' in the state of Adafactor is no number for each element of 'down.weight';",
         "damaged 2 16": "_model_states.pt' has 1000 bytes and not ",
         "missing 3 16": "_optim_states.pt' is missing",
-        "older 1 16": "saved with pp=1, dp=1, tp=1, zero=2 by a version that did not write where each tensor is, but this",
         "torn 2 16": "; nothing has changed, load another one",
         "torn 2 24": "is of a model with other parameters; build an engine of the model that was saved",
         "torn 1 16": "; nothing has changed, load another one",

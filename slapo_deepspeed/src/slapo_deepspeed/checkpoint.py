@@ -119,7 +119,7 @@ def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: P
         checkpoint_folder.verify(complete, ranks)
         found = Checkpoint(complete.data, engine_checkpoint.read_beside(complete, program, buffers(module)))
         if not _is_same(complete, model, module, program, zero_stage):
-            found.taken = _taken(complete, model, module, program, zero_stage)
+            found.taken = _taken(complete, model, module, program)
     return found
 
 
@@ -132,24 +132,17 @@ def _is_same(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Modu
     place = (program.axis_rank("pp") * saved["dp"] + replica) * saved["tp"] + program.axis_rank("tp")
 
     def look() -> bool:
-        file = complete.data / name_of(place)
-        about = torch.load(file, weights_only=True) if file.exists() else {"why_not": "an older version"}
+        about = torch.load(complete.data / name_of(place), weights_only=True)
         return bool(about["why_not"] or why_not(model, module)) or Shares(model, module, program).are_like(about)
 
     return all(Ranks.of(program).on_all(look))
 
 
-def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program, zero_stage: int) -> Taken:
+def _taken(complete: checkpoint_folder.Checkpoint, model: Any, module: nn.Module, program: Program) -> Taken:
     """What this engine takes of a checkpoint of another layout. Collective."""
-    own, saved, shares = _layout(program, zero_stage), complete.about, list[Shares]()
+    saved, shares = complete.about, list[Shares]()
 
     def check() -> None:
-        if not (complete.data / name_of(0)).exists():
-            words = [", ".join(f"{key}={layout[key]}" for key in own) for layout in (saved, own)]
-            raise BuildError(
-                f"saved with {words[0]} by a version that did not write where each tensor is, but this engine has {words[1]}; "
-                "load it at the layout it was saved with, and save it anew"
-            )
         if reason := why_not(model, module):
             raise BuildError(f"an engine of {reason} takes its own layout alone; {SAME_LAYOUT}")
         shares.append(Shares(model, module, program))

@@ -142,8 +142,8 @@ def _check_extra_state(model: nn.Module) -> None:
 
 def _check_kept(saved: Mapping[str, Any], own: OptimizerState) -> None:
     """Raise ``BuildError`` where the optimizer keeps something else than what was saved."""
-    before = saved.get("kept")  # older ones do not say
-    if saved["has_stepped"] and before is not None and before != (now := own.kept()):
+    before = saved["kept"]
+    if saved["has_stepped"] and before != (now := own.kept()):
         raise BuildError(
             f"saved with {', '.join(before)} in the optimizer's state, but this engine's has {', '.join(now)}; build with the "
             "same options of the optimizer"
@@ -203,7 +203,7 @@ def _check(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, shape in own["shapes"].items():
         if shapes[name] != shape:
             raise BuildError(f"{name!r} was saved with the shape {shapes[name]}, and has {shape}; load it into the same model")
-    groups = saved.get("group_of", own["group_of"])  # older ones do not say
+    groups = saved["group_of"]
     for name, number in own["group_of"].items():
         if groups.get(name) != number:
             before = f"in group {groups[name]} of the optimizer" if name in groups else "untrained"

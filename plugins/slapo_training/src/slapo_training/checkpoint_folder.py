@@ -30,7 +30,7 @@ from .ranks import Ranks
 
 MANIFEST = "slapo.json"
 _LOCK = "slapo.lock"
-_FORMAT = 4
+_FORMAT = 5
 _DATA = "data-"
 _LEFT_DATA, _LEFT_MANIFEST = (re.compile(re.escape(name) + "[0-9a-f]{32}") for name in (_DATA, f"{MANIFEST}."))
 _SHOWN = 8
@@ -122,15 +122,12 @@ class Writing:
             made = self.folder / f"{MANIFEST}.{self.number}"
             made.write_text(manifest({**content, **about}))
             _sync(made)
-            before = _data_of(self.folder)
             os.replace(made, self.folder / MANIFEST)
             for each in (self.folder, self.folder.parent):
                 try:
                     _sync(each)
                 except OSError as err:
                     get_logger().warning("the new checkpoint in %r may not outlive a power cut: %s", str(each), reason(err))
-            if before and before.startswith(_DATA):
-                shutil.rmtree(self.folder / Path(before).name, ignore_errors=True)
             _remove_left(self.folder, self.data.name)
             self._unlock()
 
@@ -257,8 +254,7 @@ def _read(folder: Path, target: str) -> dict[str, Any]:
     if not folder.is_dir():
         raise BuildError(f"{path!r} is no checkpoint of target {target!r}: there is no such folder")
     if not (folder / MANIFEST).exists():
-        older = ", which older versions wrote otherwise; save it anew" if (folder / "layout.json").exists() else ""
-        raise BuildError(f"{path!r} is no complete checkpoint of target {target!r}: it has no {MANIFEST}{older}")
+        raise BuildError(f"{path!r} is no complete checkpoint of target {target!r}: it has no {MANIFEST}")
     try:
         text = (folder / MANIFEST).read_text()
         written = json.loads(text)

@@ -125,7 +125,7 @@ class Beside(NamedTuple):
             return
         random_state.put(self.own)
         with torch.no_grad():
-            for name, saved in self.own.get("buffers", {}).items():
+            for name, saved in self.own["buffers"].items():
                 buffers[name].copy_(saved)
 
 
@@ -149,7 +149,7 @@ def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, 
         saved = torch.load(checkpoint.data / _own_file(ranks.place if is_same else 0), map_location="cpu", weights_only=True)
         if is_same:
             random_state.check(saved)
-            for name, tensor in saved.get("buffers", {}).items():
+            for name, tensor in saved["buffers"].items():
                 if name not in buffers or buffers[name].shape != tensor.shape:
                     raise BuildError(
                         f"the checkpoint has the buffer {name!r} of shape {tuple(tensor.shape)}, which the model has not; load "
