@@ -1,4 +1,4 @@
-"""Private names of torch, behind plain functions. ``test_ranks.py`` and ``test_meeting.py`` tell when they move.
+"""Private names of torch, behind plain functions. ``test_threads.py`` and ``test_meeting.py`` tell when they move.
 
 They are the process groups of threads of torch's own tests; the store that the default process group was made with; and the
 operators that collectives are to its dispatcher.

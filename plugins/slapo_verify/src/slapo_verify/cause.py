@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.agreement import gather
 from slapo_core.errors import ScheduleError
 from slapo_core.journal import Step
 from slapo_core.schedule import Schedule
@@ -19,9 +18,8 @@ from slapo_core.testing.stages import Staged
 from . import hints
 from .blame import steps_to_blame
 from .compare import Computed, Task, compare, compute, numbers, put_together
-from .meeting import StrandedError
+from .meeting import Ranks, StrandedError
 from .modules import differing, outputs_of
-from .parameter_values import Ranks
 from .replay import replay
 from .report import Blame
 
@@ -35,6 +33,7 @@ class Models(NamedTuple):
         fresh: Makes a schedule of a copy of the reference.
         steps: What was done between them.
         given: The tolerance that the user has given.
+        ranks: Those that verify.
         first: Number of steps before these.
     """
 
@@ -43,24 +42,25 @@ class Models(NamedTuple):
     fresh: Callable[[], Schedule]
     steps: Sequence[Step]
     given: Tolerance | None
+    ranks: Ranks
     first: int = 0
 
 
 def _steps(
-    models: Models, runs: nn.Module, task: Task, expected: Computed, ranks: Ranks, is_wrong: Callable[[Computed], bool]
+    models: Models, runs: nn.Module, task: Task, expected: Computed, is_wrong: Callable[[Computed], bool]
 ) -> tuple[list[int], list[int], str | None]:
     """Numbers of the steps to blame, of those before them, and why none is known. Collective."""
-    top, steps = models.sch, models.steps
+    steps = models.steps
 
     def right(numbers: Sequence[int]) -> bool:
         try:
-            again = ranks.alike(lambda: replay(models.fresh(), [steps[number] for number in numbers]))
-            wrong = is_wrong(compute(again.mod, task, expected, ranks))
+            again = models.ranks.alike(lambda: replay(models.fresh(), [steps[number] for number in numbers]))
+            wrong = is_wrong(compute(again.mod, task, expected, models.ranks))
         except StrandedError:
             raise
         except Exception:  # of steps without those they need, a model may not even run
             wrong = True
-        return not any(gather(wrong, top.mesh, top.group))
+        return not any(models.ranks.gather(wrong))
 
     try:
         if not right([]):
@@ -83,13 +83,13 @@ def _named(models: Models, number: int) -> str:
     return f"{number + 1 + models.first}: {models.steps[number]}"
 
 
-def step_of(models: Models, runs: nn.Module, task: Task, expected: Computed, ranks: Ranks) -> Blame:
+def step_of(models: Models, runs: nn.Module, task: Task, expected: Computed) -> Blame:
     """The step alone, for a model that does not even run. Collective."""
-    suspects, _, unknown = _steps(models, runs, task, expected, ranks, lambda computed: False)
+    suspects, _, unknown = _steps(models, runs, task, expected, lambda computed: False)
     return Blame(_named(models, suspects[0]) if suspects else None, unknown=unknown)
 
 
-def cause_of(models: Models, runs: nn.Module, task: Task, expected: Computed, actual: Computed, ranks: Ranks) -> Blame:
+def cause_of(models: Models, runs: nn.Module, task: Task, expected: Computed, actual: Computed) -> Blame:
     """All that is to blame of what differs. Collective.
 
     Args:
@@ -98,15 +98,14 @@ def cause_of(models: Models, runs: nn.Module, task: Task, expected: Computed, ac
         task: What was done.
         expected: By the unmodified model.
         actual: By the other one.
-        ranks: All.
     """
 
     def differs(computed: Computed) -> bool:
         found, _ = put_together(expected, computed, models.sch.group)
         return any(True for _ in compare(expected, found, task.tolerance))
 
-    suspects, before, unknown = _steps(models, runs, task, expected, ranks, differs)
-    module, values = _first_module(models, runs, task, before, ranks)
+    suspects, before, unknown = _steps(models, runs, task, expected, differs)
+    module, values = _first_module(models, runs, task, before)
     parameters = _wrong_parameters(models, task, expected, actual)
     hint = _hint(models, task, expected, actual, values, parameters)
     step = None
@@ -119,20 +118,18 @@ def cause_of(models: Models, runs: nn.Module, task: Task, expected: Computed, ac
 Values = tuple[torch.Tensor, torch.Tensor] | None
 
 
-def _first_module(
-    models: Models, runs: nn.Module, task: Task, before: Sequence[int], ranks: Ranks
-) -> tuple[str | None, Values]:
+def _first_module(models: Models, runs: nn.Module, task: Task, before: Sequence[int]) -> tuple[str | None, Values]:
     """Path of the first module whose output differs, and was right before the step to blame; with what was expected."""
 
     def seen(model: nn.Module) -> Any:
-        return ranks.alike(lambda: outputs_of(model, lambda: compute(model, task)))
+        return models.ranks.alike(lambda: outputs_of(model, lambda: compute(model, task)))
 
     expected, actual = seen(models.reference), seen(runs)
     so_far = replay(models.fresh(), [models.steps[number] for number in before])
     usual = set(differing(expected, seen(so_far.mod), task.tolerance))
     differs = [path for path in differing(expected, actual, task.tolerance) if path not in usual]
     found = next((path for path in differs if not _is_summed_outside(models.sch.mod, path)), None)
-    named = gather(found, models.sch.mesh, models.sch.group)
+    named = models.ranks.gather(found)
     path = next((each for each in named if each is not None), None)
     pairs = [next((tensors[0] for at, _, tensors in run if at == path and tensors), None) for run in (expected, actual)]
     one, other = pairs
@@ -156,7 +153,7 @@ def _wrong_parameters(models: Models, task: Task, expected: Computed, actual: Co
         ("update", expected.updates, actual.updates),
     ):
         own = [name for name in one if any(True for _ in of_named(what, {name: one[name]}, other, task.tolerance))]
-        wrong = {name for names in gather(own, models.sch.mesh, models.sch.group) for name in names}
+        wrong = {name for names in models.ranks.gather(own) for name in names}
         if wrong:
             return sorted((name for name in reversed(named) if name in wrong), key=lambda name: times[id(named[name])] > 1)
     return []
@@ -170,20 +167,20 @@ def _hint(
     if known:
         return known
     pairs = [values] if values is not None else []
-    if not any(gather(bool(pairs), models.sch.mesh, models.sch.group)):
+    if not any(models.ranks.gather(bool(pairs))):
         gradients = [(expected.run.param_grads[name], actual.run.param_grads.get(name)) for name in parameters[:_LOOKED_AT]]
         pairs = [(one, other) for one, other in gradients if one is not None and other is not None]
         backward = True
     else:
         backward = False
-    if len(set(gather(len(pairs), models.sch.mesh, models.sch.group))) > 1:
+    if len(set(models.ranks.gather(len(pairs)))) > 1:
         return None
     for one, other in pairs:
         comparable = one.shape == other.shape and one.is_floating_point() and bool((one - other).isfinite().all())
-        if not all(gather(comparable, models.sch.mesh, models.sch.group)):
+        if not all(models.ranks.gather(comparable)):
             continue
         hint = hints.hint_of(one, other, models.reference, task.tolerance, models.sch.group, backward)
-        if found := next(filter(None, gather(hint, models.sch.mesh, models.sch.group)), None):
+        if found := next(filter(None, models.ranks.gather(hint)), None):
             return str(found)
     return None
 

@@ -27,7 +27,8 @@ from slapo_core.testing.equivalence import (
 )
 
 from .dropouts import same_random_state
-from .parameter_values import ALONE, SAME, Expected, Named, Ranks, Values, part_of, values_of
+from .meeting import ALONE, Ranks
+from .parameter_values import SAME, Expected, Named, Values, part_of, values_of
 
 Loss = Callable[[Any], torch.Tensor | None]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]

@@ -24,8 +24,7 @@ from slapo_core.testing.equivalence import Difference, Tolerance, difference, of
 from .compare import OptimizerFactory, autocast, plain_modes
 from .dropouts import switch_off
 from .hints import alone
-from .meeting import StrandedError
-from .parameter_values import Ranks
+from .meeting import Ranks, StrandedError
 from .plain_steps import LossFn, Trained, plain_steps, sgd
 from .replay import replay
 from .report import Blame, Report, short

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -142,3 +142,27 @@ def agreed(run: Callable[[], T], mesh: DeviceMesh | None, group: dist.ProcessGro
             FAILED[:] = [each for each in FAILED if each is not error]
         raise
     return values[0]
+
+
+class Ranks(NamedTuple):
+    """The ranks that verify together; by default this one."""
+
+    mesh: DeviceMesh | None = None
+    group: dist.ProcessGroup | None = None
+    meeting: Meeting | None = None
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Ranks:
+        """Those of a mesh and a group. Collective."""
+        return Ranks(mesh, group, Meeting.of(mesh, group))
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each. Collective."""
+        return gather(value, self.mesh, self.group)
+
+    def alike(self, run: Callable[[], T], watched: bool = True) -> T:
+        """What it returns; where one rank fails, all do, also where others wait for it. Collective."""
+        return self.meeting.alike(run, watched) if self.meeting is not None else agreed(run, self.mesh, self.group)
+
+
+ALONE = Ranks()

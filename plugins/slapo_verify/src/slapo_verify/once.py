@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ._torch_private import BACKEND
-from .parameter_values import Ranks
+from .meeting import Ranks
 
 T = TypeVar("T")
 

@@ -4,48 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.agreement import gather
 from slapo_core.gather import over_group
 from slapo_core.parameters import facts, plain, shard_spec
 from slapo_core.testing.equivalence import Difference, Tolerance, difference
 
-from .meeting import Meeting, agreed
+from .meeting import Ranks
 
-T = TypeVar("T")
 Named = Mapping[str, torch.Tensor | None]
 Read = Callable[[torch.Tensor], torch.Tensor | None]
 SAME = Tolerance(0.0, 0.0)
-
-
-class Ranks(NamedTuple):
-    """The ranks that verify together; by default this one."""
-
-    mesh: DeviceMesh | None = None
-    group: dist.ProcessGroup | None = None
-    meeting: Meeting | None = None
-
-    @staticmethod
-    def of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Ranks:
-        """Those of a mesh and a group. Collective."""
-        return Ranks(mesh, group, Meeting.of(mesh, group))
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of each. Collective."""
-        return gather(value, self.mesh, self.group)
-
-    def alike(self, run: Callable[[], T], watched: bool = True) -> T:
-        """What it returns; where one rank fails, all do, also where others wait for it. Collective."""
-        return self.meeting.alike(run, watched) if self.meeting is not None else agreed(run, self.mesh, self.group)
-
-
-ALONE = Ranks()
 
 
 class Expected(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.agreement import gather
 from slapo_core.errors import UnknownNameError, VerifyError
 from slapo_core.logger import get_logger
 from slapo_core.parameters import facts, is_part
@@ -36,9 +35,8 @@ from .compare import (
     put_together,
 )
 from .dropouts import switched_off
-from .meeting import StrandedError
+from .meeting import Ranks, StrandedError
 from .once import once
-from .parameter_values import Ranks
 from .plain_steps import sgd
 from .report import Report, short
 from .rounding import check_tolerance, in_wider, is_half, is_moderate, tolerance_of, with_rounding
@@ -83,7 +81,9 @@ def verify(
     """
     top = _top(sch)
     task = _task(reference, top, inputs, level, loss, optimizer, tolerance, eval_mode)
-    return _verified(Models(reference, top, lambda: fresh_schedule(reference, top), top.journal.steps, tolerance), task, blame)
+    ranks = Ranks.of(top.mesh, top.group)
+    models = Models(reference, top, lambda: fresh_schedule(reference, top), top.journal.steps, tolerance, ranks)
+    return _verified(models, task, blame)
 
 
 class Verify:
@@ -139,8 +139,8 @@ class Verify:
         if error is not None:
             return
         task = _task(before.mod, self._top, self._inputs, self._level, self._loss, None, self._tolerance, self._eval_mode)
-        steps = self._top.journal.steps[self._taken :]
-        models = Models(before.mod, self._top, lambda: copy.deepcopy(before), steps, self._tolerance, self._taken)
+        steps, ranks = self._top.journal.steps[self._taken :], Ranks.of(self._top.mesh, self._top.group)
+        models = Models(before.mod, self._top, lambda: copy.deepcopy(before), steps, self._tolerance, ranks, self._taken)
         self.report = _verified(models, task, True)
         self.report.check()
 
@@ -215,50 +215,55 @@ def _verified(models: Models, task: Task, blame: bool) -> Report:
 
 
 def _compared(models: Models, task: Task, blame: bool, notes: list[str]) -> Report:
-    top, ranks = models.sch, Ranks.of(models.sch.mesh, models.sch.group)
+    top, ranks = models.sch, models.ranks
     runs: nn.Module = ranks.alike(lambda: as_built(top))
     if isinstance(runs, Staged):
         notes.append(f"{runs.count} stages, one after the other in one process")
-    expected, task = _expected(models, task, ranks)
+    expected, task = _expected(models, task)
     running = _Running()
     try:
         actual = compute(runs, task, expected, ranks, running)
     except Exception as error:
         if blame and running.failed:  # on all ranks, which are in step
-            _note(error, str(step_of(models, runs, task, expected, ranks)))
+            _note(error, str(step_of(models, runs, task, expected)))
         raise
     actual, parts = put_together(expected, actual, top.group)
     own = list(compare(expected, actual, task.tolerance))
-    if models.given is None and not is_half(models.reference) and any(gather(bool(own), top.mesh, top.group)):
+    if models.given is None and not is_half(models.reference) and any(ranks.gather(bool(own))):
         task = replace(task, tolerance=ranks.alike(lambda: _closely(models, task, expected)))
         own = list(compare(expected, actual, task.tolerance))
-    if models.given is None and _is_rounding(models, task, is_moderate(expected, actual, own), bool(own), ranks):
+    if models.given is None and _is_rounding(models, task, is_moderate(expected, actual, own), bool(own)):
         notes.append(
             f"{len(own)} of the tensors are further apart than rounding alone would bring most, and the same in float32"
         )
         own = []
-    found = _of_first(top, own)
-    far = gather(largest(expected, actual), top.mesh, top.group)
+    found = _of_first(models, own)
+    far = models.ranks.gather(largest(expected, actual))
     furthest = max((each for each in far if each), key=lambda each: each.absolute or 0.0, default=None)
-    if task.level != "outputs" and not any(each is not None for each in expected.run.param_grads.values()):
-        notes.append("nothing that the unmodified model returns has gradients, of which none are compared; give loss=")
-    if expected.run.outputs and not any(isinstance(each, torch.Tensor) and each.numel() for _, each in expected.run.outputs):
-        notes.append("no output has numbers in it, so that next to nothing of what is computed was compared; give other inputs")
-    if parts:
-        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-        notes.append(f"{parts[0]}{more} of the scheduled model is a part on each rank; they are put together here")
+    notes += _not_compared(task, expected, parts)
     if found is None:
         return Report(task.level, expected.counts(actual), (), furthest, notes=tuple(notes))
-    if task.training and any(gather(actual.draws and not expected.draws, top.mesh, top.group)):
+    if task.training and any(models.ranks.gather(actual.draws and not expected.draws)):
         notes.append("the scheduled model draws random numbers that the other does not: a step has fixed a dropout in it")
     try:
-        cause = cause_of(models, runs, task, expected, actual, ranks) if blame else None
+        cause = cause_of(models, runs, task, expected, actual) if blame else None
     except StrandedError as error:
         raise StrandedError(f"{error}; that was in looking for what is to blame of this: {found[0].message}") from error
     return Report(task.level, expected.counts(actual), tuple(found), furthest, cause, tuple(notes))
 
 
-def _expected(models: Models, task: Task, ranks: Ranks) -> tuple[Computed, Task]:
+def _not_compared(task: Task, expected: Computed, parts: Sequence[str]) -> Iterator[str]:
+    """Notes of what there was to compare."""
+    if task.level != "outputs" and not any(each is not None for each in expected.run.param_grads.values()):
+        yield "nothing that the unmodified model returns has gradients, of which none are compared; give loss="
+    if expected.run.outputs and not any(isinstance(each, torch.Tensor) and each.numel() for _, each in expected.run.outputs):
+        yield "no output has numbers in it, so that next to nothing of what is computed was compared; give other inputs"
+    if parts:
+        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+        yield f"{parts[0]}{more} of the scheduled model is a part on each rank; they are put together here"
+
+
+def _expected(models: Models, task: Task) -> tuple[Computed, Task]:
     """What the unmodified model computes, and how far off rounding may bring another. Collective."""
 
     def run() -> tuple[Computed, Task]:
@@ -268,8 +273,8 @@ def _expected(models: Models, task: Task, ranks: Ranks) -> tuple[Computed, Task]
         return expected, replace(task, tolerance=with_rounding(task.tolerance, models.reference, task, expected))
 
     if models.first or any(is_part(each) for each in models.reference.parameters()):  # it may meet the others while it runs
-        return ranks.alike(run)
-    expected, rounded = once(run, (task.args, dict(task.kwargs)), lambda found: not found[0].draws, ranks)
+        return models.ranks.alike(run)
+    expected, rounded = once(run, (task.args, dict(task.kwargs)), lambda found: not found[0].draws, models.ranks)
     return expected, replace(task, tolerance=rounded.tolerance)
 
 
@@ -281,10 +286,10 @@ def _closely(models: Models, task: Task, expected: Computed) -> Tolerance:
         return task.tolerance
 
 
-def _is_rounding(models: Models, task: Task, is_moderate: bool, differs: bool, ranks: Ranks) -> bool:
+def _is_rounding(models: Models, task: Task, is_moderate: bool, differs: bool) -> bool:
     """Whether what differs a little in half precision is the same in float32; activations near 0 turn signs. Collective."""
     top = models.sch
-    everywhere = gather((is_moderate, differs), top.mesh, top.group)
+    everywhere = models.ranks.gather((is_moderate, differs))
     if not is_half(models.reference) or not all(few for few, _ in everywhere) or not any(differs for _, differs in everywhere):
         return False
     wide = in_wider(task, torch.float32)
@@ -298,7 +303,7 @@ def _is_rounding(models: Models, task: Task, is_moderate: bool, differs: bool, r
         return not any(True for _ in compare(expected, actual, noise))
 
     try:
-        return all(gather(ranks.alike(is_right), top.mesh, top.group))
+        return all(models.ranks.gather(models.ranks.alike(is_right)))
     except StrandedError:
         raise
     except Exception:  # on all ranks; a step may have fixed the type
@@ -312,7 +317,7 @@ def _comparable(models: Models, task: Task) -> Iterator[list[str]]:
         yield ["evaluation mode: dropout is off, and is not compared"]
         return
     sharded = any(is_part(each) for each in models.sch.mod.parameters())
-    if not any(gather(sharded, models.sch.mesh, models.sch.group)):
+    if not any(models.ranks.gather(sharded)):
         yield ["training mode: both models draw from one random state"]
         return
     with switched_off(models.reference, models.sch.mod) as count:
@@ -320,9 +325,9 @@ def _comparable(models: Models, task: Task) -> Iterator[list[str]]:
         yield [f"training mode: {what}"]
 
 
-def _of_first(top: Schedule, found: list[Difference]) -> list[Difference] | None:
+def _of_first(models: Models, found: list[Difference]) -> list[Difference] | None:
     """What the first rank with differences found, the same on all; None where none has any."""
-    return next((each for each in gather(found, top.mesh, top.group) if each), None)
+    return next((each for each in models.ranks.gather(found) if each), None)
 
 
 def _note(error: Exception, text: str) -> None:
