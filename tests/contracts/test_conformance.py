@@ -138,6 +138,11 @@ def both_cut(sch: Schedule) -> None:
     sch["down"].shard("weight", axis=1)
 
 
+def both_cut_alone(sch: Schedule) -> None:
+    sch["up"].shard(["weight", "bias"], axis=0)
+    sch["down"].shard("weight", axis=1)
+
+
 def summed(sch: Schedule) -> None:
     sch["down"].sync("fwd_post", "all_reduce")
 
@@ -353,7 +358,7 @@ PRIMITIVES: dict[str, list[Example]] = {
             refused=[Refused("no mode", ("fwd", "all_reduce")), Refused("no operation", ("fwd_post", "sum"))],
         ),
         Example(Mlp, (X,), "down", ("fwd_post", "all_reduce"), before=both_cut, name="on one rank"),
-        Example(Mlp, (X,), "up", ("bwd_post", "all_reduce"), before=both_cut, after=summed, ranks=2, name="backward"),
+        Example(Mlp, (X,), "up", ("bwd_post", "all_reduce"), before=both_cut_alone, after=summed, ranks=2, name="backward"),
         Example(Mlp, (X,), "up", ("fwd_post", "RS->RR"), before=gathered_column, ranks=2, name="a scheme"),
         Example(Mlp, (X,), "up", ("fwd_post", unchanged), trust=HERE, name="a function"),
     ],

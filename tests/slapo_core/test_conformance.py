@@ -76,16 +76,23 @@ AT_LINEAR = Example(Model, (IDS,), "block.0", plugins=(HERE,))
 PLANTED: dict[str, Any] = {}
 
 
-def planted(*, scope: str = "subtree") -> Callable[[Any], Any]:
-    """Make a primitive of a function of a schedule."""
+def planted(*, scope: str = "subtree", at: type[nn.Module] = nn.Linear) -> Callable[[Any], Any]:
+    """Make a primitive of a function of a schedule, which is for modules of one class."""
 
     def made(function: Any) -> Any:
         name = function.__name__
         body = {"name": name, "scope": scope, "__doc__": "Is broken.", "apply": staticmethod(function)}
+        body["check"] = staticmethod(partial(_is_for, at, name))
         PLANTED[name] = f"{HERE}:{name}"
         return type(name, (Primitive,), {**body, "__module__": HERE})
 
     return made
+
+
+def _is_for(at: type[nn.Module], name: str, schedule: Schedule) -> None:
+    if at not in (type(schedule.mod), nn.Module):
+        found = type(schedule.mod).__name__
+        raise ScheduleError(f"a {found}; name a {at.__name__}", path=schedule.path, primitive=name)
 
 
 @planted()
@@ -112,7 +119,7 @@ def unties_and_doubles(schedule: Schedule) -> None:
     schedule.mod.weight = successor(old, old.detach() * 2)
 
 
-@planted()
+@planted(at=nn.Module)
 def hides_an_error(schedule: Schedule) -> None:
     try:
         wrap_forward(schedule.mod, _as_it_was)
@@ -135,17 +142,17 @@ def keeps_a_buffer(schedule: Schedule) -> None:
     schedule.mod.register_buffer("calls", torch.zeros(1))
 
 
-@planted()
+@planted(at=nn.Dropout)
 def trains_the_new(schedule: Schedule) -> None:
     schedule.replace_module(nn.Dropout(schedule.mod.p))
 
 
-@planted(scope="module")
+@planted(scope="module", at=nn.Sequential)
 def touches_nothing(schedule: Schedule) -> None:
     schedule.mod.get_submodule("0").seen = True
 
 
-@planted(scope="module")
+@planted(scope="module", at=nn.Sequential)
 def tells_late(schedule: Schedule) -> None:
     child = schedule.mod.get_submodule("0")
     child.seen = True
@@ -168,7 +175,7 @@ def closes_over_the_module(schedule: Schedule) -> None:
     module.forward = lambda x: nn.functional.linear(x, module.weight, module.bias)
 
 
-@planted()
+@planted(at=nn.Module)
 def is_otherwise_traced(schedule: Schedule) -> None:
     schedule.mod.__class__ = _OtherwiseTraced
 
@@ -178,13 +185,13 @@ class _OtherwiseTraced(nn.Sequential):
         return super().forward(x) * (1 if type(x) is torch.Tensor else 2)
 
 
-@planted()
+@planted(at=nn.Module)
 def expects_a_sequential(schedule: Schedule) -> None:
     if isinstance(schedule.mod, fx.GraphModule):
         raise TypeError("a Sequential is wanted")
 
 
-@planted()
+@planted(at=nn.Module)
 def expects_no_wrapper(schedule: Schedule) -> None:
     if forward_wrappers(schedule.mod):
         raise TypeError("a plain module is wanted")
@@ -224,7 +231,7 @@ def computes_more_on_rank_1(schedule: Schedule) -> None:
     wrap_forward(schedule.mod, _more_by_rank)
 
 
-@planted()
+@planted(at=nn.Dropout)
 def drops_more(schedule: Schedule) -> None:
     schedule.mod.p = 0.2
 
@@ -242,6 +249,15 @@ class Consumes(Primitive):
     def apply(schedule: Schedule, names: list[str]) -> None:
         while names:
             schedule.mod.register_buffer(f"copy_of_{names.pop()}", torch.zeros(1), persistent=False)
+
+
+_TURNS = [0]
+
+
+@planted()
+def goes_by_turns(schedule: Schedule) -> None:
+    _TURNS[0] += 1
+    schedule.mod.register_buffer("odd" if _TURNS[0] % 2 else "even", torch.zeros(1), persistent=False)
 
 
 class Careless(Primitive):
@@ -419,7 +435,8 @@ CONSUMES = replace(RENEW, path="block", args=lambda sch: (["a"],), refused=[Refu
 @pytest.mark.parametrize(
     ("name", "example", "check", "sentence"),
     [
-        ("consumes", CONSUMES, "journal", "the model made from .json is another one: buffer 'block.copy_of_a' is missing"),
+        ("consumes", CONSUMES, "journal", "the step changes its argument ['a'] to [], which the journal has, too"),
+        ("goes_by_turns", AT_LINEAR, "journal", "the model made from .json is another one: buffer 'block.0.odd' is"),
         ("undocumented", RENEW, "documented", "does not say under Args what 'name' is"),
         ("misnamed", AT_LINEAR, "registered", "Misnamed says its name is 'mis_named'"),
         ("missing", AT_LINEAR, "registered", "no primitive 'missing'"),

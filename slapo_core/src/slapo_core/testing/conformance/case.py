@@ -19,9 +19,12 @@ from ...random import rng_state, set_rng_state
 from ...registry import Registry, default_registry
 from ...schedule import Schedule, create_schedule
 from ..equivalence import Run, Tolerance, differences, run_model
+from .arguments import own
 from .examples import Example, Refused
 from .snapshot import Snapshot, first_of
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
 LEFT = " as left in the buffer "
 """How buffers are told from outputs."""
 
@@ -44,12 +47,18 @@ class Case:
         example: The example.
         training: Whether models are as the example makes them, or in evaluation.
         dtype: Of floating-point parameters, buffers and inputs; default: as the example makes them.
+        seed: From which the model is made.
+        input_gradients: Whether all floating-point inputs require gradients, and not those alone that the example says.
+        contiguous: Whether inputs are as the example makes them, or of the same values in another order in memory.
     """
 
     name: str
     example: Example
     training: bool = True
     dtype: torch.dtype | None = None
+    seed: int = 0
+    input_gradients: bool = False
+    contiguous: bool = True
 
     def __post_init__(self) -> None:
         self.registry = registry_of(self.example.plugins)
@@ -66,26 +75,31 @@ class Case:
 
     def model(self) -> nn.Module:
         """A fresh one, of the same numbers each time."""
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         made = self.example.model().to(self.dtype)
         return made if self.training else made.eval()
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments."""
-        given = self._inputs()
+        given = self.example_inputs()
         return ((), dict(given)) if isinstance(given, dict) else (tuple(given), {})
 
-    def _inputs(self) -> Any:
+    def example_inputs(self) -> Any:
+        """The same as the schedule is given them; tensors are nobody else's."""
         made = self.example.inputs
         if callable(made):
             state = rng_state()
             torch.manual_seed(1)
             made = made()
             set_rng_state(state)
-        return made if self.dtype is None else pytree.tree_map_only(torch.Tensor, self._cast, made)
+        return pytree.tree_map_only(torch.Tensor, self._own, made)
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.dtype).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        floating = tensor.is_floating_point()
+        own = tensor.detach().to(self.dtype if floating else None, copy=True)
+        if not self.contiguous and own.layout is torch.strided and own.dim() > 1:
+            own = own.transpose(0, -1).contiguous().transpose(0, -1)
+        return own.requires_grad_(tensor.requires_grad or (floating and self.input_gradients))
 
     def begin(self, model: nn.Module | None = None, *, plain: bool = False) -> Schedule:
         """The top schedule, with the steps that come before.
@@ -95,18 +109,28 @@ class Case:
             plain: Without these steps.
         """
         model = self.model() if model is None else model
-        schedule = create_schedule(model, example_inputs=self._inputs(), plugins=self.registry)
+        schedule = create_schedule(model, example_inputs=self.example_inputs(), plugins=self.registry)
         if self.example.before is not None and not plain:
             self.example.before(schedule)
         return schedule
 
-    def step(self, schedule: Schedule, *, seeded: bool = True) -> None:
-        """The call of the primitive, from one random state or from that of now."""
+    def step(self, schedule: Schedule, *, seeded: bool = True, given: Arguments | None = None) -> None:
+        """The call of the primitive.
+
+        Args:
+            schedule: The top schedule.
+            seeded: Whether it draws from one random state, or from that of now.
+            given: Its arguments; default: those of the example.
+        """
         if seeded:
             torch.manual_seed(2)
+        args, kwargs = given or self.arguments(schedule)
+        self.at(schedule).apply(self.name, *args, **kwargs)
+
+    def arguments(self, schedule: Schedule) -> Arguments:
+        """Of the call, in containers that are nobody else's."""
         args = self.example.args
-        positional = args(schedule) if callable(args) else args
-        self.at(schedule).apply(self.name, *positional, **self.example.kwargs)
+        return own(tuple(args(schedule) if callable(args) else args)), own(dict(self.example.kwargs))
 
     def at(self, schedule: Schedule, refused: Refused | None = None) -> Schedule:
         """The handle it is called on."""
@@ -125,10 +149,10 @@ class Case:
         self.step(schedule)
         return self.finish(schedule)
 
-    def run(self, model: nn.Module) -> Run:
-        """Outputs and gradients, and what it leaves in its buffers."""
+    def run(self, model: nn.Module, loss: Callable[[Any], torch.Tensor | None] | None = None) -> Run:
+        """Outputs and gradients, of a loss or of a weighted sum, and what it leaves in its buffers."""
         args, kwargs = self.inputs()
-        run = run_model(model, args, kwargs)
+        run = run_model(model, args, kwargs, loss)
         buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if facts(tensor).spec is None}
         run.outputs = [*run.outputs, *((f"{LEFT}{name!r}", tensor) for name, tensor in buffers.items())]
         return run
@@ -150,13 +174,21 @@ class Case:
         state = rng_state()
         wanted = self.run(expected)
         set_rng_state(state)
-        found = self.run(actual)
+        self.same(wanted, self.run(actual), what, keep)
+
+    def same(self, wanted: Run, found: Run, what: str, keep: Callable[[Run, Run], None] | None = None) -> None:
+        """As ``compare``, of models that have run."""
         common_buffers(wanted, found)
         if keep is not None:
             keep(wanted, found)
         for difference in differences(wanted, found, Tolerance(self.example.atol, self.example.rtol)):
             mode = "training" if self.training else "evaluation"
-            raise ConformanceError(f"{what}, in {mode}: {difference.message}")
+            raise ConformanceError(f"{what}, in {mode}: {difference.message}{self._meant(difference.message)}")
+
+    def _meant(self, message: str) -> str:
+        """What the author may have meant."""
+        lost = "no parameter of this original name" in message and "names" in self.example.changes
+        return '; for a step that changes names, numerics="outputs" is meant' if lost else ""
 
     def keep(self, model: nn.Module) -> Callable[[Run, Run], None]:
         """Drops what of runs beside the unmodified model is not to be compared, given the scheduled one."""

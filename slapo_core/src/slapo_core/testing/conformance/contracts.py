@@ -13,6 +13,7 @@ from torch import nn
 from ...parameters import facts
 from ...schedule import Schedule
 from .case import Case, ConformanceError
+from .replicas import check_replicas
 
 
 def contracts(case: Case) -> None:
@@ -23,6 +24,7 @@ def contracts(case: Case) -> None:
         before, schedule = _Facts(mine.model()), mine.scheduled()
         for what, sentence in _broken(before, schedule, training):
             broken.setdefault(what, sentence)
+        check_replicas(schedule)
     declared = {*case.example.changes}
     for what, sentence in broken.items():
         if what not in declared:

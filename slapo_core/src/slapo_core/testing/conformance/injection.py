@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -20,6 +21,8 @@ _BOOKKEEPING = {function.__code__ for function in (*_UNDOES, *_ENDS)}
 """By these a primitive tells how to undo what it did, or to end what it began: between the two nothing else can fail."""
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 """What is called again to go on, or to end."""
+_WEAK = {weakref.WeakKeyDictionary.__init__.__code__.co_filename, weakref.WeakSet.__init__.__code__.co_filename}
+"""Their callbacks run wherever an object happens to die, and what they raise goes nowhere."""
 _NEVER = {"<module>", "__exit__", "__del__", "__init_subclass__", "__set_name__"}
 
 
@@ -62,6 +65,7 @@ class Calls:
             or code.co_name in _NEVER
             or caller.f_code.co_name in _NEVER
             or code.co_filename == __file__
+            or code.co_filename in _WEAK
         ):
             return
         self.count += 1

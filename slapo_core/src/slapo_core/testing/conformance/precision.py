@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...errors import SlapoError
-from ..equivalence import Leaves, Run, Tolerance, differences
+from ..equivalence import Run, Tolerance, differences
 from .case import Case, ConformanceError, check_sentence, common_buffers
 
 HALF = torch.bfloat16
@@ -72,7 +72,7 @@ def _wide(run: Run) -> Run:
     def wide(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    def of(leaves: Leaves) -> Leaves:
+    def of(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         return [(path, wide(leaf)) for path, leaf in leaves]
 
     grads = {name: wide(grad) for name, grad in run.param_grads.items()}

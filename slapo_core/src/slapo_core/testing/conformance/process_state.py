@@ -6,12 +6,18 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from ...parameters import facts
 from ...random import RNGState, rng_state, set_rng_state
+from ...schedule import Schedule
+from .arguments import own, same
 from .case import Case, ConformanceError
+from .patches import Patches
 
 SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -30,25 +36,49 @@ _TORCHS = "the random state of torch"
 
 
 def process(case: Case) -> None:
-    """A step leaves settings and random states of the process as they were, and no gradients behind.
+    """A step leaves settings, functions and random states of the process as they were, no gradients, and the example inputs.
 
     What it found is put back, whatever the step has made of it.
     """
+    quiet = replace(case, training=False)
+    unmodified = quiet.model()
+    torch.manual_seed(3)
+    wanted = quiet.run(unmodified)
     schedule = case.begin()
+    inputs = own(schedule.example_inputs, clone=True)
+    _leaves_the_process(case, schedule)
+    if not same(schedule.example_inputs, inputs):
+        raise ConformanceError("the step changes the example inputs")
+    if kept := [name for name, tensor in schedule.mod.named_parameters() if tensor.grad is not None]:
+        raise ConformanceError(f"the step leaves a gradient in {kept[0]!r}")
+    unmodified = quiet.model()
+    torch.manual_seed(3)
+    quiet.same(wanted, quiet.run(unmodified), "after the step a model without it computes another thing")
+
+
+def _leaves_the_process(case: Case, schedule: Schedule) -> None:
     settings, state = {what: read() for what, (read, _) in SETTINGS.items()}, _Random()
+    patches, brought = Patches(schedule.mod), _brought(schedule.mod)
     try:
         case.step(schedule, seeded=False)
         changed = [what for what, (read, _) in SETTINGS.items() if read() != settings[what]]
+        changed += patches.differences()
         drawn = [] if "values" in case.example.changes else state.differences()
     finally:
         for what, (_, put) in SETTINGS.items():
             put(settings[what])
         state.put_back()
+        patches.put_back()
+    if _brought(schedule.mod) > brought:  # new parameters start at random
+        drawn = [what for what in drawn if what != _TORCHS]
     if changed or drawn:
-        more = "; draw within torch.random.fork_rng(), or make modules by torch.nn.utils.skip_init" if _TORCHS in drawn else ""
+        more = "; make modules whose parameters are replaced by torch.nn.utils.skip_init" if _TORCHS in drawn else ""
         raise ConformanceError(f"the step changes for the whole process {' and '.join([*changed, *drawn])}{more}")
-    if kept := [name for name, tensor in schedule.mod.named_parameters() if tensor.grad is not None]:
-        raise ConformanceError(f"the step leaves a gradient in {kept[0]!r}")
+
+
+def _brought(model: nn.Module) -> int:
+    """How many parameters the unmodified model does not have."""
+    return sum(not facts(parameter).names for parameter in model.parameters())
 
 
 class _Random:

@@ -94,8 +94,9 @@ def documented(registry: Registry, kind: str, name: str) -> None:
     doc = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
     if not doc:
         raise ConformanceError(f"{cls.__name__} has no docstring of its own")
-    if not doc.splitlines()[0].endswith((".", ":")):
-        raise ConformanceError(f"the docstring of {cls.__name__} does not begin with a sentence: {doc.splitlines()[0]!r}")
+    first = " ".join(doc.partition("\n\n")[0].split())
+    if not first.endswith((".", ":")):
+        raise ConformanceError(f"the docstring of {cls.__name__} does not begin with a sentence: {first!r}")
     if issubclass(cls, Dialect):
         _says_what_it_can_do(cls)
         return

@@ -12,32 +12,38 @@ from typing import Any
 from ...errors import SlapoError
 from ..pool import DistributedError, run_distributed
 from ..transport import FunctionRef, unpickled
+from . import beside, precision
 from . import dialect_checks as of_dialect
-from . import precision
-from . import primitive_checks as of_primitive
 from .case import Case, ConformanceError, registry_of
 from .contracts import contracts
+from .copies import deepcopied
 from .examples import EngineExample, Example
+from .hooks import hooks
+from .journaled import journal
+from .means import means
+from .numerics import numerics
 from .process_state import process
+from .refusals import refusals
 from .registration import documented, exemplified, lazy, registered
+from .transactions import transactional, undone
 
 ON_A_PRIMITIVE: dict[str, Callable[[Case], None]] = {
     "process": process,  # first, as what a step sets it sets once
-    "numerics": of_primitive.numerics,
+    "numerics": numerics,
     "autocast": precision.autocast,
     "bfloat16": precision.half,
-    "means": of_primitive.means,
-    "refusals": of_primitive.refusals,
-    "transactional": of_primitive.transactional,
-    "undo": of_primitive.undone,
-    "journal": of_primitive.journal,
+    "means": means,
+    "refusals": refusals,
+    "transactional": transactional,
+    "undo": undone,
+    "journal": journal,
     "contracts": contracts,
-    "hooks": of_primitive.hooks,
-    "deepcopy": of_primitive.deepcopied,
-    "trace before": of_primitive.traced_before,
-    "trace after": of_primitive.traced_after,
-    "checkpoint before": of_primitive.checkpointed_before,
-    "checkpoint after": of_primitive.checkpointed_after,
+    "hooks": hooks,
+    "deepcopy": deepcopied,
+    "trace before": beside.traced_before,
+    "trace after": beside.traced_after,
+    "checkpoint before": beside.checkpointed_before,
+    "checkpoint after": beside.checkpointed_after,
 }
 """What is checked with each example of a primitive."""
 

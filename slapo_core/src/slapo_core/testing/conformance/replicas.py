@@ -1,0 +1,36 @@
+"""What is whole on each rank is the same on all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...parameters import is_part
+from ...schedule import Schedule
+from .case import ConformanceError
+
+
+def check_replicas(schedule: Schedule) -> None:
+    """Parameters without a shard spec are the same on all ranks; collective.
+
+    Raises:
+        ConformanceError: one is not, on the ranks that have it otherwise than rank 0, and on rank 0.
+    """
+    if not dist.is_initialized() or dist.get_world_size(schedule.group) == 1:
+        return
+    mine = {name: _digest(tensor) for name, tensor in schedule.mod.named_parameters() if not is_part(tensor)}
+    found: list[Any] = [None] * dist.get_world_size(schedule.group)
+    dist.all_gather_object(found, mine, group=schedule.group)
+    for rank, theirs in enumerate(found):
+        if apart := sorted(name for name, digest in found[0].items() if theirs.get(name, digest) != digest):
+            raise ConformanceError(
+                f"the parameter {apart[0]!r}, which is not sharded, is another one on rank {rank} than on rank 0"
+            )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(numbers, digest_size=8).hexdigest() + str((tuple(tensor.shape), tensor.dtype))
