@@ -2,113 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...build import build
-from ...dialect import Dialect
 from ...engine import Engine
 from ...errors import BuildError
-from ...schedule import Schedule, create_schedule
-from .case import ConformanceError, check_sentence, registry_of
+from .arguments import own, same
+from .case import ConformanceError, check_sentence
+from .engine_case import EngineCase
+from .engine_checkpoints import background, checkpoint, damaged
+from .engine_evaluation import evaluation
 from .examples import EngineExample, RefusedOption
 from .snapshot import Snapshot, first_of
-
-STEPS = 4
-"""Of training; the loss of each but the first tells of the step before. A checkpoint is taken in the middle."""
-AXES = ("pp", "dp", "tp")
-
-
-class EngineCase:
-    """An example of a dialect on this rank.
-
-    Args:
-        name: The target.
-        example: The example.
-        folder: An empty one that all ranks see.
-    """
-
-    def __init__(self, name: str, example: EngineExample, folder: str) -> None:
-        self.name, self.example, self.folder = name, example, Path(folder)
-        self.registry = registry_of(example.plugins)
-        self.mesh: DeviceMesh = init_device_mesh("cpu", tuple(example.mesh.get(axis, 1) for axis in AXES), mesh_dim_names=AXES)
-
-    @property
-    def dialect(self) -> type[Dialect]:
-        """Its class."""
-        return self.registry.dialect(self.name)
-
-    def model(self) -> nn.Module:
-        """A fresh one, of the same numbers each time."""
-        torch.manual_seed(0)
-        return self.example.model()
-
-    def batch(self, step: int) -> dict[str, torch.Tensor]:
-        """This data-parallel rank's part."""
-        parts = self.mesh["dp"].size()
-        rank = self.mesh["dp"].get_local_rank()
-        return {name: value.chunk(parts)[rank] for name, value in self.example.batch(step).items()}
-
-    def schedule(self, model: nn.Module | None = None) -> Schedule:
-        """The top schedule with all steps."""
-        inputs = {key: value for key, value in self.batch(0).items() if self.example.loss_fn is None or key != "labels"}
-        made = create_schedule(
-            self.model() if model is None else model, mesh=self.mesh, example_inputs=inputs, plugins=self.registry
-        )
-        if self.example.before is not None:
-            self.example.before(made)
-        return made
-
-    @contextmanager
-    def engine(self, schedule: Schedule | None = None) -> Iterator[Engine]:
-        """The engine, closed at the end."""
-        made = self.build(self.schedule() if schedule is None else schedule, self.example.options)
-        try:
-            yield made
-        finally:
-            made.close()
-
-    def build(self, schedule: Schedule, options: Mapping[str, Any]) -> Engine:
-        """As the user does."""
-        common = {"optimizer": self.example.optimizer, "loss_fn": self.example.loss_fn}
-        return build(schedule, self.name, **{**common, **options})
-
-    def equal(self, found: float, expected: float, what: str) -> None:
-        """Raise unless a loss is the other one."""
-        if not abs(found - expected) <= self.example.atol:  # nor NaN
-            raise ConformanceError(f"{what} is {found:.7g}, {abs(found - expected):.2g} off {expected:.7g}")
-
-    def reference(self) -> Iterator[tuple[float, nn.Module]]:
-        """The loss of each step of the unmodified model in one process, and the model behind it."""
-        model = self.model()
-        optimizer = self.example.optimizer(model.parameters())
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss = self.loss(model, step)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            yield float(loss.detach()), model
-
-    def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """The unmodified model's of the whole batch."""
-        batch = self.example.batch(step)
-        if self.example.loss_fn is not None:
-            labels = batch.pop("labels", None)
-            return self.example.loss_fn(model(**batch), labels)
-        outputs = model(**batch)
-        found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
-        assert isinstance(found, torch.Tensor), "the example's model gives no loss; give loss_fn="
-        return found
 
 
 def refusals(case: EngineCase) -> None:
@@ -117,6 +26,7 @@ def refusals(case: EngineCase) -> None:
     precision = RefusedOption("fp12", {**case.example.options, "precision": "fp12"})
     for refused in (*case.example.refused, unknown, precision):
         _refuse(case, refused)
+    _builds_without_optimizer(case)
 
 
 def _refuse(case: EngineCase, refused: RefusedOption) -> None:
@@ -142,97 +52,72 @@ def _refuse(case: EngineCase, refused: RefusedOption) -> None:
         case.build(schedule, case.example.options).close()  # it can still be built
 
 
+def _builds_without_optimizer(case: EngineCase) -> None:
+    """An engine that only evaluates, or a ``BuildError``."""
+    what = f"build({case.name!r}, optimizer=None)"
+    try:
+        with case.engine(options={**case.example.options, "optimizer": None}) as engine:
+            found = case.evaluate(engine, 0)
+    except BuildError as error:
+        check_sentence(error, what)
+    except ConformanceError:
+        raise
+    except Exception as error:
+        raise ConformanceError(f"{what} raises {type(error).__name__}, and is no BuildError: {error}") from error
+    else:
+        case.equal(found, case.evaluated(case.model(), 0), f"eval_batch() after {what}")
+
+
 def steps(case: EngineCase) -> None:
     """Losses of training are those of the unmodified model."""
     with case.engine() as engine:
-        for step, (expected, _) in enumerate(case.reference()):
-            loss = engine.train_batch(**case.batch(step))
-            if loss.shape != () or loss.requires_grad:
-                raise ConformanceError(f"train_batch() gives a loss of shape {tuple(loss.shape)}, not a detached number")
-            case.equal(float(loss), expected, f"the loss of step {step + 1}")
+        _train(case, engine, case.losses(case.example.options), "")
 
 
-def evaluation(case: EngineCase) -> None:
-    """``eval_batch`` gives the loss in evaluation mode, and training goes on as if it had not been called."""
-    with case.engine() as engine:
-        modes: list[bool] = []
-        for step, (expected, model) in enumerate(case.reference()):
-            case.equal(
-                float(engine.train_batch(**case.batch(step))), expected, f"the loss of step {step + 1}, between evaluations"
-            )
-            now = [module.training for module in engine.module.modules()]
-            if modes not in ([], now):
-                raise ConformanceError("after eval_batch() modules are in another mode in training")
-            modes = now
-            weights = [tensor.detach().clone() for tensor in engine.module.parameters()]
-            found = float(engine.eval_batch(**case.batch(step)))
-            with torch.no_grad():
-                wanted = float(case.loss(copy.deepcopy(model).eval(), step))
-            case.equal(found, wanted, f"eval_batch() after step {step + 1}")
-            if not all(map(torch.equal, weights, [tensor.detach() for tensor in engine.module.parameters()])):
-                raise ConformanceError("eval_batch() changes parameters")
+def _train(case: EngineCase, engine: Engine, losses: list[float], how: str) -> None:
+    for step, expected in enumerate(losses):
+        batch = case.batch(step)
+        given = own(batch, clone=True)
+        loss = engine.train_batch(**batch)
+        if not same(batch, given):
+            raise ConformanceError("train_batch() changes the batch that it is given")
+        if loss.shape != () or loss.requires_grad:
+            raise ConformanceError(f"train_batch() gives a loss of shape {tuple(loss.shape)}, not a detached number")
+        case.equal(float(loss), expected, f"the loss of step {step + 1}{how}")
 
 
-def checkpoint(case: EngineCase) -> None:
-    """What ``save`` wrote goes on in another engine as if nothing had happened, and so does one that could not load."""
-    losses = [loss for loss, _ in case.reference()]
-    with case.engine() as engine:
-        for step in range(STEPS // 2):
-            engine.train_batch(**case.batch(step))
-        engine.save(case.folder / "checkpoint")
-        try:
-            engine.load(case.folder / "none")
-        except Exception as error:
-            check_sentence(error, "load() of a folder that is not there")
-        else:
-            raise ConformanceError("load() of a folder that is not there raises nothing")
-        _goes_on(case, engine, losses, "save() and a load() that was refused")
-    with case.engine(_zeros(case)) as engine:
-        engine.load(case.folder / "checkpoint")
-        _goes_on(case, engine, losses, "load()")
+def options(case: EngineCase) -> None:
+    """``microbatches`` and ``clip`` mean what they mean to every dialect, or are refused."""
+    if "clip" not in case.example.options:
+        _means_the_same(case, "clip", _half_of_the_norm(case))
+    size = min(len(value) for value in case.batch(0).values())
+    if "microbatches" not in case.example.options and size % 2 == 0:
+        _means_the_same(case, "microbatches", 2)
 
 
-def background(case: EngineCase) -> None:
-    """``save`` writes what there was as it was called, where it takes ``wait=False``; its ``extra`` is given back."""
-    losses = [loss for loss, _ in case.reference()]
-    extra = {"next": STEPS // 2, "seen": torch.arange(3)}
-    with case.engine() as engine:
-        takes = inspect.signature(engine.save).parameters
-        options = {name: value for name, value in (("extra", extra), ("wait", False)) if name in takes}
-        if not options:
-            return
-        for step in range(STEPS // 2):
-            engine.train_batch(**case.batch(step))
-        saving = engine.save(case.folder / "behind", **options)
-        _goes_on(case, engine, losses, f"save({', '.join(options)})")
-        if "wait" in options:
-            saving.wait()
-    with case.engine(_zeros(case)) as engine:
-        given = engine.load(case.folder / "behind")
-        if "extra" in options and str(given) != str(extra):
-            raise ConformanceError(f"load() gives back {given!r}, and save() was given extra={extra!r}")
-        _goes_on(case, engine, losses, f"load() of what save({', '.join(options)}) wrote")
-
-
-def _zeros(case: EngineCase) -> Schedule:
-    """The schedule of a model whose parameters are zeros."""
+def _half_of_the_norm(case: EngineCase) -> float:
+    """Of the first gradient."""
     model = case.model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return case.schedule(model)
+    case.backward(model, 0)
+    return float(nn.utils.clip_grad_norm_(model.parameters(), float("inf"))) / 2
 
 
-def _goes_on(case: EngineCase, engine: Engine, losses: list[float], after: str) -> None:
-    """The first loss tells of the parameters, the next of the optimizer."""
-    for step in range(STEPS // 2, STEPS):
-        found = float(engine.train_batch(**case.batch(step)))
-        case.equal(found, losses[step], f"the loss {step - STEPS // 2 + 1} steps after {after}")
+def _means_the_same(case: EngineCase, name: str, value: Any) -> None:
+    changed = {**case.example.options, name: value}
+    what = f"build({case.name!r}, {name}={value:.4g})"
+    try:
+        engine = case.build(case.schedule(), changed)
+    except BuildError as error:
+        return check_sentence(error, what)
+    try:
+        _train(case, engine, case.losses(changed), f" after {what}")
+    finally:
+        engine.close()
 
 
 def closing(case: EngineCase) -> None:
     """``close`` gives back threads, does no harm twice, and leaves room for another engine."""
-    expected = [loss for loss, _ in case.reference()]
+    expected = case.losses(case.example.options)
     threads = {*threading.enumerate()}
     for which in ("the first", "the second"):
         engine = case.build(case.schedule(), case.example.options)
@@ -246,8 +131,10 @@ def closing(case: EngineCase) -> None:
 CHECKS: dict[str, Callable[[EngineCase], None]] = {
     "refusals": refusals,
     "steps": steps,
+    "options": options,
     "eval": evaluation,
     "checkpoint": checkpoint,
+    "damaged": damaged,
     "background": background,
     "close": closing,
 }
