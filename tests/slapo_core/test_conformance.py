@@ -494,18 +494,3 @@ def test_all_faults_are_told_at_once() -> None:
         "bfloat16",
         "contracts",
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"changes": ["weights"]}, "no change 'weights'; known are values, names"),
-        ({"numerics": "near"}, "numerics is 'near'; known are equal"),
-        ({"numerics": "none"}, "say why with because="),
-        ({"tries": True}, "say why with because="),
-        ({"ranks": 2, "before": lambda sch: None}, "before is a lambda or a function inside of one; write it at module level"),
-    ],
-)
-def test_a_wrong_example_is_refused(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        replace(AT_LINEAR, **options)

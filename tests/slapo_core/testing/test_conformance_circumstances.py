@@ -11,8 +11,10 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from slapo_core import Primitive, Schedule, hookimpl
+from slapo_core.parameters import successor
 from slapo_core.testing.conformance import ConformanceError, Example, primitive_checks
 from slapo_core.testing.conformance.process_state import SETTINGS
 from slapo_core.wrapping import wrap_forward
@@ -22,8 +24,19 @@ X = torch.linspace(-1, 1, 8).view(2, 4)
 Wrapper = Callable[..., torch.Tensor]
 
 
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+class Model(nn.Sequential):
+    """Reads a number of this module."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.Dropout(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * SCALE[0]
+
+
+SCALE = [1.0]
+HANDLES: list[Any] = []
+WEIGHTS: dict[tuple[int, ...], torch.Tensor] = {}
 
 
 class Later:
@@ -66,6 +79,71 @@ def raises_in_half(call: Wrapper, x: torch.Tensor) -> torch.Tensor:
     return call(x.float() if x.dtype is torch.bfloat16 and not torch.is_autocast_enabled("cpu") else x)
 
 
+def detached(call: Wrapper, x: torch.Tensor) -> torch.Tensor:
+    return call(x.detach())
+
+
+def as_if_contiguous(call: Wrapper, x: torch.Tensor) -> torch.Tensor:
+    return call(x.as_strided(x.shape, torch.empty(x.shape).stride()))
+
+
+def raises_unless_contiguous(call: Wrapper, x: torch.Tensor) -> torch.Tensor:
+    if not x.is_contiguous():
+        raise TypeError("what is this")
+    return call(x)
+
+
+def draws(call: Wrapper, x: torch.Tensor) -> torch.Tensor:
+    torch.rand(1)
+    return call(x)
+
+
+class LaterInTraining(nn.Linear):
+    """Is right once in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        calls = self.__dict__["calls"] = self.__dict__.get("calls", 0) + self.training
+        return super().forward(x) * (1.1 if self.training and calls > 1 else 1.0)
+
+
+class Stale(nn.Linear):
+    """Has the weight of its first forward for ever, and the gradient of now."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.__dict__.setdefault("first", self.weight.detach().clone())
+        return F.linear(x, first + (self.weight - self.weight.detach()), self.bias)
+
+
+class Merging(nn.Linear):
+    """Is merged by ``eval()``, and stays so."""
+
+    def train(self, mode: bool = True) -> Merging:
+        self.scale = 1.1 if self.training and not mode else self.__dict__.get("scale", 1.0)
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.__dict__.get("scale", 1.0)
+
+
+def of_another_model(module: nn.Module) -> None:
+    kept = WEIGHTS.setdefault(tuple(module.weight.shape), module.weight.detach().clone())
+    module.weight = successor(module.weight, kept.clone())
+
+
+def first_gradient_alone(module: nn.Module) -> None:
+    weight = module.weight
+    weight.register_hook(lambda gradient: gradient if weight.grad is None else gradient * 0)
+
+
+def without_dropout(module: nn.Module) -> None:
+    if not module.training:
+        module.__class__ = nn.Identity
+
+
+def spoils_the_inputs(schedule: Schedule) -> None:
+    schedule.example_inputs[0].detach().zero_()
+
+
 WRAPPERS: dict[str, Callable[[], Any]] = {
     "later": Later,
     "without_gradients": lambda: without_gradients,
@@ -74,6 +152,10 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
     "another_type": lambda: another_type,
     "raises_under_autocast": lambda: raises_under_autocast,
     "raises_in_half": lambda: raises_in_half,
+    "detached": lambda: detached,
+    "as_if_contiguous": lambda: as_if_contiguous,
+    "raises_unless_contiguous": lambda: raises_unless_contiguous,
+    "draws": lambda: draws,
 }
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "nothing": lambda module: None,
@@ -88,6 +170,16 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "python_random": lambda module: random.random(),
     "numpy_random": lambda module: numpy.random.rand(),
     "gradient": lambda module: setattr(module.weight, "grad", torch.zeros(4, 4)),
+    "method": lambda module: setattr(nn.Linear, "forward", lambda self, x: x),
+    "function": lambda module: setattr(F, "gelu", lambda x, approximate="none": x),
+    "global_hook": lambda module: HANDLES.append(nn.modules.module.register_module_forward_hook(lambda *_: None)),
+    "global_number": lambda module: SCALE.__setitem__(0, SCALE[0] * 2),
+    "of_another_model": of_another_model,
+    "first_gradient_alone": first_gradient_alone,
+    "without_dropout": without_dropout,
+    "later_in_training": lambda module: setattr(module, "__class__", LaterInTraining),
+    "stale": lambda module: setattr(module, "__class__", Stale),
+    "merging": lambda module: setattr(module, "__class__", Merging),
 }
 
 
@@ -99,6 +191,7 @@ def made(name: str, apply: Callable[[Schedule], Any]) -> type[Primitive]:
 PLANTED = {
     **{name: made(name, lambda sch, new=new: wrap_forward(sch.mod, new())) for name, new in WRAPPERS.items()},  # type: ignore[misc]
     **{name: made(name, lambda sch, change=change: change(sch.mod)) for name, change in CHANGES.items()},  # type: ignore[misc]
+    "spoils_the_inputs": made("spoils_the_inputs", spoils_the_inputs),
 }
 
 
@@ -109,15 +202,20 @@ def slapo_primitives() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _same_process() -> Iterator[None]:
-    before = {what: read() for what, (read, _) in SETTINGS.items()}
+    before, functions = {what: read() for what, (read, _) in SETTINGS.items()}, (nn.Linear.forward, F.gelu)
     yield
+    SCALE[0] = 1.0
+    WEIGHTS.clear()
+    nn.Linear.forward, F.gelu = functions
+    while HANDLES:
+        HANDLES.pop().remove()
     for what, (_, put) in SETTINGS.items():
         put(before[what])
 
 
-def failing(name: str, *checks: str) -> dict[str, str]:
+def failing(name: str, *checks: str, path: str = "2") -> dict[str, str]:
     found = {}
-    for check in primitive_checks(name, [Example(model, (X,), "2", plugins=(HERE,))]):
+    for check in primitive_checks(name, [Example(Model, (X,), path, plugins=(HERE,))]):
         if check.name in checks:
             try:
                 check()
@@ -145,6 +243,27 @@ def test_a_fault_of_some_circumstance_is_caught(name: str, check: str, sentence:
 
 
 @pytest.mark.parametrize(
+    ("name", "path", "sentence"),
+    [
+        ("method", "2", "beside the unmodified model, in evaluation: output: 8 of 8"),
+        ("global_number", "2", "beside the unmodified model, in evaluation: output: 8 of 8"),
+        ("detached", "0", "gradient of input[0]: expected a float32 tensor of shape (2, 4) on cpu, found nothing"),
+        ("first_gradient_alone", "2", "with gradients accumulated, beside the unmodified model, in evaluation: gradient"),
+        ("as_if_contiguous", "0", "with inputs that are not contiguous, beside the unmodified model, in evaluation: output"),
+        ("raises_unless_contiguous", "0", "with inputs that are not contiguous, the model raises TypeError, as no other does"),
+        ("draws", "2", "beside the unmodified model: the forward draws random numbers, which that does not"),
+        ("later_in_training", "2", "the second time, beside the unmodified model, in training: output"),
+        ("merging", "2", "after evaluation and training, beside the unmodified model, in evaluation: output"),
+        ("without_dropout", "3", "after evaluation, beside the unmodified model, in training: output"),
+        ("stale", "2", "after a step of SGD, beside the unmodified model, in evaluation: output"),
+        ("of_another_model", "2", "a model of another seed beside the unmodified model, in evaluation: output"),
+    ],
+)
+def test_a_fault_that_one_run_of_one_model_does_not_show_is_caught(name: str, path: str, sentence: str) -> None:
+    assert sentence in failing(name, "numerics", path=path)["numerics"]
+
+
+@pytest.mark.parametrize(
     ("name", "said"),
     [
         ("nothing", ""),
@@ -159,10 +278,19 @@ def test_a_fault_of_some_circumstance_is_caught(name: str, check: str, sentence:
         ("python_random", "the step changes for the whole process the random state of Python"),
         ("numpy_random", "the step changes for the whole process the random state of NumPy"),
         ("gradient", "the step leaves a gradient in '2.weight'"),
+        ("method", "the step changes for the whole process torch.nn.modules.linear.Linear.forward"),
+        ("function", "the step changes for the whole process torch.nn.functional.gelu"),
+        ("global_hook", "the hooks of all modules, torch.nn.modules.module._global_forward_hooks"),
+        ("global_number", "after the step a model without it computes another thing, in evaluation: output: 8 of 8"),
+        ("spoils_the_inputs", "the step changes the example inputs"),
     ],
 )
 def test_what_a_step_does_to_the_process_is_caught_and_put_back(name: str, said: str) -> None:
-    before = {what: read() for what, (read, _) in SETTINGS.items()}
+    def now() -> list[Any]:
+        hooks = dict(nn.modules.module._global_forward_hooks)
+        return [*(read() for read, _ in SETTINGS.values()), nn.Linear.forward, F.gelu, hooks]
+
+    before = now()
     found = failing(name, "process")
-    assert {what: read() for what, (read, _) in SETTINGS.items()} == before
+    assert now() == before
     assert said in found["process"] if said else not found

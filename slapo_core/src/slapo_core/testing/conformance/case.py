@@ -76,7 +76,10 @@ class Case:
     def model(self) -> nn.Module:
         """A fresh one, of the same numbers each time."""
         torch.manual_seed(self.seed)
-        made = self.example.model().to(self.dtype)
+        made = self.example.model()
+        if not isinstance(made, nn.Module):
+            raise ConformanceError(f"the example's model gives {made!r}, which is no nn.Module")
+        made = made.to(self.dtype)
         return made if self.training else made.eval()
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

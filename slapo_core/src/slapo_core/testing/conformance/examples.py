@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .given import check_fields
+
 if TYPE_CHECKING:
     from ...schedule import Schedule
 
@@ -37,13 +39,16 @@ class Refused:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     path: str | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True)
 class Example:
     """One call of a primitive. For ``ranks`` above 1 all functions are at module level, and all values can be pickled.
 
     Args:
-        model: Makes the unmodified model, of a few parameters; it runs with the seed 0, so that each is like the others.
+        model: Makes the unmodified model, of a few parameters; it runs with a seed, so that each is like the others.
         inputs: One batch: a tuple of positional or a dict of keyword arguments, or a function that gives one.
         path: Of the module the primitive is called on.
         args: Positional arguments, or a function of the schedule that gives them, as ``lambda sch: (sch.find("relu"),)``.
@@ -87,6 +92,7 @@ class Example:
     name: str = ""
 
     def __post_init__(self) -> None:
+        check_fields(self, Refused)
         if unknown := [change for change in self.changes if change not in CHANGES]:
             raise ValueError(f"{self}: no change {unknown[0]!r}; known are {', '.join(CHANGES)}")
         if self.numerics not in NUMERICS:
@@ -114,6 +120,9 @@ class RefusedOption:
 
     match: str
     options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -153,6 +162,7 @@ class EngineExample:
     name: str = ""
 
     def __post_init__(self) -> None:
+        check_fields(self, RefusedOption)
         _check_travels(self)
 
     @property

@@ -14,7 +14,7 @@ from ...random import rng_state
 from ...schedule import Schedule
 from ..equivalence import Run, weighted_sum
 from ..stages import Staged, as_built
-from .case import Case, ConformanceError, check_sentence
+from .case import LEFT, Case, ConformanceError, check_sentence
 from .training import compare_trained
 
 BESIDE = "beside the unmodified model"
@@ -64,11 +64,20 @@ def _compared(case: Case, course: list[Circumstance]) -> tuple[nn.Module, Schedu
     """An unmodified and a scheduled model that compute the same."""
     reference = case.model()
     expected = [_expected(case, each, reference) for each in course]  # before the step, which may change what all compute
+    _has_numbers(expected)
     schedule = case.scheduled()
     for each, wanted in zip(course, expected, strict=True):
         if wanted is not None:
             _found(case, each, schedule.mod, wanted)
     return reference, schedule
+
+
+def _has_numbers(expected: list[Ran | None]) -> None:
+    """There is something to compare."""
+    outputs = [leaf for ran in expected[:1] if ran for path, leaf in ran.run.outputs if not path.startswith(LEFT)]
+    if not any(isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in outputs):
+        more = 'give another model, or numerics="none"'
+        raise ConformanceError(f"no output of the model has floating-point numbers, so nothing is compared; {more}")
 
 
 def _course(case: Case) -> Iterator[Circumstance]:

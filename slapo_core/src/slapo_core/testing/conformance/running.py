@@ -18,6 +18,7 @@ from .case import Case, ConformanceError, registry_of
 from .contracts import contracts
 from .copies import deepcopied
 from .examples import EngineExample, Example
+from .given import check_asked
 from .hooks import hooks
 from .journaled import journal
 from .means import means
@@ -87,10 +88,14 @@ class Check:
             raise ConformanceError(f"{self}: {error}") from error.__cause__
         except Exception as error:
             kind = "" if isinstance(error, SlapoError) else f"{type(error).__name__}: "
-            raise ConformanceError(f"{self}: {kind}{error}") from error
+            raise ConformanceError(f"{self}: {kind}{_first_line(error)}") from error
 
     def __str__(self) -> str:
         return f"{self.owner}, {self.name}" + (f", {self.example}" if self.example is not None else "")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def primitive_checks(name: str, examples: Iterable[Example]) -> list[Check]:
@@ -100,9 +105,9 @@ def primitive_checks(name: str, examples: Iterable[Example]) -> list[Check]:
         name: The primitive.
         examples: Calls of it.
     """
-    examples = [*examples]
+    examples = check_asked("primitive", name, examples, Example)
     checks = _of_name("primitive", name, examples)
-    for example in examples:
+    for example in examples if len(checks) > 1 else ():
         for check in [check for check in ON_A_PRIMITIVE if check != "means" or example.numerics == "distribution"]:
             checks.append(Check(name, check, example, partial(_run_on_example, check, name, example)))
     return checks
@@ -128,9 +133,9 @@ def dialect_checks(name: str, examples: Iterable[EngineExample]) -> list[Check]:
         name: The target.
         examples: Models it trains.
     """
-    examples = [*examples]
+    examples = check_asked("dialect", name, examples, EngineExample)
     checks = _of_name("dialect", name, examples)
-    for example in examples:
+    for example in examples if len(checks) > 1 else ():
         for check in of_dialect.CHECKS:
             checks.append(Check(name, check, example, partial(_run_engine, check, name, example)))
     return checks
@@ -167,8 +172,13 @@ def _of_name(kind: str, name: str, examples: Sequence[Any]) -> list[Check]:
     def made(check: Callable[..., None], *more: Any) -> Callable[[], None]:
         return lambda: check(registry_of(plugins), kind, name, *more)
 
+    known = Check(name, "registered", None, made(registered))
+    try:
+        registry_of(plugins).get(kind, name)
+    except Exception:  # of which that check tells, and there is nothing to run the others on
+        return [known]
     return [
-        Check(name, "registered", None, made(registered)),
+        known,
         Check(name, "documented", None, made(documented)),
         Check(name, "lazy", None, made(lazy)),
         Check(name, "examples", None, made(exemplified, examples)),

@@ -1,0 +1,107 @@
+"""What an author gives to the kit by mistake, said in one sentence where it is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, nn.Module)
+
+
+def _are_arguments(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) or _is_function(value)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
+
+
+def _is_distance(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < math.inf
+
+
+def _are_inputs(value: Any) -> bool:
+    return isinstance(value, (tuple, list, dict)) or _is_function(value)
+
+
+WANTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (_is_function, "a function that makes one each time, such as its class"),
+    "inputs": (_are_inputs, "a tuple of positional or a dict of keyword arguments, or a function that gives one"),
+    "batch": (_is_function, "a function that gives the batch of a step"),
+    "path": (lambda value: isinstance(value, str), "a string, '' for the whole model"),
+    "args": (_are_arguments, "a tuple, or a function of the schedule that gives one"),
+    "kwargs": (lambda value: isinstance(value, Mapping), "a dict"),
+    "options": (lambda value: isinstance(value, Mapping), "a dict"),
+    "before": (_is_function, "a function of the schedule"),
+    "after": (_is_function, "a function of the schedule"),
+    "match": (lambda value: isinstance(value, str), "a regular expression, '' for any message"),
+    "changes": (_are_names, "a list of words"),
+    "plugins": (_are_names, "a list of names of modules"),
+    "trust": (_are_names, "a list of names of modules"),
+    "atol": (_is_distance, "a finite number from 0 on"),
+    "rtol": (_is_distance, "a finite number from 0 on"),
+    "ranks": (lambda value: type(value) is int and value >= 1, "a number of processes, 1 or more"),
+}
+"""What each field is to be, and in words."""
+
+
+def check_fields(given: Any, refused: type | None = None) -> None:
+    """The fields of an example are what they are to be.
+
+    Args:
+        given: A dataclass.
+        refused: Class of what ``refused`` has.
+
+    Raises:
+        ValueError: one is not.
+    """
+    kind = type(given).__name__
+    for each in fields(given):
+        word, value = each.name, getattr(given, each.name)
+        if word in WANTED and value is not each.default and not WANTED[word][0](value):
+            raise ValueError(f"{word} of the {kind} is {_shown(value)}; give {WANTED[word][1]}")
+    if refused is not None and not (
+        isinstance(given.refused, (list, tuple)) and all(isinstance(each, refused) for each in given.refused)
+    ):
+        raise ValueError(f"refused of the {kind} is {_shown(given.refused)}; give a list of {refused.__name__}")
+
+
+def check_asked(kind: str, name: Any, examples: Any, wanted: type) -> list[Any]:
+    """The examples, as a list.
+
+    Args:
+        kind: ``"primitive"`` or ``"dialect"``.
+        name: Of one.
+        examples: Of the name.
+        wanted: Their class.
+
+    Raises:
+        ValueError: it is no name, or they are no examples of that kind.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"{_shown(name)} is no name of a {kind}; give the string by which it is registered")
+    if isinstance(examples, str) or not isinstance(examples, Iterable):
+        raise ValueError(f"examples of the {kind} {name!r} are {_shown(examples)}; give a list of {wanted.__name__}")
+    found = [*examples]
+    for example in found:
+        if not isinstance(example, wanted):
+            raise ValueError(f"an example of the {kind} {name!r} is {_shown(example)}; give {wanted.__name__}")
+    return found
+
+
+def _shown(value: Any) -> str:
+    """In a few words."""
+    short = isinstance(value, (str, int, float, type(None), type)) or (isinstance(value, (tuple, list)) and not _long(value))
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    return repr(value) if short else f"one {type(value).__name__}{shape}"
+
+
+def _long(value: Any) -> bool:
+    return len(repr(value)) > 60
