@@ -71,8 +71,8 @@ def split_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (two_groups, "the checkpoint's optimizer has other parameter groups; build with the factory it was saved with"),
-        (split_groups, "the checkpoint's optimizer has other parameter groups; build with the factory it was saved with"),
+        (two_groups, "other parameter groups: '0.bias' and '0.weight' are in one of these, and in several here; build with"),
+        (split_groups, "other parameter groups: '0.bias' and '0.weight' are in one of these, and in several here; build"),
         (
             partial(torch.optim.SGD, lr=0.1, momentum=0.9),
             "the checkpoint's optimizer is torch.optim.adamw.AdamW, the engine's is torch.optim.sgd.SGD; build",

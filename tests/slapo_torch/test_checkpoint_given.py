@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ from .layouts import message_of
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-def engine(seed: int = 0, **options: Any) -> Any:
+def engine(seed: int = 0, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
     torch.manual_seed(seed)
     sch = create_schedule(nn.Linear(8, 8), plugins=Registry([slapo_torch.plugin]))
-    optimizer = partial(torch.optim.AdamW, lr=0.1)
+    optimizer = partial(kind, lr=0.1)
     return build(sch, "torch", optimizer=optimizer, loss_fn=nn.functional.mse_loss, **options)
 
 
@@ -79,6 +80,69 @@ def test_extra_that_contains_itself(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="extra, 'own' is a dict that contains itself"):
         engine().save(tmp_path, extra=extra)
     assert not [*tmp_path.iterdir()]
+
+
+def deep(levels: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (10**5000, "extra has a whole number of 16610 bits; up to 2039 are saved"),
+        ([torch.ones(2, device="meta")], "extra has a tensor on the meta device, which has no numbers to save"),
+        (deep(3000), "extra has more than 100 lists, tuples or dicts in each other"),
+    ],
+    ids=["number", "meta", "deep"],
+)
+def test_extra_that_could_not_be_read_back(extra: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=words):
+        engine().save(tmp_path, extra=extra)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_extra_that_just_can(tmp_path: Path) -> None:
+    extra = {"long": [2**2039 - 1, -(2**2039 - 1)], "deep": deep(90), "counted": Counter("aab")}
+    own = engine()
+    own.save(tmp_path, extra=extra)
+    found = own.load(tmp_path)
+    assert found == extra
+    assert type(found["counted"]) is Counter
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"], ids=["long", "null"])
+def test_a_folder_of_a_name_that_none_has(name: str, tmp_path: Path) -> None:
+    own = engine()
+    for action in (own.save, own.load):
+        with pytest.raises(BuildError, match="the folder of a checkpoint is .*; give another path"):
+            action(tmp_path / name)
+
+
+@pytest.mark.parametrize("text", ["my notes", '{"a": 1}'])
+def test_what_is_called_like_a_checkpoint_is_not_replaced(text: str, tmp_path: Path) -> None:
+    (tmp_path / "slapo.json").write_text(text)
+    with pytest.raises(BuildError, match="has a slapo.json that is no checkpoint's; give another folder, or move it away"):
+        engine().save(tmp_path)
+    assert (tmp_path / "slapo.json").read_text() == text
+
+
+def test_an_optimizer_that_no_engine_steps() -> None:
+    with pytest.raises(BuildError, match="LBFGS computes the loss several times in a step, which no engine does"):
+        engine(kind=torch.optim.LBFGS)
+
+
+def test_a_buffer_that_was_expanded_comes_back(tmp_path: Path) -> None:
+    saved, other = engine(), engine(seed=1)
+    for own, value in ((saved, 3.0), (other, 0.0)):
+        own.module.register_buffer("many", torch.tensor([value]).expand(4))
+        own.train_batch(input=X, labels=X)
+    saved.save(tmp_path)
+    other.load(tmp_path)
+    assert other.module.many.tolist() == [3.0] * 4
+    assert other.train_batch(input=X, labels=X) == saved.train_batch(input=X, labels=X)
 
 
 def test_extra_is_told_apart_by_every_number_and_by_no_order_of_a_set() -> None:

@@ -25,7 +25,8 @@ from slapo_training.pieces import Piece
 from slapo_training.saving import Saving
 
 from . import model_state
-from .checkpoint import TorchSaver, Trained, load_checkpoint
+from .checkpoint import TorchSaver, Trained
+from .checkpoint_load import load_checkpoint
 from .failures import Peers
 from .holdings import Holdings
 from .means import LabelCount, Share
@@ -199,7 +200,8 @@ class TorchEngine(Engine):
 
     def _trained(self) -> Trained:
         waits = self._options.lr_scheduler is not None and self.lr_scheduler is None
-        progress = Progress(self._missed if waits else self.lr_scheduler, self._loss_scale, self._labels)
+        rate, trains = (self._missed if waits else self.lr_scheduler), self._options.optimizer is not None
+        progress = Progress(rate, self._loss_scale, self._labels, trains)
         return Trained(self.program, self.module, self.optimizer, progress)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from slapo_core.parameters import shard_spec
-from slapo_training.model_tensors import Tensors, buffers, parameters
+from slapo_training.model_tensors import Tensors, buffers, parameters, write
 from slapo_training.pieces import Piece, piece_of
 
 from .replica_spec import in_replica, replica_spec
@@ -46,8 +46,7 @@ def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int
             yield f"{name!r} has {there} in the checkpoint, {here} in the engine"
 
 
-@torch.no_grad()
 def put(tensors: Tensors, read: Mapping[str, torch.Tensor]) -> None:
     """Write what was read into the tensors."""
     for name, tensor in tensors.items():
-        tensor.copy_(read[name])
+        write(tensor, read[name])

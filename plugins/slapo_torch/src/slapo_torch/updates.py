@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
+from slapo_training.handing import Handed
+from slapo_training.optimizers import rate_kind
 from slapo_training.plain import check_plain
 
 from .means import LabelCount
@@ -119,9 +122,15 @@ class Progress:
         rate: A schedule of torch, or the steps that one is yet to make, or None.
         scale: The loss scale, or None.
         labels: Of a micro-batch.
+        trains: Whether the engine does; one that only evaluates takes what it has a part for.
+
+    Attributes:
+        goes_by_order: Whether there is a schedule, whose state has lists of what belongs to each group of the optimizer.
     """
 
-    def __init__(self, rate: Any, scale: LossScale | None, labels: LabelCount) -> None:
+    def __init__(self, rate: Any, scale: LossScale | None, labels: LabelCount, trains: bool = True) -> None:
+        self._trains = trains
+        self.goes_by_order = rate is not None and not isinstance(rate, MissedSteps)
         self._parts: dict[str, tuple[Any, Callable[[], Any], Callable[[Any], Any]]] = {}
         self._parts["number of labels"] = (labels, labels.state, labels.put)
         if isinstance(rate, MissedSteps):
@@ -137,7 +146,7 @@ class Progress:
         Raises:
             BuildError: a state is more than plain data.
         """
-        states = {what: {"class": type(part).__name__, "state": state()} for what, (part, state, _) in self._parts.items()}
+        states = {what: {"class": rate_kind(part), "state": state()} for what, (part, state, _) in self._parts.items()}
         for what, state in states.items():
             check_plain(state, f"the state of the {what}")
         return states
@@ -147,7 +156,7 @@ class Progress:
         found: dict[str, Any] = {}
         for each in ranks:
             for what, saved in each.items():
-                is_own = what in self._parts and saved["class"] == type(self._parts[what][0]).__name__
+                is_own = what in self._parts and saved["class"] == rate_kind(self._parts[what][0])
                 if what not in found or (is_own and found[what]["class"] != saved["class"]):
                     found[what] = saved
         return found
@@ -158,14 +167,14 @@ class Progress:
         Raises:
             BuildError: the checkpoint has no state for what there is, that of another class, or that of other groups.
         """
+        if not self._trains:
+            return
         if _RATE in saved and _RATE not in self._parts:
             raise BuildError(f"the checkpoint's {_RATE} is {saved[_RATE]['class']}, the engine's is none; build with the same")
         for what, (part, _, _) in self._parts.items():
             name = saved.get(what, {}).get("class", "none")
-            if name != type(part).__name__:
-                raise BuildError(
-                    f"the checkpoint's {what} is {name}, the engine's is {type(part).__name__}; build with the same"
-                )
+            if name != (own := rate_kind(part)):
+                raise BuildError(f"the checkpoint's {what} is {name}, the engine's is {own}; build with the same")
             rates = saved[what]["state"].get("base_lrs") if isinstance(saved[what]["state"], dict) else None
             if rates is not None and len(rates) != len(part.optimizer.param_groups):
                 raise BuildError(
@@ -173,7 +182,8 @@ class Progress:
                     f"{len(part.optimizer.param_groups)}; load it on the same layout"
                 )
 
-    def put(self, saved: Mapping[str, Any]) -> None:
+    def put(self, saved: Mapping[str, Any], handed: Handed) -> None:
         """Go on from what was saved."""
-        for what, (_, _, put) in self._parts.items():
-            put(saved[what]["state"])
+        for what, (part, state, put) in self._parts.items():
+            if what in saved and saved[what]["class"] == (kind := rate_kind(part)):
+                handed.to(kind, put, saved[what]["state"], lambda state=state: copy.deepcopy(state()))  # type: ignore[misc]

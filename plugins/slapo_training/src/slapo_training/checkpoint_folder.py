@@ -8,6 +8,7 @@ the new one, whole, and what a crash leaves behind is named by nothing; the next
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -59,11 +60,13 @@ class Writing:
         """What one rank says of a checkpoint it is to write, where nothing is changed yet: for ``agreed``.
 
         Raises:
-            BuildError: another target's checkpoint is there, or a file; or it is no path.
+            BuildError: another target's checkpoint is there, something else of its name, or a file; or it is no path.
         """
         folder = _folder(path)
         if folder.exists() and not folder.is_dir():
             raise BuildError(f"{fspath(path)!r} is a file; give a folder")
+        if _has_strangers(folder):
+            raise BuildError(f"{fspath(path)!r} has a {MANIFEST} that is no checkpoint's; give another folder, or move it away")
         if (whose := _target_of(folder)) not in (None, target):
             raise BuildError(
                 f"{fspath(path)!r} has a checkpoint of target {whose!r}, and this engine is of {target!r}; give another folder"
@@ -182,6 +185,13 @@ class Checkpoint(NamedTuple):
 def _folder(path: Any) -> Path:
     if not isinstance(path, (str, PathLike)) or not isinstance(fspath(path), str) or not fspath(path):
         raise BuildError(f"the folder of a checkpoint is {path!r}; give a path")
+    try:
+        os.stat(path)
+    except OSError as err:
+        if err.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise BuildError(f"the folder of a checkpoint is {path!r}: {err.strerror}; give another path") from err
+    except ValueError as err:
+        raise BuildError(f"the folder of a checkpoint is {path!r}: {err}; give another path") from err
     return Path(path)
 
 
@@ -272,6 +282,15 @@ def _read(folder: Path, target: str) -> dict[str, Any]:
     if (whose := written["target"]) != target:
         raise BuildError(f"{path!r} is a checkpoint of target {whose!r}, and this engine is of {target!r}; load it there")
     return dict(written)
+
+
+def _has_strangers(folder: Path) -> bool:
+    """Whether it has a manifest's name for something else; of one that is damaged the rest tells what it was."""
+    try:
+        text = (folder / MANIFEST).read_text(errors="replace")
+    except OSError:
+        return False
+    return not any(mark in text for mark in ('"sha256"', '"checkpoint"'))
 
 
 def _target_of(folder: Path) -> str | None:

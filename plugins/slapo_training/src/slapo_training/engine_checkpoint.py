@@ -15,6 +15,7 @@ from slapo_core.program import Program
 
 from . import random_state
 from .checkpoint_folder import Checkpoint, Writing
+from .model_tensors import write
 from .plain import check_plain, digest
 from .ranks import Ranks
 
@@ -124,9 +125,8 @@ class Beside(NamedTuple):
             random_state.derive(self.own)
             return
         random_state.put(self.own)
-        with torch.no_grad():
-            for name, saved in self.own["buffers"].items():
-                buffers[name].copy_(saved)
+        for name, saved in self.own["buffers"].items():
+            write(buffers[name], saved)
 
 
 def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, torch.Tensor]) -> Beside:

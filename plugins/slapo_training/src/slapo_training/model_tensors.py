@@ -27,6 +27,16 @@ def buffers(module: nn.Module) -> Tensors:
     return _by_first_name(held.values())
 
 
+@torch.no_grad()
+def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Put values into a tensor; one that was expanded gets memory for all of its elements."""
+    if tensor.layout is torch.strided and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    tensor.copy_(values)
+
+
 def _by_first_name(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
     tensors = dict(named)
     return {keys[0]: tensors[name] for name, keys in original_keys(tensors.items()).items()}

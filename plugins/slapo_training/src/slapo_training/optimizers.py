@@ -28,12 +28,16 @@ def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: 
         mine: This rank's stages.
 
     Raises:
-        BuildError: it is none, or has parameters that are not this rank's; an optimizer that was given is unchanged then.
+        BuildError: it is none, LBFGS, or has parameters that are not this rank's; an optimizer that was given is unchanged
+            then.
     """
-    if isinstance(given, torch.optim.Optimizer):
-        return adopted(given, model, mine)
-    if not isinstance(result := given(list(trainable)), torch.optim.Optimizer):
+    result = given if isinstance(given, torch.optim.Optimizer) else given(list(trainable))
+    if not isinstance(result, torch.optim.Optimizer):
         raise BuildError(f"optimizer= gave a {type(result).__name__}; it must return a torch.optim.Optimizer")
+    if isinstance(result, torch.optim.LBFGS):
+        raise BuildError("LBFGS computes the loss several times in a step, which no engine does; give another optimizer")
+    if result is given:
+        return adopted(result, model, mine)
     known = {id(each) for each in (*trainable, *mine.parameters())}
     if any(id(each) not in known for group in result.param_groups for each in group["params"]):
         raise BuildError("optimizer= gave an optimizer of other parameters than it was given; make it of these")
@@ -92,8 +96,6 @@ def made_on_all(
     def make() -> None:
         trainable = [parameter for parameter in mine.parameters() if parameter.requires_grad]
         optimizer = made(options.optimizer, trainable, program.module, mine)
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise BuildError("LBFGS computes the loss several times in a step, which no engine does; give another optimizer")
         fits(optimizer)
         keep_types(optimizer)
         rate = None if options.lr_scheduler is None else scheduled_rate(options.lr_scheduler, optimizer)
@@ -150,6 +152,12 @@ def _pairs(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> Itera
     for number, parameter in zip(numbers, own, strict=True):
         if number in packed["state"]:
             yield optimizer.state[parameter], packed["state"][number]
+
+
+def rate_kind(schedule: Any) -> str:
+    """The name of a schedule's class, with those of the schedules that it is made of."""
+    inner = getattr(schedule, "_schedulers", ())
+    return type(schedule).__name__ + (f"({', '.join(map(rate_kind, inner))})" if inner else "")
 
 
 def scheduled_rate(given: Any, optimizer: torch.optim.Optimizer) -> Any:

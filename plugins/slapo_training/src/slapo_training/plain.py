@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
@@ -12,6 +12,11 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 
+_TABLES = (dict, OrderedDict, Counter)
+_DEEPEST = 100
+"""How many may lie in each other; Python ends a program that goes down much further."""
+_LONGEST = 8 * 255 - 1
+"""Bits of a number that torch reads back."""
 _SINGLE = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype, torch.device, torch.Size)
 
 
@@ -19,13 +24,20 @@ def check_plain(value: Any, what: str, *within: int) -> None:
     """Refuse to write what could not be read back.
 
     Raises:
-        BuildError: an object of another class, or what contains itself; ``what`` says whose it is, ``within`` in what it lies.
+        BuildError: an object of another class, a number that is too long, a tensor without numbers, what contains itself or
+            lies too deep; ``what`` says whose it is, ``within`` in what it lies.
     """
     kind = type(value)
-    if id(value) in within and kind in (dict, OrderedDict, list, tuple):
+    if id(value) in within and kind in (*_TABLES, list, tuple):
         raise BuildError(f"{what} is a {kind.__qualname__} that contains itself, which is not saved")
+    if len(within) == _DEEPEST:
+        raise BuildError(f"{what} has more than {_DEEPEST} lists, tuples or dicts in each other, which are not saved")
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        raise BuildError(f"{what} has a tensor on the meta device, which has no numbers to save")
+    if kind is int and value.bit_length() > _LONGEST:
+        raise BuildError(f"{what} has a whole number of {value.bit_length()} bits; up to {_LONGEST} are saved")
     within = (*within, id(value))
-    if kind in (dict, OrderedDict):
+    if kind in _TABLES:
         for key, each in value.items():
             check_plain(key, what, *within)
             check_plain(each, f"{what}, {key!r}", *within)
@@ -43,7 +55,7 @@ def digest(value: Any) -> str:
     """What tells plain data from other, to the byte of each tensor, and is the same in every process and on every device."""
     kind = type(value)
     parts: list[str]
-    if kind in (dict, OrderedDict):
+    if kind in _TABLES:
         parts = [digest(each) for item in value.items() for each in item]
     elif kind in (list, tuple):
         parts = [digest(each) for each in value]

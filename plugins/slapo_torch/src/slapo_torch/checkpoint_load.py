@@ -1,0 +1,174 @@
+"""Load what ``checkpoint.py`` saves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.causes import reason
+from slapo_core.errors import BuildError
+from slapo_training import checkpoint_folder, model_tensors, random_state
+from slapo_training.checkpoint_folder import Checkpoint
+from slapo_training.engine_checkpoint import Position
+from slapo_training.handing import Handed
+from slapo_training.pieces import Piece
+from slapo_training.ranks import Ranks
+
+from . import extra_state, model_state, optimizer_state, optimizer_taken
+from .checkpoint import COMMON, MODEL, TARGET, Trained, layout_of, place_of, ranges_of
+from .optimizer_state import key_of
+
+if TYPE_CHECKING:
+    from slapo_training.tensor_files import SavedTensors
+
+
+def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
+    """Read this rank's part; nothing is changed before all ranks have found theirs to fit. Collective.
+
+    Returns:
+        Where training was.
+
+    Raises:
+        BuildError: on every rank: no complete checkpoint, a damaged one, other parameters or another optimizer.
+    """
+    ranks = Ranks.of(what.program)
+    groups = ranks.on_all(lambda: optimizer_state.groups(what.module, what.optimizer))
+    checkpoint = checkpoint_folder.opened(path, TARGET, ranks)
+    reading = _Reading(what, ranks, checkpoint)
+    with checkpoint_folder.reading(checkpoint):
+        checkpoint_folder.verify(checkpoint, ranks)
+        ranks.on_all(reading.open)
+        reading.check_names()
+        ranks.on_all(lambda: reading.check(groups))
+        ranks.on_all(reading.fetch)
+    handed = Handed()
+    try:
+        ranks.on_all(lambda: reading.hand(handed))
+    except Exception:
+        handed.take_back()
+        raise
+    ranks.on_all(reading.put)
+    return Position(**reading.common["position"])
+
+
+class _Reading:
+    """What this rank reads of a checkpoint, step by step.
+
+    Args:
+        what: What is loaded.
+        ranks: All.
+        checkpoint: It.
+
+    Attributes:
+        common: What there is once.
+    """
+
+    def __init__(self, what: Trained, ranks: Ranks, checkpoint: Checkpoint) -> None:
+        self._what, self._ranks, self._data = what, ranks, checkpoint.data
+        self._is_same_layout = checkpoint.about["layout"] == layout_of(what.program)
+        self._pieces = model_state.pieces(what.module)
+        self.common: dict[str, Any] = {}
+        self._place: dict[str, Any] = {}
+        self._model: dict[str, torch.Tensor] = {}
+        self._progress: dict[str, Any] = {}
+        self._extra: dict[str, Any] = {}
+        self._taken: optimizer_taken.Taken | None = None
+        self._states: dict[tuple[str, Any], Piece] = {}
+        self._saved: SavedTensors
+
+    def open(self) -> None:
+        """Read all but the tensors."""
+        from slapo_training.tensor_files import SavedTensors  # noqa: PLC0415  torch.distributed.checkpoint takes half a second
+
+        self.common = _read(self._data / COMMON)
+        if self._is_same_layout:
+            self._place = _read(self._data / place_of(self._ranks))
+        try:
+            self._saved = SavedTensors(self._data)
+        except (OSError, UnpicklingError, EOFError) as err:
+            raise BuildError(f"'.metadata' of the checkpoint cannot be read: {reason(err)}; load another one") from err
+
+    def check_names(self) -> None:
+        """Refuse another model, by all that is different. Collective.
+
+        Raises:
+            BuildError: the same on every rank.
+        """
+        facts = self._saved.facts().items()
+        saved = {name.removeprefix(MODEL): fact for name, fact in facts if name.startswith(MODEL)}
+        everyone = self._ranks.gather((sorted(model_state.differences(self._pieces, saved)), [*self._pieces]))
+        held = {name for _, names in everyone for name in names}
+        faults = list(dict.fromkeys(fault for each, _ in everyone for fault in each))
+        for where, names in (("engine", saved.keys() - held), ("checkpoint", held - saved.keys())):
+            if names:
+                listed = ", ".join(map(repr, sorted(names)))
+                faults.insert(0, f"{listed} {'is' if len(names) == 1 else 'are'} not in the {where}")
+        if faults:
+            raise BuildError(f"{'; '.join(faults)}; load it into the model it was saved from")
+
+    def check(self, groups: list[list[dict[str, Any]]]) -> None:
+        """Choose what this rank takes.
+
+        Args:
+            groups: Of the optimizers of all ranks.
+
+        Raises:
+            BuildError: it does not fit.
+        """
+        program, module, optimizer, progress = self._what
+        kept, now = self._place.get("ranges", {}), ranges_of(module)
+        own = self._place.get("optimizer") if kept == now else None
+        parts = (self._place.get("optimizer") or {}).get("parts", {})
+        here = {name: each for name, each in parts.items() if name in now and kept[name] == now[name]}
+        saved = self.common["optimizer"]
+        taken = optimizer_taken.chosen(module, optimizer, groups, saved, own, here, progress.goes_by_order)
+        stages = self.common["progress"]
+        first = [] if taken is None or taken.source is None else [stages[taken.source]]
+        self._progress = progress.chosen([*([self._place["progress"]] if kept == now else first), *stages])
+        progress.check_same(self._progress)
+        self._extra = self.common["extra"]
+        if self._is_same_layout:
+            foreign = (extra_state.run(program.module, module) & self.common["run"]) - self._place["run"]
+            self._extra = extra_state.chosen(self._place["extra"], foreign, self._extra)
+        extra_state.check_same(program.module, self._extra)
+        if self._is_same_layout:
+            random_state.check(self._place["random"])
+        self._taken, self._states = taken, optimizer_taken.wanted(module, optimizer, taken, self._saved.facts())
+
+    def fetch(self) -> None:
+        """Read the tensors into new ones."""
+        empty = {name: torch.empty_like(piece.tensor, device="cpu") for name, piece in self._pieces.items()}
+        fresh = {MODEL + name: piece._replace(tensor=empty[name]) for name, piece in self._pieces.items()}
+        self._saved.read({**fresh, **{key_of(*key): piece for key, piece in self._states.items()}})
+        kept, now = self._place.get("ranges", {}), ranges_of(self._what.module)
+        own = {name: each for name, each in self._place.get("buffers", {}).items() if kept[name] == now.get(name)}
+        self._model = {name: own.get(name, each) for name, each in empty.items()}
+
+    def hand(self, handed: Handed) -> None:
+        """Give others' code its states, while the tensors are as they were; it may raise."""
+        program, module, optimizer, progress = self._what
+        extra_state.put(program.module, self._extra, handed)
+        optimizer_taken.put(module, optimizer, self._taken, self._states, handed)
+        progress.put(self._progress, handed)
+
+    def put(self) -> None:
+        """Let the model have its tensors, and the generators their states."""
+        module = self._what.module
+        model_state.put({**model_tensors.parameters(module), **model_tensors.buffers(module)}, self._model)
+        if self._is_same_layout:
+            random_state.put(self._place["random"])
+        else:
+            random_state.derive(self.common["random"])
+
+
+def _read(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as err:
+        raise BuildError(
+            f"{os.fspath(file)!r} of the checkpoint is missing or broken: {reason(err)}; load another one"
+        ) from err
