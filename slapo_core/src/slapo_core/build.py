@@ -16,7 +16,7 @@ from .parameters import facts, shard_spec
 from .program import Program, Stage
 from .registry import Registry, default_registry
 from .schedule import Schedule
-from .weights import Initialiser, materialize
+from .weights import Initialiser, empty_again, materialize
 
 _OF_THIS_RANK = r"( at)? 0x[0-9a-f]+|(?<=cuda):\d+"
 _DEFAULTS: dict[str, Any] = {"optimizer": None, "loss_fn": None, "microbatches": 1, "precision": "fp32", "clip": 0.0}
@@ -70,16 +70,18 @@ def build(
     compare(_written(sch), *ranks)
     try:
         dialect, program, fillers = _prepare(sch, target, common, config)
-        device = program.mesh.device_type if program.mesh is not None else "cpu"
-        held = [stage.module for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
-        for fill in fillers:
-            fill(program, held, device)
-        materialize(program.module, held, param_init_fn=param_init_fn, seed=seed, device=device)
+        planned = [*_planned(target, common, program), *(line for fill in fillers for line in getattr(fill, "agreed", list)())]
     except Exception as err:
         error = err
     agree(error, *ranks)
-    compare(_planned(target, common, program), *ranks)
-    engine: Engine = PlainEngine(program.module) if dialect is None else dialect.build(program, **common, **config)
+    compare(planned, *ranks)
+    with empty_again((program.module, *(stage.module for stage in program.stages))):
+        try:
+            _give_values(program, fillers, param_init_fn, seed)
+        except Exception as err:
+            error = err
+        agree(error, *ranks)
+        engine: Engine = PlainEngine(program.module) if dialect is None else dialect.build(program, **common, **config)
     root.journal.seal()
     root.program, root.target, error = program, target, None
     try:
@@ -122,6 +124,17 @@ def _prepare(
     if dialect is not None:
         program = dialect.check(program, **common, **config) or program
     return dialect, program, fillers
+
+
+def _give_values(
+    program: Program, fillers: list[Callable[..., None]], param_init_fn: Initialiser | None, seed: int | None
+) -> None:
+    """Let what is on the meta device, of what this rank runs, have values."""
+    device = program.mesh.device_type if program.mesh is not None else "cpu"
+    held = [stage.module for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
+    for fill in fillers:
+        fill(program, held, device)
+    materialize(program.module, held, param_init_fn=param_init_fn, seed=seed, device=device)
 
 
 def build_program(sch: Schedule) -> Program:

@@ -93,6 +93,7 @@ def slapo_before_build(schedule: Schedule, target: str | None, config: dict[str,
 
     A function that it returns is called with the program, the list of modules that this rank runs of it, and a device, as
     soon as nothing refuses any more. It may give values to meta parameters, before the rest is initialised, and sends nothing.
+    Where it has a method ``agreed``, ranks compare the lines that this gives first, and fail if they differ.
 
     Example:
         >>> @hookimpl

@@ -93,6 +93,20 @@ def materialize(
         place.table[place.name] = new.get(id(place.tensor), place.tensor)
 
 
+@contextmanager
+def empty_again(trees: Iterable[nn.Module]) -> Iterator[None]:
+    """Where an error comes out of it, let what is on the meta device be there again, and the buffers be those of before."""
+    places = [place for tree in trees for place in _places(tree)]
+    before = [place for place in places if place.tensor.is_meta or not isinstance(place.tensor, nn.Parameter)]
+    del places  # parameters that are freed meanwhile
+    try:
+        yield
+    except BaseException:
+        for place in before:
+            place.table[place.name] = place.tensor
+        raise
+
+
 class _Place(NamedTuple):
     """One entry of a module's table of parameters or buffers."""
 

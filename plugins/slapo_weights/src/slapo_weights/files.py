@@ -5,6 +5,7 @@ What is asked for is read without buffers, so that no byte beside it is, and no 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from slapo_core.errors import BuildError
 from .safetensors_file import DTYPES, METADATA
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SAMPLE = 64
+"""Bytes of a tensor."""
 _MAX_HEADER = 100_000_000
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -73,6 +76,26 @@ class WeightFiles:
         if listed and (extra := sorted(self.entries.keys() - listed.keys())):
             raise BuildError(f"the files of {entry} hold {len(extra)} tensors that it does not name: {', '.join(extra[:5])}")
 
+    def digest(self) -> str:
+        """A number for the names, types and shapes, and for a few bytes in the middle of each tensor.
+
+        By these ranks tell files apart that they have in several places, and need not read them all.
+
+        Raises:
+            BuildError: a file cannot be read, or ends too early.
+        """
+        told: dict[str, bytes] = {}
+        for path in dict.fromkeys(entry.path for entry in self.entries.values()):
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    for name, entry in self.entries.items():
+                        if entry.path == path:
+                            told[name] = _sample(file, entry)
+            except OSError as err:
+                raise BuildError(f"cannot read {path}: {err}") from err
+        facts = [(name, self.entries[name].dtype, self.entries[name].shape, told[name]) for name in sorted(told)]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
     def read(self, name: str, starts: Sequence[int], sizes: Sequence[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """A box of a tensor, in the file's dtype, on the CPU; only its bytes are read.
 
@@ -116,6 +139,13 @@ def _runs(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int], wid
     lines = [range(starts[dim] * strides[dim], (starts[dim] + sizes[dim]) * strides[dim], strides[dim]) for dim in range(last)]
     for place in product(*lines):
         yield sum(place) + first, length
+
+
+def _sample(file: FileIO, entry: Entry) -> bytes:
+    size = prod(entry.shape) * entry.dtype.itemsize
+    found = bytearray(min(size, _SAMPLE))
+    _fill(file, memoryview(found), entry.start + (size - len(found)) // 2)
+    return bytes(found)
 
 
 def _fill(file: FileIO, buffer: memoryview, offset: int) -> None:

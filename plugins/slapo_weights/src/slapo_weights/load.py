@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -47,8 +47,33 @@ class Weights:
     unexpected: str | Sequence[str] = ()
 
 
-def filler(weights: Weights | str | os.PathLike[str]) -> Callable[[Program, list[nn.Module], str], int]:
+class Filler:
     """What ``build`` calls when nothing refuses any more.
+
+    Args:
+        weights: What is given on this rank.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def agreed(self) -> list[str]:
+        """What has to be the same on all ranks: the tensors, which each may have elsewhere, and the options.
+
+        Raises:
+            BuildError: there are no weights.
+        """
+        cast, missing, unexpected = (getattr(self._weights, name) for name in ("cast", "missing", "unexpected"))
+        what = WeightFiles(self._weights.source).digest()[:16]
+        return [f"weights of digest {what} with cast={cast}, missing={missing!r}, unexpected={unexpected!r}"]
+
+    def __call__(self, program: Program, parts: list[nn.Module], device: str) -> int:
+        """``fill`` the program."""
+        return fill(program.module, parts, self._weights, device)
+
+
+def filler(weights: Weights | str | os.PathLike[str]) -> Filler:
+    """What fills a model with the weights that a user gave.
 
     Raises:
         BuildError: ``weights`` are neither a place nor ``Weights``.
@@ -64,7 +89,7 @@ def filler(weights: Weights | str | os.PathLike[str]) -> Callable[[Program, list
         listed = [patterns] if isinstance(patterns, str) else patterns
         if not isinstance(listed, Iterable) or not all(isinstance(each, str) for each in listed):
             raise BuildError(f"{what} is {patterns!r}; give patterns of names")
-    return lambda program, parts, device: fill(program.module, parts, wanted, device)
+    return Filler(wanted)
 
 
 def fill(root: nn.Module, parts: Iterable[nn.Module], weights: Weights, device: str = "cpu") -> int:
