@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,6 +121,11 @@ def changes_a_tensor(schedule: Schedule, given: torch.Tensor) -> None:
 @planted
 def averages(schedule: Schedule) -> None:
     wrap_forward(schedule.mod, Averages())
+
+
+@planted
+def does_nothing(schedule: Schedule) -> None:
+    wrap_forward(schedule.mod, as_it_was)
 
 
 @planted
@@ -302,6 +308,17 @@ def test_parameters_that_ranks_draw_otherwise_are_told() -> None:
 
 def test_new_parameters_may_begin_at_random() -> None:
     check_primitive("adapts", [example(changes=["requires_grad", "state_dict"])])
+
+
+class Overwrites(Model):
+    """Works in place of its input, which a leaf that requires gradients does not stand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.add_(1))
+
+
+def test_a_model_may_work_in_place_of_its_input() -> None:
+    check_primitive("does_nothing", [replace(example(), model=Overwrites)])
 
 
 def test_any_keyword_may_be_an_argument() -> None:

@@ -95,8 +95,7 @@ def swap(schedule: Schedule, new: nn.Module) -> None:
     if all(module is not old for module in new.modules()):
         for table in _HOOKS:
             getattr(new, table).update(getattr(old, table))
-        if old._backward_hooks:
-            new._is_full_backward_hook = old._is_full_backward_hook
+        new._is_full_backward_hook = new._is_full_backward_hook or old._is_full_backward_hook
     if new.training != old.training:
         new.train(old.training)
     schedule.replace_module(new)
