@@ -91,10 +91,10 @@ def test_two_engines_are_verified_and_compared() -> None:
 
 
 @pytest.mark.slow
-def test_an_option_of_an_engine_is_blamed() -> None:
+def test_gradients_are_clipped_in_both() -> None:
     found = command("--dp", "2", *SMALL, "--clip", "0.01", "--data-parallel", "fsdp")
-    assert found.returncode == 1, found.stderr
-    assert "target 'torch' is to blame, or clip=0.01, without which it is right" in found.stdout
+    assert found.returncode == 0, found.stderr
+    assert "clip=0.01" in found.stdout
 
 
 @pytest.mark.slow

@@ -136,6 +136,19 @@ def test_two_engines_against_each_other(layout: dict[str, int]) -> None:
     assert str(report).startswith("torch against deepspeed: the same: 2 evaluations, 1 losses, 53 updates; ")
 
 
+def with_rates(rank: int, optimizer: str) -> Report:
+    """Of three steps whose gradients are clipped, and whose rate falls."""
+    made = partial(torch.optim.AdamW, lr=1e-2) if optimizer == "adamw" else partial(torch.optim.SGD, lr=0.1)
+    rate = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.5**step)
+    options = {"steps": 3, "optimizer": made, "lr_scheduler": rate, "clip": 0.5, "microbatches": 2}
+    return of_engine(rank, "gpt2", TP, "torch", options)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
+def test_a_clip_and_a_schedule_of_the_rate_are_the_unmodified_models_too(optimizer: str) -> None:
+    same(run_distributed(with_rates, 2, optimizer, timeout=100)).check()
+
+
 def with_fsdp(rank: int) -> Report:
     options = {"data_parallel": "fsdp", "microbatches": 2}
     return of_engine(rank, "gpt2", DP, "torch", options)
@@ -197,6 +210,11 @@ def one_rank_apart(engine: Any) -> None:
         next(engine.module.parameters()).register_hook(lambda gradient: gradient * 1.01)
 
 
+def clipped_to_half(engine: Any) -> None:
+    options = engine._options
+    engine._options = replace(options, clip=options.clip / 2)
+
+
 def nothing(engine: Any) -> None:
     """Leave it right."""
 
@@ -236,7 +254,7 @@ FAULTS: dict[str, tuple[str, dict[str, int], dict[str, Any], str, str | None]] =
     "tie not summed": ("tie_not_summed", PP, {"microbatches": 2}, "engine", None),
     "not in the optimizer": ("not_in_the_optimizer", TP, {}, "engine", None),
     "one rank apart": ("one_rank_apart", PP, {"microbatches": 2}, "engine", None),
-    "clip by default": ("nothing", TP, {"clip": 0.01, "microbatches": 2}, "clip", None),
+    "clipped too much": ("clipped_to_half", TP, {"clip": 0.01, "microbatches": 2}, "clip", None),
     "another activation": ("relu_in_layer_2", PP, {"microbatches": 2}, "1: sch['transformer.h.2.mlp.act'].replace(", None),
     "q, k and v mixed": ("mixed_qkv", PP, {"microbatches": 2}, "1: sch['transformer.h.1.attn.c_attn'].replace(", None),
 }

@@ -60,7 +60,7 @@ def with_kernels_first() -> Report:
 def test_signs_that_turn_in_half_precision_are_looked_at_in_float32() -> None:
     one, other = run_as_threads(with_kernels_first, 2)
     assert one.check() == other
-    assert "2 of the tensors are further apart than rounding alone would bring most, and the same in float32" in one.notes
+    assert "2 of the tensors are further apart than rounding brings most, and the same in float32" in one.notes
 
 
 def test_gradients_that_are_0_in_truth_are_compared_as_far_as_the_unmodified_model_rounds_them() -> None:

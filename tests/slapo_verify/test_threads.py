@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_core import VerifyError, create_schedule, set_random_seed
+from slapo_core import SlapoError, VerifyError, create_schedule, set_random_seed
 from slapo_core.random import get_cuda_rng_tracker
 from slapo_core.testing import run_distributed
 from slapo_verify import Report, run_as_threads, verify
@@ -194,21 +194,65 @@ class Counting(nn.Module):
         return self.down(self.up(x)) + noise
 
 
-@pytest.mark.parametrize(
-    ("draws", "inputs_differ", "counts"), [(False, False, [1, 0]), (False, True, [1, 1]), (True, False, [1, 1])]
-)
-def test_threads_run_the_unmodified_model_once_where_that_is_the_same(
-    draws: bool, inputs_differ: bool, counts: list[int]
-) -> None:
+@pytest.mark.parametrize(("draws", "counts"), [(False, [1, 0]), (True, [1, 1])])
+def test_threads_run_the_unmodified_model_once_where_that_is_the_same(draws: bool, counts: list[int]) -> None:
     def work() -> int:
-        rank = dist.get_rank()
-        set_random_seed(3, tp_rank=rank)
+        set_random_seed(3, tp_rank=dist.get_rank())
         reference = Counting(draws)
-        sch: Any = create_schedule(copy.deepcopy(reference), example_inputs=torch.full((4, 8), float(inputs_differ * rank)))
-        if not inputs_differ:
-            sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
-            sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        sch: Any = create_schedule(copy.deepcopy(reference), example_inputs=torch.zeros(4, 8))
+        sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
         verify(reference, sch, level="step").check()
         return reference.count
 
     assert run_as_threads(work, 2) == counts
+
+
+def second_alone(what: str) -> dict[str, Any]:
+    """What only the second rank gives."""
+    given: dict[str, dict[str, Any]] = {
+        "level": {"level": "outputs"},
+        "mode": {"eval_mode": False},
+        "blame": {"blame": False},
+        "inputs": {"inputs": torch.ones(4, 8)},
+        "shape": {"inputs": torch.zeros(2, 8)},
+        "loss": {"loss": nn.functional.relu},
+        "weights": {"reference": Counting(False).double()},
+        "unknown": {"level": "all"},
+    }
+    return given.get(what, {})
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("level", "verify with level='grads' on rank 0 and verify with level='outputs' on rank 1"),
+        ("mode", "verify with eval_mode=True on rank 0 and verify with eval_mode=False on rank 1"),
+        ("blame", "verify with blame=True on rank 0 and verify with blame=False on rank 1"),
+        ("inputs", "an input of the shape (4, 8) and with the sum "),
+        ("shape", "an input of the shape (2, 8) and with the sum 0 on rank 1"),
+        ("loss", "verify with loss='NoneType' on rank 0 and verify with loss='relu' on rank 1"),
+        ("weights", "a reference whose weights have the sum "),
+        (
+            "step",
+            "nothing more on rank 0 and step 1, sch['up'].replace(",
+        ),
+        ("unknown", "no level 'all'; available: grads, outputs, step"),
+    ],
+)
+def test_ranks_that_verify_otherwise_are_told_and_do_not_wait(what: str, said: str) -> None:
+    def work() -> str:
+        given: dict[str, Any] = {"reference": Counting(False), "inputs": torch.zeros(4, 8)}
+        sch: Any = create_schedule(Counting(False))
+        if dist.get_rank():
+            given.update(second_alone(what))
+            if what == "step":
+                sch["up"].replace(nn.Identity())
+        try:
+            return str(verify(sch=sch, **given))
+        except SlapoError as error:
+            return str(error)
+
+    one, other = run_as_threads(work, 2)
+    assert said in one
+    assert said in other

@@ -67,7 +67,7 @@ def build(
         raise BuildError(f"cannot build a {type(sch).__name__}; give what create_schedule returned")
     root, error = sch._root, None
     ranks = (root.mesh, sch.group if root.mesh is None else root.group)
-    compare(_written(sch), *ranks)
+    compare(written_steps(sch), *ranks)
     try:
         dialect, program, fillers = _prepare(sch, target, common, config)
         planned = [*_planned(target, common, program), *(line for fill in fillers for line in getattr(fill, "agreed", list)())]
@@ -92,7 +92,7 @@ def build(
     return engine
 
 
-def _written(sch: Schedule) -> list[str]:
+def written_steps(sch: Schedule) -> list[str]:
     """The steps, without what differs between ranks that take the same ones: addresses, and the number of the GPU."""
     return [f"step {number}, {re.sub(_OF_THIS_RANK, '', str(step))}," for number, step in enumerate(sch.journal, 1)]
 

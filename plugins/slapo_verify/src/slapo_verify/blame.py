@@ -28,10 +28,14 @@ def steps_to_blame(steps: Sequence[Step], right: Right) -> tuple[list[int], list
         blocks.setdefault(_block(step.path), []).append(number)
     above = [number for block in blocks if _is_above(block, blocks) for number in blocks[block]]
     groups = [numbers for block, numbers in blocks.items() if not _is_above(block, blocks)]
+    groups.sort(key=lambda numbers: numbers[-1])
+    base = above
     if above and not right(above):
-        groups, base = [above], list[int]()
-    else:
-        base = above
+        base = []
+        if not groups or right(_together(base, groups)) or not (found := _alone_to_blame(above, groups, right)):
+            groups = [above]
+        else:
+            groups = found
     low, high = 0, len(groups)  # right with the first `low` groups, wrong with the first `high`
     while high - low > 1:
         middle = (low + high) // 2
@@ -43,6 +47,14 @@ def steps_to_blame(steps: Sequence[Step], right: Right) -> tuple[list[int], list
     last = groups[low]
     good = next((end for end in range(len(last) - 1, 0, -1) if right(_together(base, [last[:end]]))), 0)
     return last[good:], _together(base, [last[:good]])
+
+
+def _alone_to_blame(above: list[int], groups: list[list[int]], right: Right) -> list[list[int]]:
+    """Groups up to the one that is wrong, where what is above is right with the others, and may need one of them."""
+    for end in range(1, len(groups) + 1):
+        if not right(_together([], groups[:end])):
+            return groups[:end] if right(_together(above, [*groups[: end - 1], *groups[end:]])) else []
+    return []
 
 
 def _block(path: str) -> str:

@@ -35,6 +35,8 @@ class Models(NamedTuple):
         given: The tolerance that the user has given.
         ranks: Those that verify.
         first: Number of steps before these.
+        dtype: What all copies are turned into; default: as they are.
+        unknown: Why the steps are not those that were taken.
     """
 
     reference: nn.Module
@@ -44,6 +46,18 @@ class Models(NamedTuple):
     given: Tolerance | None
     ranks: Ranks
     first: int = 0
+    dtype: torch.dtype | None = None
+    unknown: str | None = None
+
+    def after(self, numbers: Sequence[int]) -> Schedule:
+        """A fresh copy, after some of the steps.
+
+        Raises:
+            ScheduleError: they cannot be taken again, or not without those that are left out.
+        """
+        sch = replay(self.fresh(), [self.steps[number] for number in numbers])
+        sch.mod.to(self.dtype)
+        return sch
 
 
 def _steps(
@@ -54,7 +68,7 @@ def _steps(
 
     def right(numbers: Sequence[int]) -> bool:
         try:
-            again = models.ranks.alike(lambda: replay(models.fresh(), [steps[number] for number in numbers]))
+            again = models.ranks.alike(lambda: models.after(numbers))
             wrong = is_wrong(compute(again.mod, task, expected, models.ranks))
         except StrandedError:
             raise
@@ -62,6 +76,8 @@ def _steps(
             wrong = True
         return not any(models.ranks.gather(wrong))
 
+    if models.unknown:
+        return [], [], models.unknown
     try:
         if not right([]):
             if any(torch.isnan(each).any() for each in numbers(expected)):
@@ -125,7 +141,7 @@ def _first_module(models: Models, runs: nn.Module, task: Task, before: Sequence[
         return models.ranks.alike(lambda: outputs_of(model, lambda: compute(model, task)))
 
     expected, actual = seen(models.reference), seen(runs)
-    so_far = replay(models.fresh(), [models.steps[number] for number in before])
+    so_far = models.after(before)
     usual = set(differing(expected, seen(so_far.mod), task.tolerance))
     differs = [path for path in differing(expected, actual, task.tolerance) if path not in usual]
     found = next((path for path in differs if not _is_summed_outside(models.sch.mod, path)), None)

@@ -13,20 +13,22 @@ from torch import nn
 
 from slapo_core.errors import VerifyError
 from slapo_core.parameters import facts
-from slapo_core.random import rng_state, set_rng_state
+from slapo_core.random import rng_state
 from slapo_core.testing.equivalence import (
     Difference,
     Run,
     Tolerance,
-    dense,
+    comparable,
     difference,
     differences,
     of_named,
     run_model,
     weighted_sum,
 )
+from slapo_core.testing.leaves import dense
 
 from .dropouts import same_random_state
+from .left_alone import left_alone
 from .meeting import ALONE, Ranks
 from .parameter_values import SAME, Expected, Named, Values, part_of, values_of
 
@@ -47,6 +49,7 @@ class Task:
         optimizer: ``parameters -> Optimizer`` for the step.
         training: Mode of both models.
         tolerance: How far apart numbers may be.
+        rounded: Norm of the rounding errors of the unmodified model, by what a ``Difference`` calls a tensor.
     """
 
     args: tuple[Any, ...]
@@ -56,6 +59,7 @@ class Task:
     optimizer: OptimizerFactory
     training: bool
     tolerance: Tolerance
+    rounded: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -99,7 +103,7 @@ def compute(
     ranks: Ranks = ALONE,
     running: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it keeps nothing
 ) -> Computed:
-    """Do the task; the model is left as it was, its random state, mode, gradients and buffers included. Collective.
+    """Do the task; the model is left as it was, see ``left_alone``. Collective.
 
     ``running`` is around the forward and the backward. What belongs to parameters is compared with what is expected of them
     where it lies, and put together where it is far off: of what is near, the expected tensor stands for it. A step takes
@@ -109,12 +113,17 @@ def compute(
     def known(values: Named | None, tolerance: Tolerance) -> Expected | None:
         return None if values is None else Expected(values, tolerance, ranks)
 
-    with _left_alone(model, task.training), plain_modes(task.level != "outputs"):
+    def ran() -> Run:
+        found = run_model(cast(nn.Module, kept), task.args, dict(task.kwargs), loss)
+        check_unwritten()
+        return found
+
+    with left_alone(model, task.training) as check_unwritten, plain_modes(task.level != "outputs"):
         state = rng_state()
         kept = _Kept(model)
         loss = _checked(task.loss or _default_loss)
         with running:
-            run = ranks.alike(lambda: run_model(cast(nn.Module, kept), task.args, dict(task.kwargs), loss))
+            run = ranks.alike(ran)
         draws, left = not same_random_state(state, rng_state()), _buffers(model) if task.training else {}
         found = [values_of(model, "weight", torch.Tensor.detach, known(expected.weights if expected else None, SAME))]
         before = known(expected.run.param_grads if expected else None, task.tolerance)
@@ -221,12 +230,15 @@ def pairs(expected: Computed, actual: Computed) -> Iterator[tuple[str, torch.Ten
     found: list[tuple[str, Any, Any]] = [("loss", one.loss, other.loss)]
     for what, before, after in (
         ("output", one.outputs, other.outputs),
+        ("what the forward left of input", one.inputs, other.inputs),
         ("gradient of input", one.input_grads, other.input_grads),
     ):
         known = dict(after)
         found += [(what + path, value, known.get(path)) for path, value in before]
     found += [(f"{what} of {name!r}", value, now.get(name)) for what, was, now in named for name, value in was.items()]
-    return (each for each in found if isinstance(each[1], torch.Tensor) and isinstance(each[2], torch.Tensor))
+    for each, was, now in found:
+        if isinstance(was, torch.Tensor) and isinstance(now, torch.Tensor):
+            yield each, comparable(was), comparable(now)
 
 
 class _Kept:
@@ -314,27 +326,3 @@ def _split_dim(expected: Any, actual: Any) -> int | None:
         return None
     smaller = [dim for dim in range(expected.dim()) if actual.shape[dim] != expected.shape[dim]]
     return smaller[0] if len(smaller) == 1 and actual.shape[smaller[0]] < expected.shape[smaller[0]] else None
-
-
-@contextmanager
-def _left_alone(model: nn.Module, training: bool) -> Iterator[None]:
-    state, modes = rng_state(), {module: module.training for module in model.modules()}
-    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    places = [(module, dict(module._buffers)) for module in model.modules()]  # some put new ones in their places
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
-        for parameter in gradients:
-            parameter.grad = None
-        model.train(training)
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for module, own in places:
-            module._buffers.update(own)
-        with torch.inference_mode(False), torch.no_grad():
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        set_rng_state(state)

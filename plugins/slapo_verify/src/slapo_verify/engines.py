@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import gather
-from slapo_core.build import build
 from slapo_core.errors import VerifyError
-from slapo_core.gather import over_group
-from slapo_core.parameters import facts
 from slapo_core.schedule import Schedule
 from slapo_core.testing.equivalence import Difference, Tolerance, difference, of_named
 
 from .compare import OptimizerFactory, autocast, plain_modes
 from .dropouts import switch_off
+from .engine_run import EngineRun, Scheduled, everywhere, maker
 from .hints import alone
-from .meeting import Ranks, StrandedError
-from .plain_steps import LossFn, Trained, plain_steps, sgd
-from .replay import replay
+from .meeting import StrandedError
+from .plain_steps import LossFn, Trained, sgd
 from .report import Blame, Report, short
 from .rounding import check_tolerance, rounding_error, tolerance_of
-from .verify import fresh_schedule, verify
-
-Scheduled = Callable[[nn.Module], Schedule]
+from .verify import verify
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _EXACT = Tolerance(0.0, 0.0)
@@ -74,7 +67,8 @@ def verify_engine(
         tolerance: How far apart numbers may be; default: by the type of the parameters, and in half precision by how far the
             unmodified model is from itself in fp32.
         blame: Whether to look for what is to blame, where something differs.
-        **options: Of ``build``, e.g. ``microbatches=4, precision="bf16"``.
+        **options: Of ``build``, e.g. ``microbatches=4, precision="bf16"``; ``clip`` and a factory ``lr_scheduler`` go for the
+            unmodified model, too.
 
     Raises:
         VerifyError: there is nothing to compare, or the steps of the schedule cannot be taken again.
@@ -96,145 +90,65 @@ def verify_engine(
         raise VerifyError("loss_fn is given labels, and the batch has none; give 'labels' in the batch")
     with plain_modes(with_gradients=True):
         quiet = copy.deepcopy(reference)
-        run = _Run(quiet, _maker(schedule, quiet), dict(batch), steps, loss_fn, optimizer or sgd, options)
+        given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        run = EngineRun(quiet, maker(schedule, quiet), given, steps, loss_fn, optimizer or sgd, options)
         report = _verified(run, target, against, tolerance, blame)
     kinds = [f"autocast is off, for {kind}" for kind in autocast()]
     return replace(report, notes=(*report.notes, *kinds))
 
 
-def _verified(run: _Run, target: str, against: str | Trained | None, tolerance: Tolerance | None, blame: bool) -> Report:
-    quiet, steps = run.reference, run.steps
-    dropouts = len(switch_off(quiet))
-    expected = plain_steps(quiet, run.batch, steps, run.loss_fn, run.optimizer)
+def _verified(run: EngineRun, target: str, against: str | Trained | None, tolerance: Tolerance | None, blame: bool) -> Report:
+    dropouts = len(switch_off(run.reference))
+    expected = run.plainly()
     other = run.trained(against)[0] if isinstance(against, str) else against
     found, sch, notes = run.trained(target)
-    allowed = tolerance or _allowed(run, expected)
-    wrong, largest, ranks = _compared(expected, found, other, allowed, sch)
-    closely = _closely(run, expected, allowed) if wrong and tolerance is None else None
-    if all(_everywhere(closely is not None, sch)) and closely is not None:
-        allowed, unseen = closely
-        wrong, largest, ranks = _compared(expected, found, other, allowed, sch)
-        if unseen:
-            more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
-            notes.append(
-                f"by this optimizer the {unseen[0]}{more} is rounding and nothing else; only SGD shows whether it is right"
-            )
-    notes = [*notes, "dropout is off in both models" if dropouts else "the model has no dropout"]
+    judged = _judged(run, expected, found, other, sch, tolerance)
+    if judged.unseen:
+        more = f" and {len(judged.unseen) - 1} more" if judged.unseen[1:] else ""
+        what = f"by this optimizer the {judged.unseen[0]}{more} is rounding and nothing else"
+        notes.append(f"{what}; only SGD shows whether it is right")
+    notes = [*notes, "dropout is off in both models" if dropouts else "dropout: the model has none, or it is off"]
     if expected.draws:
         notes.append("the unmodified model draws random numbers in training: another run gives others")
-    if ranks:
-        notes.append(f"it differs on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
-    cause = _blame(run, target, wrong, expected, found, allowed) if wrong and blame else None
-    compared = {"evaluations": 2, "losses": steps, "updates": len(expected.updates)}
+    if judged.ranks:
+        notes.append(f"it differs on rank{'s' if judged.ranks[1:] else ''} {', '.join(map(str, judged.ranks))}")
+    cause = _blame(run, target, judged, expected, found) if judged.wrong and blame else None
+    compared = {"evaluations": 2, "losses": run.steps, "updates": len(expected.updates)}
     subject = " against ".join([target, *([other.target] if other else [])])
-    return Report("step", compared, tuple(wrong), largest, cause, tuple(notes), subject, found)
+    return Report("step", compared, tuple(judged.wrong), judged.largest, cause, tuple(notes), subject, found)
 
 
-class _Run:
-    """One model, batch and schedule, to be trained by several engines."""
+class _Judged(NamedTuple):
+    """What an engine has done, beside the unmodified model.
 
-    def __init__(
-        self,
-        reference: nn.Module,
-        schedule: Callable[[], Schedule],
-        batch: dict[str, Any],
-        steps: int,
-        loss_fn: LossFn | None,
-        optimizer: OptimizerFactory,
-        options: dict[str, Any],
-    ) -> None:
-        self.reference, self.schedule, self.batch, self.steps = reference, schedule, batch, steps
-        self.loss_fn, self.optimizer, self.options = loss_fn, optimizer, options
+    Args:
+        wrong: What differs on the first rank where something does.
+        largest: The largest error.
+        ranks: All where something differs.
+        allowed: How far apart numbers may be.
+        unseen: Updates that are rounding and nothing else.
+    """
 
-    def trained(self, target: str, **changed: Any) -> tuple[Trained, Schedule, list[str]]:
-        """What a new engine trains, its schedule, and what was compared on which ranks. Collective."""
-        sch = self.schedule()
-        switch_off(sch.mod)
-        ranks = Ranks.of(sch.mesh, sch.group if sch.mesh is None else None)
-        return ranks.alike(lambda: self._trained(sch, target, changed), watched=False)  # engines look at their works themselves
-
-    def _trained(self, sch: Schedule, target: str, changed: Mapping[str, Any]) -> tuple[Trained, Schedule, list[str]]:
-        share, layout = self.share(sch), _layout(sch)
-        given = {**self.options, **changed}
-        engine: Any = build(sch, target, optimizer=self.optimizer, loss_fn=self.loss_fn, **given)
-        whole = getattr(engine, "whole_parameters", nullcontext)
-        with closing(engine):
-            with whole():
-                before = _copies(engine.module)
-            first = engine.eval_batch(**share).item()
-            losses = [engine.train_batch(**share).item() for _ in range(self.steps)]
-            evaluations = (first, engine.eval_batch(**share).item())
-            with whole():
-                after = _copies(engine.module)
-                full = {name: value for name, value in sch.full_state("param").items() if value is not None}
-        stages = len(sch.program.stages) if sch.program is not None else 1
-        own = {name: each.detach() for name, each in self.reference.named_parameters(remove_duplicate=False)}
-        copies = [
-            {name: value.double() - before[at][name].double() for name, value in copy.items()} for at, copy in after.items()
-        ]
-        updates = {name: full[name].double() - own[name].double() for name in own if name in full}
-        kinds = tuple(sorted({str(value.dtype) for copy in after.values() for value in copy.values()}))
-        note = f"{target}: {layout}, {stages} stage{'s' if stages > 1 else ''}; {_told(given)}"
-        return Trained(target, tuple(losses), evaluations, updates, copies, kinds), sch, [note]
-
-    def share(self, sch: Schedule) -> dict[str, Any]:
-        """This data-parallel rank's rows of the batch."""
-        mesh = sch.mesh
-        if mesh is None or "dp" not in (mesh.mesh_dim_names or ()):
-            return dict(self.batch)
-        parts, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
-        cut = {name for name, value in self.batch.items() if isinstance(value, torch.Tensor) and value.dim()}
-        rows = {len(self.batch[name]) for name in cut}
-        if any(number % parts for number in rows):
-            raise VerifyError(f"a batch of {min(rows)} rows cannot be divided among {parts} data-parallel ranks")
-        return {name: value.chunk(parts)[rank] if name in cut else value for name, value in self.batch.items()}
+    wrong: list[Difference]
+    largest: Difference | None
+    ranks: list[int]
+    allowed: Tolerance
+    unseen: list[str]
 
 
-def _maker(schedule: Schedule | Scheduled, reference: nn.Module) -> Callable[[], Schedule]:
-    """Makes the schedule of a new copy of the model."""
-    if isinstance(schedule, Schedule):
-        top = schedule.get_top_schedule()
-        return lambda: replay(fresh_schedule(reference, top), top.journal.steps)
-    if not callable(schedule):
-        raise VerifyError(f"schedule is {short(schedule)}; give a schedule, or a function that makes one of a model")
-
-    def make() -> Schedule:
-        sch = schedule(copy.deepcopy(reference))
-        if not isinstance(sch, Schedule):
-            raise VerifyError(f"the function that schedules gave {sch!r}; let it return the schedule")
-        return sch.get_top_schedule()
-
-    return make
+def _judged(
+    run: EngineRun, expected: Trained, found: Trained, other: Trained | None, sch: Schedule, given: Tolerance | None = None
+) -> _Judged:
+    """Collective."""
+    allowed = given or _allowed(run, expected)
+    judged = _Judged(*_compared(expected, found, other, allowed, sch), allowed, [])
+    closely = _closely(run, expected, allowed) if judged.wrong and given is None else None
+    if not all(everywhere(closely is not None, sch)) or closely is None:
+        return judged
+    return _Judged(*_compared(expected, found, other, closely[0], sch), *closely)
 
 
-def _copies(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """What this rank holds of parameters, by current name: whole, under each original name. Collective."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for name, parameter in module.named_parameters():
-        value = over_group(parameter, torch.Tensor.detach)
-        assert value is not None
-        found[name] = dict.fromkeys(facts(parameter).names or (name,), value)
-    return found
-
-
-def _everywhere(value: Any, sch: Schedule) -> list[Any]:
-    """The value of each rank of the schedule, once. Collective."""
-    return gather(value, sch.mesh, sch.group if sch.mesh is None else None)
-
-
-def _layout(sch: Schedule) -> str:
-    sizes = {axis: sch.mesh[axis].size() for axis in sch.mesh.mesh_dim_names or ()} if sch.mesh is not None else {}
-    ranks = len(_everywhere(None, sch))
-    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (
-        f" ({', '.join(f'{a} {n}' for a, n in sizes.items())})" if sizes else ""
-    )
-
-
-def _told(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "all options by default"
-
-
-def _allowed(run: _Run, expected: Trained) -> Tolerance:
+def _allowed(run: EngineRun, expected: Trained) -> Tolerance:
     """By the types, what rounding a weight adds to the update of it, and what the precision costs the unmodified model."""
     precision = run.options.get("precision", "fp32")
     half = _HALF.get(precision)
@@ -245,13 +159,13 @@ def _allowed(run: _Run, expected: Trained) -> Tolerance:
         noise[f"update of {name!r}"] = (run.steps + 1) * eps * largest if parameter.dtype is not torch.float64 else 0.0
     if half is None:
         return replace(tolerance_of(run.reference), noise=noise)
-    low = plain_steps(copy.deepcopy(run.reference).to(half), run.batch, run.steps, run.loss_fn, run.optimizer).values()
+    low = run.plainly(half).values()
     for what, one in expected.values().items():
         noise[what] = noise.get(what, 0.0) + rounding_error(low[what], one)
     return replace(tolerance_of(nn.Linear(1, 1, dtype=half)), noise=noise)
 
 
-def _closely(run: _Run, expected: Trained, allowed: Tolerance) -> tuple[Tolerance, list[str]] | None:
+def _closely(run: EngineRun, expected: Trained, allowed: Tolerance) -> tuple[Tolerance, list[str]] | None:
     """The tolerance with what rounding in float32 does to the unmodified model, and the updates that are no more than that.
 
     An optimizer that divides by the size of a gradient, as Adam, makes large numbers of small ones that are all rounding. None
@@ -260,7 +174,7 @@ def _closely(run: _Run, expected: Trained, allowed: Tolerance) -> tuple[Toleranc
     if run.options.get("precision", "fp32") in _HALF or any(each.dtype != torch.float32 for each in run.reference.parameters()):
         return None
     try:
-        exact = plain_steps(copy.deepcopy(run.reference).double(), run.batch, run.steps, run.loss_fn, run.optimizer).values()
+        exact = run.plainly(torch.float64).values()
     except Exception:  # a forward that makes float32 of its own, say
         return None
     noise, unseen = dict(allowed.noise), []
@@ -291,7 +205,7 @@ def _compared(
     expected: Trained, found: Trained, other: Trained | None, allowed: Tolerance, sch: Schedule
 ) -> tuple[list[Difference], Difference | None, list[int]]:
     """What differs on the first rank where something does, the largest error, and all ranks where something differs."""
-    held = {name for names in _everywhere([*{n for c in found.copies for n in c}], sch) for name in names}
+    held = {name for names in everywhere([*{n for c in found.copies for n in c}], sch) for name in names}
     lacking = {name: value for name, value in expected.updates.items() if name not in held}
 
     def look(tolerance: Tolerance) -> list[Difference]:
@@ -300,11 +214,11 @@ def _compared(
             wrong += _differences(other, found, _wider(tolerance), f"against {other.target}: ")
         return wrong
 
-    everywhere = _everywhere((dist.get_rank() if dist.is_initialized() else 0, look(allowed)), sch)
+    looks = everywhere((dist.get_rank() if dist.is_initialized() else 0, look(allowed)), sch)
     far = max((each for each in look(_EXACT) if each.absolute is not None), key=lambda each: each.absolute or 0.0, default=None)
-    furthest = max(filter(None, _everywhere(far, sch)), key=lambda each: each.absolute or 0.0, default=None)
-    ranks = [rank for rank, wrong in everywhere if wrong]
-    return next((wrong for _, wrong in everywhere if wrong), []), furthest, ranks
+    furthest = max(filter(None, everywhere(far, sch)), key=lambda each: each.absolute or 0.0, default=None)
+    ranks = [rank for rank, wrong in looks if wrong]
+    return next((wrong for _, wrong in looks if wrong), []), furthest, ranks
 
 
 def _wider(tolerance: Tolerance) -> Tolerance:
@@ -313,7 +227,7 @@ def _wider(tolerance: Tolerance) -> Tolerance:
     return Tolerance(2 * tolerance.atol, 2 * tolerance.rtol, 2 * tolerance.scale, noise)
 
 
-def _blame(run: _Run, target: str, wrong: Sequence[Difference], expected: Trained, found: Trained, allowed: Tolerance) -> Blame:
+def _blame(run: EngineRun, target: str, judged: _Judged, expected: Trained, found: Trained) -> Blame:
     """What the schedule does without the engine, and the engine without each of its options. Collective."""
     sch = run.schedule()
     switch_off(sch.mod)
@@ -322,49 +236,37 @@ def _blame(run: _Run, target: str, wrong: Sequence[Difference], expected: Traine
         return alone_report.blame
     named = dict(run.reference.named_parameters(remove_duplicate=False))
     times = Counter(map(id, named.values()))
-    names = [name for name in reversed(named) if any(each.what.endswith(f"update of {name!r}") for each in wrong)]
+    names = [name for name in reversed(named) if any(each.what.endswith(f"update of {name!r}") for each in judged.wrong)]
     parameter = min(names, key=lambda name: times[id(named[name])], default=None)  # tied ones after the others
     hint = None
     for copy_ in found.copies:
         if parameter in copy_ and copy_[parameter].shape == expected.updates[parameter].shape:
-            hint = next(alone(expected.updates[parameter], copy_[parameter], run.reference, allowed), None)
-    hints = [each for each in _everywhere(hint, sch) if each]
+            hint = next(alone(expected.updates[parameter], copy_[parameter], run.reference, judged.allowed), None)
+    hints = [each for each in everywhere(hint, sch) if each]
     right = f"the schedule alone, in stages and in one process, is right: target {target!r} is to blame"
-    option = next(
-        (name for name in run.options if name != "precision" and _is_right_without(run, target, name, expected)), None
-    )
+    option = next((name for name in run.options if name != "precision" and _is_right_without(run, target, name)), None)
     if option is not None:
         right += f", or {option}={run.options[option]!r}, without which it is right"
     return Blame(parameter=parameter, hint=next(iter(hints), None), engine=right)
 
 
-def _is_right_without(run: _Run, target: str, option: str, expected: Trained) -> bool:
+def _is_right_without(run: EngineRun, target: str, option: str) -> bool:
     """Whether a new engine without that option is right. Collective."""
-    rest = _Run(
-        run.reference,
-        run.schedule,
-        run.batch,
-        run.steps,
-        run.loss_fn,
-        run.optimizer,
-        {name: value for name, value in run.options.items() if name != option},
-    )
-    error, wrong = None, list[Difference]()
+    rest = replace(run, options={name: value for name, value in run.options.items() if name != option})
     try:
         found, sch, _ = rest.trained(target)
-        wrong = _compared(expected, found, None, _allowed(rest, expected), sch)[0]
+        return not _judged(rest, rest.plainly(), found, None, sch).wrong
     except StrandedError:
         raise
-    except Exception as caught:
-        error = caught
-    return error is None and not wrong
+    except Exception:  # on all ranks: of what the engine needs
+        return False
 
 
-def _inputs(run: _Run) -> dict[str, Any]:
+def _inputs(run: EngineRun) -> dict[str, Any]:
     """The model's arguments; labels are the loss function's, where there is one."""
     return {name: value for name, value in run.batch.items() if run.loss_fn is None or name != "labels"}
 
 
-def _loss(run: _Run) -> Callable[[Any], torch.Tensor | None] | None:
+def _loss(run: EngineRun) -> Callable[[Any], torch.Tensor | None] | None:
     loss_fn = run.loss_fn
     return None if loss_fn is None else lambda outputs: loss_fn(outputs, run.batch["labels"])

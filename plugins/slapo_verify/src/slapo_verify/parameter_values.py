@@ -114,7 +114,5 @@ def _error(
         return math.inf
     if tolerance is SAME or not one.is_floating_point() or not one.numel():
         return 0.0 if torch.equal(one, local) else math.inf
-    size = float(whole.norm()) / whole.numel() ** 0.5
-    allowed = tolerance.atol + tolerance.scale * size + tolerance.noise.get(what, 0.0)
     error = float(torch.linalg.vector_norm(one - local, math.inf))
-    return error if math.isfinite(size) and error <= 0.99 * allowed else math.inf  # NaN is not
+    return error if error <= 0.99 * tolerance.absolute(whole, what) else math.inf  # NaN is not

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.errors import VerifyError
 from slapo_core.random import rng_state, set_rng_state
@@ -59,9 +60,25 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def plain_steps(
-    model: nn.Module, batch: Mapping[str, Any], steps: int, loss_fn: LossFn | None, optimizer: OptimizerFactory
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    steps: int,
+    loss_fn: LossFn | None,
+    optimizer: OptimizerFactory,
+    clip: float = 0.0,
+    lr_scheduler: Callable[[Any], Any] | None = None,
 ) -> Trained:
-    """Train a copy of the model on the whole batch; the random state is left as it was."""
+    """Train a copy of the model on the whole batch; the random state is left as it was.
+
+    Args:
+        model: The unmodified one.
+        batch: Its arguments.
+        steps: How many.
+        loss_fn: ``loss_fn(outputs, labels)``; default: the loss that the outputs have.
+        optimizer: ``parameters -> Optimizer``.
+        clip: Largest norm of all gradients together; 0: any.
+        lr_scheduler: ``optimizer -> scheduler``, which steps behind it.
+    """
     model, state = copy.deepcopy(model), rng_state()
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
 
@@ -87,13 +104,18 @@ def plain_steps(
     try:
         first, losses, draws = evaluated(), [], False
         stepping = optimizer([each for each in model.parameters() if each.requires_grad])
+        rate = lr_scheduler(stepping) if lr_scheduler is not None else None
         for _ in range(steps):
             stepping.zero_grad()
             drawn = rng_state()
             loss = loss_of(True)
             draws = draws or not same_random_state(drawn, rng_state())
             loss.backward()  # type: ignore[no-untyped-call]
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             stepping.step()
+            if rate is not None:
+                rate.step(*([loss.item()] if isinstance(rate, ReduceLROnPlateau) else []))
             losses.append(loss.item())
         evaluations = (first, evaluated())
     finally:

@@ -94,7 +94,7 @@ class Report:
         found = asdict(replace(self, trained=None))
         del found["trained"]
         for each in [*found["differences"], *filter(None, [found["largest"]])]:
-            each.update({name: None for name in ("absolute", "relative") if each[name] and math.isinf(each[name])})
+            each.update({name: None for name in ("absolute", "relative") if each[name] and not math.isfinite(each[name])})
         return json.dumps({"ok": self.ok, **found}, allow_nan=False)
 
     def check(self) -> Report:

@@ -21,23 +21,28 @@ from .report import short
 
 _TOLERANCES = {
     torch.float64: Tolerance(0.0, 1e-9, 1e-9),
-    torch.float32: Tolerance(1e-8, 1e-4, 1e-4),
-    torch.float16: Tolerance(1e-8, 2e-3, 2e-3),
-    torch.bfloat16: Tolerance(1e-8, 2e-2, 2e-2),
+    torch.float32: Tolerance(0.0, 1e-4, 1e-4),
+    torch.float16: Tolerance(0.0, 2e-3, 2e-3),
+    torch.bfloat16: Tolerance(0.0, 2e-2, 2e-2),
 }
 """By the least precise type of the reference's parameters; of the last two, rounding is measured besides."""
 _TIMES = 6.0
 """How many times the unmodified model's own largest rounding error another rounding may be off."""
 _MODERATE = 0.25
 """Of a tensor, as far as rounding in half precision may bring it where signs of activations near 0 turn."""
+_TOGETHER = 4.0
+"""How many times the norm of the unmodified model's own rounding errors in a tensor that of another rounding may be."""
+_FEW = 0.05
+"""The part of a tensor's errors, the largest, that this leaves out."""
 _ROUNDED = 1e-5
 """Of the largest number computed, what rounding in float32 may add to one that is 0 in truth; more is another branch taken."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def tolerance_of(model: nn.Module) -> Tolerance:
-    """How far apart rounding alone may bring what is computed in the types of the model's parameters."""
-    types = {each.dtype for each in model.parameters() if each.is_floating_point()}
+def tolerance_of(model: nn.Module, outputs: Iterable[tuple[str, Any]] = ()) -> Tolerance:
+    """How far apart rounding alone may bring what is computed in the types of the model's parameters and outputs."""
+    tensors = [*model.parameters(), *(each for _, each in outputs if isinstance(each, torch.Tensor))]
+    types = {each.dtype.to_real() for each in tensors if each.is_floating_point() or each.is_complex()}
     return max((_TOLERANCES[dtype] for dtype in types if dtype in _TOLERANCES), key=lambda each: each.scale, default=SAME)
 
 
@@ -50,30 +55,32 @@ def check_tolerance(tolerance: Any) -> None:
         raise VerifyError(f"tolerance is {short(tolerance)}; give numbers from 0 on")
 
 
-def with_rounding(
-    tolerance: Tolerance, reference: nn.Module, task: Task, expected: Computed, closely: bool = False
-) -> Tolerance:
-    """The tolerance with what rounding does to a weight's update, and in half precision to the unmodified model.
+def with_rounding(task: Task, reference: nn.Module, expected: Computed, closely: bool = False) -> Task:
+    """The task whose tolerance has what rounding does to a weight's update, and in half precision to the unmodified model.
 
     ``closely``, in float32 to the unmodified model, too: a gradient that is 0 in truth is nothing but rounding.
     """
     noise = {f"update of {name!r}": stored(each) for name, each in named_all(reference)} if task.level == "step" else {}
     if not is_half(reference) and not closely:
-        return replace(tolerance, noise=noise)
+        return replace(task, tolerance=replace(task.tolerance, noise=noise))
     wide = torch.float32 if is_half(reference) else torch.float64
     exact = compute(copy.deepcopy(reference).to(wide), in_wider(task, wide))
-    skipped = ("weight", "gradient of input")
     both = [
         (what, one, other)
         for what, one, other in pairs(expected, exact)
-        if one.dtype is not torch.bool and not what.startswith(skipped)
+        if one.dtype is not torch.bool and not what.startswith(_NOT_ROUNDED)
     ]
     largest = max((float(one.abs().max()) for _, one, _ in both if one.numel()), default=0.0)
     most = _ROUNDED * largest if closely else math.inf
     for what, low, high in both:
         error = rounding_error(low, high)
         noise[what] = noise.get(what, 0.0) + (error if error <= most else 0.0)
-    return replace(tolerance, noise={what: size for what, size in noise.items() if math.isfinite(size)})
+    noise = {what: size for what, size in noise.items() if math.isfinite(size)}
+    rounded = {} if closely else {what: _size_of(low.to(high.dtype) - high) for what, low, high in both}
+    return replace(task, tolerance=replace(task.tolerance, noise=noise), rounded=rounded)
+
+
+_NOT_ROUNDED = ("weight", "gradient of input", "what the forward left of input")
 
 
 def rounding_error(low: torch.Tensor, high: torch.Tensor) -> float:
@@ -97,17 +104,26 @@ def in_wider(task: Task, dtype: torch.dtype) -> Task:
     return replace(task, args=args, kwargs=kwargs, tolerance=_TOLERANCES[dtype])
 
 
-def is_moderate(expected: Computed, actual: Computed, found: Iterable[Difference]) -> bool:
-    """Whether tensors that differ do so in some elements, and by less than a quarter of themselves."""
+def is_moderate(task: Task, expected: Computed, actual: Computed, found: Iterable[Difference]) -> bool:
+    """Whether tensors that differ do so by less than a quarter of themselves, and about as much as rounding brings in all."""
     known = {what: (one, other) for what, one, other in pairs(expected, actual)}
     for each in found:
         one, other = known.get(each.what, (None, None))
         if each.absolute is None or one is None or other is None or one.shape != other.shape:
             return False
         wide = torch.promote_types(one.dtype, torch.float64)
-        if not float((other.to(wide) - one.to(wide)).norm()) <= _MODERATE * float(one.to(wide).norm()):
+        error = other.to(wide) - one.to(wide)
+        is_systematic = not _size_of(error) <= _TOGETHER * task.rounded.get(each.what, math.inf)
+        if is_systematic or not float(error.norm()) <= _MODERATE * float(one.to(wide).norm()):
             return False
     return True
+
+
+def _size_of(errors: torch.Tensor) -> float:
+    """The norm without the largest: a sign that turns makes a few large ones, what is wrong makes most of them large."""
+    errors = errors.detach().abs().double().flatten()
+    largest = errors.topk(math.ceil(_FEW * errors.numel())).values
+    return math.sqrt(max(0.0, float(errors.square().sum() - largest.square().sum())))
 
 
 def stored(weight: torch.Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,19 +13,19 @@ from torch import nn
 from ..gather import over_group
 from ..parameters import facts
 from ..random import rng_state, set_rng_state
-
-Leaves = list[tuple[str, Any]]
-"""Parts of a structure by their path in it."""
+from .leaves import Leaves, Unopened, copied, dense, leaves_of
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two numbers may be apart: ``atol + rtol * |expected| + scale * root mean square of the expected tensor``.
+    """How far two numbers may be apart: ``atol + rtol * |expected| + scale * typical size of the expected tensor``.
+
+    Integers and truth values are equal or not.
 
     Args:
         atol: Absolute.
         rtol: Relative to the number.
-        scale: Relative to the tensor.
+        scale: Relative to the tensor; see ``typical_size``.
         noise: What is added for one tensor, by what a ``Difference`` calls it.
     """
 
@@ -36,14 +36,46 @@ class Tolerance:
 
     def absolute(self, expected: torch.Tensor, what: str = "") -> float:
         """What does not depend on the single number."""
-        is_number = self.scale and expected.dtype is not torch.bool
-        numbers = expected[expected.isfinite()].abs().double() if is_number else expected.new_empty(0)
-        scale = self.scale * float(numbers.square().mean().sqrt()) if numbers.numel() else 0.0
+        scale = self.scale * typical_size(expected) if self.scale else 0.0
         return self.atol + scale + self.noise.get(what, 0.0)
 
     def accepts(self, expected: torch.Tensor, actual: torch.Tensor, what: str = "") -> torch.Tensor:
         """Which elements are close enough."""
+        if not (expected.is_floating_point() or expected.is_complex()):
+            return expected == actual
         return torch.isclose(actual, expected, rtol=self.rtol, atol=self.absolute(expected, what))
+
+
+_SAMPLED = 1 << 18
+"""Numbers of a tensor whose median is taken."""
+_MEDIANS = 30.0
+_MASKS = 100.0
+
+
+def typical_size(tensor: torch.Tensor) -> float:
+    """The root mean square of a tensor's finite numbers; not of what a few huge ones make of it.
+
+    It is at most 30 times the median of those that are not 0. The largest is left out where it stands there several times and
+    is above 100 times the median of the others: it is a mask.
+    """
+    if tensor.dtype is torch.bool or not tensor.numel():
+        return 0.0
+    numbers = tensor.detach().flatten().abs()
+    if not bool((finite := numbers.isfinite()).all()):
+        numbers = numbers[finite]
+    sample = numbers[:: max(1, numbers.numel() // _SAMPLED)].double()
+    sample = sample[sample > 0]
+    if not sample.numel():
+        return _root_mean_square(numbers)
+    largest = numbers.max()
+    others = sample[sample < largest]
+    if others.numel() and float(largest) > _MASKS * float(others.median()) and int((numbers == largest).sum()) > 1:
+        numbers, sample = numbers[numbers < largest], others
+    return min(_root_mean_square(numbers), _MEDIANS * float(sample.median()))
+
+
+def _root_mean_square(numbers: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(numbers.double())) / numbers.numel() ** 0.5 if numbers.numel() else 0.0
 
 
 @dataclass(frozen=True)
@@ -65,12 +97,13 @@ class Difference:
 
 @dataclass
 class Run:
-    """What a forward and a backward of a model computed."""
+    """What a forward and a backward of a model computed, and what they left of the tensors that they were given."""
 
     outputs: Leaves
     loss: torch.Tensor | None
     input_grads: Leaves
     param_grads: dict[str, torch.Tensor | None]
+    inputs: Leaves = field(default_factory=list)
 
 
 def assert_equivalent(
@@ -84,9 +117,10 @@ def assert_equivalent(
 ) -> None:
     """Run both models on the same inputs and random state and compare all they compute.
 
-    Compared in this order: the outputs' structure, shapes and dtypes, their values, the loss, the gradients of inputs that
-    require one, the gradient of every parameter under its name in ``before``. Gradients of sharded parameters are
-    gathered over their group, which makes the call collective. NaN is never equal. Neither model's ``.grad`` is changed.
+    Compared in this order: the outputs' structure, shapes and dtypes, their values, the loss, what is left of the inputs, the
+    gradients of those that require one, the gradient of every parameter under its name in ``before``. Gradients of sharded
+    parameters are gathered over their group, which makes the call collective. NaN is never equal. Neither model's ``.grad`` is
+    changed.
 
     Args:
         before: The unmodified model, in the same mode (training or not) as ``after``.
@@ -119,71 +153,31 @@ def run_model(
     """Run a model forward and backward on copies of the inputs; its ``.grad`` is as before. Collective where it is sharded."""
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     copies: Leaves = []
-    args, keywords = _copied(inputs, "", copies), _copied(kwargs, "", copies)
+    args, keywords = copied(inputs, "", copies), copied(kwargs, "", copies)
     try:
         for parameter in kept:
             parameter.grad = None
         outputs = model(*args, **keywords)
-        leaves = list(_leaves(outputs, "", set()))
-        copied = [(path, leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf) for path, leaf in leaves]
+        leaves = list(leaves_of(outputs, ""))
+        values = [(path, leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf) for path, leaf in leaves]
         total = loss(outputs) if loss else weighted_sum(outputs)
         if total is not None and total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
         input_grads = [(path, tensor.grad) for path, tensor in copies if tensor.requires_grad]
-        return Run(copied, None if total is None else total.detach(), input_grads, _named_gradients(model))
+        left = [(path, tensor.detach()) for path, tensor in copies]
+        return Run(values, None if total is None else total.detach(), input_grads, _named_gradients(model), left)
     finally:
         for parameter, grad in kept.items():
             parameter.grad = grad
 
 
-def _copied(value: Any, path: str, copies: Leaves) -> Any:
-    """The inputs again, with tensors that are leaves of a graph of their own; they are listed in ``copies``."""
-    if isinstance(value, torch.Tensor):
-        copy = value.detach().clone().requires_grad_(value.requires_grad)
-        copies.append((path, copy))
-        return copy
-    if type(value) is dict:
-        return {key: _copied(item, f"{path}[{key!r}]", copies) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item, f"{path}[{index}]", copies) for index, item in enumerate(value))
-    return value
-
-
-def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """What an output is made of. A container is a leaf as well, by its type, so that structures are compared too."""
-    if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
-        yield f"{path}.layout", str(value.layout)
-        parts = [(f"[{index}]", part) for index, part in enumerate(value.unbind())] if value.is_nested else [("", dense(value))]
-        yield from ((path + step, part) for step, part in parts)
-        return
-    if isinstance(value, torch.Tensor) or value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        yield path, value
-        return
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    yield path, type(value)
-    for step, item in _items(value):
-        yield from _leaves(item, path + step, seen)
-
-
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from ((f".{entry.name}", getattr(value, entry.name)) for entry in fields(value))
-    elif not isinstance(value, (type, nn.Module)):
-        yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items() if not callable(item))
-
-
 def weighted_sum(outputs: Any) -> torch.Tensor | None:
     """A sum of all floating numbers with fixed weights that differ from one to the next; None where nothing has gradients."""
     total = None
-    for _, leaf in _leaves(outputs, "", set()):
+    for _, leaf in leaves_of(outputs, ""):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             real = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).double()
+            real = torch.where(real.isfinite(), real, 0.0)  # infinities of both signs would have no sum
             weights = torch.cos(torch.arange(real.numel(), dtype=torch.float64, device=real.device)).view(real.shape)
             term = (real * weights).sum()
             total = term if total is None else total + term
@@ -200,15 +194,11 @@ def _named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return found
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Its numbers as a strided tensor; the gradient of an embedding may be a sparse one."""
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
 def differences(expected: Run, actual: Run, tolerance: Tolerance) -> Iterator[Difference]:
     """What two runs have different, in the order in which ``assert_equivalent`` names it."""
     yield from _of_leaves("output", expected.outputs, actual.outputs, tolerance)
     yield from difference("loss", expected.loss, actual.loss, tolerance)
+    yield from _of_leaves("what the forward left of input", expected.inputs, actual.inputs, tolerance)
     yield from _of_leaves("gradient of input", expected.input_grads, actual.input_grads, tolerance)
     yield from of_named("gradient", expected.param_grads, actual.param_grads, tolerance)
 
@@ -248,6 +238,8 @@ def _of_leaves(what: str, expected: Leaves, actual: Leaves, tolerance: Tolerance
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)} on {value.device.type}"
+    if isinstance(value, Unopened):
+        return f"a {value.kind.__qualname__}"
     if isinstance(value, type):
         return f"a {value.__qualname__}"
     return "nothing" if value is None else f"a {type(value).__qualname__}"
@@ -262,7 +254,22 @@ def _of_values(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> I
         yield Difference(what, f"{what}: expected {expected!r}, found {actual!r}")
 
 
+_WIDER = {
+    torch.complex32: torch.complex64,
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+    **{getattr(torch, name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
+}
+"""Types that torch stores, and does not compare."""
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a type that can be compared."""
+    return tensor.view(torch.int64) if tensor.dtype is torch.uint64 else tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+
+
 def _of_tensors(what: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> Iterator[Difference]:
+    expected, actual = comparable(expected), comparable(actual)
     for label, tensor in (("before", expected), ("after", actual)):
         if count := int(torch.isnan(tensor).sum()):
             yield Difference(what, f"{what}: {label} has {count} NaN in {tensor.numel()} elements")
@@ -274,12 +281,12 @@ def _of_tensors(what: str, expected: torch.Tensor, actual: torch.Tensor, toleran
     error = torch.where(expected == actual, 0, (actual.to(wide) - expected.to(wide)).abs())
     relative = error / expected.to(wide).abs()
     relative = torch.where(error == 0, 0, relative)
-    wrong = int((~close).sum())
+    wrong, allowed = int((~close).sum()), tolerance.absolute(expected, what)
+    bounds = f"; allowed {allowed:.3g} + {tolerance.rtol:g} x before" if allowed or tolerance.rtol else ""
     yield Difference(
         what,
         f"{what}: {wrong} of {close.numel()} elements differ; largest absolute error {_number(error)} at "
-        f"{_index(error)}, largest relative error {_number(relative)}; "
-        f"allowed {tolerance.absolute(expected, what):.3g} + {tolerance.rtol:g} x before",
+        f"{_index(error)}, largest relative error {_number(relative)}{bounds}",
         float(error.max()),
         float(relative.max()),
     )

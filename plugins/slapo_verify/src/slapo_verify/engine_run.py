@@ -1,0 +1,142 @@
+"""What an engine trains of a model, and the unmodified model of the same batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.agreement import gather
+from slapo_core.build import build
+from slapo_core.errors import VerifyError
+from slapo_core.gather import over_group
+from slapo_core.parameters import facts
+from slapo_core.schedule import Schedule
+
+from .compare import OptimizerFactory
+from .dropouts import switch_off
+from .meeting import Ranks
+from .plain_steps import LossFn, Trained, plain_steps
+from .replay import fresh_schedule, replay
+from .report import short
+
+Scheduled = Callable[[nn.Module], Schedule]
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """One model, batch and schedule, to be trained by several engines."""
+
+    reference: nn.Module
+    schedule: Callable[[], Schedule]
+    batch: dict[str, Any]
+    steps: int
+    loss_fn: LossFn | None
+    optimizer: OptimizerFactory
+    options: dict[str, Any]
+
+    def plainly(self, dtype: torch.dtype | None = None) -> Trained:
+        """What the unmodified model does, in a type of its own, by those of the engine's options that mean something to it."""
+        model = self.reference if dtype is None else copy.deepcopy(self.reference).to(dtype)
+        clip, rate = (self.options.get(name) for name in ("clip", "lr_scheduler"))
+        largest = clip if isinstance(clip, (int, float)) and clip > 0 else 0.0
+        factory = rate if callable(rate) else None
+        return plain_steps(model, self.batch, self.steps, self.loss_fn, self.optimizer, largest, factory)
+
+    def trained(self, target: str) -> tuple[Trained, Schedule, list[str]]:
+        """What a new engine trains, its schedule, and what was compared on which ranks. Collective."""
+        sch = self.schedule()
+        switch_off(sch.mod)
+        ranks = Ranks.of(sch.mesh, sch.group if sch.mesh is None else None)
+        return ranks.alike(lambda: self._trained(sch, target), watched=False)  # engines look at their works themselves
+
+    def _trained(self, sch: Schedule, target: str) -> tuple[Trained, Schedule, list[str]]:
+        share, layout = self.share(sch), _layout(sch)
+        engine: Any = build(sch, target, optimizer=self.optimizer, loss_fn=self.loss_fn, **self.options)
+        whole = getattr(engine, "whole_parameters", nullcontext)
+        with closing(engine):
+            with whole():
+                before = _copies(engine.module)
+            first = engine.eval_batch(**share).item()
+            losses = [engine.train_batch(**share).item() for _ in range(self.steps)]
+            evaluations = (first, engine.eval_batch(**share).item())
+            with whole():
+                after = _copies(engine.module)
+                full = {name: value for name, value in sch.full_state("param").items() if value is not None}
+        stages = len(sch.program.stages) if sch.program is not None else 1
+        own = {name: each.detach() for name, each in self.reference.named_parameters(remove_duplicate=False)}
+        copies = [
+            {name: value.double() - before[at][name].double() for name, value in copy.items()} for at, copy in after.items()
+        ]
+        updates = {name: full[name].double() - own[name].double() for name in own if name in full}
+        kinds = tuple(sorted({str(value.dtype) for copy in after.values() for value in copy.values()}))
+        note = f"{target}: {layout}, {stages} stage{'s' if stages > 1 else ''}; {_told(self.options)}"
+        return Trained(target, tuple(losses), evaluations, updates, copies, kinds), sch, [note]
+
+    def share(self, sch: Schedule) -> dict[str, Any]:
+        """This data-parallel rank's rows of the batch."""
+        mesh = sch.mesh
+        if mesh is None or "dp" not in (mesh.mesh_dim_names or ()):
+            return dict(self.batch)
+        parts, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
+        cut = {name for name, value in self.batch.items() if isinstance(value, torch.Tensor) and value.dim()}
+        rows = {len(self.batch[name]) for name in cut}
+        if any(number % parts for number in rows):
+            raise VerifyError(f"a batch of {min(rows)} rows cannot be divided among {parts} data-parallel ranks")
+        return {name: value.chunk(parts)[rank] if name in cut else value for name, value in self.batch.items()}
+
+
+def maker(schedule: Schedule | Scheduled, reference: nn.Module) -> Callable[[], Schedule]:
+    """Makes the schedule of a new copy of the model."""
+    if isinstance(schedule, Schedule):
+        top = schedule.get_top_schedule()
+        return lambda: replay(fresh_schedule(reference, top), top.journal.steps)
+    if not callable(schedule):
+        raise VerifyError(f"schedule is {short(schedule)}; give a schedule, or a function that makes one of a model")
+
+    def make() -> Schedule:
+        sch = schedule(copy.deepcopy(reference))
+        if not isinstance(sch, Schedule):
+            raise VerifyError(f"the function that schedules gave {sch!r}; let it return the schedule")
+        return sch.get_top_schedule()
+
+    return make
+
+
+def _copies(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """What this rank holds of parameters, by current name: whole, under each original name. Collective."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        value = over_group(parameter, torch.Tensor.detach)
+        assert value is not None
+        found[name] = dict.fromkeys(facts(parameter).names or (name,), value)
+    return found
+
+
+def everywhere(value: Any, sch: Schedule) -> list[Any]:
+    """The value of each rank of the schedule, once. Collective."""
+    return gather(value, sch.mesh, sch.group if sch.mesh is None else None)
+
+
+def _layout(sch: Schedule) -> str:
+    sizes = {axis: sch.mesh[axis].size() for axis in sch.mesh.mesh_dim_names or ()} if sch.mesh is not None else {}
+    ranks = len(everywhere(None, sch))
+    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (
+        f" ({', '.join(f'{a} {n}' for a, n in sizes.items())})" if sizes else ""
+    )
+
+
+def _told(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_shown(value)}" for name, value in options.items()) or "all options by default"
+
+
+def _shown(value: Any) -> str:
+    """The same on every rank: a function by its name, not by where it is in memory."""
+    inner = value.func if isinstance(value, partial) else value
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__)) if callable(inner) else repr(value)
