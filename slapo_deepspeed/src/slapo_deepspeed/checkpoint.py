@@ -18,7 +18,8 @@ from slapo_training import checkpoint_folder, engine_checkpoint
 from slapo_training.batches import fingerprint
 from slapo_training.engine_checkpoint import Beside, Position
 from slapo_training.meeting import on_all
-from slapo_training.model_tensors import buffers
+from slapo_training.model_tensors import buffers, unfold
+from slapo_training.optimizers import rate_kind
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers
 
@@ -105,6 +106,8 @@ def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: P
     """
     ranks = Ranks.of(program)
     complete = checkpoint_folder.opened(path, TARGET, ranks)
+    for buffer in buffers(module).values():
+        unfold(buffer)
     saved, own = complete.about, _steps(model, program)
 
     def check() -> None:
@@ -207,7 +210,7 @@ def _steps(model: Any, program: Program) -> dict[str, Any]:
     return {
         "optimizer": None if optimizer is None else type(optimizer).__name__,
         "groups": groups if len(by_stage) == 1 else [by_stage[stage] for stage in sorted(by_stage)],
-        "lr_scheduler": None if model.lr_scheduler is None else type(model.lr_scheduler).__name__,
+        "lr_scheduler": None if model.lr_scheduler is None else rate_kind(model.lr_scheduler),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
@@ -16,6 +17,9 @@ from slapo_core.agreement import compare
 from slapo_core.errors import BuildError
 from slapo_training import checkpoint_folder, engine_checkpoint
 from slapo_training.engine_checkpoint import Position
+from slapo_training.handing import Handed
+from slapo_training.model_tensors import write
+from slapo_training.optimizers import rate_kind
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers
 
@@ -98,21 +102,23 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
 
     def put() -> None:
         state = found["state"]
-        with torch.no_grad():
-            for key, saved in state["model"].items():
-                held.tensors[key].copy_(saved)
+        for key, saved in state["model"].items():
+            write(held.tensors[key], saved)
         if (inner := _inner(engine)) is not None:
             if not has_stepped:
                 inner.state.clear()
             found["take"](state["optimizer"])
             for group, saved in zip(inner.param_groups, state["common"]["groups"], strict=True):
                 group.update(saved)
-        if engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(state["common"]["rate"])
         beside.put(held.buffers())
         engine.has_stepped = has_stepped
 
-    own = _about(engine, held)
+    def hand() -> None:
+        if (rate := engine.lr_scheduler) is not None:
+            saved = found["state"]["common"]["rate"]
+            handed.to(rate_kind(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
+
+    own, handed = _about(engine, held), Handed()
     ranks.on_all(lambda: _check(complete.about, own))
     with checkpoint_folder.reading(complete):
         checkpoint_folder.verify(complete, ranks)
@@ -121,7 +127,9 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
         is_new = inner is not None and not inner.state
         try:
             ranks.on_all(read)  # which makes the optimizer's state
+            ranks.on_all(hand)
         except Exception:
+            handed.take_back()
             if inner is not None and is_new:
                 inner.state.clear()
             raise
@@ -173,7 +181,7 @@ def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
     return {
         "precision": engine.options.precision,
         "optimizer": kind,
-        "lr_scheduler": None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__,
+        "lr_scheduler": None if engine.lr_scheduler is None else rate_kind(engine.lr_scheduler),
         "groups": 0 if optimizer is None else len(optimizer.param_groups),
         "group_of": {} if optimizer is None else OptimizerState(engine, held).groups(),
         "shapes": held.shapes,

@@ -27,13 +27,18 @@ def buffers(module: nn.Module) -> Tensors:
     return _by_first_name(held.values())
 
 
+def unfold(tensor: torch.Tensor) -> None:
+    """Give a tensor that was expanded memory for all of its elements, so that they can be written."""
+    if tensor.layout is torch.strided and any(
+        size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        tensor.data = tensor.detach().contiguous()
+
+
 @torch.no_grad()
 def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Put values into a tensor; one that was expanded gets memory for all of its elements."""
-    if tensor.layout is torch.strided and any(
-        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
-        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    """Put values into a tensor."""
+    unfold(tensor)
     tensor.copy_(values)
 
 
