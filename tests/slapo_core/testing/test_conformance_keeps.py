@@ -321,5 +321,22 @@ def test_a_model_may_work_in_place_of_its_input() -> None:
     check_primitive("does_nothing", [replace(example(), model=Overwrites)])
 
 
+class Sparse(Model):
+    """Has a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[:3](x) + self.embed(torch.tensor([0, 2]))
+
+
+def test_gradients_may_be_sparse() -> None:
+    for check in primitive_checks("does_nothing", [replace(example(), model=Sparse)]):
+        if check.name in ("process", "numerics"):
+            check()
+
+
 def test_any_keyword_may_be_an_argument() -> None:
     check_primitive("marks", [example(kwargs={"owner": "me"}, refused=[Refused("no free name", kwargs={"forward": 1})])])

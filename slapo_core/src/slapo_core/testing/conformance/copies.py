@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...parameters import facts, shard_spec
 from ...wrapping import forward_wrappers
@@ -39,5 +40,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where it begins; 0 where there is none."""
-    return 0 if tensor.is_meta or not tensor.numel() else tensor.untyped_storage().data_ptr()
+    """Where it begins; 0 where there is none, or several."""
+    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from ...parameters import is_part
 from ...schedule import Schedule
@@ -21,7 +22,7 @@ def check_replicas(schedule: Schedule) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size(schedule.group) == 1:
         return
-    mine = {name: _digest(tensor) for name, tensor in schedule.mod.named_parameters() if not is_part(tensor)}
+    mine = {name: _digest(tensor) for name, tensor in schedule.mod.named_parameters() if _is_whole(tensor)}
     found: list[Any] = [None] * dist.get_world_size(schedule.group)
     dist.all_gather_object(found, mine, group=schedule.group)
     for rank, theirs in enumerate(found):
@@ -29,6 +30,11 @@ def check_replicas(schedule: Schedule) -> None:
             raise ConformanceError(
                 f"the parameter {apart[0]!r}, which is not sharded, is another one on rank {rank} than on rank 0"
             )
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """And has values."""
+    return not (is_part(tensor) or is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided)
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -39,10 +39,15 @@ def _backward(case: Case, model: nn.Module) -> dict[str, tuple[torch.Tensor, tor
     total = weighted_sum(model(*args, **kwargs))
     if total is not None:
         total.backward()  # type: ignore[no-untyped-call]
-    found = {name: (tensor, tensor.grad) for name, tensor in _named(model) if tensor.grad is not None}
+    found = {name: (tensor, _dense(tensor.grad)) for name, tensor in _named(model) if tensor.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
     return found
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """An embedding's may be sparse."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,4 +59,4 @@ def _descend(held: dict[str, tuple[torch.Tensor, torch.Tensor]], rate: float) ->
     """Each parameter once, whatever names it has."""
     with torch.no_grad():
         for tensor, gradient in {id(tensor): (tensor, gradient) for tensor, gradient in held.values()}.values():
-            tensor.sub_(gradient.to_dense() if gradient.layout is not torch.strided else gradient, alpha=rate)
+            tensor.sub_(gradient, alpha=rate)
