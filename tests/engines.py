@@ -22,7 +22,7 @@ import slapo_sharding.plugin
 from slapo_core.build import build
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule, create_schedule
-from slapo_training.checkpoint_folder import MANIFEST, content_of, manifest
+from slapo_training.manifest import MANIFEST, content_of, text_of
 from tests.engine_models import (
     Gated,
     Halves,
@@ -81,7 +81,7 @@ def reseal(folder: Path) -> None:
     for name in content["files"]:
         found = (folder / content["data"] / name).read_bytes()
         content["files"][name] = [len(found), hashlib.sha256(found).hexdigest()]
-    file.write_text(manifest(content))
+    file.write_text(text_of(content))
 
 
 def trained(engine: Any, data: Iterable[dict[str, Any]]) -> list[float]:

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from slapo_core.errors import BuildError
 from slapo_core.testing import run_distributed
-from slapo_training.checkpoint_folder import content_of
+from slapo_training.manifest import content_of
 from tests.engines import reseal
 
 from .counts import BATCH, engine_of

@@ -8,10 +8,8 @@ the new one, whole, and what a crash leaves behind is named by nothing; the next
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -27,11 +25,10 @@ from slapo_core.causes import reason
 from slapo_core.errors import BuildError, SlapoError
 from slapo_core.logger import get_logger
 
+from .manifest import FORMAT, MANIFEST, content_in, data_of, folder_of, has_strangers, read, target_of, text_of
 from .ranks import Ranks
 
-MANIFEST = "slapo.json"
 _LOCK = "slapo.lock"
-_FORMAT = 5
 _DATA = "data-"
 _LEFT_DATA, _LEFT_MANIFEST = (re.compile(re.escape(name) + "[0-9a-f]{32}") for name in (_DATA, f"{MANIFEST}."))
 _SHOWN = 8
@@ -62,12 +59,12 @@ class Writing:
         Raises:
             BuildError: another target's checkpoint is there, something else of its name, or a file; or it is no path.
         """
-        folder = _folder(path)
+        folder = folder_of(path)
         if folder.exists() and not folder.is_dir():
             raise BuildError(f"{fspath(path)!r} is a file; give a folder")
-        if _has_strangers(folder):
+        if has_strangers(folder):
             raise BuildError(f"{fspath(path)!r} has a {MANIFEST} that is no checkpoint's; give another folder, or move it away")
-        if (whose := _target_of(folder)) not in (None, target):
+        if (whose := target_of(folder)) not in (None, target):
             raise BuildError(
                 f"{fspath(path)!r} has a checkpoint of target {whose!r}, and this engine is of {target!r}; give another folder"
             )
@@ -96,7 +93,7 @@ class Writing:
         def make() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.folder)
-            if (kept := _data_of(self.folder)) is not None:
+            if (kept := data_of(self.folder)) is not None:
                 _remove_left(self.folder, kept)
             self.data.mkdir()
 
@@ -121,9 +118,9 @@ class Writing:
             files = {name: [sizes[name], total] for own in everyone for name, total in own.items()}
             for each in {self.data, *(directory for directory in self.data.rglob("*") if directory.is_dir())}:
                 _sync(each)
-            content = {"format": _FORMAT, "target": self.target, "number": self.number, "data": self.data.name, "files": files}
+            content = {"format": FORMAT, "target": self.target, "number": self.number, "data": self.data.name, "files": files}
             made = self.folder / f"{MANIFEST}.{self.number}"
-            made.write_text(manifest({**content, **about}))
+            made.write_text(text_of({**content, **about}))
             _sync(made)
             os.replace(made, self.folder / MANIFEST)
             for each in (self.folder, self.folder.parent):
@@ -148,7 +145,7 @@ class Writing:
             yield ranks.telling(self._told)
         except BaseException:
             if ranks.place == 0:
-                if _data_of(self.folder) != self.data.name:
+                if data_of(self.folder) != self.data.name:
                     shutil.rmtree(self.data, ignore_errors=True)
                 self._unlock()
             raise
@@ -182,26 +179,13 @@ class Checkpoint(NamedTuple):
     about: dict[str, Any]
 
 
-def _folder(path: Any) -> Path:
-    if not isinstance(path, (str, PathLike)) or not isinstance(fspath(path), str) or not fspath(path):
-        raise BuildError(f"the folder of a checkpoint is {path!r}; give a path")
-    try:
-        os.stat(path)
-    except OSError as err:
-        if err.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            raise BuildError(f"the folder of a checkpoint is {path!r}: {err.strerror}; give another path") from err
-    except ValueError as err:
-        raise BuildError(f"the folder of a checkpoint is {path!r}: {err}; give another path") from err
-    return Path(path)
-
-
 def opened(path: str | PathLike[str], target: str, ranks: Ranks) -> Checkpoint:
     """A complete checkpoint, whose files are not looked at yet. Collective.
 
     Raises:
         BuildError: on every rank: there is none, it is another target's, or the ranks have different ones.
     """
-    everyone = ranks.on_all(lambda: _read(_folder(path), target))
+    everyone = ranks.on_all(lambda: read(folder_of(path), target))
     about: dict[str, Any] = everyone[ranks.place]
     if len({each["number"] for each in everyone}) > 1:
         raise BuildError("the ranks load different checkpoints; give every rank the same one")
@@ -218,7 +202,7 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
     try:
         yield
     except Exception as err:
-        now = _content(checkpoint.folder)
+        now = content_in(checkpoint.folder)
         if now is not None and now["number"] != checkpoint.about["number"]:
             raise BuildError(f"{fspath(checkpoint.folder)!r} was saved anew while it was loaded; load it again") from err
         raise
@@ -238,80 +222,6 @@ def verify(checkpoint: Checkpoint, ranks: Ranks) -> None:
         more = f", and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         shown = ", ".join(faults[:_SHOWN]) + more
         raise BuildError(f"the checkpoint {fspath(checkpoint.folder)!r} is damaged: {shown}; load another one")
-
-
-def manifest(content: Mapping[str, Any]) -> str:
-    """The text of a manifest, with its own sum."""
-    text = json.dumps(content, indent=1, sort_keys=True)
-    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "checkpoint": content}, indent=1, sort_keys=True)
-
-
-def content_of(text: str) -> dict[str, Any]:
-    """What is in a manifest.
-
-    Raises:
-        ValueError: it is not what was written.
-    """
-    found = json.loads(text)
-    content: dict[str, Any] = found["checkpoint"]
-    if json.loads(manifest(content)) != found:
-        raise ValueError("its sum is another one")
-    return content
-
-
-def _read(folder: Path, target: str) -> dict[str, Any]:
-    path = fspath(folder)
-    if not folder.is_dir():
-        raise BuildError(f"{path!r} is no checkpoint of target {target!r}: there is no such folder")
-    if not (folder / MANIFEST).exists():
-        raise BuildError(f"{path!r} is no complete checkpoint of target {target!r}: it has no {MANIFEST}")
-    try:
-        text = (folder / MANIFEST).read_text()
-        written = json.loads(text)
-        kind = written["checkpoint"].get("format") if "checkpoint" in written else written.get("format")
-        if kind == _FORMAT:
-            written = content_of(text)
-    except OSError as err:
-        raise BuildError(f"{MANIFEST} of the checkpoint {path!r} cannot be read: {err.strerror}; load another one") from err
-    except (ValueError, KeyError, AttributeError, TypeError) as err:
-        raise BuildError(f"the checkpoint {path!r} is damaged: {MANIFEST} is not what was written; load another one") from err
-    if kind != _FORMAT:
-        raise BuildError(
-            f"{path!r} has format {kind}, this version reads format {_FORMAT}; save it anew, or install a newer version"
-        )
-    if (whose := written["target"]) != target:
-        raise BuildError(f"{path!r} is a checkpoint of target {whose!r}, and this engine is of {target!r}; load it there")
-    return dict(written)
-
-
-def _has_strangers(folder: Path) -> bool:
-    """Whether it has a manifest's name for something else; of one that is damaged the rest tells what it was."""
-    try:
-        text = (folder / MANIFEST).read_text(errors="replace")
-    except OSError:
-        return False
-    return not any(mark in text for mark in ('"sha256"', '"checkpoint"'))
-
-
-def _target_of(folder: Path) -> str | None:
-    """Whose checkpoint is in a folder; None where there is none that can be read."""
-    content = _content(folder)
-    return None if content is None else str(content.get("target"))
-
-
-def _data_of(folder: Path) -> str | None:
-    """The data that belong to the folder's checkpoint, "" where it has none; None where that cannot be told."""
-    content = _content(folder)
-    if content is not None:
-        return str(content.get("data"))
-    return None if (folder / MANIFEST).exists() else ""
-
-
-def _content(folder: Path) -> dict[str, Any] | None:
-    try:
-        return content_of((folder / MANIFEST).read_text())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _locked(folder: Path) -> int | None:

@@ -35,10 +35,12 @@ def export_weights(
 ) -> None:
     """Write the weights as the unmodified model's ``save_pretrained`` would: ``from_pretrained(folder)`` gives the same model.
 
-    Collective over the ranks of the engine or schedule; the first of them writes. A model of Transformers gets its configs too,
-    and the names and tensors that its class writes, which may be others than those in memory; any other model has the names of
-    its ``state_dict``. A tie is written once, and neither rows that a vocabulary was padded with nor buffers that are not
-    persistent are. Files of a former export are replaced when the new ones are complete, and others in the folder stay.
+    Collective over the ranks of the engine or schedule; the first of them writes. One that gives neither knows of no others and
+    fails alone, and these wait for it as long as their group does, or until its process ends. A model of Transformers gets its
+    configs too, and the names and tensors that its class writes, which may be others than those in memory; any other model has
+    the names of its ``state_dict``, without extra state. A tie is written once, and neither rows that a vocabulary was padded
+    with nor buffers that are not persistent are. Files of a former export are replaced when the new ones are complete, and
+    others in the folder stay.
 
     Args:
         source: What ``build`` returned, or a schedule that no engine was built of.

@@ -1,0 +1,111 @@
+"""A checkpoint's folder and the manifest in it: what it is of, and the files that belong to it with their sums."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from slapo_core.errors import BuildError
+
+MANIFEST = "slapo.json"
+FORMAT = 5
+
+
+def folder_of(path: Any) -> Path:
+    """The folder of a checkpoint, as a user gives it; ``BuildError`` where none can have that name."""
+    if not isinstance(path, (str, PathLike)) or not isinstance(fspath(path), str) or not fspath(path):
+        raise BuildError(f"the folder of a checkpoint is {path!r}; give a path")
+    try:
+        os.stat(path)
+    except OSError as err:
+        if err.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise BuildError(f"the folder of a checkpoint is {path!r}: {err.strerror}; give another path") from err
+    except ValueError as err:
+        raise BuildError(f"the folder of a checkpoint is {path!r}: {err}; give another path") from err
+    return Path(path)
+
+
+def text_of(content: Mapping[str, Any]) -> str:
+    """The text of a manifest, with its own sum."""
+    text = json.dumps(content, indent=1, sort_keys=True)
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "checkpoint": content}, indent=1, sort_keys=True)
+
+
+def content_of(text: str) -> dict[str, Any]:
+    """What is in a manifest.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    found = json.loads(text)
+    content: dict[str, Any] = found["checkpoint"]
+    if json.loads(text_of(content)) != found:
+        raise ValueError("its sum is another one")
+    return content
+
+
+def read(folder: Path, target: str) -> dict[str, Any]:
+    """What a complete checkpoint of a target's is.
+
+    Raises:
+        BuildError: there is none, a damaged one, or another target's.
+    """
+    path = fspath(folder)
+    if not folder.is_dir():
+        raise BuildError(f"{path!r} is no checkpoint of target {target!r}: there is no such folder")
+    if not (folder / MANIFEST).exists():
+        raise BuildError(f"{path!r} is no complete checkpoint of target {target!r}: it has no {MANIFEST}")
+    try:
+        text = (folder / MANIFEST).read_text()
+        written = json.loads(text)
+        kind = written["checkpoint"].get("format") if "checkpoint" in written else written.get("format")
+        if kind == FORMAT:
+            written = content_of(text)
+    except OSError as err:
+        raise BuildError(f"{MANIFEST} of the checkpoint {path!r} cannot be read: {err.strerror}; load another one") from err
+    except (ValueError, KeyError, AttributeError, TypeError) as err:
+        raise BuildError(f"the checkpoint {path!r} is damaged: {MANIFEST} is not what was written; load another one") from err
+    if kind != FORMAT:
+        raise BuildError(
+            f"{path!r} has format {kind}, this version reads format {FORMAT}; save it anew, or install a newer version"
+        )
+    if (whose := written["target"]) != target:
+        raise BuildError(f"{path!r} is a checkpoint of target {whose!r}, and this engine is of {target!r}; load it there")
+    return dict(written)
+
+
+def has_strangers(folder: Path) -> bool:
+    """Whether it has a manifest's name for something else; of one that is damaged the rest tells what it was."""
+    try:
+        text = (folder / MANIFEST).read_text(errors="replace")
+    except OSError:
+        return False
+    return not any(mark in text for mark in ('"sha256"', '"checkpoint"'))
+
+
+def target_of(folder: Path) -> str | None:
+    """Whose checkpoint is in a folder; None where there is none that can be read."""
+    content = content_in(folder)
+    return None if content is None else str(content.get("target"))
+
+
+def data_of(folder: Path) -> str | None:
+    """The data that belong to the folder's checkpoint, "" where it has none; None where that cannot be told."""
+    content = content_in(folder)
+    if content is not None:
+        return str(content.get("data"))
+    return None if (folder / MANIFEST).exists() else ""
+
+
+def content_in(folder: Path) -> dict[str, Any] | None:
+    """What is in a folder's manifest; None where there is none that can be read."""
+    try:
+        return content_of((folder / MANIFEST).read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
