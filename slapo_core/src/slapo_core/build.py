@@ -51,8 +51,9 @@ def build(
         param_init_fn: Initialiser for weights on the meta device; see ``slapo_core.weights.materialize``.
         seed: Its seed.
         **config: For the plugins and the dialect. All that train take ``lr_scheduler``, a factory ``optimizer -> ...`` of
-            ``torch.optim.lr_scheduler``, and ``ignore_index``, the label value that the loss leaves out; what else one takes,
-            ``config`` for an engine's own configuration among it, its README says.
+            ``torch.optim.lr_scheduler``, and ``ignore_index``, the label value that the loss leaves out; ``slapo_weights``
+            takes ``weights``, a folder of safetensors for weights on the meta device. What else a dialect takes, ``config`` for
+            an engine's own configuration among it, its README says.
 
     Returns:
         An engine; it unpacks as ``module, optimizer``.
