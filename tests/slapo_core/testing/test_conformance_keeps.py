@@ -1,11 +1,10 @@
-"""The conformance kit: faults in what a step keeps, arguments, hooks and memory, or refuses; and right steps that pass."""
+"""The conformance kit: faults in what a step keeps, arguments, hooks and memory, or refuses."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 from slapo_core import Primitive, Schedule, ScheduleError, hookimpl
 from slapo_core.parameters import successor
-from slapo_core.testing.conformance import ConformanceError, Example, Refused, check_primitive, primitive_checks
+from slapo_core.testing.conformance import ConformanceError, Example, primitive_checks
 from slapo_core.wrapping import wrap_forward
 
 HERE = __name__
@@ -72,19 +71,6 @@ class Another(nn.Linear):
     """Computes what a Linear does."""
 
 
-class Adapted(nn.Module):
-    """A Linear with a change of low rank, which begins with none."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Parameter(torch.empty(2, base.in_features, dtype=base.weight.dtype))
-        self.up = nn.Parameter(torch.zeros(base.out_features, 2, dtype=base.weight.dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
-
-
 def planted(function: Any) -> Any:
     """Make a primitive of a function of a schedule, which is for a Linear."""
     name = function.__name__
@@ -121,11 +107,6 @@ def changes_a_tensor(schedule: Schedule, given: torch.Tensor) -> None:
 @planted
 def averages(schedule: Schedule) -> None:
     wrap_forward(schedule.mod, Averages())
-
-
-@planted
-def does_nothing(schedule: Schedule) -> None:
-    wrap_forward(schedule.mod, as_it_was)
 
 
 @planted
@@ -199,50 +180,9 @@ class Scaled(nn.Linear):
         return F.linear(x, self.scaled / 2, self.bias)
 
 
-@planted
-def adapts(schedule: Schedule) -> None:
-    """Freeze a Linear, and train
-    a change of low rank.
-    """
-    old = schedule.mod
-    new = Adapted(old)
-    nn.init.normal_(new.down, std=0.1)
-    old.requires_grad_(False)
-    schedule.apply("replace", new)
-
-
-@planted
-def adapts_by_rank(schedule: Schedule) -> None:
-    new = Adapted(schedule.mod)
-    with torch.random.fork_rng():
-        torch.manual_seed(schedule.rank)
-        nn.init.normal_(new.down, std=0.1)
-    schedule.apply("replace", new)
-
-
-class Marks(Primitive):
-    """Set any attributes of the module.
-
-    Args:
-        **marks: Name to value.
-    """
-
-    name = "marks"
-
-    @staticmethod
-    def check(schedule: Schedule, **marks: Any) -> None:
-        if "forward" in marks:
-            raise ScheduleError("forward is no free name; give another one", path=schedule.path, primitive="marks")
-
-    @staticmethod
-    def apply(schedule: Schedule, **marks: Any) -> None:
-        for name, value in marks.items():
-            setattr(schedule.mod, name, value)
-
-
 @hookimpl
 def slapo_primitives() -> dict[str, Any]:
-    return {**PLANTED, "anywhere": f"{HERE}:Anywhere", "renames": f"{HERE}:Renames", "marks": f"{HERE}:Marks"}
+    return {**PLANTED, "anywhere": f"{HERE}:Anywhere", "renames": f"{HERE}:Renames"}
 
 
 def example(**options: Any) -> Example:
@@ -298,45 +238,3 @@ def test_an_author_s_arguments_are_not_used_up() -> None:
     given = {"rows": [1]}
     told("uses_up_in_a_dict", "undo", args=(given,))
     assert given == {"rows": [1]}
-
-
-@pytest.mark.multiproc
-def test_parameters_that_ranks_draw_otherwise_are_told() -> None:
-    sentence = "the parameter '2.down', which is not sharded, is another one on rank 1 than on rank 0"
-    assert sentence in told("adapts_by_rank", "contracts", ranks=2, changes=["state_dict"])
-
-
-def test_new_parameters_may_begin_at_random() -> None:
-    check_primitive("adapts", [example(changes=["requires_grad", "state_dict"])])
-
-
-class Overwrites(Model):
-    """Works in place of its input, which a leaf that requires gradients does not stand."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.add_(1))
-
-
-def test_a_model_may_work_in_place_of_its_input() -> None:
-    check_primitive("does_nothing", [replace(example(), model=Overwrites)])
-
-
-class Sparse(Model):
-    """Has a sparse gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(3, 4, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self[:3](x) + self.embed(torch.tensor([0, 2]))
-
-
-def test_gradients_may_be_sparse() -> None:
-    for check in primitive_checks("does_nothing", [replace(example(), model=Sparse)]):
-        if check.name in ("process", "numerics"):
-            check()
-
-
-def test_any_keyword_may_be_an_argument() -> None:
-    check_primitive("marks", [example(kwargs={"owner": "me"}, refused=[Refused("no free name", kwargs={"forward": 1})])])
