@@ -27,6 +27,8 @@ from .rounding import check_tolerance, rounding_error, tolerance_of
 from .verify import verify
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DIVIDED = 2.0
+"""How many times as far off as rounding alone may bring: Adam, say, divides by the size of gradients, and goes on from that."""
 _EXACT = Tolerance(0.0, 0.0)
 
 
@@ -179,7 +181,7 @@ def _closely(run: EngineRun, expected: Trained, allowed: Tolerance) -> tuple[Tol
         return None
     noise, unseen = dict(allowed.noise), []
     for what, one in expected.values().items():
-        error = rounding_error(one, exact[what])
+        error = _DIVIDED * rounding_error(one, exact[what])
         noise[what] = noise.get(what, 0.0) + error
         if error and error >= float(one.abs().max()):
             unseen.append(what)
