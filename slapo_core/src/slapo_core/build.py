@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .parameters import facts, shard_spec
 from .program import Program, Stage
 from .registry import Registry, default_registry
 from .schedule import Schedule
-from .weights import Initialiser, empty_again, materialize
+from .weights import Initialiser, materialize
 
 _OF_THIS_RANK = r"( at)? 0x[0-9a-f]+|(?<=cuda):\d+"
 _DEFAULTS: dict[str, Any] = {"optimizer": None, "loss_fn": None, "microbatches": 1, "precision": "fp32", "clip": 0.0}
@@ -76,9 +77,14 @@ def build(
         error = err
     agree(error, *ranks)
     compare(planned, *ranks)
-    with empty_again((program.module, *(stage.module for stage in program.stages))):
+    device = program.mesh.device_type if program.mesh is not None else "cpu"
+    held = [stage.module for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
+    with ExitStack() as filled:
         try:
-            _give_values(program, fillers, param_init_fn, seed)
+            for fill in fillers:
+                if undo := fill(program, held, device):
+                    filled.push(undo)
+            materialize(program.module, held, param_init_fn=param_init_fn, seed=seed, device=device)
         except Exception as err:
             error = err
         agree(error, *ranks)
@@ -110,7 +116,7 @@ def _planned(target: str | None, common: dict[str, Any], program: Program) -> li
 
 def _prepare(
     sch: Schedule, target: str | None, common: dict[str, Any], config: dict[str, Any]
-) -> tuple[type[Dialect] | None, Program, list[Callable[..., None]]]:
+) -> tuple[type[Dialect] | None, Program, list[Callable[..., Any]]]:
     """The dialect, the program and what gives it values, or an error; nothing is built and nothing communicated."""
     hook = sch._root.registry.hook
     if sch._root.target is not None:
@@ -118,24 +124,13 @@ def _prepare(
     dialect = sch._root.registry.dialect(target) if target is not None else None
     if dialect is None and (unused := [key for key, value in common.items() if value != _DEFAULTS[key]]):
         raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
-    fillers: list[Callable[..., None]] = hook.slapo_before_build(schedule=sch, target=target, config=config)
+    fillers: list[Callable[..., Any]] = hook.slapo_before_build(schedule=sch, target=target, config=config)
     if dialect is None and config:
         raise BuildError(f"target=None has no use for {', '.join(config)}")
     program = build_program(sch)
     if dialect is not None:
         program = dialect.check(program, **common, **config) or program
     return dialect, program, fillers
-
-
-def _give_values(
-    program: Program, fillers: list[Callable[..., None]], param_init_fn: Initialiser | None, seed: int | None
-) -> None:
-    """Let what is on the meta device, of what this rank runs, have values."""
-    device = program.mesh.device_type if program.mesh is not None else "cpu"
-    held = [stage.module for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
-    for fill in fillers:
-        fill(program, held, device)
-    materialize(program.module, held, param_init_fn=param_init_fn, seed=seed, device=device)
 
 
 def build_program(sch: Schedule) -> Program:

@@ -88,12 +88,13 @@ def slapo_partition(schedule: Schedule) -> Program | None:
 
 
 @hookspec
-def slapo_before_build(schedule: Schedule, target: str | None, config: dict[str, Any]) -> Callable[..., None] | None:
+def slapo_before_build(schedule: Schedule, target: str | None, config: dict[str, Any]) -> Callable[..., Any] | None:
     """Called before a program is made; raise ``BuildError`` to refuse.
 
     A function that it returns is called with the program, the list of modules that this rank runs of it, and a device, as
     soon as nothing refuses any more. It may give values to meta parameters, before the rest is initialised, and sends nothing.
-    Where it has a method ``agreed``, ranks compare the lines that this gives first, and fail if they differ.
+    Where it has a method ``agreed``, ranks compare the lines that this gives first, and fail if they differ. What it returns,
+    if anything, is called as ``__exit__`` of a context would be when the engine is there or could not be built.
 
     Example:
         >>> @hookimpl

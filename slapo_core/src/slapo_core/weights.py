@@ -84,27 +84,14 @@ def materialize(
         return
     initialise = param_init_fn or getattr(root, "_init_weights", None) or _reset
     new: dict[int, torch.Tensor] = {}
-    with _on_meta(root) as places:
+    places = list(_places(root))
+    with _put({id(place.tensor): _full(place.tensor, "meta") for place in places}, places):
         for group in _groups(places, wanted):
             full = _initialised(root, group, initialise, seed)
             new |= {key: _localised(wanted[key], tensor, device) for key, tensor in full.items() if key in wanted}
     new |= {id(real): successor(real, real.to(device)) for tree in trees for real in tree.buffers() if not real.is_meta}
     for place in [place for tree in trees for place in _places(tree)]:
         place.table[place.name] = new.get(id(place.tensor), place.tensor)
-
-
-@contextmanager
-def empty_again(trees: Iterable[nn.Module]) -> Iterator[None]:
-    """Where an error comes out of it, let what is on the meta device be there again, and the buffers be those of before."""
-    places = [place for tree in trees for place in _places(tree)]
-    before = [place for place in places if place.tensor.is_meta or not isinstance(place.tensor, nn.Parameter)]
-    del places  # parameters that are freed meanwhile
-    try:
-        yield
-    except BaseException:
-        for place in before:
-            place.table[place.name] = place.tensor
-        raise
 
 
 class _Place(NamedTuple):
@@ -127,17 +114,16 @@ def _reset(module: nn.Module) -> None:
 
 
 @contextmanager
-def _on_meta(root: nn.Module) -> Iterator[list[_Place]]:
-    """Put stand-ins of full shape on the meta device in every place, and the tensors back at the end."""
-    places = list(_places(root))
-    stand_ins = {id(place.tensor): _full(place.tensor, "meta") for place in places}
+def _put(tensors: dict[int, torch.Tensor], places: list[_Place]) -> Iterator[None]:
+    """Have these in the places of those with their ids inside."""
+    before = [place.table[place.name] for place in places]
     try:
         for place in places:
-            place.table[place.name] = stand_ins[id(place.tensor)]
-        yield places
+            place.table[place.name] = tensors[id(place.tensor)]
+        yield
     finally:
-        for place in places:
-            place.table[place.name] = place.tensor
+        for place, tensor in zip(places, before, strict=True):
+            place.table[place.name] = tensor
 
 
 def _full(tensor: torch.Tensor, device: str) -> torch.Tensor:
@@ -181,18 +167,11 @@ def _initialised(root: nn.Module, places: list[_Place], initialise: Initialiser,
     parent may initialise a child's tensor, as GPT-2 does.
     """
     full = {id(place.tensor): _full(place.tensor, "cpu") for place in places}
-    stand_ins = [place.table[place.name] for place in places]
     chain = {".".join(parts[:end]) for place in places if (parts := place.path.split(".")) for end in range(len(parts) + 1)}
-    try:
-        for place in places:
-            place.table[place.name] = full[id(place.tensor)]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed(seed, places[0]))
-            for path in sorted(chain, key=lambda path: (path == "", -path.count("."), path)):
-                initialise(cast(nn.Module, find(root, path)))
-    finally:
-        for place, stand_in in zip(places, stand_ins, strict=True):
-            place.table[place.name] = stand_in
+    with _put(full, places), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_seed(seed, places[0]))
+        for path in sorted(chain, key=lambda path: (path == "", -path.count("."), path)):
+            initialise(cast(nn.Module, find(root, path)))
     return full
 
 

@@ -20,6 +20,7 @@ from slapo_training import model_tensors, random_state
 from slapo_training.checkpoint_folder import Writing
 from slapo_training.engine_checkpoint import Position, bytes_of
 from slapo_training.pieces import Piece
+from slapo_training.plain import digest
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers, Saver, Saving
 
@@ -81,7 +82,7 @@ class TorchSaver(Saver):
         place: dict[str, Any] = {}
         pieces: dict[str, Piece] = {}
 
-        def collect() -> tuple[Any, Any, tuple[str, str], str, bool]:
+        def collect() -> tuple[Any, str, tuple[str, str], str, bool]:
             optimizer_state.check(module, what.optimizer)
             state = optimizer_state.held(module, what.optimizer)
             parameters, buffers = model_tensors.parameters(module), model_tensors.buffers(module)
@@ -102,20 +103,21 @@ class TorchSaver(Saver):
             once = {"optimizer": (state.own, state.once), "progress": progress, "extra": (extra, run)}
             is_first = program.axis_rank("dp") == program.axis_rank("tp") == 0
             fits = self._files is not None and self._files.fits(pieces)
-            told = optimizer_state.told(state.own)
-            return once if is_first else None, told, Writing.proposed(path, TARGET), position.words(), fits
+            words = digest(optimizer_state.told(state.own))
+            return once if is_first else None, words, Writing.proposed(path, TARGET), position.words(), fits
 
         everyone = ranks.on_all(collect)
         stages = [own for own, *_ in everyone if own is not None]
         writing = Writing.agreed([proposed for _, _, proposed, *_ in everyone], TARGET)
         position.check_same(words for *_, words, _ in everyone)
+        told = [optimizer_state.told(own["optimizer"][0]) for own in stages]
+        if {words for _, words, *_ in everyone}.difference(map(digest, told)):  # what is long travels where ranks differ alone
+            told = ranks.gather(optimizer_state.told(place["optimizer"]))
         files = {place_of(ranks): bytes_of(place)}
         if ranks.place == 0:
             files[COMMON] = bytes_of(
                 {
-                    "optimizer": optimizer_state.merged(
-                        [own["optimizer"] for own in stages], [told for _, told, *_ in everyone]
-                    ),
+                    "optimizer": optimizer_state.merged([own["optimizer"] for own in stages], told),
                     "progress": [own["progress"] for own in stages],
                     "extra": extra_state.merged([own["extra"] for own in stages]),
                     "run": {path for own in stages for path in own["extra"][1]},

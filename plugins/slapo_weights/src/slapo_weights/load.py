@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -67,9 +67,22 @@ class Filler:
         what = WeightFiles(self._weights.source).digest()[:16]
         return [f"weights of digest {what} with cast={cast}, missing={missing!r}, unexpected={unexpected!r}"]
 
-    def __call__(self, program: Program, parts: list[nn.Module], device: str) -> int:
-        """``fill`` the program."""
-        return fill(program.module, parts, self._weights, device)
+    def __call__(self, program: Program, parts: list[nn.Module], device: str) -> Callable[..., None]:
+        """``fill`` the program.
+
+        Returns:
+            What takes the values away again where it is called with an error.
+        """
+        tables = _tables((program.module, *(stage.module for stage in program.stages)))
+        entries = ((table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None)
+        before = [(table, name, tensor) for table, name, tensor in entries if tensor.is_meta or _stays(tensor)]
+
+        def end(error: type[BaseException] | None, *_: Any) -> None:
+            for table, name, tensor in before if error is not None else ():
+                table[name] = tensor
+
+        fill(program.module, parts, self._weights, device)
+        return end
 
 
 def filler(weights: Weights | str | os.PathLike[str]) -> Filler:
