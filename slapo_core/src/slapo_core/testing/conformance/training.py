@@ -10,6 +10,7 @@ from torch import nn
 
 from ...parameters import facts
 from ..equivalence import weighted_sum
+from ..leaves import dense
 from .case import Case
 
 LARGEST = 0.1
@@ -39,15 +40,10 @@ def _backward(case: Case, model: nn.Module) -> dict[str, tuple[torch.Tensor, tor
     total = weighted_sum(model(*args, **kwargs))
     if total is not None:
         total.backward()  # type: ignore[no-untyped-call]
-    found = {name: (tensor, _dense(tensor.grad)) for name, tensor in _named(model) if tensor.grad is not None}
+    found = {name: (tensor, dense(tensor.grad)) for name, tensor in _named(model) if tensor.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
     return found
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """An embedding's may be sparse."""
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
