@@ -62,7 +62,9 @@ def verify(
     sequence_parallel: SequenceParallel = False,
     schedule_kind: ScheduleKind = "1f1b",
     data_parallel: DataParallel = "ddp",
-    clip: Annotated[float, typer.Option(help="Largest gradient norm, of the engine and of the unmodified model; 0: any.")] = 0.0,
+    clip: Annotated[
+        float, typer.Option(help="Largest gradient norm, of the engine and of the unmodified model; 0: any.")
+    ] = 0.0,
     level: Annotated[
         Literal["outputs", "grads", "step"],
         typer.Option(

@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_HOOKS = {
-    name: table for name, table in vars(nn.modules.module).items() if name.startswith("_global_") and type(table) is not bool
-}
-"""Tables of the hooks that fire for every module."""
+from .._torch_private import hooks_of_all_modules
 
 
 class Patches:
@@ -26,11 +23,11 @@ class Patches:
         classes = {cls for module in model.modules() for cls in type(module).__mro__} - {object}
         owners: list[Any] = [torch, torch.nn.functional, torch.Tensor, *classes]
         self._kept = {owner: {name: value for name, value in vars(owner).items() if _runs(value)} for owner in owners}
-        self._hooks = {name: dict(table) for name, table in _HOOKS.items() if isinstance(table, dict)}
+        self._hooks = {name: dict(table) for name, table in hooks_of_all_modules().items()}
 
     def differences(self) -> list[str]:
         """Those that are other ones now."""
-        hooks = [name for name, table in self._hooks.items() if dict(_HOOKS[name]) != table]
+        hooks = [name for name, table in hooks_of_all_modules().items() if dict(table) != self._hooks[name]]
         changed = [f"{_name(owner)}.{name}" for owner, name, _ in self._changed()]
         return [*changed, *(f"the hooks of all modules, torch.nn.modules.module.{name}" for name in hooks[:1])]
 
@@ -38,9 +35,9 @@ class Patches:
         """Make them those again."""
         for owner, name, value in [*self._changed()]:
             setattr(owner, name, value)
-        for name, table in self._hooks.items():
-            _HOOKS[name].clear()
-            _HOOKS[name].update(table)
+        for name, table in hooks_of_all_modules().items():
+            table.clear()
+            table.update(self._hooks[name])
 
     def _changed(self) -> Iterator[tuple[Any, str, Any]]:
         for owner, functions in self._kept.items():
