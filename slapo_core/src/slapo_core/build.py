@@ -118,13 +118,12 @@ def _prepare(
     sch: Schedule, target: str | None, common: dict[str, Any], config: dict[str, Any]
 ) -> tuple[type[Dialect] | None, Program, list[Callable[..., Any]]]:
     """The dialect, the program and what gives it values, or an error; nothing is built and nothing communicated."""
-    hook = sch._root.registry.hook
     if sch._root.target is not None:
         raise BuildError(f"the schedule was built for {sch._root.target!r} already; start a new schedule to build again")
     dialect = sch._root.registry.dialect(target) if target is not None else None
     if dialect is None and (unused := [key for key, value in common.items() if value != _DEFAULTS[key]]):
         raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
-    fillers: list[Callable[..., Any]] = hook.slapo_before_build(schedule=sch, target=target, config=config)
+    fillers: list[Callable[..., Any]] = sch._root.registry.hook.slapo_before_build(schedule=sch, target=target, config=config)
     if dialect is None and config:
         raise BuildError(f"target=None has no use for {', '.join(config)}")
     program = build_program(sch)
