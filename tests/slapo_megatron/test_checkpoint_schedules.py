@@ -1,4 +1,4 @@
-"""A learning-rate schedule that is made of several, loaded into one of fewer or of more."""
+"""Schedules, single numbers and expanded buffers in checkpoints."""
 
 from __future__ import annotations
 
@@ -118,3 +118,38 @@ def test_a_buffer_that_was_expanded_comes_back(tmp_path: Path) -> None:
     ((many, ahead, found),) = run_distributed(expanded, 1, str(tmp_path))
     assert many == [3.0] * 4
     assert found == ahead
+
+
+class Norms(torch.optim.SGD):
+    """Keeps the norm of what a rank has of a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["norm"] = parameter.grad.norm()
+        super().step()
+
+
+def normed(rank: int, folder: str, is_split: bool) -> str:
+    """What a save says of an optimizer that keeps norms."""
+    torch.manual_seed(0)
+    sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh_of(tp=2), plugins=PLUGINS)
+    if is_split:
+        sch["0"].shard("weight", axis=0)
+        sch["0"].shard("bias", axis=0)
+        sch["0"].sync("bwd_post", "all_reduce")
+        sch["1"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    engine = build(sch, "megatron", optimizer=partial(Norms, lr=0.1), loss_fn=nn.functional.mse_loss)
+    trained(engine, 1)
+    message = message_of(lambda: engine.save(folder))
+    engine.close()
+    return message
+
+
+def test_numbers_that_ranks_have_different_ones_of_are_refused(tmp_path: Path) -> None:
+    assert run_distributed(normed, 2, str(tmp_path), False) == ["no error"] * 2
+    first, second = run_distributed(normed, 2, str(tmp_path), True)
+    assert first == second
+    assert "Norms keeps" in first
+    assert "as 'norm' of '0.weight', which Megatron writes once; use another optimizer" in first

@@ -59,7 +59,9 @@ def prepared(
     compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
     ranks.on_all(check)
     if engine.optimizer is not None:
-        OptimizerState(engine, held).check_alike()
+        kept = OptimizerState(engine, held)
+        kept.check_alike()
+        kept.check_numbers()
     target, about = engine.options.target, _about(engine, held)
     return engine_checkpoint.prepared(path, target, program, about, position, collect, ranks, held.buffers())
 

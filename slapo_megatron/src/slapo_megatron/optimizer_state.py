@@ -95,6 +95,26 @@ class OptimizerState:
                 "write; give all groups the same options of that kind, or use target='torch'"
             )
 
+    def check_numbers(self) -> None:
+        """Refuse single numbers of a parameter that ranks with parts of it have different ones of. Collective.
+
+        Raises:
+            BuildError: the same on every rank.
+        """
+        own: dict[tuple[str, str], str] = {}
+        for key, (_, main, _, _) in self._parts.items():
+            if main is not None and main.dim():
+                state = self._inner.state.get(main, {})
+                own |= {(key, name): repr(value.item()) for name, value in state.items() if value.dim() == 0}
+        found: dict[tuple[str, str], str] = {}
+        for each in gather(own, self._mesh):
+            for (key, name), number in each.items():
+                if (other := found.setdefault((key, name), number)) != number:
+                    raise BuildError(
+                        f"{type(self._inner).__name__} keeps {other} on one rank and {number} on another as {name!r} of "
+                        f"{key!r}, which Megatron writes once; use another optimizer, or target='torch'"
+                    )
+
     def groups(self) -> dict[str, int]:
         """The number of the optimizer's group that each parameter is in. Collective."""
         places = {id(main): number for number, group in enumerate(self._inner.param_groups) for main in group["params"]}
