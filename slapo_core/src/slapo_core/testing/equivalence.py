@@ -46,7 +46,7 @@ class Tolerance:
         return torch.isclose(actual, expected, rtol=self.rtol, atol=self.absolute(expected, what))
 
 
-_SAMPLED = 1 << 18
+_SAMPLED = 1 << 12
 """Numbers of a tensor whose median is taken."""
 _MEDIANS = 30.0
 _MASKS = 100.0
@@ -58,24 +58,33 @@ def typical_size(tensor: torch.Tensor) -> float:
     It is at most 30 times the median of those that are not 0. The largest is left out where it stands there several times and
     is above 100 times the median of the others: it is a mask.
     """
-    if tensor.dtype is torch.bool or not tensor.numel():
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return 0.0
-    numbers = tensor.detach().flatten().abs()
-    if not bool((finite := numbers.isfinite()).all()):
-        numbers = numbers[finite]
-    sample = numbers[:: max(1, numbers.numel() // _SAMPLED)].double()
-    sample = sample[sample > 0]
+    numbers = tensor.detach().flatten()
+    size = _root_mean_square(numbers)
+    sample = numbers[:: max(1, numbers.numel() // _SAMPLED)].abs().double()
+    sample = sample[sample.isfinite() & (sample > 0)]
+    if math.isfinite(size) and not _has_mask(sample):
+        return min(size, _MEDIANS * float(sample.median())) if sample.numel() else size
+    numbers = numbers.abs().double()
+    numbers = numbers[numbers.isfinite()]
+    if _has_mask(sample):
+        numbers, sample = numbers[numbers < sample.max()], sample[sample < sample.max()]
+    size = _root_mean_square(numbers)
+    return min(size, _MEDIANS * float(sample.median())) if sample.numel() else size
+
+
+def _has_mask(sample: torch.Tensor) -> bool:
+    """Whether the largest stands there several times, and is far from the others."""
     if not sample.numel():
-        return _root_mean_square(numbers)
-    largest = numbers.max()
+        return False
+    largest = sample.max()
     others = sample[sample < largest]
-    if others.numel() and float(largest) > _MASKS * float(others.median()) and int((numbers == largest).sum()) > 1:
-        numbers, sample = numbers[numbers < largest], others
-    return min(_root_mean_square(numbers), _MEDIANS * float(sample.median()))
+    return others.numel() < sample.numel() - 1 and others.numel() > 0 and bool(largest > _MASKS * others.median())
 
 
 def _root_mean_square(numbers: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(numbers.double())) / numbers.numel() ** 0.5 if numbers.numel() else 0.0
+    return float(torch.linalg.vector_norm(numbers)) / numbers.numel() ** 0.5 if numbers.numel() else 0.0
 
 
 @dataclass(frozen=True)
