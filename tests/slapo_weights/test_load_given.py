@@ -81,7 +81,9 @@ def test_a_digest_is_of_what_is_in_files_and_not_of_how_many_there_are(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"optimizer": lambda parameters: None}, {"optimizer": SGD, "lr_scheduler": lambda optimizer: 3}], ids=str
+    "wrong",
+    [{"optimizer": lambda parameters: None}, {"optimizer": SGD, "lr_scheduler": lambda optimizer: 3}],
+    ids=["optimizer", "schedule"],
 )
 def test_a_build_that_fails_leaves_the_model_without_values(wrong: Any, tmp_path: Path) -> None:
     saved(tmp_path)
