@@ -367,3 +367,111 @@ def test_one_verify_is_not_nested_in_itself() -> None:
 def test_an_error_without_a_number_is_null_in_json() -> None:
     report = checked(Formed(lambda y: y.masked_fill(y > -9, torch.inf)), shifted(-torch.inf), tolerance=Tolerance(0.0, 0.0))
     assert '"ok": false' in report.as_json()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["coo", "csr", "nested"])
+def test_inputs_of_other_layouts(kind: str) -> None:
+    inputs = {"coo": X.to_sparse, "csr": X.to_sparse_csr, "nested": lambda: torch.nested.nested_tensor([X[0], X[1]])}
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        return x.unbind()[0][None] if x.is_nested else x.to_dense()
+
+    model = nn.Sequential(OrderedDict(first=Function(first), act=nn.Sequential(nn.Linear(8, 8), nn.GELU())))
+    assert checked(model, nothing, (inputs[kind](),)).ok
+    assert not checked(model, lambda sch: sch["act.1"].replace(nn.ReLU()), (inputs[kind](),)).ok
+
+
+@pytest.mark.parametrize("factor", [1e4, 1e6])
+def test_a_large_channel_hides_no_other(factor: float) -> None:
+    scale = torch.ones(8)
+    scale[0] = factor
+
+    def change(sch: Any) -> None:
+        sch["post"].replace(Function(lambda y: y * torch.tensor([1.0, *[1.01] * 7])))
+
+    assert not checked(Formed(lambda y: y * scale), change, level="outputs").ok
+    assert checked(Formed(lambda y: y * scale), nothing, level="step").ok
+
+
+@pytest.mark.parametrize("rows", [4096, 5000, 8192])
+def test_the_size_of_a_tensor_is_of_all_its_columns(rows: int) -> None:
+    numbers = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0))
+    expected = typical_size(numbers)
+    numbers[:, 0] *= 1e5
+    assert typical_size(numbers) < 30 * expected
+    numbers[:, 0] = 1e-6
+    assert typical_size(numbers) > 0.9 * expected
+
+
+@pytest.mark.parametrize("by", [torch.finfo(torch.bfloat16).min, -torch.inf])
+def test_masks_do_not_widen_what_rounding_may_do_in_half_precision(by: float) -> None:
+    def form(y: torch.Tensor) -> torch.Tensor:
+        smallest = torch.finfo(y.dtype).min if by > -torch.inf else by
+        return y.masked_fill(torch.eye(4, 8, dtype=torch.bool), smallest)
+
+    def kernel(y: torch.Tensor) -> torch.Tensor:
+        return y * (1.5 if y.dtype is torch.bfloat16 else 1)
+
+    x = X.bfloat16()
+    assert not checked(Formed(form).bfloat16(), lambda sch: sch["post"].replace(Function(kernel)), x, level="outputs").ok
+    assert checked(Formed(form).bfloat16(), nothing, x, level="outputs").ok
+
+
+class Rotated(nn.Module):
+    """Has complex numbers in a buffer, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.act = nn.Linear(8, 8), nn.GELU()
+        self.register_buffer("turns", torch.polar(torch.ones(4), torch.linspace(0, 3, 4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.act(self.lin(x))
+        turned = torch.view_as_complex(y.float().view(-1, 4, 2)) * self.turns
+        return torch.view_as_real(turned).flatten(1).to(y.dtype)
+
+
+def test_complex_buffers_stay_complex_in_any_precision() -> None:
+    x = X.bfloat16()
+    report = checked(Rotated().bfloat16(), nothing, x).check()
+    assert "the models do not both run in float32, where rounding would hide less" not in report.notes
+
+    def change(sch: Any) -> None:
+        sch["act"].replace(Function(lambda y: F.gelu(y) * (1.5 if y.dtype is torch.bfloat16 else 1)))
+
+    report = checked(Rotated().bfloat16(), change, x)
+    assert not report.ok
+    assert report.blame is not None
+    assert report.blame.step is not None
+
+
+class Fixed(nn.Module):
+    """Runs in bfloat16 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.act = nn.Linear(8, 8), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.lin(x.bfloat16()))
+
+
+def test_a_model_that_runs_in_half_precision_alone() -> None:
+    report = checked(Fixed().bfloat16(), nothing).check()
+    assert "the models do not both run in float32, where rounding would hide less" in report.notes
+    assert not checked(Fixed().bfloat16(), relu).ok
+
+
+def test_buffers_made_in_inference_mode_and_weights_that_are_only_stored() -> None:
+    model = Formed(lambda y: y)
+    with torch.inference_mode():
+        model.register_buffer("seen", torch.ones(3))
+    model.register_parameter("stored", nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False))
+    torch.manual_seed(5)
+    following = torch.rand(1)
+    torch.manual_seed(5)
+    assert verify(model, create_schedule(copy.deepcopy(model), example_inputs=X), level="step").ok
+    assert torch.equal(torch.rand(1), following)

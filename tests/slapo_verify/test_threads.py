@@ -216,6 +216,7 @@ def second_alone(what: str) -> dict[str, Any]:
         "blame": {"blame": False},
         "inputs": {"inputs": torch.ones(4, 8)},
         "shape": {"inputs": torch.zeros(2, 8)},
+        "mask": {"inputs": (torch.zeros(4, 8), torch.zeros(3, 7, dtype=torch.bool)[1:])},
         "loss": {"loss": nn.functional.relu},
         "weights": {"reference": Counting(False).double()},
         "unknown": {"level": "all"},
@@ -231,6 +232,7 @@ def second_alone(what: str) -> dict[str, Any]:
         ("blame", "verify with blame=True on rank 0 and verify with blame=False on rank 1"),
         ("inputs", "an input of the shape (4, 8) and with the sum "),
         ("shape", "an input of the shape (2, 8) and with the sum 0 on rank 1"),
+        ("mask", "an input of the shape (2, 7) and with the sum 0 on rank 1"),
         ("loss", "verify with loss='NoneType' on rank 0 and verify with loss='relu' on rank 1"),
         ("weights", "a reference whose weights have the sum "),
         (

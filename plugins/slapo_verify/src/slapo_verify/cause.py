@@ -35,7 +35,7 @@ class Models(NamedTuple):
         given: The tolerance that the user has given.
         ranks: Those that verify.
         first: Number of steps before these.
-        dtype: What all copies are turned into; default: as they are.
+        in_float32: Whether all copies are turned into that.
         unknown: Why the steps are not those that were taken.
     """
 
@@ -46,7 +46,7 @@ class Models(NamedTuple):
     given: Tolerance | None
     ranks: Ranks
     first: int = 0
-    dtype: torch.dtype | None = None
+    in_float32: bool = False
     unknown: str | None = None
 
     def after(self, numbers: Sequence[int]) -> Schedule:
@@ -56,7 +56,8 @@ class Models(NamedTuple):
             ScheduleError: they cannot be taken again, or not without those that are left out.
         """
         sch = replay(self.fresh(), [self.steps[number] for number in numbers])
-        sch.mod.to(self.dtype)
+        if self.in_float32:
+            sch.mod.float()
         return sch
 
 

@@ -49,7 +49,7 @@ class Task:
         optimizer: ``parameters -> Optimizer`` for the step.
         training: Mode of both models.
         tolerance: How far apart numbers may be.
-        rounded: Norm of the rounding errors of the unmodified model, by what a ``Difference`` calls a tensor.
+        rounded: Of the unmodified model in half precision and in float32, by what a ``Difference`` calls a tensor.
     """
 
     args: tuple[Any, ...]
@@ -59,7 +59,7 @@ class Task:
     optimizer: OptimizerFactory
     training: bool
     tolerance: Tolerance
-    rounded: Mapping[str, float] = field(default_factory=dict)
+    rounded: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -270,7 +270,7 @@ def _updates(
 
     def added(parameter: torch.Tensor) -> torch.Tensor:
         now, was = parameter.detach(), before[cast(nn.Parameter, parameter)]
-        return now ^ was if now.dtype is torch.bool else now - was
+        return now ^ was if now.dtype is torch.bool else comparable(now) - comparable(was)
 
     def step() -> None:
         for parameter, gradient in gradients.items():
@@ -311,8 +311,8 @@ def put_together(expected: Computed, actual: Computed, group: dist.ProcessGroup 
         dim = dims[path]
         if dim is not None and all(each.get(path) == dim for each in agreed):
             parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, value, group=group)
-            whole = torch.cat(parts, dim)
+            dist.all_gather_object(parts, value.cpu(), group=group)
+            whole = torch.cat(parts, dim).to(value.device)
             if whole.shape == before[path].shape:
                 value = whole
                 joined.append(f"output{path}")

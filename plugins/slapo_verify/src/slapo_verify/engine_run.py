@@ -22,11 +22,13 @@ from slapo_core.schedule import Schedule
 from .compare import OptimizerFactory
 from .dropouts import switch_off
 from .meeting import Ranks
-from .plain_steps import LossFn, Trained, plain_steps
+from .plain_steps import LossFn, Trained, exactly, plain_steps
 from .replay import fresh_schedule, replay
 from .report import short
 
 Scheduled = Callable[[nn.Module], Schedule]
+_TURNED = {torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half, torch.float64: nn.Module.double}
+"""What leaves complex numbers as they are."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class EngineRun:
 
     def plainly(self, dtype: torch.dtype | None = None) -> Trained:
         """What the unmodified model does, in a type of its own, by those of the engine's options that mean something to it."""
-        model = self.reference if dtype is None else copy.deepcopy(self.reference).to(dtype)
+        model = self.reference if dtype is None else _TURNED[dtype](copy.deepcopy(self.reference))
         clip, rate = (self.options.get(name) for name in ("clip", "lr_scheduler"))
         largest = clip if isinstance(clip, (int, float)) and clip > 0 else 0.0
         factory = rate if callable(rate) else None
@@ -72,9 +74,9 @@ class EngineRun:
         stages = len(sch.program.stages) if sch.program is not None else 1
         own = {name: each.detach() for name, each in self.reference.named_parameters(remove_duplicate=False)}
         copies = [
-            {name: value.double() - before[at][name].double() for name, value in copy.items()} for at, copy in after.items()
+            {name: exactly(value) - exactly(before[at][name]) for name, value in copy.items()} for at, copy in after.items()
         ]
-        updates = {name: full[name].double() - own[name].double() for name in own if name in full}
+        updates = {name: exactly(full[name]) - exactly(own[name]) for name in own if name in full}
         kinds = tuple(sorted({str(value.dtype) for copy in after.values() for value in copy.values()}))
         note = f"{target}: {layout}, {stages} stage{'s' if stages > 1 else ''}; {_told(self.options)}"
         return Trained(target, tuple(losses), evaluations, updates, copies, kinds), sch, [note]

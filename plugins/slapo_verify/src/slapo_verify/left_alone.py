@@ -40,8 +40,8 @@ def left_alone(model: nn.Module, training: bool) -> Iterator[Callable[[], None]]
             module._buffers.clear()
             module._buffers.update(buffers)
             _drop_graphs(module, attributes)
-        with torch.inference_mode(False), torch.no_grad():
-            for tensor, value in kept.items():
+        for tensor, value in kept.items():
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 if tensor.shape != value.shape:
                     tensor.resize_(value.shape)
                 tensor.copy_(value)

@@ -100,7 +100,7 @@ def plain_steps(
         with torch.no_grad():
             return loss_of(False).item()
 
-    before = {name: each.detach().to(torch.float64, copy=True) for name, each in model.named_parameters(remove_duplicate=False)}
+    before = {name: exactly(each.detach(), copy=True) for name, each in model.named_parameters(remove_duplicate=False)}
     try:
         first, losses, draws = evaluated(), [], False
         stepping = optimizer([each for each in model.parameters() if each.requires_grad])
@@ -121,8 +121,13 @@ def plain_steps(
     finally:
         set_rng_state(state)
     after = dict(model.named_parameters(remove_duplicate=False))
-    updates = {name: after[name].detach().double() - value for name, value in before.items()}
+    updates = {name: exactly(after[name].detach()) - value for name, value in before.items()}
     return Trained("", tuple(losses), evaluations, updates, draws=draws)
+
+
+def exactly(tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
+    """Its numbers in float64, or as complex ones of these."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=copy)
 
 
 def _own_loss(outputs: Any) -> torch.Tensor | None:

@@ -64,19 +64,18 @@ def with_rounding(task: Task, reference: nn.Module, expected: Computed, closely:
     if not is_half(reference) and not closely:
         return replace(task, tolerance=replace(task.tolerance, noise=noise))
     wide = torch.float32 if is_half(reference) else torch.float64
-    exact = compute(copy.deepcopy(reference).to(wide), in_wider(task, wide))
+    model = copy.deepcopy(reference)
+    exact = compute(model.float() if is_half(reference) else model.double(), in_wider(task, wide))  # complex ones stay
     both = [
         (what, one, other)
         for what, one, other in pairs(expected, exact)
         if one.dtype is not torch.bool and not what.startswith(_NOT_ROUNDED)
     ]
-    largest = max((float(one.abs().max()) for _, one, _ in both if one.numel()), default=0.0)
-    most = _ROUNDED * largest if closely else math.inf
+    most = _ROUNDED * max((_largest(high) for _, _, high in both), default=0.0) if closely else math.inf
     for what, low, high in both:
-        error = rounding_error(low, high)
-        noise[what] = noise.get(what, 0.0) + (error if error <= most else 0.0)
-    noise = {what: size for what, size in noise.items() if math.isfinite(size)}
-    rounded = {} if closely else {what: _size_of(low.to(high.dtype) - high) for what, low, high in both}
+        if not closely or _largest(high) <= most:
+            noise[what] = noise.get(what, 0.0) + rounding_error(low, high)
+    rounded = {} if closely else {what: (low, high) for what, low, high in both}
     return replace(task, tolerance=replace(task.tolerance, noise=noise), rounded=rounded)
 
 
@@ -85,7 +84,21 @@ _NOT_ROUNDED = ("weight", "gradient of input", "what the forward left of input")
 
 def rounding_error(low: torch.Tensor, high: torch.Tensor) -> float:
     """How far off another rounding may be, given the numbers of two types."""
-    return _TIMES * float((low.to(high.dtype) - high).abs().max()) if low.numel() else 0.0
+    return _TIMES * _largest(_errors(low, high))
+
+
+def _errors(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Of the numbers that both types have; not of masks, which are the largest that each has."""
+    errors = low.to(high.dtype) - high
+    if not low.is_floating_point():
+        return errors
+    return errors[low.isfinite() & high.isfinite() & (low.abs() < torch.finfo(low.dtype).max / 2)]
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Of its finite numbers."""
+    numbers = tensor[tensor.isfinite()].abs()
+    return float(numbers.max()) if numbers.numel() else 0.0
 
 
 def is_half(model: nn.Module) -> bool:
@@ -113,7 +126,8 @@ def is_moderate(task: Task, expected: Computed, actual: Computed, found: Iterabl
             return False
         wide = torch.promote_types(one.dtype, torch.float64)
         error = other.to(wide) - one.to(wide)
-        is_systematic = not _size_of(error) <= _TOGETHER * task.rounded.get(each.what, math.inf)
+        rounded = task.rounded.get(each.what)
+        is_systematic = rounded is not None and not _size_of(error) <= _TOGETHER * _size_of(_errors(*rounded))
         if is_systematic or not float(error.norm()) <= _MODERATE * float(one.to(wide).norm()):
             return False
     return True
@@ -122,6 +136,7 @@ def is_moderate(task: Task, expected: Computed, actual: Computed, found: Iterabl
 def _size_of(errors: torch.Tensor) -> float:
     """The norm without the largest: a sign that turns makes a few large ones, what is wrong makes most of them large."""
     errors = errors.detach().abs().double().flatten()
+    errors = errors[errors.isfinite()]
     largest = errors.topk(math.ceil(_FEW * errors.numel())).values
     return math.sqrt(max(0.0, float(errors.square().sum() - largest.square().sum())))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ from .meeting import StrandedError
 from .once import once
 from .report import Report
 from .rounding import in_wider, is_half, is_moderate, tolerance_of, with_rounding
+
+T = TypeVar("T")
 
 
 def verified(models: Models, task: Task, blame: bool) -> Report:
@@ -59,7 +62,7 @@ def _compared(models: Models, task: Task, blame: bool, notes: list[str]) -> Repo
         if wide is None:
             notes.append("the models do not both run in float32, where rounding would hide less")
     elif models.given is None and any(ranks.gather(bool(own))):
-        task = ranks.alike(lambda: _closely(models, task, expected))
+        task = _rounded(models, task, expected, closely=True)
         own = list(compare(expected, actual, task.tolerance))
     found = _of_first(models, own)
     far = models.ranks.gather(largest(expected, actual))
@@ -72,7 +75,8 @@ def _compared(models: Models, task: Task, blame: bool, notes: list[str]) -> Repo
     if task.training and any(models.ranks.gather(actual.draws and not expected.draws)):
         notes.append("the scheduled model draws random numbers that the other does not: a step has fixed a dropout in it")
     try:
-        cause = cause_of(models, runs, task, expected, actual) if blame else None
+        known = wide.blame if wide is not None and not wide.ok else None
+        cause = known or cause_of(models, runs, task, expected, actual) if blame else None
     except StrandedError as error:
         raise StrandedError(f"{error}; that was in looking for what is to blame of this: {found[0].message}") from error
     return Report(task.level, expected.counts(actual), tuple(found), furthest, cause, tuple(notes))
@@ -110,26 +114,33 @@ def _only_in_one(reference: nn.Module, runs: nn.Module, task: Task) -> Iterator[
 
 def _expected(models: Models, task: Task) -> tuple[Computed, Task]:
     """What the unmodified model computes, and how far off rounding may bring another. Collective."""
+    expected = _of_reference(models, lambda: compute(models.reference, task), lambda found: not found.draws)
+    if models.given is not None:
+        return expected, task
+    task = replace(task, tolerance=tolerance_of(models.reference, expected.run.outputs))
+    return expected, _rounded(models, task, expected, closely=False)
 
-    def run() -> tuple[Computed, Task]:
-        expected = compute(models.reference, task)
-        if models.given is not None:
-            return expected, task
-        by_types = replace(task, tolerance=tolerance_of(models.reference, expected.run.outputs))
-        return expected, with_rounding(by_types, models.reference, expected)
 
+def _rounded(models: Models, task: Task, expected: Computed, closely: bool) -> Task:
+    """The task, with what rounding does to the unmodified model where that can be told. Collective."""
+
+    def run() -> Task:
+        return with_rounding(task, models.reference, expected, closely)
+
+    try:
+        found = _of_reference(models, run, lambda _: not expected.draws)
+    except StrandedError:
+        raise
+    except Exception:  # on all ranks; its forward may fix a type
+        return task
+    return replace(task, tolerance=found.tolerance, rounded=found.rounded)
+
+
+def _of_reference(models: Models, run: Callable[[], T], is_for_all: Callable[[T], bool]) -> T:
+    """What is told by running the unmodified model, once for ranks that are threads where it is the same. Collective."""
     if models.first or any(is_part(each) for each in models.reference.parameters()):  # it may meet the others while it runs
         return models.ranks.alike(run)
-    expected, rounded = once(run, lambda found: not found[0].draws, models.ranks)
-    return expected, replace(task, tolerance=rounded.tolerance, rounded=rounded.rounded)
-
-
-def _closely(models: Models, task: Task, expected: Computed) -> Task:
-    """The task, with what rounding in float32 does to the unmodified model where that can be told."""
-    try:
-        return with_rounding(task, models.reference, expected, closely=True)
-    except Exception:  # its forward may fix a type
-        return task
+    return once(run, is_for_all, models.ranks)
 
 
 def _in_float32(models: Models, task: Task, blame: bool) -> Report | None:
@@ -138,7 +149,7 @@ def _in_float32(models: Models, task: Task, blame: bool) -> Report | None:
     def wide() -> Models:
         sch, reference = copy.deepcopy(models.sch), copy.deepcopy(models.reference).float()
         sch.mod.float()
-        return models._replace(reference=reference, sch=sch, dtype=torch.float32)
+        return models._replace(reference=reference, sch=sch, in_float32=True)
 
     try:
         return _compared(models.ranks.alike(wide), in_wider(task, torch.float32), blame, [])

@@ -147,6 +147,8 @@ class Verify:
 
 def _check_alike(reference: nn.Module, top: Schedule, task: Task, tolerance: Tolerance | None, blame: bool) -> None:
     """Raise ``VerifyError`` on all ranks where they verify other schedules, or otherwise. Collective."""
+    if not list(agreement.mesh_groups(top.mesh, top.group)):
+        return
     functions = {"loss": task.loss, "optimizer": task.optimizer}
     said = {"level": task.level, "eval_mode": not task.training, "blame": blame, "tolerance": tolerance}
     said |= {what: getattr(each, "__qualname__", type(each).__qualname__) for what, each in functions.items()}
@@ -172,7 +174,8 @@ def _checksum(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return 0
     bits = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
-    return int((bits.view(torch.int32) if bits.numel() % 4 == 0 else bits).sum(dtype=torch.int64))
+    is_aligned = bits.numel() % 4 == bits.storage_offset() % 4 == 0
+    return int((bits.view(torch.int32) if is_aligned else bits).sum(dtype=torch.int64))
 
 
 def _top(sch: Any) -> Schedule:

@@ -85,12 +85,13 @@ class WeightFiles:
             BuildError: a file cannot be read, or ends too early.
         """
         told: dict[str, bytes] = {}
-        for path in dict.fromkeys(entry.path for entry in self.entries.values()):
+        by_path: dict[Path, list[str]] = {}
+        for name, entry in self.entries.items():
+            by_path.setdefault(entry.path, []).append(name)
+        for path, names in by_path.items():
             try:
                 with open(path, "rb", buffering=0) as file:
-                    for name, entry in self.entries.items():
-                        if entry.path == path:
-                            told[name] = _sample(file, entry)
+                    told.update({name: _sample(file, self.entries[name]) for name in names})
             except OSError as err:
                 raise BuildError(f"cannot read {path}: {err}") from err
         facts = [(name, self.entries[name].dtype, self.entries[name].shape, told[name]) for name in sorted(told)]

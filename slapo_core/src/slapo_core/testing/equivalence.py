@@ -62,7 +62,7 @@ def typical_size(tensor: torch.Tensor) -> float:
         return 0.0
     numbers = tensor.detach().flatten()
     size = _root_mean_square(numbers)
-    sample = numbers[:: max(1, numbers.numel() // _SAMPLED)].abs().double()
+    sample = _sample(numbers).abs().double()
     sample = sample[sample.isfinite() & (sample > 0)]
     if math.isfinite(size) and not _has_mask(sample):
         return min(size, _MEDIANS * float(sample.median())) if sample.numel() else size
@@ -72,6 +72,14 @@ def typical_size(tensor: torch.Tensor) -> float:
         numbers, sample = numbers[numbers < sample.max()], sample[sample < sample.max()]
     size = _root_mean_square(numbers)
     return min(size, _MEDIANS * float(sample.median())) if sample.numel() else size
+
+
+def _sample(numbers: torch.Tensor) -> torch.Tensor:
+    """The same ones each time, from no regular places: every n-th may all be of one column."""
+    if numbers.numel() <= _SAMPLED:
+        return numbers
+    generator = torch.Generator().manual_seed(0)
+    return numbers[torch.randint(numbers.numel(), (_SAMPLED,), generator=generator, device="cpu").to(numbers.device)]
 
 
 def _has_mask(sample: torch.Tensor) -> bool:
@@ -172,8 +180,8 @@ def run_model(
         total = loss(outputs) if loss else weighted_sum(outputs)
         if total is not None and total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]
-        input_grads = [(path, tensor.grad) for path, tensor in copies if tensor.requires_grad]
-        left = [(path, tensor.detach()) for path, tensor in copies]
+        input_grads = [leaf for path, tensor in copies if tensor.requires_grad for leaf in leaves_of(tensor.grad, path)]
+        left = [leaf for path, tensor in copies for leaf in leaves_of(tensor.detach(), path)]
         return Run(values, None if total is None else total.detach(), input_grads, _named_gradients(model), left)
     finally:
         for parameter, grad in kept.items():

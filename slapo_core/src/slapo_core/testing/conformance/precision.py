@@ -55,7 +55,7 @@ def _run(case: Case, model: nn.Module) -> Run:
 
 
 def _compare(case: Case, model: nn.Module, wanted: Run, found: Run, what: str) -> None:
-    exact = case.run(case.model())
+    exact = _run(case, case.model())
     apart = differences(_wide(exact), _wide(wanted), Tolerance(0.0, 0.0))
     noise = {each.what: ROUNDED * each.absolute for each in apart if each.absolute is not None}
     tolerance = Tolerance(case.example.atol, max(NEAR, case.example.rtol), NEAR, noise)

@@ -71,8 +71,9 @@ def _leaves_the_process(case: Case, schedule: Schedule) -> None:
         changed += patches.differences()
         drawn = [] if "values" in case.example.changes else state.differences()
     finally:
-        for what, (_, put) in SETTINGS.items():
-            put(settings[what])
+        for what, (read, put) in SETTINGS.items():
+            if read() != settings[what]:
+                put(settings[what])
         state.put_back()
         patches.put_back()
     if _brought(schedule.mod) > brought:  # new parameters start at random

@@ -18,7 +18,7 @@ def check_replicas(schedule: Schedule) -> None:
     """Parameters without a shard spec are the same on all ranks; collective.
 
     Raises:
-        ConformanceError: one is not, on the ranks that have it otherwise than rank 0, and on rank 0.
+        ConformanceError: one is not; on all ranks.
     """
     if not dist.is_initialized() or dist.get_world_size(schedule.group) == 1:
         return
@@ -38,5 +38,5 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(numbers, digest_size=8).hexdigest() + str((tuple(tensor.shape), tensor.dtype))
+    numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).tolist()
+    return hashlib.blake2b(bytes(numbers), digest_size=8).hexdigest() + str((tuple(tensor.shape), tensor.dtype))
