@@ -162,7 +162,7 @@ def _odd(rank: int, how: str) -> None:
     model.recompute = how == "checkpoint"
     before = copy.deepcopy(model)
     build(_sharded(model))
-    assert_equivalent(before, model, torch.randn(8, 8, requires_grad=True))
+    assert_equivalent(before, model, torch.randn(8, 8, requires_grad=True), atol=1e-4, rtol=1e-4)
 
 
 class Complex(nn.Module):
