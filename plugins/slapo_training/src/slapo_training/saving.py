@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
@@ -17,8 +16,6 @@ from slapo_core.program import Program
 
 from .ranks import Ranks
 
-_HUGE = 2 * 2**20
-"""Bytes of a huge page."""
 Buffers = dict[Any, torch.Tensor]
 """Memory on the CPU that what is written is copied to first, kept from one save to the next; by what each is the copy of."""
 
@@ -141,20 +138,8 @@ def copied(tensor: torch.Tensor, key: Hashable, buffers: Buffers) -> torch.Tenso
     """A tensor as it is now, on the CPU, in the memory of its key."""
     kept = buffers.get(key)
     if kept is None or kept.shape != tensor.shape or kept.dtype is not tensor.dtype:
-        kept = buffers[key] = _room_like(tensor)
+        kept = buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return kept.copy_(tensor)
-
-
-def _room_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory on the CPU for the numbers of a tensor: page-locked for a GPU's, in huge pages where the system has them.
-
-    Most of a first copy is the system's work of handing out one small page after the other.
-    """
-    if tensor.is_cuda or tensor.nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 def keep(keys: Collection[Hashable], buffers: Buffers) -> None:
