@@ -2,8 +2,8 @@
 
 Run ``python -m benchmarks.checkpoints``; it prints a section for ``benchmarks/README.md``. Both sides write the same tensors of
 the same ranks, flushed to the disk but for DeepSpeed's own; ours also takes SHA-256 sums of the files, and puts them in the
-place of the checkpoint before. Turns of both follow each other in one process; times are those of the slowest rank, medians of
-the turns.
+place of the checkpoint before. Turns of both are of one process, the other's last, as Megatron's forks, after which memory is
+as slow as new; times are those of the slowest rank, medians of the turns.
 """
 
 from __future__ import annotations
@@ -126,26 +126,29 @@ def measure(
     write = written_alone(engine, target, layout, options)
     staged = staged_by_torch(engine, layout, options) if target == "torch" else None
     found: dict[str, Any] = {"alone": [], "staged": [], "waits": [], "stops": [], "loads": []}
-    for turn in range(TURNS):
-        alone = Path(folder, f"alone-{turn}")
-        found["alone"].append(seconds(lambda alone=alone: write(alone), mesh))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(alone)
+    for _ in range(TURNS):
         found["waits"].append(seconds(lambda: engine.save(f"{folder}/waits"), mesh))
         savings: list[Any] = []
         if staged is not None:
-            found["staged"].append(seconds(partial(_kept, savings, partial(staged, alone)), mesh))
+            found["staged"].append(seconds(partial(_kept, savings, partial(staged, Path(folder, "alone"))), mesh))
             savings.pop().result()
-            dist.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(alone)
+            _removed(Path(folder, "alone"))
         found["stops"].append(seconds(partial(_kept, savings, partial(engine.save, f"{folder}/stops", wait=False)), mesh))
         savings[0].wait()
         found["loads"].append(seconds(lambda: engine.load(f"{folder}/waits"), mesh))
+    for _ in range(TURNS):
+        found["alone"].append(seconds(partial(write, Path(folder, "alone")), mesh))
+        _removed(Path(folder, "alone"))
     engine.close()
     found["size"] = sum(file.stat().st_size for file in Path(folder, "waits").rglob("*") if file.is_file()) / 2**20
     return found
+
+
+def _removed(folder: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    dist.barrier()
 
 
 def _kept(results: list[Any], action: Callable[[], Any]) -> None:
