@@ -84,7 +84,7 @@ def replace_subgraph(schedule: Schedule, nodes: Sequence[Any], new: Any, name: s
     _drop_modules(schedule, gm, {str(node.target) for node in part.nodes if node.op == "call_module"})
     if part.late:
         write_regions(gm.graph)
-    gm.recompile()
+    gm._variants.start_from(gm.graph)
     return target if op == "call_module" else call.name
 
 
@@ -265,7 +265,7 @@ def _put_back(gm: fx.GraphModule, part: _Part, made: list[fx.Node]) -> Callable[
             graph.erase_node(now(node))
         if has_regions:
             write_regions(graph)
-        gm.recompile()
+        gm._variants.start_from(gm.graph)
 
     return put_back
 

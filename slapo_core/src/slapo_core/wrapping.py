@@ -7,7 +7,8 @@ repeat the collectives its hooks do.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,8 @@ Wrapper = Callable[..., Any]
 
 _WRAPPERS = "_slapo_wrappers"
 _INNER = "_slapo_inner_forward"
+WRAPPING = ("forward", _WRAPPERS, _INNER)
+"""Attributes in which a module's wrappers are kept."""
 
 
 def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
@@ -56,6 +59,33 @@ def is_opaque(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or any(is_part(tensor) for tensor in [*module._parameters.values(), *module._buffers.values()])
     )
+
+
+HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+)
+"""Attributes in which torch keeps the hooks of a module."""
+
+
+def carry_around(old: nn.Module, new: nn.Module) -> None:
+    """Let hooks and wrappers of ``old`` run around the forward of ``new``, which takes its place."""
+    for name in HOOKS:
+        new.__dict__[name] = old.__dict__[name]  # the same objects: handles that remove a hook refer to them
+    for wrapper in forward_wrappers(old):
+        wrap_forward(new, wrapper)
+
+
+@contextmanager
+def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """``forward`` runs in the place of the module's own one, inside of its hooks and wrappers."""
+    name = _INNER if _WRAPPERS in module.__dict__ else "forward"
+    module.__dict__[name] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__[name]
 
 
 def _wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

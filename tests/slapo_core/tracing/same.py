@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,6 +64,6 @@ def check(model: nn.Module, *args: Any, leaf: Callable[[str, nn.Module], bool] =
     assert torch.equal(rng, torch.get_rng_state())
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
-    names = list(traced.guard.parameters.parameters)
+    names = list(inspect.signature(traced.forward).parameters)
     assert_same(model, traced, dict(zip(names, args, strict=False)))
     return traced

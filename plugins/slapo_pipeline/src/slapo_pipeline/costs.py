@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from slapo_core.errors import ScheduleError, SlapoError
+from slapo_core.tracing.guard import argument_values
 from slapo_core.tracing.sandbox import Sandbox
+from slapo_core.tracing.traced_module import guard_of
 
 from .balance import Amounts
 from .places import Units
@@ -116,8 +118,9 @@ class _Meter(fx.Interpreter):
             ScheduleError: a module asks for the values of a tensor, or an operator has no fake kernel.
         """
         units = self.units
-        assert units.flat.guard is not None
-        values = units.flat.guard.values((), units.inputs)
+        guard = guard_of(units.flat)
+        assert guard is not None
+        values = argument_values(guard.parameters, (), units.inputs)
         inputs = [values[str(node.target)] for node in units.nodes if node.op == "placeholder"]
         sandbox = Sandbox(units.root, inputs, fake=True)
         try:

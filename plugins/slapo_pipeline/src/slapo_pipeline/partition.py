@@ -21,6 +21,7 @@ from slapo_core.ties import tie_groups
 from slapo_core.tracing.attributes import Attributes
 from slapo_core.tracing.regions import autocast_state
 from slapo_core.tracing.structures import fingerprint
+from slapo_core.tracing.traced_module import guard_of
 from slapo_core.wrapping import is_opaque
 
 from .arguments import apart, by_name
@@ -147,10 +148,11 @@ class Partitioner:
             ties=tie_groups(root, modules),
             replan=self.program,
         )
-        assert traced.guard is not None
-        assert traced.guard.attributes is not None
+        guard = guard_of(traced)
+        assert guard is not None
+        assert guard.attributes is not None
         inside = {str(node.meta.get("module", "")) for nodes in parts.nodes for node in nodes}
-        return _Plan(program, traced.guard.attributes, Opened(root, inside | opened_by(self.places), used, modules))
+        return _Plan(program, guard.attributes, Opened(root, inside | opened_by(self.places), used, modules))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from slapo_core.tracing import TracedModule
 from slapo_core.tracing.attributes import Attributes
 from slapo_core.tracing.regions import State, autocast_state, write_regions
 from slapo_core.tracing.structures import difference, fingerprint
+from slapo_core.tracing.traced_module import guard_of
 
 from .assignment import Assignment
 from .tree import prune
@@ -76,11 +77,12 @@ def stage_module(
     """
     names = _names(parts.received[index], read_from_batch(parts.nodes[index]))
     graph, batch = _stage_graph(parts, index, names)
-    assert flat.guard is not None
+    traced = guard_of(flat)
+    assert traced is not None
     values = [node.meta["val"] for node in parts.received[index]]
     received = tuple((name, tuple(value.shape), value.dtype) for name, value in zip(names, values, strict=True))
     given = {name: fingerprint(inputs[name]) for name in batch}
-    guard = StageGuard(index, received, given, flat.training, autocast_state(), flat.guard.device, flat.guard.attributes)
+    guard = StageGuard(index, received, given, flat.training, autocast_state(), traced.device, traced.attributes)
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: getattr(flat, name) for name in targets if "." not in name and not hasattr(root, name)}
     return TracedModule(prune(root, keep), graph, guard, constants)  # type: ignore[arg-type]

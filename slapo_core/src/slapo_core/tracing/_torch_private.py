@@ -15,8 +15,9 @@ from torch._C import DisableTorchFunction, _EnableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from torch.autograd import Function
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 unrecorded: Callable[[], Any] = DisableTorchFunction
@@ -51,7 +52,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
-    """torch's own, which remembers what operators return; its keys and its fakes took half of the time of a trace."""
+    """torch's own, which remembers what operators return; its keys and its fakes took half of the time of a trace.
+
+    Attributes:
+        keeps_values: What is computed from real tensors alone is computed for real.
+    """
+
+    keeps_values = False
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -65,6 +72,8 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on fake tensors."""
         self.count(func)
+        if self.keeps_values and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
+            return func(*args, **(kwargs or {}))
         if func is _UNSAFE_VIEW:
             func = torch.ops.aten.view.default  # makes the same fake, and is remembered
         if func is _GROUPED and args[0].dtype is not torch.bfloat16 and args[0].dim() < args[1].dim():
@@ -113,6 +122,22 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
             else:
                 return False
         return True
+
+
+def _is_valueless(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta)
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """No torch function mode and no dispatch mode sees what runs inside."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def fake_like(mode: FakeMode, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -173,8 +198,8 @@ def quiet() -> Iterator[None]:
 def intercept(module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: _Handler) -> Iterator[None]:
     """Send calls of modules to ``module_call(call, module, ...)``, of autograd functions to ``apply(call, ...)``.
 
-    And tell ``read(module, name)`` of every attribute of a module that is read, but for parameters, buffers and children, and
-    send the questions in ``MODES`` to ``ask_mode(name, answer)``.
+    And let ``read(module, name, value)`` answer for every attribute of a module that is read, but for parameters, buffers and
+    children, and send the questions in ``MODES`` to ``ask_mode(name, answer)``.
 
     Reentrant checkpoints are no operation of the model's: their function runs as if it were called.
     """
@@ -189,9 +214,7 @@ def intercept(module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: 
         return apply(plain_apply.__get__(None, cls), *args, **kwargs)
 
     def getattribute(module: nn.Module, name: str) -> Any:
-        value = object.__getattribute__(module, name)
-        read(module, name)
-        return value
+        return read(module, name, object.__getattribute__(module, name))
 
     spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     askers = [(space, name) for space in spaces for name, answer in MODES.items() if space.get(name) is answer]

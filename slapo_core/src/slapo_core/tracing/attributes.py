@@ -45,23 +45,47 @@ class Attributes:
         Raises:
             TraceError: An attribute is another one now.
         """
-        original = self._original() if self._original is not None else None
-        if changed := self.changed(module, original if original is not module else None):
+        if changed := self.changed(module):
             raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
+        self.check_original(module)
 
-    def changed(self, root: nn.Module, original: nn.Module | None = None) -> str | None:
-        """The first attribute that is another one now, in words; the original may be in another mode."""
-        values, known = self._read(root), self._values
-        others = {} if original is None else {key: part for key, part in self._read(original).items() if key[1] != "training"}
-        suspects = [(key, part) for given in (values, others) for key, part in given.items() if part is not known[key]]
-        if not suspects and not self._inside.changed():
+    def check_original(self, module: nn.Module) -> None:
+        """Refuse where the module that was traced got another value since, which ``module`` in its place does not have.
+
+        Raises:
+            TraceError: An attribute is another one now.
+        """
+        original = self._original() if self._original is not None else None
+        if original is None or original.__dict__ is module.__dict__:
+            return
+        now = {key: part for key, part in self._read(original).items() if key[1] != "training"}
+        if changed := self._difference(now, every=False):
+            raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
+
+    def changed(self, root: nn.Module) -> str | None:
+        """The first attribute that is another one now, in words."""
+        values = self._read(root)
+        every = bool(self._inside.changed())
+        if not every and all(part is self._values[key] for key, part in values.items()):
             return None
-        for key, value in [*suspects, *values.items()]:
+        found = self._difference(values, every)
+        if found is None:
+            self._take({**self._values, **values})
+        return found
+
+    def _difference(self, values: dict[tuple[str, str], Any], every: bool) -> str | None:
+        for key, value in values.items():
+            if value is self._values[key] and not every:
+                continue
             now, then = facts_of(value), self._traced[key]
             if now not in (then, self._filled.get(key)) and value is not _NONE:
                 return difference(then, now, ".".join(filter(None, key)))
-        self._take({**known, **values})
         return None
+
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """Path and name of each attribute."""
+        return [(".".join(path), name) for path, names in self._names.items() for name in names]
 
     def _read(self, root: nn.Module) -> dict[tuple[str, str], Any]:
         values: dict[tuple[str, str], Any] = {}

@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 
 from .calls import function_name
 from .graph_ops import expect
+from .sizes import SIZE
 
 _RANDOM = (torch.rand, torch.rand_like)
 
@@ -37,6 +38,9 @@ class KnownValues:
         return None if self.poisoned else self.values.get(node)
 
     def _run(self, node: fx.Node) -> None:
+        if SIZE in node.meta:  # the graph is used for calls alone whose own trace gives the same graph
+            self.values[node] = node.meta[SIZE]
+            return
         known = node.op in ("call_function", "call_method") and self.values.keys() >= {*node.all_input_nodes}
         if not known or node.target is expect:
             # an assignment of something unknown into a known tensor may reach others through views

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,17 +25,47 @@ def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: l
     fill(target, {key: part for key, part in (contents(target) or {}).items() if key not in drop} | content)
 
 
+class UnexpectedAnswer(TraceError):
+    """A question of the forward's Python code has another answer than while tracing."""
+
+
 def expect(answer: Any, name: str, tensor: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
     """Check what the forward's Python code was told by a tensor, or by torch itself.
 
     Raises:
-        TraceError: The answer is another one at this call.
+        UnexpectedAnswer: The answer is another one at this call.
     """
-    now = getattr(torch if tensor is None else tensor, name)
+    if problem := _unexpected(answer, name, tensor, args, kwargs):
+        raise UnexpectedAnswer(f"{problem}; trace again for calls like this, or keep what asks whole with leaf_modules")
+
+
+def _unexpected(answer: Any, name: str, of: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    now = getattr(torch if of is None else of, name)
     now = now(*args, **kwargs) if callable(now) else now
-    if now != answer:
-        what = f"the forward asks for {name}, which is {now} in this call, traced as {answer}"
-        raise TraceError(f"{what}; trace again for calls like this, or keep what asks whole with leaf_modules")
+    return None if now == answer else f"the forward asks for {name}, which is {now} in this call, traced as {answer}"
+
+
+class Expectation(NamedTuple):
+    """What ``expect`` checks, where it can be known before the graph runs.
+
+    Attributes:
+        answer: The answer while tracing.
+        name: What was asked for.
+        argument: Name of the forward's argument that was asked; None: torch.
+        args: Positional arguments of the question.
+        kwargs: Keyword arguments of the question.
+    """
+
+    answer: Any
+    name: str
+    argument: str | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def problem(self, values: Mapping[str, Any]) -> str | None:
+        """The difference, in words; None where there is none."""
+        of = None if self.argument is None else values[self.argument]
+        return _unexpected(self.answer, self.name, of, self.args, self.kwargs)
 
 
 class Slot:

@@ -1,18 +1,19 @@
-"""What a forward was traced for: a call that differs in it is an error, not other numbers."""
+"""The calls that a graph is good for."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from ..errors import TraceError
 from . import regions
 from .attributes import Attributes
+from .graph_ops import Expectation, expect
 from .structures import difference, fingerprint, is_input, tensors
 
 
@@ -21,19 +22,65 @@ def device_of(value: Any) -> torch.device | None:
     return next((tensor.device for tensor in tensors(value)), None)
 
 
-@dataclass
-class Guard:
-    """What a forward was traced for.
+def plain_signature(forward: Any) -> inspect.Signature:
+    """The parameters of a function without annotations, which may not be copied or pickled."""
+    return inspect.Signature([p.replace(annotation=p.empty) for p in inspect.signature(forward).parameters.values()])
+
+
+def argument_values(parameters: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Argument name to value, defaults included; those of ``**kwargs`` under their own names."""
+    bound = parameters.bind(*args, **kwargs)
+    bound.apply_defaults()
+    values: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        several = parameters.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        values.update(value if several else {name: value})
+    return values
+
+
+class Call:
+    """What a traced module is called with, and how.
 
     Args:
-        parameters: Its signature.
+        parameters: Signature of the forward.
+        module: The module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    def __init__(self, parameters: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
+        self.training, self.autocast = module.training, regions.autocast_state()
+        self.values = argument_values(parameters, args, kwargs)
+        self.given = {name: fingerprint(value) for name, value in self.values.items()}
+
+    @cached_property
+    def key(self) -> Any:
+        """Equal for calls with the same arguments, as far as a graph can tell, in the same mode."""
+        return self.training, self.autocast, _hashable(self.given)
+
+
+class InputCheck(Protocol):
+    """Checks the inputs of a graph that no other forward stands behind."""
+
+    device: torch.device | None
+
+    def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the graph's inputs, or a ``TraceError``."""
+
+
+@dataclass
+class Guard:
+    """The calls that a graph is good for.
+
+    Args:
+        parameters: Signature of the forward.
         training: The module's mode.
         autocast: The autocast it ran under.
         traced: Fingerprint of every argument.
         placeholders: Arguments that hold tensors or objects: the graph's inputs. The others are part of the graph.
         device: Where its tensors were.
-        refuse: The module was called in ways that one graph cannot stand for.
         attributes: What the forward read from its modules.
+        expectations: What it asked of its inputs and of torch's modes.
     """
 
     parameters: inspect.Signature
@@ -42,52 +89,57 @@ class Guard:
     traced: dict[str, Any] = field(default_factory=dict)
     placeholders: tuple[str, ...] = ()
     device: torch.device | None = None
-    refuse: bool = field(default=False, compare=False)
     attributes: Attributes | None = field(default=None, compare=False)
+    expectations: tuple[Expectation, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Guard:
         """The guard of a call."""
-        known = getattr(module, "guard", None)  # a traced module's forward takes anything
-        signature = known.parameters if isinstance(known, Guard) else inspect.signature(module.forward)
-        plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-        guard = cls(inspect.Signature(plain), module.training, regions.autocast_state())
-        values = guard.values(args, kwargs)
-        guard.device = device_of(values)
-        guard.traced = {name: fingerprint(value) for name, value in values.items()}
-        guard.placeholders = tuple(name for name, value in values.items() if is_input(value))
-        return guard
+        parameters = plain_signature(module.forward)
+        call = Call(parameters, module, args, kwargs)
+        placeholders = tuple(name for name, value in call.values.items() if is_input(value))
+        return cls(parameters, call.training, call.autocast, call.given, placeholders, device_of(call.values))
 
-    def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Argument name to value, defaults included; those of ``**kwargs`` under their own names."""
-        bound = self.parameters.bind(*args, **kwargs)
-        bound.apply_defaults()
-        values: dict[str, Any] = {}
-        for name, value in bound.arguments.items():
-            several = self.parameters.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            values.update(value if several else {name: value})
-        return values
+    def expect(self, graph: fx.Graph) -> None:
+        """Note what the graph expects of its inputs and of torch's modes."""
+        for node in graph.find_nodes(op="call_function", target=expect):
+            answer, name, *asked = node.args
+            of = asked.pop(0) if asked else None
+            if of is None or (isinstance(of, fx.Node) and of.op == "placeholder"):
+                plain = not any(isinstance(each, fx.Node) for each in [*asked, *node.kwargs.values()])
+                if plain:
+                    source = None if of is None else str(of.target)
+                    self.expectations += (Expectation(answer, str(name), source, tuple(asked), dict(node.kwargs)),)
 
-    def check(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of the graph's inputs.
+    def problem(self, module: nn.Module, call: Call) -> str | None:
+        """Why the graph is not good for a call; None where it is.
 
         Raises:
-            TraceError: The call is not the one that was traced.
+            TraceError: an attribute of the module that was traced has changed, and this one has the old value.
         """
-        if module.training != self.training:
-            now, then = ("train", "eval") if module.training else ("eval", "train")
-            raise TraceError(f"the module is in {now} mode but was traced in {then} mode; run it in {then} mode or trace again")
-        if (autocast := regions.autocast_state()) != self.autocast:
-            what = f"the call is under autocast {autocast or 'none'}, traced under {self.autocast or 'none'}"
-            raise TraceError(f"{what}; trace it again under this autocast")
-        if self.attributes is not None:
-            self.attributes.check(module)
-        values = self.values(args, kwargs)
-        given = {name: fingerprint(value) for name, value in values.items()}
-        if given != self.traced:
+        if call.training != self.training:
+            now, then = ("train", "eval") if call.training else ("eval", "train")
+            return f"the module is in {now} mode but was traced in {then} mode"
+        if call.autocast != self.autocast:
+            return f"the call is under autocast {call.autocast or 'none'}, traced under {self.autocast or 'none'}"
+        if call.given != self.traced:
             none = fingerprint(None)
-            for name in [*self.traced, *given]:
-                old, new = self.traced.get(name, none), given.get(name, none)
+            for name in [*self.traced, *call.given]:
+                old, new = self.traced.get(name, none), call.given.get(name, none)
                 if old != new:
-                    raise TraceError(f"{difference(old, new, name)}; trace the module again with inputs like these")
-        return {name: values[name] for name in self.placeholders}
+                    return difference(old, new, name)
+        for expectation in self.expectations:
+            if found := expectation.problem(call.values):
+                return found
+        if self.attributes is None:
+            return None
+        changed = self.attributes.changed(module)
+        if changed is None:
+            self.attributes.check_original(module)
+        return changed and f"attribute {changed}"
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _hashable(part)) for key, part in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, tuple) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from .calls import ASKS_VALUES, SHAPES, Effects, is_dynamic, is_metadata, is_ope
 from .escapes import KnownValues, chance_decided
 from .graph_ops import Slot, Template, expect, rebuild, set_state, setitem
 from .sandbox import Sandbox
+from .sizes import SIZE, Size, size_of
 from .structures import ATOMS, Snapshot, by_reference, contents, getter, has_tensor, replace_tensors, tensors, walk
 
 
@@ -47,10 +48,14 @@ class Recorder:
         path: Where it is in the model, for messages.
         sandbox: The stand-ins the forward runs on.
         earlier: Who recorded the call before, when this is the second: its values may have been kept.
+        symbolic: Sizes are nodes of the graph; else they are the integers of this call.
     """
 
-    def __init__(self, module: nn.Module, path: str, sandbox: Sandbox, earlier: Recorder | None = None) -> None:
-        self.module, self.sandbox, self.earlier = module, sandbox, earlier
+    def __init__(
+        self, module: nn.Module, path: str, sandbox: Sandbox, earlier: Recorder | None = None, symbolic: bool = False
+    ) -> None:
+        self.module, self.sandbox, self.earlier, self.symbolic = module, sandbox, earlier, symbolic
+        self.sizes: dict[tuple[Any, ...], fx.Node] = {}
         self.label = path or type(module).__name__
         self.graph = fx.Graph()
         self.known = KnownValues(self.graph)
@@ -64,6 +69,8 @@ class Recorder:
         self.state = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
         self.reads: set[tuple[int, str]] = set()
         """Attributes the forward has read: id of the module, and name."""
+        self.opened: set[str] = set()
+        """Paths of the modules that were inlined."""
         self.inside = [""]
         """Paths of the inlined modules that run now, outermost first."""
         self.baseline = regions.current()
@@ -79,14 +86,28 @@ class Recorder:
         keep = f"keep the module that does it whole with leaf_modules{instead}"
         return TraceError(f"{self.label}: {what}; {keep}", source=model_source())
 
-    @contextmanager
-    def within(self, module: nn.Module) -> Iterator[None]:
+    def within(self, module: nn.Module) -> AbstractContextManager[None]:
         """What is recorded meanwhile belongs to an inlined module."""
-        self.inside.append(self.modules[id(module)][0])
+        path = self.modules[id(module)][0]
+        self.opened.add(path)
+        return self._at(path)
+
+    @contextmanager
+    def _at(self, path: str) -> Iterator[None]:
+        self.inside.append(path)
         try:
             yield
         finally:
             self.inside.pop()
+
+    def inside_of(self, path: str, node: fx.Node) -> AbstractContextManager[None]:
+        """What is recorded meanwhile belongs where a node does in the graph of the module at ``path``."""
+        return self._at(".".join(filter(None, (path, node.meta.get("module", "")))))
+
+    def add_alias(self, other: nn.Module, module: nn.Module) -> None:
+        """``other`` has the attributes, parameters and submodules of ``module`` and stands for it."""
+        self.modules[id(other)] = self.modules[id(module)]
+        self.alive.append(other)
 
     # ---- values to arguments of nodes
 
@@ -100,8 +121,10 @@ class Recorder:
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         kind = type(value)
+        if kind is Size:
+            return self.size(value)
         if kind is torch.Size and exact:
-            return self._create("call_function", torch.Size, (tuple(value),), {}, None)
+            return self._create("call_function", torch.Size, (self.argument(tuple(value)),), {}, None)
         if kind in (tuple, list, torch.Size):
             return (list if kind is list else tuple)([self.argument(part, exact) for part in value])
         if kind is dict:
@@ -120,6 +143,28 @@ class Recorder:
             )
             self._bind_tensor(node, value)
         return node
+
+    def size(self, value: Size) -> fx.Node | int:
+        """The node of a size, or its integer where that comes from another graph."""
+        function, *given = value.form
+        operands = tuple(self.size(operand) if type(operand) is Size else operand for operand in given)
+        nodes = [operand for operand in operands if isinstance(operand, fx.Node)]
+        if any(node.graph is not self.graph for node in nodes) or not (nodes or function == "get_attr"):
+            return int(value)
+        key = (function, *operands)
+        if key not in self.sizes:
+            op = "call_method" if function == "size" else "get_attr" if function == "get_attr" else "call_function"
+            target, args = (operands[0], ()) if op == "get_attr" else (function, operands)
+            self.sizes[key] = self._create(op, target, args, {}, None)
+            self.sizes[key].meta[SIZE] = int(value)
+        return self.sizes[key]
+
+    def attribute(self, module: nn.Module, name: str, value: Any) -> Any:
+        """The value of an attribute that the forward reads; an integer knows which one it was."""
+        self.reads.add((id(module), name))
+        if not self.symbolic or type(value) is not int or id(module) not in self.modules or name not in vars(module):
+            return value
+        return Size(value, "get_attr", ".".join(filter(None, (self.modules[id(module)][0], name))))
 
     def _kept(self, value: torch.Tensor) -> fx.Node | None:
         earlier = self.earlier.nodes.get(id(value)) if self.earlier else None
@@ -215,7 +260,7 @@ class Recorder:
             self.write_changes(tracked)
         self.graph.output(result)
         for node in reversed(self.graph.nodes):
-            if not node.users and (node.op == "get_attr" or node.target in (operator.getitem, getattr)):
+            if not node.users and (node.op == "get_attr" or SIZE in node.meta or node.target in (operator.getitem, getattr)):
                 self.graph.erase_node(node)
         regions.write_regions(self.graph)
 
@@ -241,6 +286,8 @@ class Recorder:
             if name in SHAPES and not self.sandbox.fake:
                 self._pin_shape(args[0])
             answer = func(*args, **kwargs)
+            if self.symbolic and name in ("shape", "size", "numel"):
+                return self._with_origin(answer, *args, **kwargs)
             if is_open(name, 2):  # of two nodes of autograd only whether there is one can be compared
                 self.expect(*((answer is None, "is_leaf") if name == "grad_fn" else (answer, name)), *args, **kwargs)
             return answer
@@ -263,6 +310,10 @@ class Recorder:
             self._rebind(args[0], node)
             return None
         return self._bind(node, out, changed)
+
+    def _with_origin(self, answer: Any, tensor: torch.Tensor, dim: Any = None) -> Any:
+        node = self.nodes.get(id(tensor)) or (self.tensor(tensor) if id(tensor) in self.state else None)
+        return answer if node is None else size_of(tensor, node, answer, dim)
 
     def _mark(self, node: fx.Node, effects: Effects) -> set[int]:
         """Note which inputs a call has changed in place, by their places among the node's inputs, and whether it draws."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,11 +25,16 @@ class Sandbox:
         root: The model; its weights may be on the meta device when ``fake``.
         inputs: What its forward gets, to know the device the stand-ins claim to be on.
         fake: Fake tensors; otherwise real parameters and cloned buffers.
+        keeps_values: With ``fake``: the inputs are real, and what is computed from them alone.
     """
 
-    def __init__(self, root: nn.Module, inputs: Any, *, fake: bool) -> None:
+    open_now: ClassVar[int] = 0
+    """How many sandboxes are open in this process."""
+
+    def __init__(self, root: nn.Module, inputs: Any, *, fake: bool, keeps_values: bool = False) -> None:
         self.root, self.fake = root, fake
         self.mode = private.FakeMode(allow_non_fake_inputs=True)
+        self.mode.keeps_values = keeps_values
         self.watch = self.mode if fake else private.Watch()  # type: ignore[no-untyped-call]
         self.originals: dict[int, torch.Tensor] = {}
         """Stand-in (by id) to the model's own tensor."""
@@ -50,7 +55,7 @@ class Sandbox:
 
     def enter_input(self, tensor: torch.Tensor) -> torch.Tensor:
         """A stand-in for an input: a change in place does not reach the caller's tensor."""
-        if self.fake:
+        if self.fake and not self.mode.keeps_values:
             return self.fake_of(tensor)
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
@@ -65,12 +70,14 @@ class Sandbox:
         self.random_numbers = OtherRandomNumbers()
         self.forget_results = _forget_results(modules)
         devices = [] if self.fake or self.device.type != "cuda" else [self.device]
+        Sandbox.open_now += 1
         try:
             with torch.random.fork_rng(devices), torch.inference_mode(False), torch.set_grad_enabled(grad), private.quiet():
                 self._swap(modules)
                 with self.watch:
                     yield
         finally:
+            Sandbox.open_now -= 1
             for snapshot in self.state.values():
                 snapshot.restore()
             for table, name, value in self._swapped:

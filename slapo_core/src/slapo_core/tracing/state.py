@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
+from .sizes import SIZE
 from .structures import Snapshot, contents, fingerprint
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def _is_constant(node: fx.Node) -> bool:
     todo = [node]
     for other in todo:
         value = other.meta.get("val")
+        if SIZE in other.meta:
+            continue
         if other.op in ("placeholder", "call_module", "output") or (value is not None and value.requires_grad):
             return False
         if other.meta.get("draws"):

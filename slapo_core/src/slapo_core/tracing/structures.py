@@ -15,6 +15,12 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from . import _torch_private as private
+from .sizes import Size
+
+
+class Hidden:
+    """Base class of bookkeeping that lies on a module and is no part of the module's state."""
+
 
 _PLAIN = (dict, list, tuple, set, frozenset, deque)
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -22,7 +28,7 @@ _ATOM_TYPES = frozenset(ATOMS)
 _BY_REFERENCE = (
     *ATOMS,
     *(type, enum.Enum, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
-    *(torch.Generator, range, type(Ellipsis), fx.Graph, fx.Node),
+    *(torch.Generator, range, type(Ellipsis), fx.Graph, fx.Node, Hidden),
 )
 
 
@@ -136,7 +142,7 @@ def fingerprint(value: Any, tensor: Callable[[torch.Tensor], Any] = _shape, seen
     if isinstance(value, torch.Tensor):
         return torch.Tensor, tensor(value)
     if isinstance(value, ATOMS):
-        return type(value), value
+        return (int, int(value)) if type(value) is Size else (type(value), value)
     parts = contents(value)
     if parts is None:
         return type(value), value.tobytes() if hasattr(value, "tobytes") else value
@@ -179,6 +185,15 @@ def distinct(value: Any, seen: set[int]) -> Any:
     if all(map(operator.is_, changed.values(), parts.values())):
         return value
     return changed if type(value) is dict else type(value)(changed.values())
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same tuples, lists and dicts with every tensor changed; other containers and objects stay what they are."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) is dict:
+        return {key: map_tensors(part, change) for key, part in value.items()}
+    return type(value)(map_tensors(part, change) for part in value) if type(value) in (tuple, list) else value
 
 
 def replace_tensors(value: Any, change: Callable[[torch.Tensor], Any], memo: dict[int, Any]) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,17 +12,17 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
+from ..wrapping import WRAPPING, carry_around, is_opaque
 from . import _torch_private as private
-from . import regions
-from .codegen import compile_graph
-from .guard import Guard, device_of
+from .guard import Guard, InputCheck
+from .variants import Variants
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _KEPT = ("training", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 class TracedModule(fx.GraphModule):
-    """A graph that runs in place of a module's forward.
+    """Graphs that run in place of a module's forward; ``graph`` is the first of them, which ``find`` searches.
 
     Parameters, buffers and submodules are those of the original, under their names; the modules between the traced one and the
     ones the graph calls are shallow copies, so that edits do not reach the original. An edit of the graph marks the code stale;
@@ -29,27 +31,29 @@ class TracedModule(fx.GraphModule):
     Args:
         root: The module that was traced, or any module that holds what the graph's targets name.
         graph: Its graph.
-        guard: Checked at every call, where there is one; else the call's arguments go to the graph's placeholders.
+        guard: The calls that the graph is good for, or what checks its inputs; None: arguments go to the placeholders.
         constants: Tensors the forward used that the model does not hold, by the names in the graph.
         inner: Modules that take the place of those at these paths.
+        opened: Paths of the modules whose forwards are part of the graph; None: no other call can be traced.
 
     Attributes:
         through: Makes what is called of the graph's function, which takes the module and its inputs.
     """
 
     through: Callable[[Any], Any] = staticmethod(lambda run: run)
+    _variants: Variants
 
     def __init__(
         self,
         root: nn.Module,
         graph: fx.Graph,
-        guard: Guard | None = None,
+        guard: Guard | InputCheck | None = None,
         constants: Mapping[str, torch.Tensor] | None = None,
         inner: Mapping[str, nn.Module] | None = None,
+        opened: Iterable[str] | None = None,
     ) -> None:
         super().__init__({}, fx.Graph(), f"Traced{type(root).__name__}")
         self._adopt(root)
-        self.guard = guard
         for name, tensor in (constants or {}).items():
             self.register_buffer(name, tensor, persistent=False)
         targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
@@ -60,13 +64,27 @@ class TracedModule(fx.GraphModule):
             parent, _, name = path.rpartition(".")
             self.get_submodule(parent)._modules[name] = module
         self.graph = graph
+        self.__dict__["_variants"] = _variants(self, guard, frozenset(opened) if opened is not None else None, root)
+        _show_signature(self)
 
     def _adopt(self, root: nn.Module) -> None:
+        skipped = ("graph", "code", "_variants", *WRAPPING)
         for name, value in _shallow_copy(root).__dict__.items():
-            if name in (*_TABLES, *_KEPT) or name not in (*self.__dict__, "graph", "code", "forward"):
+            if name in (*_TABLES, *_KEPT) or name not in (*self.__dict__, *skipped):
                 self.__dict__[name] = value
         self.__dict__.setdefault("_traced_class", nn.Module if isinstance(root, fx.GraphModule) else type(root))
         self.__dict__["_version"] = root._version
+        if is_opaque(root):
+            carry_around(root, self)
+
+    def _add_constants(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+        """Hold the constants of another graph under names that are free, which the graph then has."""
+        names: dict[str, str] = {}
+        for name, tensor in constants.items():
+            names[name] = next(free for number in itertools.count() if (free := f"_tensor_constant{number}") not in self._buffers)
+            self.register_buffer(names[name], tensor, persistent=False)
+        for node in graph.find_nodes(op="get_attr"):
+            node.target = names.get(str(node.target), node.target)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         as_original(self)._save_to_state_dict(*args, **kwargs)
@@ -84,32 +102,26 @@ class TracedModule(fx.GraphModule):
             module._modules[name] = module = copies[id(child)]
 
     def recompile(self) -> Any:
-        """Mark the code stale."""
-        self.__dict__["_run"] = None
+        """Mark the code stale, after an edit by hand."""
+        if (variants := self.__dict__.get("_variants")) is not None:
+            variants.edited_by_hand = True
+            variants.start_from(self.graph)
+
+    @property
+    def code(self) -> str:
+        """The Python code of the first graph."""
+        return self._variants.first.code
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph."""
-        if self.guard is not None:
-            args, kwargs = (), self.guard.check(self, args, kwargs)
-            self._move_constants(self.guard, device_of(kwargs))
-        if self.__dict__.get("_run") is None:
-            self.__dict__["_run"], self.__dict__["_code"] = compile_graph(self.graph, type(self).__name__)
-        before = regions.current()
-        try:
-            return self.through(self.__dict__["_run"])(self, *args, **kwargs)
-        finally:
-            if regions.current() != before:  # an error inside a region
-                regions.leave(before)
+        """Run the graph of the call."""
+        return self._variants(self, args, kwargs)
 
-    def _move_constants(self, guard: Guard, device: torch.device | None) -> None:
-        """The graph says where the forward made tensors: where its inputs were. Now that is another device."""
-        old = guard.device
-        if device is None or old is None or device == old:
-            return
-        for node in self.graph.nodes:
-            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), lambda value: device if value == old else value)
-        guard.device = device
-        self.recompile()
+    def _shell(self) -> TracedModule:
+        """The graphs without what they run on."""
+        shell: TracedModule = object.__new__(type(self))
+        empty = {name: type(self.__dict__[name])() for name in _TABLES}
+        vars(shell).update(vars(self), **empty)
+        return shell
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
         graph = fx.Graph()
@@ -120,7 +132,55 @@ class TracedModule(fx.GraphModule):
         return _unpickle, (self._state(), _graph_data(self.graph))
 
     def _state(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_graph", "_run", "_code")}
+        return {key: value for key, value in self.__dict__.items() if key != "_graph"}
+
+
+def _variants(module: TracedModule, guard: Guard | InputCheck | None, opened: frozenset[str] | None, root: nn.Module) -> Variants:
+    """The graphs of a new traced module, which was made from ``root``."""
+    before = variants_of(root)
+    inner = None
+    if before is not None:
+        assert isinstance(root, TracedModule)
+        inner = root._shell() if before.is_rewritten else before.inner
+    cls = module.__dict__["_traced_class"]
+    if cls is nn.Module and inner is None:
+        opened = None
+    return Variants(module.graph, cls.__name__, guard, opened, inner)
+
+
+def variants_of(module: nn.Module) -> Variants | None:
+    """The graphs of a traced module; None for any other."""
+    return module.__dict__.get("_variants") if isinstance(module, TracedModule) else None
+
+
+def guard_of(module: nn.Module) -> Guard | None:
+    """The calls that the first graph of a traced module is good for."""
+    variants = variants_of(module)
+    return variants and variants.guard
+
+
+def _show_signature(module: TracedModule) -> None:
+    """Let ``inspect.signature(module.forward)`` be that of the forward that was traced."""
+
+    def forward(self: TracedModule, *args: Any, **kwargs: Any) -> Any:
+        return TracedModule.forward(self, *args, **kwargs)
+
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = guard.parameters.parameters if (guard := guard_of(module)) is not None else {}
+    if guard is not None and "self" not in parameters:
+        forward.__signature__ = inspect.Signature([itself, *parameters.values()])  # type: ignore[attr-defined]
+        forward.__doc__ = TracedModule.forward.__doc__
+        type(module).forward = forward  # type: ignore[method-assign]  # fx makes a class for each module
+
+
+def former(module: TracedModule) -> nn.Module:
+    """A traced module as it was before, with the parameters and submodules that it has now."""
+    shell = module._variants.inner
+    if shell is None:
+        return as_original(module)
+    view: TracedModule = object.__new__(type(shell))
+    vars(view).update(vars(module), _graph=shell.graph, _variants=shell._variants)
+    return view
 
 
 def as_original(module: nn.Module) -> nn.Module:
@@ -157,8 +217,12 @@ def _shallow_copy(module: nn.Module, bare: bool = False) -> nn.Module:
 
 def _restore(state: dict[str, Any], graph: fx.Graph) -> TracedModule:
     module: TracedModule = TracedModule.__new__(TracedModule)
+    variants = state.pop("_variants")
     module.__dict__.update(state)
     module.graph = graph
+    module.__dict__["_variants"] = variants
+    variants.start_from(graph)
+    _show_signature(module)
     return module
 
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 from ..errors import ScheduleError, TraceError, UnknownNameError
 from ..wrapping import is_opaque
 from .exported import trace_export
-from .guard import Guard
+from .guard import Guard, argument_values
 from .traced_module import TracedModule
 from .value import Plan, trace_value
 
@@ -86,7 +86,7 @@ class _FxTracer(fx.Tracer):
 
 def _trace_fx(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Leaf) -> TracedModule:
     guard = Guard.of(module, args, kwargs)
-    values = guard.values(args, kwargs)
+    values = argument_values(guard.parameters, args, kwargs)
     concrete = {name: value for name, value in values.items() if name not in guard.placeholders}
     try:
         graph = _FxTracer(leaf).trace(module, concrete)

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import TraceError
-from ..wrapping import is_opaque
+from ..wrapping import innermost_forward, is_opaque
 from . import _torch_private as private
 from .attributes import OF_TORCH, Attributes, facts_of
 from .calls import is_open, model_source
 from .graph_ops import expect
-from .guard import Guard
+from .guard import Call, Guard
 from .recorder import Recorder
 from .sandbox import OtherRandomNumbers, Sandbox
 from .state import Change, Repeat, changes
-from .structures import distinct, has_tensor, replace_tensors
-from .traced_module import TracedModule
+from .structures import distinct, has_tensor, map_tensors, replace_tensors
+from .traced_module import TracedModule, variants_of
+from .variants import run_graph
 
 Kind = Literal["leaf", "inline", "graph"]
 Plan = Callable[[str, nn.Module], Kind]
 """What happens when a module is called: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
 
 
+class _Done(BaseException):
+    """Ends the run once the target is traced; no error, which the model's own code might catch."""
+
+
 class _Session(TorchFunctionMode):
     """One run of the root's forward, with a recorder for every module that gets a graph."""
 
-    def __init__(self, root: nn.Module, target: str, plan: Plan, sandbox: Sandbox, earlier: _Session | None = None) -> None:
+    def __init__(self, root: nn.Module, request: Request, sandbox: Sandbox, earlier: _Session | None = None) -> None:
         super().__init__()
-        self.root, self.plan, self.sandbox, self.earlier = root, plan, sandbox, earlier
-        self.running = self.target = root.get_submodule(target)
+        self.root, self.plan, self.sandbox, self.earlier = root, request.plan, sandbox, earlier
+        self.request = request
+        self.running = self.target = root.get_submodule(request.target)
         self.paths = {id(module): name for name, module in root.named_modules()}
         self.stack: list[Recorder | None] = [None]  # None: what runs now is not recorded
         self.whole: dict[int, nn.Module] = {}
@@ -54,7 +62,7 @@ class _Session(TorchFunctionMode):
             if module is not self.target or self.graphs:
                 return call(module, *args, **kwargs)
             with private.unrecorded():
-                return self.record(call, module, args, kwargs)
+                return self.record_target(call, args, kwargs)
         if id(module) not in recorder.modules:
             return call(module, *args, **kwargs)
         path = self.paths[id(module)]
@@ -63,7 +71,7 @@ class _Session(TorchFunctionMode):
             self.whole[id(module)] = module
         if kind == "inline":
             with recorder.within(module):
-                return call(module, *args, **kwargs)
+                return self.run_recorded(recorder, call, module, args, kwargs)
         with private.unrecorded():
             run = self.record if kind == "graph" else self.run_whole
             return recorder.call_module(module, args, kwargs, lambda: run(call, module, args, kwargs))
@@ -71,37 +79,81 @@ class _Session(TorchFunctionMode):
     def run_whole(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module unrecorded; random numbers of Python and NumPy it draws are its own."""
         others, self.running = OtherRandomNumbers(), module
-        self.stack.append(None)
         try:
-            return call(module, *args, **kwargs)
+            with self._unrecorded():
+                return call(module, *args, **kwargs)
         finally:
-            self.stack.pop()
             others.put_back()
 
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        self.stack.append(None)
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
+    def record_target(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the target and make its graph: of its forward alone, with hooks and wrappers around it."""
+        module = self.target
+        if not is_opaque(module):
+            out = self.record(call, module, args, kwargs)
+        else:
+            own: Any = type(module).forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                with private.unrecorded():
+                    return self.record(own, module, args, kwargs)
+
+            with private.recorded(), innermost_forward(module, forward):
+                out = call(module, *args, **kwargs)
+        if module is not self.root:
+            raise _Done
+        return out
+
     def record(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module and make its graph; a second call with other arguments leaves the module without one."""
+        """Run a module and make its graph, of the first call."""
         path = self.paths[id(module)]
-        guard = Guard.of(module, args, kwargs)
         if path in self.graphs:
-            if self.graphs[path][1] != guard:
-                self.graphs[path][1].refuse = True
             return self.run_whole(call, module, args, kwargs)
+        if self.sandbox.mode.keeps_values:
+            self.sandbox.mode.keeps_values = False
+            args, kwargs = map_tensors((args, kwargs), self.sandbox.fake_of)
+        guard = Guard.of(module, args, kwargs)
         args, kwargs = distinct((args, kwargs), set())
         earlier = self.earlier.graphs.get(path) if self.earlier else None
-        recorder = Recorder(module, path, self.sandbox, earlier and earlier[0])
+        recorder = Recorder(module, path, self.sandbox, earlier and earlier[0], self.request.symbolic)
         self.graphs[path] = (recorder, guard)
-        for name, value in guard.values(args, kwargs).items():
+        for name, value in Call(guard.parameters, module, args, kwargs).values.items():
             recorder.parameter(name, value, name in guard.placeholders)
         self.sandbox.forget_results()  # what another graph's nodes made
         self.stack.append(recorder)
         try:
             with private.recorded():
-                out = call(module, *args, **kwargs)
+                out = self.run_recorded(recorder, call, module, args, kwargs)
         finally:
             self.stack.pop()
         self.sandbox.forget_results()
         recorder.output(out)
+        guard.expect(recorder.graph)
         return out
+
+    def run_recorded(self, recorder: Recorder, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module whose operations are recorded. One that is traced is no other than before, but for its rewrites."""
+        variants = variants_of(module)
+        if variants is None:
+            return call(module, *args, **kwargs)
+        assert isinstance(module, TracedModule)
+        if not variants.is_rewritten:
+            original = variants.former(module)
+            recorder.add_alias(original, module)
+            return original.forward(*args, **kwargs)
+        with self._unrecorded():
+            graph, inputs, reads = variants.graph_for(module, args, kwargs)
+        inside = recorder.modules[id(module)][0]
+        for path, name in reads:
+            recorder.reads.add((id(module.get_submodule(path)), name))
+        return run_graph(module, graph, inputs, lambda node: recorder.inside_of(inside, node))
 
     def apply(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """An autograd function is recorded as one call."""
@@ -123,12 +175,15 @@ class _Session(TorchFunctionMode):
         """Path of each module with a graph to what records it."""
         return {path: recorder for path, (recorder, _) in self.graphs.items()}
 
-    def read(self, module: nn.Module, name: str) -> None:
-        """An attribute is read."""
+    def read(self, module: nn.Module, name: str, value: Any) -> Any:
+        """An attribute is read; the value that the forward gets."""
         recorder = self.stack[-1]
-        if name not in OF_TORCH:
-            seen = self.read_by.setdefault((id(module), name), set())
-            seen.add(id(self.running)) if recorder is None else recorder.reads.add((id(module), name))
+        if name in OF_TORCH:
+            return value
+        if recorder is not None:
+            return recorder.attribute(module, name, value)
+        self.read_by.setdefault((id(module), name), set()).add(id(self.running))
+        return value
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the root's forward."""
@@ -137,6 +192,8 @@ class _Session(TorchFunctionMode):
         with private.intercept(self.module_call, self.apply, self.read, self.ask_mode), self:
             try:
                 self.root(*args, **kwargs)
+            except _Done:
+                return
             except TraceError:
                 raise
             except Exception as err:
@@ -189,41 +246,85 @@ class _Session(TorchFunctionMode):
                 node.meta["changes"] = tuple(place for module in modules for place in found.get(id(module), ()))
 
 
-def trace_value(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, target: str = "") -> TracedModule:
+@dataclass(frozen=True)
+class Request:
+    """What is to be traced.
+
+    Args:
+        target: Path of the module that gets a graph.
+        plan: What happens with the modules inside.
+        symbolic: Sizes are nodes of the graphs, which then serve other sizes too, as far as ``Variants`` finds.
+    """
+
+    target: str
+    plan: Plan
+    symbolic: bool = False
+
+
+def trace_value(
+    root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, target: str = "", symbolic: bool = False
+) -> TracedModule:
     """The graph of ``root.get_submodule(target)`` with the inputs it gets when the root runs on ``args`` and ``kwargs``.
 
     Fake tensors first; where they cannot follow (a leaf that looks at values, an operator without a fake kernel), real ones.
     With gradients, unless the caller has turned them off and the forward asks.
     """
-    session = _attempt(root, args, kwargs, plan, target, grad=True)
+    return _assemble(root, _with_modes(root, args, kwargs, Request(target, plan, symbolic)))
+
+
+def trace_again(module: nn.Module, args: Any, kwargs: Any, opened: frozenset[str]) -> tuple[fx.Graph, Guard, dict[str, Any]]:
+    """The graph of a module for another call, with its guard and the tensors it holds.
+
+    Args:
+        module: As it was before it was traced.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        opened: Paths of the modules whose forwards become part of the graph.
+    """
+    plan: Plan = lambda path, child: "inline" if path in opened else "leaf"  # noqa: E731
+    session = _with_modes(module, args, dict(kwargs), Request("", plan, symbolic=True))
+    recorder, guard = session.graphs[""]
+    guard.attributes = Attributes(module, *recorder.attributes(session.filled))
+    return recorder.graph, guard, recorder.constants
+
+
+def _with_modes(root: nn.Module, args: Any, kwargs: Any, request: Request) -> _Session:
+    session = _attempt(root, args, kwargs, request, grad=True)
     asks = any(recorder.graph.find_nodes(op="call_function", target=expect) for recorder in session.recorders.values())
     if asks and not torch.is_grad_enabled():
-        session = _attempt(root, args, kwargs, plan, target, grad=False)
-    return _assemble(root, session, target)
+        session = _attempt(root, args, kwargs, request, grad=False)
+    return session
 
 
-def _attempt(root: nn.Module, args: Any, kwargs: Any, plan: Plan, target: str, *, grad: bool) -> _Session:
+def _attempt(root: nn.Module, args: Any, kwargs: Any, request: Request, *, grad: bool) -> _Session:
+    if request.target:  # the part is to get what it gets when the model runs, which may follow from the inputs' values
+        with suppress(TraceError):
+            return _run(root, args, kwargs, request, fake=True, grad=grad, keeps_values=True)
     try:
-        return _run(root, args, kwargs, plan, target, fake=True, grad=grad)
+        return _run(root, args, kwargs, request, fake=True, grad=grad)
     except TraceError as failed:
         if failed.__cause__ is None or any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
             raise
-        return _run(root, args, kwargs, plan, target, fake=False, grad=grad)
+        return _run(root, args, kwargs, request, fake=False, grad=grad)
 
 
-def _run(root: nn.Module, args: Any, kwargs: Any, plan: Plan, target: str, *, fake: bool, grad: bool) -> _Session:
-    sandbox = Sandbox(root, (args, kwargs), fake=fake)
+def _run(
+    root: nn.Module, args: Any, kwargs: Any, request: Request, *, fake: bool, grad: bool, keeps_values: bool = False
+) -> _Session:
+    sandbox = Sandbox(root, (args, kwargs), fake=fake, keeps_values=keeps_values)
     with sandbox.open(grad):
-        session = _Session(root, target, plan, sandbox)
+        session = _Session(root, request, sandbox)
         session.run(args, kwargs)
         if sandbox.random_numbers.changed():
             what = "the forward draws random numbers from Python or NumPy, which a graph cannot repeat"
             raise TraceError(f"{what}; keep the module that does it whole with leaf_modules")
+        target = request.target
         if target not in session.graphs:
             raise TraceError(f"{target!r} is not called when the model runs on the example inputs; trace another module")
 
         def again() -> _Session:
-            second = _Session(root, target, plan, sandbox, session)
+            second = _Session(root, request, sandbox, session)
+            sandbox.mode.keeps_values = keeps_values
             second.run(args, kwargs)
             return second
 
@@ -231,17 +332,15 @@ def _run(root: nn.Module, args: Any, kwargs: Any, plan: Plan, target: str, *, fa
     return session
 
 
-def _assemble(root: nn.Module, session: _Session, target: str) -> TracedModule:
+def _assemble(root: nn.Module, session: _Session) -> TracedModule:
     """Traced modules from the inside out: each holds the ones inside it in place of the originals."""
     made: dict[str, nn.Module] = {}
     for path, (recorder, guard) in sorted(session.graphs.items(), key=lambda item: -len(item[0])):
-        if guard.refuse and path != target:
-            continue
         prefix = f"{path}." if path else ""
         inner = {name.removeprefix(prefix): module for name, module in made.items() if name.startswith(prefix)}
         module = root.get_submodule(path)
         guard.attributes = Attributes(module, *recorder.attributes(session.filled))
-        made[path] = TracedModule(module, recorder.graph, guard, recorder.constants, inner)
-    traced = made[target]
+        made[path] = TracedModule(module, recorder.graph, guard, recorder.constants, inner, recorder.opened)
+    traced = made[session.request.target]
     assert isinstance(traced, TracedModule)
     return traced

@@ -1,0 +1,379 @@
+"""The graphs of one traced module: each serves the calls whose own trace gave that graph.
+
+A call unlike those before, with another shape, ``None`` for a tensor, another dtype or mode, is traced once. Where its graph
+is one that is there already, as sizes are nodes of the graph, that one serves it too; else its graph is kept beside the others,
+with the same rewrites. What cannot be traced runs the module's own forward, where no rewrite would be lost.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate, map_arg
+
+from ..errors import ScheduleError, TraceError
+from ..logger import get_logger
+from . import _torch_private as private
+from . import regions
+from .codegen import compile_graph
+from .graph_ops import UnexpectedAnswer, expect
+from .guard import Call, Guard, InputCheck, device_of
+from .sandbox import Sandbox
+from .structures import Hidden, fingerprint
+
+if TYPE_CHECKING:
+    from .traced_module import TracedModule
+
+_MOST_GRAPHS = 32
+_MOST_CALLS = 1024
+
+
+class Rewrite(Protocol):
+    """An edit of the first graph that can be made on another one."""
+
+    def redo(self, module: TracedModule, graph: fx.Graph, twins: dict[str, fx.Node]) -> None:
+        """Make the edit on ``graph``, where ``twins`` has its node for the name of each node of the first graph."""
+
+
+class Variant(Hidden):
+    """One graph of a traced module, compiled when first run.
+
+    Args:
+        graph: The graph.
+        name: Of the module, for tracebacks.
+    """
+
+    def __init__(self, graph: fx.Graph, name: str) -> None:
+        self.graph, self.name = graph, name
+        self.function: Callable[..., Any] | None = None
+        self.source = ""
+        self.pristine: list[Any] | None = None
+
+    def run(self, module: TracedModule, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
+        """Run the graph on a module that holds what its targets name."""
+        if self.function is None:
+            self.function, self.source = compile_graph(self.graph, self.name)
+        before = regions.current()
+        try:
+            return module.through(self.function)(module, *args, **inputs)
+        finally:
+            if regions.current() != before:  # an error inside a region
+                regions.leave(before)
+
+    @property
+    def code(self) -> str:
+        """The Python code of the graph."""
+        return self.source or compile_graph(self.graph, self.name)[1]
+
+    @property
+    def asks(self) -> bool:
+        """Whether the graph may find in the middle that it is not good for the call."""
+        return bool(self.graph.find_nodes(op="call_function", target=expect))
+
+    def follow(self, guard: Guard | InputCheck, inputs: Mapping[str, Any]) -> None:
+        """The graph says where the forward made tensors: where its inputs were. They may be on another device now."""
+        old, new = guard.device, device_of(inputs)
+        if new is None or old is None or new == old:
+            return
+        guard.device = new
+        for node in self.graph.nodes:
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), lambda value: new if value == old else value)
+        self.function = None
+
+
+class Variants(Hidden):
+    """All graphs of a traced module.
+
+    Args:
+        graph: The first graph.
+        label: Name of the class that was traced.
+        guard: The calls that the first graph is good for; None: any, whose arguments go to the placeholders.
+        opened: Paths of the modules whose forwards are part of the first graph; None: no other call can be traced.
+        inner: The rewritten module that was traced, without what it runs on; None: the class's own forward was.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, label: str, guard: Guard | InputCheck | None, opened: frozenset[str] | None, inner: TracedModule | None
+    ) -> None:
+        self.label, self.opened, self.inner = label, opened, inner
+        self.guard = guard if isinstance(guard, Guard) else None
+        self.input_check = None if isinstance(guard, Guard) else guard
+        self.rewrites: list[Rewrite] = []
+        self.edited_by_hand = False
+        self.pristine: list[Any] | None = None
+        """The first graph before the first rewrite."""
+        self.start_from(graph)
+
+    def start_from(self, graph: fx.Graph) -> None:
+        """Take this for the first graph, which is not compiled yet, and drop all others."""
+        self.first = Variant(graph, f"Traced{self.label}")
+        self.others: list[Variant] = []
+        self.calls: dict[Any, list[tuple[Guard, Variant | None]]] = {}
+        self.recent: tuple[Guard, Variant | None] | None = None
+
+    def begin_rewrite(self, module: TracedModule) -> None:
+        """The first graph is about to be rewritten."""
+        if not self.rewrites and self.pristine is None:
+            self.pristine = graph_data(module.graph, module)
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether the first graph does other things than the forward that was traced, or stands for none."""
+        return bool(self.rewrites) or self.edited_by_hand or self.guard is None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variants:
+        return _restored({key: copy.deepcopy(value, memo) for key, value in self._state().items()})
+
+    def __reduce__(self) -> Any:
+        return _restored, (self._state(),)
+
+    def _state(self) -> dict[str, Any]:
+        """All but the graphs: the module has the first, and others are traced again."""
+        return {key: value for key, value in vars(self).items() if key not in ("first", "others", "calls", "recent")}
+
+    # ---- a call
+
+    def __call__(self, module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call."""
+        if self.guard is None:
+            args, kwargs = self._checked(module, args, kwargs)
+            return self.first.run(module, kwargs, args)
+        forward, variant = self.resolve(module, args, kwargs)[:2]
+        if variant is None or self.is_rewritten or not variant.asks:
+            return forward()
+        state = _random_states()
+        try:
+            return forward()
+        except UnexpectedAnswer:
+            torch.set_rng_state(state[0])
+            if state[1] is not None:
+                torch.cuda.set_rng_state(state[1])
+            return self.original(module)(*args, **kwargs)
+
+    def graph_for(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[fx.Graph, dict[str, Any], list[tuple[str, str]]]:
+        """The graph of a call, its inputs, and path and name of the attributes that it depends on."""
+        if self.guard is None:
+            args, kwargs = self._checked(module, args, kwargs)
+            placeholders = [str(node.target) for node in self.first.graph.find_nodes(op="placeholder")]
+            return self.first.graph, {**dict(zip(placeholders, args, strict=False)), **kwargs}, []
+        forward, variant, guard = self.resolve(module, args, kwargs)
+        assert variant is not None
+        assert guard is not None
+        return variant.graph, forward.args[1], guard.attributes.names if guard.attributes is not None else []
+
+    def resolve(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
+        """What runs a call: a graph, with its guard, or the forward that was traced.
+
+        Raises:
+            TraceError: the graph was rewritten, and the rewrites cannot be made on the graph of this call.
+        """
+        assert self.guard is not None
+        call = Call(self.guard.parameters, module, args, kwargs)
+        found = self._find(module, call)
+        if found is None:
+            if Sandbox.open_now and not self.is_rewritten:
+                return partial(self.original(module), *args, **kwargs), None, None
+            found = self._add(module, call, args, kwargs)
+        guard, variant = found
+        if variant is None:
+            return partial(self.original(module), *args, **kwargs), None, None
+        inputs = {name: call.values[name] for name in guard.placeholders}
+        variant.follow(guard, inputs)
+        return partial(variant.run, module, inputs), variant, guard
+
+    def _checked(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.input_check is None:
+            return args, kwargs
+        inputs = self.input_check.check(module, args, kwargs)
+        self.first.follow(self.input_check, inputs)
+        return (), inputs
+
+    def original(self, module: TracedModule) -> Callable[..., Any]:
+        """The forward that was traced, on the parameters and submodules that the module has now."""
+        return self.former(module).forward
+
+    def former(self, module: TracedModule) -> nn.Module:
+        """The module as it was before it was traced, with the parameters and submodules that it has now."""
+        from .traced_module import former  # noqa: PLC0415  it holds this class
+
+        return former(module)
+
+    def _find(self, module: TracedModule, call: Call) -> tuple[Guard, Variant | None] | None:
+        assert self.guard is not None
+        first = (self.guard, self.first)
+        for guard, variant in (first, *filter(None, (self.recent,))):
+            if guard.problem(module, call) is None:
+                return guard, variant
+        for guard, variant in self.calls.get(call.key, ()) if self.calls else ():
+            if guard.problem(module, call) is None:
+                self.recent = guard, variant
+                return self.recent
+        return None
+
+    def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
+        try:
+            guard, variant = self._traced(module, args, kwargs)
+        except (TraceError, ScheduleError) as err:
+            if self.is_rewritten:
+                problem = self.guard.problem(module, call) if self.guard is not None else ""
+                raise TraceError(f"{problem}, and the rewritten graph of the {self.label} has no other form: {err}") from err
+            get_logger().warning("the traced %s runs its own forward for calls like this, no graph: %s", self.label, err)
+            guard, variant = Guard.of(module, args, kwargs), None
+        if len(self.calls) >= _MOST_CALLS:
+            self.calls.clear()
+        self.recent = guard, variant
+        self.calls.setdefault(call.key, []).insert(0, self.recent)
+        del self.calls[call.key][_MOST_GRAPHS:]
+        return self.recent
+
+    def _traced(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
+        from .value import trace_again  # noqa: PLC0415  it makes traced modules
+
+        if self.edited_by_hand:
+            raise TraceError("it was edited by hand, which cannot be repeated; use replace or fuse, or run calls like the first")
+        if self.opened is None:
+            raise TraceError("the class that it was traced from is not known")
+        with private.no_modes():
+            graph, guard, constants = trace_again(self.former(module), args, kwargs, self.opened)
+        data = graph_data(graph, constants)
+        first = self.pristine if self.rewrites else graph_data(module.graph, module)
+        if same_graph(first, data):
+            return guard, self.first
+        for other in self.others:
+            if same_graph(other.pristine, data):
+                return guard, other
+        if len(self.others) >= _MOST_GRAPHS:
+            if not self.rewrites:
+                return guard, None
+            self.others.pop(0)
+        variant = Variant(graph, self.first.name)
+        variant.pristine = data
+        module._add_constants(graph, constants)
+        if self.rewrites:
+            twins = _twins(first or [], graph)
+            for rewrite in self.rewrites:
+                rewrite.redo(module, graph, twins)
+        self.others.append(variant)
+        return guard, variant
+
+
+def run_graph(
+    module: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], around: Callable[[fx.Node], AbstractContextManager[None]]
+) -> Any:
+    """Run a graph node by node.
+
+    Args:
+        module: Holds what the targets name.
+        graph: The graph.
+        inputs: Values of the placeholders.
+        around: Context in which each node runs.
+    """
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[arg-type, misc]
+        target: Any = node.target
+        if node.op == "output":
+            return args[0]
+        if node.op == "placeholder":
+            values[node] = inputs[target] if target in inputs else args[0]
+            continue
+        *parents, name = str(target).split(".")
+        with around(node):
+            if node.op == "call_function":
+                values[node] = target(*args, **kwargs)
+            elif node.op == "call_method":
+                values[node] = getattr(args[0], target)(*args[1:], **kwargs)
+            else:
+                found = getattr(module.get_submodule(".".join(parents)), name)
+                values[node] = found if node.op == "get_attr" else found(*args, **kwargs)
+    raise AssertionError("a graph without output")
+
+
+class _Index(int):
+    """Stands for a node: its place in the graph."""
+
+
+class _Constant:
+    """A tensor that the graph holds."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Constant):
+            return False
+        one, two = self.tensor, other.tensor
+        same = (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
+        return one is two or (same and not one.is_meta and torch.equal(one, two))
+
+    def __hash__(self) -> int:
+        return hash((self.tensor.shape, self.tensor.dtype))
+
+
+def graph_data(graph: fx.Graph, constants: Any) -> list[Any]:
+    """What a graph computes, in a form that can be compared, copied and pickled: name, what is called, and with what.
+
+    Args:
+        graph: The graph.
+        constants: The module that holds the tensors of ``_tensor_constant`` nodes, or a mapping that has them.
+    """
+    place = {node: _Index(index) for index, node in enumerate(graph.nodes)}
+    held = constants if isinstance(constants, Mapping) else constants._buffers
+
+    def called(node: fx.Node) -> Any:
+        constant = held.get(str(node.target)) if node.op == "get_attr" and "_tensor_constant" in str(node.target) else None
+        return node.target if constant is None else _Constant(constant)
+
+    return [
+        (
+            node.name if node.op != "placeholder" else str(node.target),
+            (node.op, called(node) if node.op not in ("placeholder", "output") else None, node.meta.get("module", "")),
+            map_arg((node.args, node.kwargs), lambda other: place[other]),  # type: ignore[arg-type, return-value]
+            node.meta.get("draws", False),
+        )
+        for node in graph.nodes
+    ]
+
+
+def same_graph(one: list[Any] | None, two: list[Any] | None) -> bool:
+    """Whether two graphs compute the same, operation by operation."""
+    if one is None or two is None or len(one) != len(two):
+        return False
+    for (name, called, args, _), (other, also, given, _) in zip(one, two, strict=True):
+        if called != also or (called[0] == "placeholder" and name != other):
+            return False
+        if fingerprint(args, id) != fingerprint(given, id):
+            return False
+    return True
+
+
+def _twins(first: list[Any], graph: fx.Graph) -> dict[str, fx.Node]:
+    """Name of a node of the first graph to the node of another graph that has its part there; others are left out.
+
+    Nodes that call the same from the same module are paired in order where there are as many in both graphs.
+    """
+    nodes = list(graph.nodes)
+    places: list[dict[Any, list[int]]] = [{}, {}]
+    for table, data in zip(places, (first, graph_data(graph, {})), strict=True):
+        for place, (name, called, *_) in enumerate(data):
+            table.setdefault((called, name if called[0] == "placeholder" else ""), []).append(place)
+    ours, theirs = places
+    alike = [(here, theirs[key]) for key, here in ours.items() if len(here) == len(theirs.get(key, ()))]
+    return {first[one][0]: nodes[other] for here, there in alike for one, other in zip(here, there, strict=True)}
+
+
+def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _restored(state: dict[str, Any]) -> Variants:
+    variants: Variants = object.__new__(Variants)
+    vars(variants).update(state)
+    return variants
+
