@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import fx, nn
@@ -20,7 +20,8 @@ from . import paths
 from .errors import ScheduleError
 from .matching import Match, Place
 from .tracing.regions import is_region_node, write_regions
-from .tracing.traced_module import TracedModule, subtree
+from .tracing.traced_module import TracedModule, subtree, variants_of
+from .tracing.variants import Variants
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -28,11 +29,19 @@ if TYPE_CHECKING:
 
 def check_replace(schedule: Schedule, nodes: Sequence[Any], new: Any) -> None:
     """Raise ``ScheduleError`` where ``replace_subgraph`` with these arguments would."""
-    _check_call(new, _Part(traced_module_of(schedule, nodes), nodes).inputs)
+    _check_call(new, Part.of(traced_module_of(schedule, nodes).graph, nodes).inputs)
 
 
-def replace_subgraph(schedule: Schedule, nodes: Sequence[Any], new: Any, name: str | None = None) -> str:
-    """Put one call in the place of ``nodes``.
+def replace_subgraph(
+    schedule: Schedule,
+    nodes: Sequence[Any],
+    new: Any,
+    name: str | None = None,
+    *,
+    layers: Sequence[str] = (),
+    remake: Remake | None = None,
+) -> str:
+    """Put one call in the place of ``nodes``, in the graphs of all calls of the traced module.
 
     It gets the subgraph's inputs by position: of a ``Match`` in the order of the pattern's arguments, else in the order of
     first use. Parameters that the inputs leave over keep their defaults. Submodules that no other node uses are dropped. The
@@ -43,6 +52,8 @@ def replace_subgraph(schedule: Schedule, nodes: Sequence[Any], new: Any, name: s
         nodes: A ``Match``, or (path, node) pairs of one graph; nodes of before an undo are found by their names.
         new: A module or a function; returns what the subgraph returns: a tensor, or a tuple when there are several outputs.
         name: What to call the new submodule; a name that is taken gets a number.
+        layers: Paths of submodules of the traced module that are passed after the inputs.
+        remake: Makes the module anew for the same nodes in the graph of another call, where they may have other constants.
 
     Returns:
         The path of the new module in the traced module; of a function, the name of the node.
@@ -51,10 +62,15 @@ def replace_subgraph(schedule: Schedule, nodes: Sequence[Any], new: Any, name: s
         ScheduleError: The nodes cannot be one call, or ``new`` does not take the inputs; nothing was changed.
     """
     gm = traced_module_of(schedule, nodes)
-    part = _Part(gm, nodes)
-    _check_call(new, part.inputs)
+    part = Part.of(gm.graph, nodes)
+    _check_call(new, [*part.inputs, *layers])
+    variants = variants_of(gm)
+    rewrite = _Replacement(part, remake)
+    if variants is not None:
+        variants.begin_rewrite(gm)
     made: list[fx.Node] = []
     schedule.on_undo(_put_back(gm, part, made))
+    schedule.on_undo(partial(_forget, variants, rewrite))
     label = name or (type(new).__name__ if isinstance(new, nn.Module) else new.__name__.strip("<>")).lower()
     op, target = "call_function", new
     if isinstance(new, nn.Module):
@@ -62,30 +78,94 @@ def replace_subgraph(schedule: Schedule, nodes: Sequence[Any], new: Any, name: s
             schedule.touch(module)
             module.training = gm.training
         op, target = "call_module", _add_module(schedule, gm.get_submodule(part.prefix()), part.prefix(), label, new)
-
-    def insert(op: str, target: Any, args: tuple[Any, ...], name: str | None, like: fx.Node) -> fx.Node:
-        with gm.graph.inserting_after([part.nodes[-1], *made][-1]):
-            made.append(gm.graph.create_node(op, target, args, {}, name))
-        made[-1].meta.update({key: like.meta[key] for key in ("source", "regions", "val") if key in like.meta})
-        return made[-1]
-
-    call = insert(op, target, tuple(part.inputs), label, part.outputs[0])
-    results = [call]
-    if len(part.outputs) > 1:
-        call.meta.pop("val", None)
-        get = operator.getitem
-        results = [insert("call_function", get, (call, index), None, output) for index, output in enumerate(part.outputs)]
-    for node, place in zip(part.late, [made[-1], *part.late], strict=False):
-        place.append(node)
-    for output, result in zip(part.outputs, results, strict=True):
-        output.replace_all_uses_with(result, delete_user_cb=lambda user: user not in part.inside)
-    for node in reversed(part.nodes):
-        gm.graph.erase_node(node)
+    call = _Call(op, target, label, tuple(layers))
+    part.replace(call, made)
+    rewrite.add(call, [node.name for node in made])
+    if variants is not None:
+        variants.rewrites.append(rewrite)
     _drop_modules(schedule, gm, {str(node.target) for node in part.nodes if node.op == "call_module"})
-    if part.late:
-        write_regions(gm.graph)
-    gm._variants.start_from(gm.graph)
-    return target if op == "call_module" else call.name
+    _compile_anew(gm)
+    return target if op == "call_module" else made[len(layers)].name
+
+
+class _Call(NamedTuple):
+    """What takes the place of a subgraph."""
+
+    op: str
+    target: Any
+    label: str
+    layers: tuple[str, ...]
+
+
+Remake = Callable[[TracedModule, "Part"], nn.Module]
+"""``remake(traced, part)``: the module for a part of the graph of another call."""
+
+
+class _Replacement:
+    """An edit that can be made on the graph of another call: see ``variants.Rewrite``."""
+
+    def __init__(self, part: Part, remake: Remake | None) -> None:
+        self.nodes = {node.name: _constants(node) for node in part.nodes}
+        self.draws = {node.name for node in part.nodes if node.meta.get("draws")}
+        self.inputs = [_Named(value.name) if isinstance(value, fx.Node) else value for value in part.inputs]
+        self.outputs = [node.name for node in part.outputs]
+        self.remake = remake
+
+    def add(self, call: _Call, made: list[str]) -> None:
+        """Note what was put in the place of the nodes."""
+        self.call, self.made = call, made
+
+    def redo(self, module: TracedModule, graph: fx.Graph, twins: dict[str, fx.Node]) -> None:
+        """Make the edit on another graph.
+
+        Raises:
+            ScheduleError: the graph has no such nodes, or they compute something else.
+        """
+        if lost := [name for name in (*self.nodes, *map(str, self.inputs)) if name in self._names() and name not in twins]:
+            raise ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {lost[0]!r}")
+        inputs = [twins[value] if isinstance(value, _Named) else value for value in self.inputs]
+        part = Part(graph, [twins[name] for name in self.nodes], inputs, [twins[name] for name in self.outputs])
+        call = self.call
+        if self.remake is not None:
+            path, name = paths.split(str(call.target))
+            parent = module.get_submodule(path)
+            target = _free_name(parent, name)
+            parent._modules[target] = self.remake(module, part).train(module.training)
+            call = call._replace(target=paths.join(path, target))
+        else:
+            self._check(twins)
+        made: list[fx.Node] = []
+        part.replace(call, made)
+        twins.update(zip(self.made, made, strict=True))
+
+    def _names(self) -> set[str]:
+        return {*self.nodes, *(value for value in self.inputs if isinstance(value, _Named))}
+
+    def _check(self, twins: dict[str, fx.Node]) -> None:
+        """What a node computes may differ in whether it drops values, which the new module has a mode for, and in no more."""
+        for name, constants in self.nodes.items():
+            if name not in self.draws and not twins[name].meta.get("draws") and _constants(twins[name]) != constants:
+                what = f"{name!r} has other constants in this call, {_constants(twins[name])} for {constants}"
+                raise ScheduleError(f"{self.call.label}: {what}")
+
+
+class _Named(str):
+    """The name of a node."""
+
+
+def _constants(node: fx.Node) -> str:
+    """The arguments of a node that are no nodes, in words."""
+    return repr(map_arg((node.args, node.kwargs), lambda other: None))
+
+
+def _forget(variants: Variants | None, rewrite: _Replacement) -> None:
+    if variants is not None and rewrite in variants.rewrites:
+        variants.rewrites.remove(rewrite)
+
+
+def _compile_anew(gm: fx.GraphModule) -> None:
+    variants = variants_of(gm)
+    gm.recompile() if variants is None else variants.start_from(gm.graph)
 
 
 def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule:
@@ -100,12 +180,12 @@ def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule
     return module
 
 
-def extract(gm: fx.GraphModule, nodes: Sequence[Any]) -> TracedModule:
+def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Part) -> TracedModule:
     """The nodes as a module of their own, which takes the subgraph's inputs by position and returns its outputs.
 
     It shares the parameters; ``gm`` is left as it is. ``replace_subgraph`` puts it in their place.
     """
-    part = _Part(gm, nodes)
+    part = nodes if isinstance(nodes, Part) else Part.of(gm.graph, nodes)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for value in part.inputs:
@@ -154,7 +234,7 @@ def _now(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return found
 
 
-class _Part:
+class Part:
     """Some nodes of a graph that can be one call, seen from outside.
 
     Attributes:
@@ -164,17 +244,9 @@ class _Part:
         late: Nodes outside that stand between them and need an output, and so must come after the call.
     """
 
-    def __init__(self, gm: fx.GraphModule, nodes: Sequence[Any]) -> None:
-        now = resolve(gm, nodes)
-        self.nodes, self.inside = sorted(now), set(now)
-        if isinstance(nodes, Match):
-            known = dict(zip((node for _, node in nodes), now, strict=True))
-            self.outputs = [known[node] for node in nodes.outputs]
-            self.inputs = [known[v.node].all_input_nodes[v.number] if isinstance(v, Place) else v for v in nodes.inputs]
-        else:
-            inputs = dict.fromkeys(other for node in self.nodes for other in node.all_input_nodes)
-            self.inputs = [other for other in inputs if other not in self.inside]
-            self.outputs = [node for node in self.nodes if any(user not in self.inside for user in node.users)]
+    def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node], inputs: list[Any], outputs: list[fx.Node]) -> None:
+        self.graph, self.nodes, self.inputs, self.outputs = graph, sorted(nodes), inputs, outputs
+        self.inside = set(self.nodes)
         if not self.outputs:
             raise ScheduleError("nothing uses the results of the subgraph; it can be left out of the model instead")
         for node in self.nodes:
@@ -182,6 +254,48 @@ class _Part:
         if len({node.meta.get("regions", ()) for node in self.nodes}) > 1:
             raise ScheduleError("the subgraph is partly inside a no_grad or autocast region; take nodes of one region")
         self.late = self._late()
+
+    @classmethod
+    def of(cls, graph: fx.Graph, nodes: Sequence[Any]) -> Part:
+        """The part that a match, or handles of nodes, stand for."""
+        now = [_now(graph, node) for _, node in nodes]
+        if isinstance(nodes, Match):
+            known = dict(zip((node for _, node in nodes), now, strict=True))
+            given = [known[v.node].all_input_nodes[v.number] if isinstance(v, Place) else v for v in nodes.inputs]
+            return cls(graph, now, given, [known[node] for node in nodes.outputs])
+        inputs = dict.fromkeys(other for node in sorted(now) for other in node.all_input_nodes)
+        outside = [node for node in sorted(now) if any(user not in now for user in node.users)]
+        return cls(graph, now, [other for other in inputs if other not in now], outside)
+
+    def replace(self, call: _Call, made: list[fx.Node]) -> None:
+        """Put a call in the place of the nodes; all nodes that are new go to ``made``, that of the call behind the layers'."""
+
+        def insert(op: str, target: Any, args: tuple[Any, ...], name: str | None, like: fx.Node) -> fx.Node:
+            with self.graph.inserting_after([self.nodes[-1], *made][-1]):
+                made.append(self.graph.create_node(op, target, args, {}, name))
+            made[-1].meta.update({key: like.meta[key] for key in ("source", "regions", "val") if key in like.meta})
+            return made[-1]
+
+        layers = [self._layer(path, made) for path in call.layers]
+        node = insert(call.op, call.target, (*self.inputs, *layers), call.label, self.outputs[0])
+        results = [node]
+        if len(self.outputs) > 1:
+            node.meta.pop("val", None)
+            get = operator.getitem
+            results = [insert("call_function", get, (node, index), None, out) for index, out in enumerate(self.outputs)]
+        for late, place in zip(self.late, [made[-1], *self.late], strict=False):
+            place.append(late)
+        for output, result in zip(self.outputs, results, strict=True):
+            output.replace_all_uses_with(result, delete_user_cb=lambda user: user not in self.inside)
+        for each in reversed(self.nodes):
+            self.graph.erase_node(each)
+        if self.late:
+            write_regions(self.graph)
+
+    def _layer(self, path: str, made: list[fx.Node]) -> fx.Node:
+        with self.graph.inserting_after([self.nodes[-1], *made][-1]):
+            made.append(self.graph.create_node("get_attr", path))
+        return made[-1]
 
     def _check(self, node: fx.Node) -> None:
         if not node.op.startswith("call"):
@@ -235,7 +349,7 @@ def _check_call(new: Any, inputs: list[Any]) -> None:
         ) from err
 
 
-def _put_back(gm: fx.GraphModule, part: _Part, made: list[fx.Node]) -> Callable[[], None]:
+def _put_back(gm: fx.GraphModule, part: Part, made: list[fx.Node]) -> Callable[[], None]:
     """What gives a part of a graph back as it is now, without the nodes ``made`` since; erased ones are made anew."""
     places = []
     for node in sorted([*part.nodes, *part.late]):
@@ -265,19 +379,24 @@ def _put_back(gm: fx.GraphModule, part: _Part, made: list[fx.Node]) -> Callable[
             graph.erase_node(now(node))
         if has_regions:
             write_regions(graph)
-        gm._variants.start_from(gm.graph)
+        _compile_anew(gm)
 
     return put_back
 
 
 def _add_module(schedule: Schedule, parent: nn.Module, path: str, name: str, module: nn.Module) -> str:
     """Register a module under a free name; returns its path."""
-    free, number = name, 1
-    while hasattr(parent, free):
-        free, number = f"{name}_{number}", number + 1
+    free = _free_name(parent, name)
     schedule.touch(parent)
     parent._modules[free] = module
     return paths.join(path, free)
+
+
+def _free_name(parent: nn.Module, name: str) -> str:
+    free, number = name, 1
+    while hasattr(parent, free):
+        free, number = f"{name}_{number}", number + 1
+    return free
 
 
 def _drop_modules(schedule: Schedule, gm: fx.GraphModule, called: set[str]) -> None:

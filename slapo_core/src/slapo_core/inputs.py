@@ -78,10 +78,7 @@ def by_position(model: nn.Module, named: Mapping[str, Any]) -> tuple[tuple[Any, 
 
 
 def signature_of(model: nn.Module) -> inspect.Signature:
-    """Return the signature of a module's own forward, below wrappers; of a traced one that of the forward it was traced from."""
-    traced = getattr(getattr(model, "guard", None), "parameters", None)  # a traced module's forward takes anything
-    if isinstance(traced, inspect.Signature):
-        return traced
+    """Return the signature of a module's own forward, below wrappers; of a traced one that of the forward that was traced."""
     return inspect.signature(own_forward(model) or MethodType(type(model).forward, model))
 
 

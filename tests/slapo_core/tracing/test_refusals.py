@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import is_grad_enabled, nn
+from torch import nn
 
 from slapo_core.errors import TraceError, UnknownNameError
-from slapo_core.tracing import trace, trace_module
+from slapo_core.tracing import trace_module
 from tests.slapo_core.tracing.test_value import Box, Forward
 
 X = torch.randn(2, 4)

@@ -167,7 +167,13 @@ def test_calls_are_intercepted_and_then_no_more() -> None:
         modes.append((name, answer()))
         return answer()
 
-    with private.intercept(module_call, apply, lambda module, name: reads.append((module, name)), ask_mode):
+    def read(module, name, value):  # type: ignore[no-untyped-def]
+        reads.append((module, name))
+        return 7 if name == "number" else value
+
+    model.number = 6
+    with private.intercept(module_call, apply, read, ask_mode):
+        assert model.number == 7
         assert torch.is_grad_enabled()
         asked = modes[-1]
         assert Twice.apply(model(x)) == 2

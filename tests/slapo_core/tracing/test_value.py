@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slapo_core.errors import TraceError
-from slapo_core.tracing import trace_module
+from slapo_core.tracing import TracedModule, trace_module
 from slapo_core.wrapping import wrap_forward
 from tests.slapo_core.tracing.same import assert_same, check
 
@@ -389,13 +389,12 @@ def test_an_autocast_region_sees_weights_that_have_changed() -> None:
     assert not torch.equal(traced(X), before)
 
 
-def test_autocast_around_the_call_must_be_that_of_the_trace() -> None:
+def test_another_autocast_around_the_call() -> None:
     model = Forward(lambda self, x: self.fc(x).float() if torch.is_autocast_enabled("cpu") else self.fc(x))
     with torch.autocast("cpu", torch.bfloat16):
         traced = trace_module(model, (X,))
         torch.testing.assert_close(traced(X), model(X))
-    with pytest.raises(TraceError, match="traced under .*bfloat16"):
-        traced(X)
+    torch.testing.assert_close(traced(X), model(X))
 
 
 # ---- real tensors where fake ones cannot follow
@@ -421,15 +420,14 @@ def test_a_shape_that_depends_on_data_is_checked() -> None:
     x = torch.tensor([[1.0, -1, 2, 3], [-1, 1, 1, 1]])
     traced = check(model, x)
     assert_same(model, traced, {"x": x.flip(0, 1)})
-    with pytest.raises(TraceError, match=r"asks for shape, which is .*\[0\].*, traced as \(6,\)"):
-        traced(-x.abs())
+    torch.testing.assert_close(traced(-x.abs()), model(-x.abs()))
 
 
 def test_as_many_parts_as_the_data_says() -> None:
     model = Forward(lambda self, x: sum(self.fc(x)[x[:, 0] > 0].unbind(0)))
     traced = check(model, X.abs())
-    with pytest.raises(TraceError, match=r"asks for shape, which is .*\[1, 4\].*, traced as \(2, 4\)"):
-        traced(torch.stack([X[0].abs(), -X[1].abs()]))
+    other = torch.stack([X[0].abs(), -X[1].abs()])
+    torch.testing.assert_close(traced(other), model(other))
 
 
 def test_inputs_and_weights_are_not_touched() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -67,14 +68,25 @@ class FusePrimitive(Primitive):
                 function.make()
             except ScheduleError as error:
                 raise _error(schedule, str(error)) from error
-            chain = _chain(region) if compiler is None else None
-            steps.append((match, chain or Fused(region, function), layers))
+            steps.append((match, _module(region, function, compiler), layers))
         return steps
 
     @staticmethod
     def apply(schedule: Schedule, subgraph: Any, compiler: str | None = "inductor", name: str | None = None) -> None:
+        make = eager if compiler is None else compiler_of(schedule, compiler)
+        remake = partial(_remade, make, compiler)
         for match, fused, layers in schedule.checked:
-            _put(schedule, match, fused, layers, name or "fused")
+            graph_edit.replace_subgraph(schedule, match, fused, name or "fused", layers=layers, remake=remake)
+
+
+def _module(region: fx.GraphModule, function: RegionFunction, compiler: str | None) -> nn.Module:
+    return (_chain(region) if compiler is None else None) or Fused(region, function)
+
+
+def _remade(make: Compiler, compiler: str | None, traced: fx.GraphModule, part: Any) -> nn.Module:
+    """The module for the same operations in the graph of another call, whose constants may be other ones."""
+    region, _ = _region(traced, part)
+    return _module(region, RegionFunction(make, region), compiler)
 
 
 class RegionFunction:
@@ -157,7 +169,8 @@ def _check_layers(schedule: Schedule, traced: fx.GraphModule, match: Any) -> Non
 
 def _region(traced: fx.GraphModule, match: Any) -> tuple[fx.GraphModule, list[str]]:
     """The nodes as a module without weights, and the paths of the layers it takes as further arguments."""
-    paths = [str(node.target) for node in graph_edit.resolve(traced, match) if node.op == "call_module"]
+    nodes = match.nodes if isinstance(match, graph_edit.Part) else graph_edit.resolve(traced, match)
+    paths = [str(node.target) for node in nodes if node.op == "call_module"]
     weighted = [path for path in dict.fromkeys(paths) if traced.get_submodule(path).state_dict()]
     body = graph_edit.extract(traced, match)
     graph = body.graph
@@ -207,28 +220,6 @@ def _chain(region: fx.GraphModule) -> nn.Sequential | None:
     if region.graph.output_node().args != (previous,):
         return None
     return nn.Sequential(*(region.get_submodule(str(node.target)) for node in nodes))
-
-
-def _put(schedule: Schedule, match: Any, fused: nn.Module, layers: Sequence[str], name: str) -> None:
-    """Put the call in the place of the match, and hand it its layers."""
-    traced = graph_edit.traced_module_of(schedule, match)
-    graph = traced.graph
-    first = min(graph_edit.resolve(traced, match))
-    made: list[fx.Node] = []
-
-    def erase() -> None:
-        for node in graph_edit.resolve(traced, [("", node) for node in made]):
-            graph.erase_node(node)
-        traced.recompile()
-
-    schedule.on_undo(erase)
-    for path in layers:
-        with graph.inserting_before(first):
-            made.append(graph.create_node("get_attr", path))
-    path = graph_edit.replace_subgraph(schedule, match, fused, name=name)
-    call = next(node for node in graph.find_nodes(op="call_module") if node.target == path)
-    call.args = (*call.args, *made)
-    traced.recompile()
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

@@ -85,7 +85,7 @@ def stage_module(
     guard = StageGuard(index, received, given, flat.training, autocast_state(), traced.device, traced.attributes)
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: getattr(flat, name) for name in targets if "." not in name and not hasattr(root, name)}
-    return TracedModule(prune(root, keep), graph, guard, constants)  # type: ignore[arg-type]
+    return TracedModule(prune(root, keep), graph, guard, constants)
 
 
 def _names(received: Sequence[fx.Node], batch: Sequence[str]) -> list[str]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import ScheduleError
 from ..primitive import Primitive
 from ..tracing import trace
+from ..tracing.symbolic import tracer_class
 from ..tracing.tracers import check_traceable, named_leaves
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ class TracePrimitive(Primitive):
         recursive: Trace the modules inside too, each into a graph of its own, but those of ``torch.nn``.
         flatten: One graph of everything instead.
         leaf_modules: Classes, class names or globs of paths below, to be kept whole.
-        tracer: ``"value"`` (default), ``"fx"`` or ``"export"``.
-        example_inputs: This module's arguments: a dict by keyword or a tuple by position; default: what it gets when the
-            model runs on the schedule's example inputs.
-        concrete_args: Further arguments, no tensors.
+        tracer: ``"value"``, ``"fx"`` (or ``"pytorch"``, or a subclass of ``torch.fx.Tracer``) or ``"export"``; default:
+            ``"value"`` where there are example inputs, else ``"fx"``.
+        example_inputs: This module's arguments; default: what it gets when the model runs on the schedule's example inputs.
+        concrete_args: Arguments that are no tensors, and part of the graph, by name.
 
     Raises:
         TraceError: the forward cannot be a graph; names its source line.
-        ScheduleError: no example inputs, or a leaf that is nowhere below.
+        ScheduleError: a leaf that is nowhere below, or a tracer that needs example inputs and has none.
     """
 
     name = "trace"
@@ -44,19 +44,13 @@ class TracePrimitive(Primitive):
         recursive: bool = True,
         flatten: bool = False,
         leaf_modules: Iterable[str | type] | None = None,
-        tracer: str = "value",
+        tracer: Any = None,
         example_inputs: Any = None,
         concrete_args: Mapping[str, Any] | None = None,
     ) -> None:
         """Refuse what can be seen without running the model."""
         check_traceable(schedule.mod, tracer)
         named_leaves(schedule.mod, leaf_modules or ())
-        if example_inputs is None and schedule.example_inputs is None:
-            raise ScheduleError(
-                "tracing runs the model once; give example_inputs, here or to create_schedule",
-                path=schedule.path,
-                primitive="trace",
-            )
 
     @staticmethod
     def apply(
@@ -64,7 +58,7 @@ class TracePrimitive(Primitive):
         recursive: bool = True,
         flatten: bool = False,
         leaf_modules: Iterable[str | type] | None = None,
-        tracer: str = "value",
+        tracer: Any = None,
         example_inputs: Any = None,
         concrete_args: Mapping[str, Any] | None = None,
     ) -> None:
@@ -83,7 +77,7 @@ class TracePrimitive(Primitive):
 
 def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
     """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's."""
-    if example_inputs is not None:
+    if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
         return trace(schedule.mod, example_inputs=example_inputs, **options)
     return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
 

@@ -22,8 +22,9 @@ class TraceUntilPrimitive(Primitive):
         Model(transformer(h.0, h.1))  -->  TracedModule: ... transformer.h.0(...), transformer.h.1(...) ...
 
     Args:
-        paths: Path or glob below this module, or several.
-        **kwargs: ``tracer``, ``example_inputs``, ``concrete_args`` of ``trace``.
+        paths: Path or glob below this module, or several. A list of modules stands for its members, ``""`` for this module: its
+            own forward, with everything it calls whole.
+        **kwargs: ``tracer``, ``leaf_modules``, ``example_inputs``, ``concrete_args`` of ``trace``.
 
     Raises:
         ScheduleError: a path that names no module.
@@ -36,7 +37,7 @@ class TraceUntilPrimitive(Primitive):
     def check(schedule: Schedule, paths: str | list[str], **kwargs: Any) -> None:
         """Refuse what can be seen without running the model."""
         _named(schedule, paths)
-        if unknown := kwargs.keys() - {"tracer", "example_inputs", "concrete_args"}:
+        if unknown := kwargs.keys() - {"tracer", "leaf_modules", "example_inputs", "concrete_args"}:
             raise ScheduleError(f"takes no {min(unknown)!r}; see its help", path=schedule.path, primitive="trace_until")
         TracePrimitive.check(schedule, **kwargs)
 
@@ -44,9 +45,10 @@ class TraceUntilPrimitive(Primitive):
     def apply(schedule: Schedule, paths: str | list[str], **kwargs: Any) -> None:
         """Trace, and put the traced module in the place."""
         named = _named(schedule, paths)
-        parents = {".".join(path.split(".")[:depth]) for path in named for depth in range(path.count(".") + 1)}
-        leaves = [path for path, _ in schedule.mod.named_modules() if path and path not in parents]
-        leaves += [path for path in named if path in parents]
+        parents = {"", *(".".join(path.split(".")[:depth]) for path in named for depth in range(path.count(".") + 1))}
+        whole = [path for path, _ in schedule.mod.named_modules() if path not in parents]
+        whole += [path for path in named if path in parents]
+        leaves = [*whole, *(kwargs.pop("leaf_modules", None) or ())]
         traced = trace_in_place(schedule, kwargs.pop("example_inputs", None), flatten=True, leaf_modules=leaves, **kwargs)
         called = {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
         missing = [
@@ -60,8 +62,11 @@ class TraceUntilPrimitive(Primitive):
 def _named(schedule: Schedule, paths: str | list[str]) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for pattern in [paths] if isinstance(paths, str) else paths:
-        matches = dict(module_paths.select(schedule.mod, pattern))
-        if not matches:
+        matches = dict(module_paths.select(schedule.mod, pattern)) if pattern else {}
+        if pattern and not matches:
             raise ScheduleError(f"no module at {pattern!r}; give one below", path=schedule.path, primitive="trace_until")
-        found.update(matches)
+        for path, module in matches.items():
+            is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            inside = {module_paths.join(path, name): child for name, child in module.named_children()} if is_list else {}
+            found.update(inside or {path: module})
     return found

@@ -131,13 +131,13 @@ def _is_valueless(value: Any) -> bool:
 @contextmanager
 def no_modes() -> Iterator[None]:
     """No torch function mode and no dispatch mode sees what runs inside."""
-    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
     try:
         with _disable_current_modes():
             yield
     finally:
         for mode in reversed(modes):
-            _push_mode(mode)
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def fake_like(mode: FakeMode, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

@@ -58,8 +58,12 @@ class Attributes:
         original = self._original() if self._original is not None else None
         if original is None or original.__dict__ is module.__dict__:
             return
-        now = {key: part for key, part in self._read(original).items() if key[1] != "training"}
-        if changed := self._difference(now, every=False):
+        there = {
+            key: part for key, part in self._read(original).items() if key[1] != "training" and part is not self._values[key]
+        }
+        here = self._read(module) if there else {}
+        differs = {key: part for key, part in there.items() if facts_of(part) != facts_of(here.get(key, _NONE))}
+        if changed := self._difference(differs, every=True):
             raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
 
     def changed(self, root: nn.Module) -> str | None:

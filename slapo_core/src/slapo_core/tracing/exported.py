@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import TraceError
+from ..wrapping import is_opaque
 from . import _torch_private as private
 from .guard import Guard
 from .structures import getter
@@ -21,6 +22,8 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     Raises:
         TraceError: export refuses the module.
     """
+    if is_opaque(module):
+        raise TraceError(f"tracer 'export' takes the hooks of the {type(module).__name__} into the graph; use tracer='value'")
     guard = Guard.of(module, args, kwargs)
     try:
         exported = torch.export.export(module, args, kwargs, strict=False)
@@ -56,4 +59,5 @@ def trace_export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             value = operator.attrgetter(str(node.target))(flat)
             node.target = f"_tensor_constant{len(constants)}"
             constants[node.target] = value
-    return TracedModule(module, graph, guard, constants)
+    opened = [path for path, _ in module.named_modules() if path]
+    return TracedModule(module, graph, guard, constants, opened=opened)

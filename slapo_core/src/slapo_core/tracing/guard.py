@@ -112,11 +112,7 @@ class Guard:
                     self.expectations += (Expectation(answer, str(name), source, tuple(asked), dict(node.kwargs)),)
 
     def problem(self, module: nn.Module, call: Call) -> str | None:
-        """Why the graph is not good for a call; None where it is.
-
-        Raises:
-            TraceError: an attribute of the module that was traced has changed, and this one has the old value.
-        """
+        """Why the graph is not good for a call; None where it is."""
         if call.training != self.training:
             now, then = ("train", "eval") if call.training else ("eval", "train")
             return f"the module is in {now} mode but was traced in {then} mode"
@@ -131,11 +127,7 @@ class Guard:
         for expectation in self.expectations:
             if found := expectation.problem(call.values):
                 return found
-        if self.attributes is None:
-            return None
-        changed = self.attributes.changed(module)
-        if changed is None:
-            self.attributes.check_original(module)
+        changed = self.attributes.changed(module) if self.attributes is not None else None
         return changed and f"attribute {changed}"
 
 

@@ -147,6 +147,8 @@ class Recorder:
     def size(self, value: Size) -> fx.Node | int:
         """The node of a size, or its integer where that comes from another graph."""
         function, *given = value.form
+        if function == "get_attr" and given.pop(0) is not self.graph:
+            return int(value)
         operands = tuple(self.size(operand) if type(operand) is Size else operand for operand in given)
         nodes = [operand for operand in operands if isinstance(operand, fx.Node)]
         if any(node.graph is not self.graph for node in nodes) or not (nodes or function == "get_attr"):
@@ -164,7 +166,7 @@ class Recorder:
         self.reads.add((id(module), name))
         if not self.symbolic or type(value) is not int or id(module) not in self.modules or name not in vars(module):
             return value
-        return Size(value, "get_attr", ".".join(filter(None, (self.modules[id(module)][0], name))))
+        return Size(value, "get_attr", self.graph, ".".join(filter(None, (self.modules[id(module)][0], name))))
 
     def _kept(self, value: torch.Tensor) -> fx.Node | None:
         earlier = self.earlier.nodes.get(id(value)) if self.earlier else None

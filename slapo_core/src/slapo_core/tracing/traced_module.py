@@ -81,7 +81,9 @@ class TracedModule(fx.GraphModule):
         """Hold the constants of another graph under names that are free, which the graph then has."""
         names: dict[str, str] = {}
         for name, tensor in constants.items():
-            names[name] = next(free for number in itertools.count() if (free := f"_tensor_constant{number}") not in self._buffers)
+            names[name] = next(
+                free for number in itertools.count() if (free := f"_tensor_constant{number}") not in self._buffers
+            )
             self.register_buffer(names[name], tensor, persistent=False)
         for node in graph.find_nodes(op="get_attr"):
             node.target = names.get(str(node.target), node.target)
@@ -135,7 +137,9 @@ class TracedModule(fx.GraphModule):
         return {key: value for key, value in self.__dict__.items() if key != "_graph"}
 
 
-def _variants(module: TracedModule, guard: Guard | InputCheck | None, opened: frozenset[str] | None, root: nn.Module) -> Variants:
+def _variants(
+    module: TracedModule, guard: Guard | InputCheck | None, opened: frozenset[str] | None, root: nn.Module
+) -> Variants:
     """The graphs of a new traced module, which was made from ``root``."""
     before = variants_of(root)
     inner = None
@@ -156,7 +160,7 @@ def variants_of(module: nn.Module) -> Variants | None:
 def guard_of(module: nn.Module) -> Guard | None:
     """The calls that the first graph of a traced module is good for."""
     variants = variants_of(module)
-    return variants and variants.guard
+    return variants.guard if variants is not None else None
 
 
 def _show_signature(module: TracedModule) -> None:
@@ -175,7 +179,8 @@ def _show_signature(module: TracedModule) -> None:
 
 def former(module: TracedModule) -> nn.Module:
     """A traced module as it was before, with the parameters and submodules that it has now."""
-    shell = module._variants.inner
+    variants = variants_of(module)
+    shell = variants.inner if variants is not None else None
     if shell is None:
         return as_original(module)
     view: TracedModule = object.__new__(type(shell))

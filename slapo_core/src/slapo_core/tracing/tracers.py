@@ -10,28 +10,30 @@ from torch import fx, nn
 
 from ..errors import ScheduleError, TraceError, UnknownNameError
 from ..inputs import split_inputs
-from ..wrapping import is_opaque
+from ..wrapping import is_opaque, own_forward
 from .exported import trace_export
-from .guard import Guard, argument_values
+from .symbolic import trace_fx, tracer_class
 from .traced_module import TracedModule
-from .value import Plan, trace_value
+from .value import Kind, Plan, trace_value
 
 Leaf = Callable[[str, nn.Module], bool]
-TRACERS = ("value", "fx", "export")
+TRACERS = ("value", "fx", "export", "pytorch", "huggingface")
+"""``"pytorch"`` is another name of ``"fx"``, ``"huggingface"`` one of ``"value"``, which traces the models of Transformers."""
 
 
 def trace_module(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: Any = None,
     *,
     leaf: Leaf = lambda path, module: False,
-    tracer: str = "value",
+    tracer: Any = None,
     concrete_args: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> TracedModule:
     """One flat graph of a module's own forward, down to its leaves. The module is left as it is.
 
     The graph's placeholders are the arguments given that hold tensors; everything else the forward was given is part of the
-    graph, and a call that differs in it, in a shape, a dtype or the training mode is a ``TraceError``. Nodes have
+    graph, as are the sizes. A call that differs in it, in a shape, a dtype or the training mode is traced anew. Nodes have
     ``meta["val"]``: a fake tensor without history, ``meta["source"]``: the model's ``file:line``, ``meta["regions"]``: see
     ``tracing.regions``, ``meta["mutates"]`` where a call changes tensors in place: their places among the node's inputs, and
     ``meta["changes"]``: paths of buffers and attributes a module kept whole changes on itself, or reads and another changes;
@@ -42,54 +44,43 @@ def trace_module(
         model: What to trace; its weights may be on the meta device.
         example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``.
         leaf: ``leaf(path, module)``: keep this module whole. Modules with hooks or a wrapped forward always are.
-        tracer: ``"value"`` records one run on fake tensors; ``"fx"`` traces symbolically; ``"export"`` uses
-            ``torch.export``, which ignores ``leaf``.
+        tracer: See ``trace``.
         concrete_args: Further arguments, no tensors.
+        **options: Those of ``trace``, which is called where any is given, or no example inputs.
 
     Raises:
         TraceError: The forward cannot be traced; names the model's source line.
         UnknownNameError: No such tracer.
     """
+    if options or example_inputs is None:
+        return trace(model, example_inputs=example_inputs, tracer=tracer, concrete_args=concrete_args, **options)
     check_traceable(model, tracer)
-    args, kwargs = split_inputs(example_inputs, model)
-    kwargs = {**kwargs, **(concrete_args or {})}
-    if tracer == "fx":
-        return _trace_fx(model, args, kwargs, leaf)
-    if tracer == "export":
-        return trace_export(model, args, kwargs)
-    return trace_value(model, args, kwargs, lambda path, child: "leaf" if leaf(path, child) else "inline")
+    if is_opaque(model):
+        what = f"the {type(model).__name__} has hooks or a wrapped forward, which a graph would lose"
+        raise TraceError(f"{what}; trace it with trace(), which keeps them around the graph")
+    plan: Plan = lambda path, child: "leaf" if leaf(path, child) else "inline"  # noqa: E731
+    return _traced(model, split_inputs(example_inputs, model), plan, tracer, concrete_args or {})
 
 
-def check_traceable(module: nn.Module, tracer: str) -> None:
+def check_traceable(module: nn.Module, tracer: Any) -> None:
     """Refuse what no tracer can do."""
-    if tracer not in TRACERS:
-        raise UnknownNameError.of("tracer", tracer, TRACERS)
-    if is_opaque(module):
-        what = f"the {type(module).__name__} has hooks or a wrapped forward, which a graph would lose"
-        raise TraceError(f"{what}; trace it before, or trace what is inside it")
+    if tracer not in TRACERS and tracer is not None and tracer_class(tracer) is None:
+        raise UnknownNameError.of("tracer", str(tracer), TRACERS)
+    if own_forward(module) is not None:
+        what = f"the {type(module).__name__} has been given a forward of its own, beside its class's"
+        raise TraceError(f"{what}, which tracing would lose; trace what is inside it")
 
 
-class _FxTracer(fx.Tracer):
-    def __init__(self, leaf: Leaf) -> None:
-        super().__init__()
-        self.leaf = leaf
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_opaque(m) or self.leaf(module_qualified_name, m)
-
-
-def _trace_fx(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Leaf) -> TracedModule:
-    guard = Guard.of(module, args, kwargs)
-    values = argument_values(guard.parameters, args, kwargs)
-    concrete = {name: value for name, value in values.items() if name not in guard.placeholders}
-    try:
-        graph = _FxTracer(leaf).trace(module, concrete)
-    except Exception as err:  # symbolic values may break any code
-        raise TraceError(f"tracer 'fx' cannot trace {type(module).__name__}: {err}; use tracer='value'") from err
-    for node in list(graph.find_nodes(op="placeholder")):
-        if str(node.target) not in guard.placeholders and not node.users:
-            graph.erase_node(node)
-    return TracedModule(module, graph, guard)
+def _traced(
+    module: nn.Module, example: Any, plan: Plan, tracer: Any, concrete: Mapping[str, Any], symbolic: bool = False
+) -> TracedModule:
+    if (cls := tracer_class(tracer)) is not None:
+        return trace_fx(module, example, plan, concrete, cls)
+    args, kwargs = example
+    kwargs = {**kwargs, **concrete}
+    if tracer == "export":
+        return trace_export(module, args, kwargs)
+    return trace_value(module, args, kwargs, plan, symbolic=symbolic)
 
 
 # -- hierarchical tracing
@@ -102,49 +93,52 @@ def trace(
     recursive: bool = True,
     flatten: bool = False,
     leaf_modules: Iterable[str | type] | None = None,
-    tracer: str = "value",
+    tracer: Any = None,
     concrete_args: Mapping[str, Any] | None = None,
     target: str = "",
+    symbolic: bool = True,
 ) -> TracedModule:
-    """A traced module with the parameter names of the original.
+    """A traced module with the parameter names of the original, its hooks and wrappers around the graph.
 
-    Modules of ``torch.nn`` stay whole, and those already traced.
+    Modules of ``torch.nn`` stay whole, and, unless everything is to be one graph, those already traced.
 
     Args:
         model: What runs on the example inputs. It is left as it is.
-        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``.
+        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``; None: ``torch.fx`` traces symbolically.
         recursive: Submodules are traced too, each into a graph of its own.
         flatten: One graph of everything instead.
         leaf_modules: Classes, class names or globs of paths below the traced module, to be kept whole.
-        tracer: ``"value"``, ``"fx"`` or ``"export"``; the latter two make one graph, of ``model`` itself.
-        concrete_args: Further arguments, no tensors.
+        tracer: ``"value"`` records one run on fake tensors, ``"fx"`` (or ``"pytorch"``, or a subclass of ``torch.fx.Tracer``)
+            traces symbolically, ``"export"`` makes one graph by ``torch.export``. Default: ``"value"`` where there are example
+            inputs, else ``"fx"``.
+        concrete_args: Arguments that are no tensors, and part of the graph, by name.
         target: Path of the module to trace, with the inputs it gets when ``model`` runs.
+        symbolic: Sizes are nodes of the graphs, so that one serves every batch and sequence length.
 
     Raises:
         TraceError: The forward cannot be traced; names the model's source line.
-        ScheduleError: No example inputs, or a leaf that is nowhere in the module.
+        ScheduleError: A leaf that is nowhere in the module, or a tracer that needs example inputs and has none.
     """
-    if example_inputs is None:
-        raise ScheduleError(
-            "tracing runs the model once: give example_inputs, here or to create_schedule", path=target, primitive="trace"
-        )
     module = model.get_submodule(target)
     check_traceable(module, tracer)
     kept = named_leaves(module, leaf_modules or ())
+    tracer = tracer or ("fx" if example_inputs is None else "value")
 
-    def is_leaf(child: nn.Module) -> bool:
-        return isinstance(child, fx.GraphModule) or id(child) in kept or _is_torch_module(child)
+    def plan(path: str, child: nn.Module) -> Kind:
+        if id(child) in kept or _is_torch_module(child) or (isinstance(child, fx.GraphModule) and not flatten):
+            return "leaf"
+        return "inline" if flatten else "graph" if recursive else "leaf"
 
-    plan: Plan = lambda path, child: "leaf" if is_leaf(child) else "inline" if flatten else "graph" if recursive else "leaf"  # noqa: E731
-    if tracer != "value":
-        if target:
-            raise ScheduleError(
-                f"tracer {tracer!r} needs the example_inputs of the module itself", path=target, primitive="trace"
-            )
-        leaf: Leaf = lambda path, child: plan(path, child) == "leaf"  # noqa: E731
-        return trace_module(module, example_inputs, leaf=leaf, tracer=tracer, concrete_args=concrete_args)
+    if tracer_class(tracer) is not None:
+        example = None if target or example_inputs is None else split_inputs(example_inputs, module)
+        return _traced(module, example, plan, tracer, concrete_args or {})
+    if example_inputs is None or (target and tracer == "export"):
+        what = f"tracer {tracer!r} runs the module; give its example_inputs"
+        raise ScheduleError(f"{what}, here or to create_schedule", path=target, primitive="trace")
     args, kwargs = split_inputs(example_inputs, model)
-    return trace_value(model, args, {**kwargs, **(concrete_args or {})}, plan, target)
+    if tracer == "export":
+        return trace_export(module, args, {**kwargs, **(concrete_args or {})})
+    return trace_value(model, args, {**kwargs, **(concrete_args or {})}, plan, target, symbolic)
 
 
 def named_leaves(module: nn.Module, leaves: Iterable[str | type]) -> set[int]:

@@ -99,7 +99,12 @@ class Variants(Hidden):
     """
 
     def __init__(
-        self, graph: fx.Graph, label: str, guard: Guard | InputCheck | None, opened: frozenset[str] | None, inner: TracedModule | None
+        self,
+        graph: fx.Graph,
+        label: str,
+        guard: Guard | InputCheck | None,
+        opened: frozenset[str] | None,
+        inner: TracedModule | None,
     ) -> None:
         self.label, self.opened, self.inner = label, opened, inner
         self.guard = guard if isinstance(guard, Guard) else None
@@ -117,7 +122,7 @@ class Variants(Hidden):
         self.calls: dict[Any, list[tuple[Guard, Variant | None]]] = {}
         self.recent: tuple[Guard, Variant | None] | None = None
 
-    def begin_rewrite(self, module: TracedModule) -> None:
+    def begin_rewrite(self, module: fx.GraphModule) -> None:
         """The first graph is about to be rewritten."""
         if not self.rewrites and self.pristine is None:
             self.pristine = graph_data(module.graph, module)
@@ -171,9 +176,12 @@ class Variants(Hidden):
         """What runs a call: a graph, with its guard, or the forward that was traced.
 
         Raises:
-            TraceError: the graph was rewritten, and the rewrites cannot be made on the graph of this call.
+            TraceError: the graph was rewritten, and the rewrites cannot be made on the graph of this call; or an attribute
+                was set on the module that was traced, in whose place this one is.
         """
         assert self.guard is not None
+        if self.guard.attributes is not None:
+            self.guard.attributes.check_original(module)
         call = Call(self.guard.parameters, module, args, kwargs)
         found = self._find(module, call)
         if found is None:
@@ -236,7 +244,9 @@ class Variants(Hidden):
         from .value import trace_again  # noqa: PLC0415  it makes traced modules
 
         if self.edited_by_hand:
-            raise TraceError("it was edited by hand, which cannot be repeated; use replace or fuse, or run calls like the first")
+            raise TraceError(
+                "it was edited by hand, which cannot be repeated; use replace or fuse, or run calls like the first"
+            )
         if self.opened is None:
             raise TraceError("the class that it was traced from is not known")
         with private.no_modes():
@@ -276,7 +286,7 @@ def run_graph(
     """
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[arg-type, misc]
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         target: Any = node.target
         if node.op == "output":
             return args[0]
@@ -334,7 +344,7 @@ def graph_data(graph: fx.Graph, constants: Any) -> list[Any]:
         (
             node.name if node.op != "placeholder" else str(node.target),
             (node.op, called(node) if node.op not in ("placeholder", "output") else None, node.meta.get("module", "")),
-            map_arg((node.args, node.kwargs), lambda other: place[other]),  # type: ignore[arg-type, return-value]
+            map_arg((node.args, node.kwargs), lambda other: place[other]),
             node.meta.get("draws", False),
         )
         for node in graph.nodes
@@ -369,11 +379,10 @@ def _twins(first: list[Any], graph: fx.Graph) -> dict[str, fx.Node]:
 
 
 def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def _restored(state: dict[str, Any]) -> Variants:
     variants: Variants = object.__new__(Variants)
     vars(variants).update(state)
     return variants
-
