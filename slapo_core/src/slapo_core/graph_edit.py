@@ -21,7 +21,7 @@ from .errors import ScheduleError
 from .matching import Match, Place
 from .tracing.regions import is_region_node, write_regions
 from .tracing.traced_module import TracedModule, subtree, variants_of
-from .tracing.variants import Variants
+from .tracing.variants import Variants, on_meta
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -406,4 +406,11 @@ def _drop_modules(schedule: Schedule, gm: fx.GraphModule, called: set[str]) -> N
         if path not in targets and not any(target.startswith(f"{path}.") for target in targets):
             parent, name = paths.split(path)
             schedule.touch(gm.get_submodule(parent))
+            _note_dropped(schedule, variants_of(gm), path, gm.get_submodule(path))
             del gm.get_submodule(parent)._modules[name]
+
+
+def _note_dropped(schedule: Schedule, variants: Variants | None, path: str, module: nn.Module) -> None:
+    if variants is not None and path not in variants.dropped:
+        variants.dropped[path] = on_meta(module)
+        schedule.on_undo(partial(variants.dropped.__delitem__, path))

@@ -15,6 +15,7 @@ from torch._C import DisableTorchFunction, _EnableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -129,11 +130,11 @@ def _is_valueless(value: Any) -> bool:
 
 
 @contextmanager
-def no_modes() -> Iterator[None]:
-    """No torch function mode and no dispatch mode sees what runs inside."""
+def unobserved() -> Iterator[None]:
+    """No torch function mode, dispatch mode or hook for saved tensors, a checkpoint's say, sees what runs inside."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
     try:
-        with _disable_current_modes():
+        with _disable_current_modes(), saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
             yield
     finally:
         for mode in reversed(modes):
@@ -204,6 +205,7 @@ def intercept(module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: 
     Reentrant checkpoints are no operation of the model's: their function runs as if it were called.
     """
     plain_call, plain_apply = nn.Module.__call__, Function.__dict__["apply"]
+    plain_getattribute = vars(nn.Module).get("__getattribute__")  # of a trace around this one
 
     def patched_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return module_call(plain_call, module, *args, **kwargs)
@@ -228,6 +230,9 @@ def intercept(module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: 
     finally:
         for space, name in askers:
             space[name] = MODES[name]
-        del nn.Module.__getattribute__
+        if plain_getattribute is None:
+            del nn.Module.__getattribute__
+        else:
+            nn.Module.__getattribute__ = plain_getattribute  # type: ignore[method-assign]
         nn.Module.__call__ = plain_call  # type: ignore[method-assign]
         Function.apply = plain_apply  # type: ignore[method-assign]

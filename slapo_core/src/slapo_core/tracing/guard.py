@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
+from ..inputs import signature_of
 from . import regions
 from .attributes import Attributes
 from .graph_ops import Expectation, expect
@@ -22,9 +23,9 @@ def device_of(value: Any) -> torch.device | None:
     return next((tensor.device for tensor in tensors(value)), None)
 
 
-def plain_signature(forward: Any) -> inspect.Signature:
-    """The parameters of a function without annotations, which may not be copied or pickled."""
-    return inspect.Signature([p.replace(annotation=p.empty) for p in inspect.signature(forward).parameters.values()])
+def plain_signature(module: nn.Module) -> inspect.Signature:
+    """The parameters of a module's own forward without annotations, which may not be copied or pickled."""
+    return inspect.Signature([p.replace(annotation=p.empty) for p in signature_of(module).parameters.values()])
 
 
 def argument_values(parameters: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class Guard:
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Guard:
         """The guard of a call."""
-        parameters = plain_signature(module.forward)
+        parameters = plain_signature(module)
         call = Call(parameters, module, args, kwargs)
         placeholders = tuple(name for name, value in call.values.items() if is_input(value))
         return cls(parameters, call.training, call.autocast, call.given, placeholders, device_of(call.values))

@@ -214,3 +214,16 @@ class _TensorCopies(TorchFunctionMode):
             return self.change(args[0])
         with private.unrecorded():
             return func(*args, **(kwargs or {}))
+
+
+TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+"""Attributes in which a module holds what is registered with it."""
+
+
+def shallow_copy(module: nn.Module, bare: bool = False) -> nn.Module:
+    """A module of the same attributes, parameters and children with tables of its own; ``bare``: empty ones."""
+    copied: nn.Module = object.__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    for name in TABLES:
+        copied.__dict__[name] = type(module.__dict__[name])() if bare else module.__dict__[name].copy()
+    return copied

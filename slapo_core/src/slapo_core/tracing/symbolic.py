@@ -53,8 +53,8 @@ def trace_fx(
     variants = variants_of(module)
     if variants is not None and variants.is_rewritten:
         raise TraceError(f"tracer 'fx' does not go into the rewritten graph of the {variants.label}; use tracer='value'")
-    source = former(module) if isinstance(module, TracedModule) else module
-    parameters = plain_signature(source.forward)
+    source = former(module, bare=True) if isinstance(module, TracedModule) else module
+    parameters = plain_signature(source)
     concrete, placeholders = _division(module, parameters, example, concrete_args)
     reads: set[tuple[int, str]] = set()
     opened: set[str] = set()

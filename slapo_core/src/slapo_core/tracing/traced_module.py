@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
-from ..wrapping import WRAPPING, carry_around, is_opaque
+from ..wrapping import HOOKS, WRAPPING, carry_around, is_opaque
 from . import _torch_private as private
 from .guard import Guard, InputCheck
+from .structures import TABLES as _TABLES
+from .structures import shallow_copy
 from .variants import Variants
 
-_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _KEPT = ("training", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
@@ -69,7 +71,7 @@ class TracedModule(fx.GraphModule):
 
     def _adopt(self, root: nn.Module) -> None:
         skipped = ("graph", "code", "_variants", *WRAPPING)
-        for name, value in _shallow_copy(root).__dict__.items():
+        for name, value in shallow_copy(root).__dict__.items():
             if name in (*_TABLES, *_KEPT) or name not in (*self.__dict__, *skipped):
                 self.__dict__[name] = value
         self.__dict__.setdefault("_traced_class", nn.Module if isinstance(root, fx.GraphModule) else type(root))
@@ -99,7 +101,7 @@ class TracedModule(fx.GraphModule):
         for name in target.split(".")[:-1]:
             child = module.get_submodule(name)
             if id(child) not in copies:
-                copied = _shallow_copy(child)
+                copied = shallow_copy(child)
                 copies[id(child)] = copies[id(copied)] = copied
             module._modules[name] = module = copies[id(child)]
 
@@ -177,14 +179,21 @@ def _show_signature(module: TracedModule) -> None:
         type(module).forward = forward  # type: ignore[method-assign]  # fx makes a class for each module
 
 
-def former(module: TracedModule) -> nn.Module:
-    """A traced module as it was before, with the parameters and submodules that it has now."""
+def former(module: TracedModule, bare: bool = False) -> nn.Module:
+    """A traced module as it was before, with the attributes, parameters and submodules that it has now.
+
+    Args:
+        module: The traced module.
+        bare: Without hooks and wrappers, and what is set on it is not set on ``module``.
+    """
     variants = variants_of(module)
     shell = variants.inner if variants is not None else None
-    if shell is None:
-        return as_original(module)
-    view: TracedModule = object.__new__(type(shell))
-    vars(view).update(vars(module), _graph=shell.graph, _variants=shell._variants)
+    view: nn.Module = as_original(module) if shell is None else object.__new__(type(shell))
+    if shell is not None or bare:
+        view.__dict__ = {name: value for name, value in module.__dict__.items() if not bare or name not in WRAPPING}
+        view.__dict__.update({name: OrderedDict() for name in HOOKS if bare and name in view.__dict__})
+    if shell is not None:
+        view.__dict__.update(_graph=shell.graph, _variants=shell._variants)
     return view
 
 
@@ -197,26 +206,18 @@ def as_original(module: nn.Module) -> nn.Module:
 
 def subtree(root: nn.Module, targets: Iterable[str]) -> nn.Module:
     """A copy of the module tree that holds only what ``targets`` (paths of modules, parameters, buffers) name."""
-    copied = _shallow_copy(root, bare=True)
+    copied = shallow_copy(root, bare=True)
     for target in sorted(set(targets)):
         source, module = root, copied
         *parents, name = target.split(".")
         for parent in parents:
             source = source.get_submodule(parent)
             if parent not in module._modules:
-                module._modules[parent] = _shallow_copy(source, bare=True)
+                module._modules[parent] = shallow_copy(source, bare=True)
             module = module.get_submodule(parent)
         for table in _TABLES[:3]:
             if name in source.__dict__[table]:
                 module.__dict__[table][name] = source.__dict__[table][name]
-    return copied
-
-
-def _shallow_copy(module: nn.Module, bare: bool = False) -> nn.Module:
-    copied: nn.Module = object.__new__(type(module))
-    copied.__dict__.update(module.__dict__)
-    for name in _TABLES:
-        copied.__dict__[name] = type(module.__dict__[name])() if bare else module.__dict__[name].copy()
     return copied
 
 

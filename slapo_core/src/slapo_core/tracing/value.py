@@ -17,7 +17,7 @@ from . import _torch_private as private
 from .attributes import OF_TORCH, Attributes, facts_of
 from .calls import is_open, model_source
 from .graph_ops import expect
-from .guard import Call, Guard
+from .guard import Call, Guard, plain_signature
 from .recorder import Recorder
 from .sandbox import OtherRandomNumbers, Sandbox
 from .state import Change, Repeat, changes
@@ -105,6 +105,7 @@ class _Session(TorchFunctionMode):
                 with private.unrecorded():
                     return self.record(own, module, args, kwargs)
 
+            forward.__signature__ = plain_signature(module)  # type: ignore[attr-defined]
             with private.recorded(), innermost_forward(module, forward):
                 out = call(module, *args, **kwargs)
         if module is not self.root:
@@ -147,7 +148,7 @@ class _Session(TorchFunctionMode):
         if not variants.is_rewritten:
             original = variants.former(module)
             recorder.add_alias(original, module)
-            return original.forward(*args, **kwargs)
+            return type(original).forward(original, *args, **kwargs)
         with self._unrecorded():
             graph, inputs, reads = variants.graph_for(module, args, kwargs)
         inside = recorder.modules[id(module)][0]

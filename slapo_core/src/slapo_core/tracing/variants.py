@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from .codegen import compile_graph
 from .graph_ops import UnexpectedAnswer, expect
 from .guard import Call, Guard, InputCheck, device_of
 from .sandbox import Sandbox
-from .structures import Hidden, fingerprint
+from .structures import Hidden, fingerprint, shallow_copy
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -110,6 +111,8 @@ class Variants(Hidden):
         self.guard = guard if isinstance(guard, Guard) else None
         self.input_check = None if isinstance(guard, Guard) else guard
         self.rewrites: list[Rewrite] = []
+        self.dropped: dict[str, nn.Module] = {}
+        """Submodules that rewrites removed, by path, on the meta device: what they compute is traced, and rewritten again."""
         self.edited_by_hand = False
         self.pristine: list[Any] | None = None
         """The first graph before the first rewrite."""
@@ -203,14 +206,15 @@ class Variants(Hidden):
         return (), inputs
 
     def original(self, module: TracedModule) -> Callable[..., Any]:
-        """The forward that was traced, on the parameters and submodules that the module has now."""
-        return self.former(module).forward
+        """The forward that was traced, on the attributes, parameters and submodules that the module has now."""
+        view = self.former(module)
+        return MethodType(type(view).forward, view)
 
-    def former(self, module: TracedModule) -> nn.Module:
-        """The module as it was before it was traced, with the parameters and submodules that it has now."""
+    def former(self, module: TracedModule, bare: bool = False) -> nn.Module:
+        """See ``traced_module.former``."""
         from .traced_module import former  # noqa: PLC0415  it holds this class
 
-        return former(module)
+        return former(module, bare)
 
     def _find(self, module: TracedModule, call: Call) -> tuple[Guard, Variant | None] | None:
         assert self.guard is not None
@@ -249,8 +253,9 @@ class Variants(Hidden):
             )
         if self.opened is None:
             raise TraceError("the class that it was traced from is not known")
-        with private.no_modes():
-            graph, guard, constants = trace_again(self.former(module), args, kwargs, self.opened)
+        with private.unobserved():
+            former = with_modules(self.former(module, bare=True), self.dropped)
+            graph, guard, constants = trace_again(former, args, kwargs, self.opened)
         data = graph_data(graph, constants)
         first = self.pristine if self.rewrites else graph_data(module.graph, module)
         if same_graph(first, data):
@@ -269,8 +274,16 @@ class Variants(Hidden):
             twins = _twins(first or [], graph)
             for rewrite in self.rewrites:
                 rewrite.redo(module, graph, twins)
+            self._check_targets(graph)
         self.others.append(variant)
         return guard, variant
+
+    def _check_targets(self, graph: fx.Graph) -> None:
+        called = [str(node.target) for node in graph.find_nodes(op="call_module")]
+        if lost := [path for path in called if any(path == gone or path.startswith(f"{gone}.") for gone in self.dropped)]:
+            raise ScheduleError(
+                f"the forward calls {lost[0]!r} in this call, which was replaced together with other operations"
+            )
 
 
 def run_graph(
@@ -303,6 +316,29 @@ def run_graph(
                 found = getattr(module.get_submodule(".".join(parents)), name)
                 values[node] = found if node.op == "get_attr" else found(*args, **kwargs)
     raise AssertionError("a graph without output")
+
+
+def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """A shallow copy of ``root`` in which further modules are at these paths."""
+    for path, module in modules.items():
+        *parents, name = path.split(".")
+        root = holder = shallow_copy(root)
+        for parent in parents:
+            holder._modules[parent] = holder = shallow_copy(holder.get_submodule(parent))
+        holder._modules[name] = module
+    return root
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """A copy of a module and all in it, with weights on the meta device."""
+    copied = shallow_copy(module)
+    empty = partial(torch.empty_like, device="meta")
+    for name, weight in copied._parameters.items():
+        copied._parameters[name] = weight if weight is None else nn.Parameter(empty(weight), weight.requires_grad)
+    for name, buffer in copied._buffers.items():
+        copied._buffers[name] = buffer if buffer is None else empty(buffer)
+    copied._modules.update({name: child and on_meta(child) for name, child in copied._modules.items()})
+    return copied
 
 
 class _Index(int):
