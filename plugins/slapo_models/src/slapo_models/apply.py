@@ -1,0 +1,111 @@
+"""``apply_schedule``: the ready schedule of a model family, by its key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from slapo_core.errors import ScheduleError, UnknownNameError
+from slapo_core.registry import Registry, default_registry
+from slapo_core.schedule import Schedule, create_schedule
+
+from .configuration import CREATION
+from .precision import restored_on_error
+from .registration import REGISTERED, available
+
+
+def apply_schedule(model_or_schedule: nn.Module | Schedule, schedule_key: str, /, **sch_config: Any) -> Schedule:
+    """Schedule a model by the ready schedule of its family.
+
+    The steps are those of primitives, each in the journal. Where one fails, those before it are undone.
+
+    Args:
+        model_or_schedule: The model, or its schedule.
+        schedule_key: ``"gpt2"``, say; ``slapo models`` lists them.
+        **sch_config: The classic configuration names, see the README of slapo-models; and for a model ``group``, ``mesh``,
+            ``example_inputs`` and ``plugins`` of ``create_schedule``. Without ``example_inputs`` those are taken that
+            Transformers has for the model's class, where it has some.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        UnknownNameError: no such schedule, or no such configuration name.
+        ScheduleError: a configuration that cannot be served, or a step that is illegal; the model is as before.
+    """
+    registry = _registry_of(model_or_schedule, sch_config)
+    return _schedule_of(schedule_key, registry)(model_or_schedule, **sch_config)
+
+
+def get_schedule(schedule_key: str) -> Callable[..., Schedule]:
+    """The ready schedule of a key: a function of a model or schedule, and the configuration.
+
+    Raises:
+        UnknownNameError: no such schedule.
+    """
+    return _schedule_of(schedule_key, default_registry())
+
+
+def _schedule_of(key: str, registry: Registry) -> Callable[..., Schedule]:
+    if key in REGISTERED:
+        return partial(_applied, key, REGISTERED[key].target, True)
+    try:
+        function = registry.model(key)
+    except UnknownNameError as error:
+        failures = [record.failure for record in registry.records if record.failure]
+        raise UnknownNameError.of("schedule", key, available(registry), failures) from error
+    return partial(_applied, key, function, False)
+
+
+def _applied(key: str, function: Callable[..., Any], classic: bool, given: nn.Module | Schedule, /, **config: Any) -> Schedule:
+    """Run a function, and undo what it did where it fails.
+
+    Args:
+        key: For errors.
+        function: The schedule.
+        classic: Whether it takes what ``apply_schedule`` was given, and not always a schedule.
+        given: A model or a schedule.
+        **config: The configuration.
+    """
+    if classic and not isinstance(given, Schedule):
+        found = function(given, **config)
+    else:
+        schedule, options = (given, config) if classic else _schedule_for(key, given, config)
+        steps = len(schedule.journal)
+        with restored_on_error(schedule.root_module):
+            try:
+                found = function(schedule, **options) or schedule
+            except BaseException:
+                while len(schedule.journal) > steps:
+                    schedule.undo()
+                raise
+    if not isinstance(found, Schedule):
+        raise ScheduleError(f"apply_schedule({key!r}): the function returned a {type(found).__name__}; return the schedule")
+    return found
+
+
+def _schedule_for(key: str, given: nn.Module | Schedule, config: Mapping[str, Any]) -> tuple[Schedule, dict[str, Any]]:
+    """The schedule, and what of the configuration does not go to ``create_schedule``."""
+    options = {name: value for name, value in config.items() if name not in CREATION}
+    creation = {name: value for name, value in config.items() if name in CREATION and value is not None}
+    if not isinstance(given, Schedule):
+        if "example_inputs" not in creation and isinstance(given, nn.Module):
+            creation["example_inputs"] = getattr(given, "dummy_inputs", None)
+        return create_schedule(given, **creation), options
+    if creation.get("group") is given.group:
+        creation.pop("group", None)
+    if creation:
+        message = f"{next(iter(creation))} is that of the schedule which is given; leave it out, or give the model"
+        raise ScheduleError(f"apply_schedule({key!r}): {message}", path=given.path)
+    return given, options
+
+
+def _registry_of(given: nn.Module | Schedule, config: Mapping[str, Any]) -> Registry:
+    if isinstance(given, Schedule):
+        return given.registry
+    plugins = config.get("plugins")
+    return plugins if isinstance(plugins, Registry) else default_registry()
+
