@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core.schedule import Schedule
-from slapo_core.testing.equivalence import Tolerance
 from slapo_models import apply_schedule
 from slapo_verify import Report, verify, verify_engine
 from tests.slapo_models.residual import WideResNet
@@ -26,7 +25,6 @@ class Case:
         key: Of its schedule, and of the zoo's model.
         everything: Kernels and recomputation, as its schedule has them.
         cuts: What makes two stages of two blocks.
-        made_with: What the model's configuration is changed to.
     """
 
     key: str
@@ -49,18 +47,18 @@ class Case:
         return {**FAMILIES[self.key].batch(), **({"use_cache": False} if cached else {})}
 
 
-_KERNELS = {"attn_op_name": "native", "disable_fuse_bias_gelu": False, "ckpt_ratio": 0.5}
+_KERNELS = {"attn_op_name": "native", "disable_fuse_bias_gelu": False, "ckpt_ratio": 0.5, "bcast_input": True}
 CASES = {
     case.key: case
     for case in (
-        Case("albert", {"attn_op_name": "native", "ckpt_ratio": 1.0}, cuts=[1]),
+        Case("albert", {"attn_op_name": "native", "ckpt_ratio": 1.0, "bcast_input": True}, cuts=[1]),
         Case("bert", _KERNELS),
         Case("gpt2", _KERNELS),
         Case("gpt_neo", {**_KERNELS, "attn_op_name": "eager"}),
-        Case("opt", {"attn_op_name": "native", "ckpt_ratio": 0.5}),
+        Case("opt", {"attn_op_name": "native", "ckpt_ratio": 0.5, "bcast_input": True}),
         Case("roberta", _KERNELS),
         Case("t5", _KERNELS, cuts=[[], []]),
-        Case("wideresnet", {"ckpt_ratio": 0.5}, cuts=[[], [0], [], []]),
+        Case("wideresnet", {"ckpt_ratio": 0.5, "bcast_input": True}, cuts=[[], [0], [], []]),
     )
 }
 
@@ -92,8 +90,7 @@ def of_engine(rank: int, key: str, layout: dict[str, int], config: dict[str, Any
     options: dict[str, Any] = {"microbatches": 2}
     if key == "wideresnet":  # its norms take the statistics of a micro-batch
         options = {"microbatches": 1, "loss_fn": F.cross_entropy}
-    report = verify_engine(
-        case.model(), lambda model: scheduled(case, model, layout, config), case.batch(), target, **options
-    )
+        options |= {"pipeline_schedule": "gpipe"} if target == "torch" and layout.get("pp", 1) > 1 else {}
+    report = verify_engine(case.model(), lambda model: scheduled(case, model, layout, config), case.batch(), target, **options)
     object.__setattr__(report, "trained", None)
     return report

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from slapo_core.errors import ScheduleError, UnknownNameError
@@ -17,17 +18,17 @@ from .precision import restored_on_error
 from .registration import REGISTERED, available
 
 
-def apply_schedule(model_or_schedule: nn.Module | Schedule, schedule_key: str, /, **sch_config: Any) -> Schedule:
+def apply_schedule(model_or_schedule: nn.Module | Schedule, key: str, **config: Any) -> Schedule:
     """Schedule a model by the ready schedule of its family.
 
     The steps are those of primitives, each in the journal. Where one fails, those before it are undone.
 
     Args:
         model_or_schedule: The model, or its schedule.
-        schedule_key: ``"gpt2"``, say; ``slapo models`` lists them.
-        **sch_config: The classic configuration names, see the README of slapo-models; and for a model ``group``, ``mesh``,
+        key: ``"gpt2"``, say; ``slapo models`` lists them.
+        **config: The classic configuration names, see the README of slapo-models; and for a model ``group``, ``mesh``,
             ``example_inputs`` and ``plugins`` of ``create_schedule``. Without ``example_inputs`` those are taken that
-            Transformers has for the model's class, where it has some.
+            Transformers tries the model's class with, tokens without labels.
 
     Returns:
         The schedule.
@@ -36,17 +37,17 @@ def apply_schedule(model_or_schedule: nn.Module | Schedule, schedule_key: str, /
         UnknownNameError: no such schedule, or no such configuration name.
         ScheduleError: a configuration that cannot be served, or a step that is illegal; the model is as before.
     """
-    registry = _registry_of(model_or_schedule, sch_config)
-    return _schedule_of(schedule_key, registry)(model_or_schedule, **sch_config)
+    registry = _registry_of(model_or_schedule, config)
+    return _schedule_of(key, registry)(model_or_schedule, **config)
 
 
-def get_schedule(schedule_key: str) -> Callable[..., Schedule]:
+def get_schedule(key: str) -> Callable[..., Schedule]:
     """The ready schedule of a key: a function of a model or schedule, and the configuration.
 
     Raises:
         UnknownNameError: no such schedule.
     """
-    return _schedule_of(schedule_key, default_registry())
+    return _schedule_of(key, default_registry())
 
 
 def _schedule_of(key: str, registry: Registry) -> Callable[..., Schedule]:
@@ -92,9 +93,10 @@ def _schedule_for(key: str, given: nn.Module | Schedule, config: Mapping[str, An
     options = {name: value for name, value in config.items() if name not in CREATION}
     creation = {name: value for name, value in config.items() if name in CREATION and value is not None}
     if not isinstance(given, Schedule):
-        if "example_inputs" not in creation and isinstance(given, nn.Module):
-            creation["example_inputs"] = getattr(given, "dummy_inputs", None)
-        return create_schedule(given, **creation), options
+        schedule = create_schedule(given, **creation)
+        if schedule.example_inputs is None and (inputs := _dummy_inputs(given, max(schedule.world_size, 1))) is not None:
+            schedule = create_schedule(given, **creation, example_inputs=inputs)
+        return schedule, options
     if creation.get("group") is given.group:
         creation.pop("group", None)
     if creation:
@@ -103,9 +105,17 @@ def _schedule_for(key: str, given: nn.Module | Schedule, config: Mapping[str, An
     return given, options
 
 
+def _dummy_inputs(model: nn.Module, ranks: int) -> dict[str, torch.Tensor] | None:
+    """The inputs that Transformers tries a model with, longer by the number of ranks, so that these can divide a sequence."""
+    inputs = getattr(model, "dummy_inputs", None)
+    if not isinstance(inputs, dict):
+        return None
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
+    return {name: value.to(device).repeat(*(1,) * (value.dim() - 1), ranks) for name, value in inputs.items()}
+
+
 def _registry_of(given: nn.Module | Schedule, config: Mapping[str, Any]) -> Registry:
     if isinstance(given, Schedule):
         return given.registry
     plugins = config.get("plugins")
     return plugins if isinstance(plugins, Registry) else default_registry()
-

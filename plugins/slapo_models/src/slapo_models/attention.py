@@ -20,7 +20,7 @@ ATTENTIONS: dict[str, str | None] = {
     "native_xformers": "eager",
     "triton": None,
 }
-"""Classic name to the implementation of ``use_kernels("attention")``; None is the first that can be used where the weights are."""
+"""Classic name to the implementation of ``use_kernels("attention")``; None is the first that works where the weights are."""
 
 
 def attention_of(schedule: Schedule, config: Configuration) -> str | None:

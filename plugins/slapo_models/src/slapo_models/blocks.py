@@ -74,9 +74,7 @@ def cut_blocks(schedule: Schedule, config: Configuration, *lists: Sequence[Sched
     if len(per_list) != len(lists) or not all(isinstance(cuts, Sequence) and not isinstance(cuts, str) for cuts in per_list):
         message = f"pipeline_cuts is {config.pipeline_cuts!r}; give {len(lists)} lists of numbers, one for each list of blocks"
         raise config.error(schedule, message)
-    return [
-        block for cuts, blocks in zip(per_list, lists, strict=True) for block in _chosen(schedule, config, [*cuts], blocks)
-    ]
+    return [block for cuts, blocks in zip(per_list, lists, strict=True) for block in _chosen(schedule, config, [*cuts], blocks)]
 
 
 def _chosen(schedule: Schedule, config: Configuration, cuts: list[Any], blocks: Sequence[Schedule | None]) -> list[Schedule]:

@@ -55,7 +55,7 @@ class Configuration:
     model_config: Any = None
 
     @classmethod
-    def read(cls, schedule: Schedule, key: str, options: Mapping[str, Any], lacks: Mapping[str, str] = {}) -> Configuration:  # noqa: B006
+    def read(cls, schedule: Schedule, key: str, options: Mapping[str, Any], lacks: Mapping[str, str] = {}) -> Configuration:
         """Read the configuration of one schedule.
 
         Args:

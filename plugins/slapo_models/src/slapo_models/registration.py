@@ -29,7 +29,9 @@ def register_schedule(key: str | None = None) -> Callable[[Function], Function]:
         PluginError: a plugin, or another function, has this key.
     """
     if callable(key):
-        raise ScheduleError("is given a function; write @register_schedule() or @register_schedule('key')", primitive="register_schedule")
+        raise ScheduleError(
+            "is given a function; write @register_schedule() or @register_schedule('key')", primitive="register_schedule"
+        )
 
     def register(function: Function) -> Function:
         entry = Entry("model", Path(inspect.getfile(function)).stem if key is None else key, function)

@@ -12,7 +12,7 @@ from .transformer import schedule_transformer
 
 
 def schedule(sch: Schedule, **options: Any) -> Schedule:
-    """Schedule T5, whose blocks are ``encoder.block`` and ``decoder.block``; with cuts a stage ends behind the encoder as well."""
+    """Schedule T5, whose blocks are ``encoder.block`` and ``decoder.block``; with cuts one lies behind the encoder, too."""
     config = Configuration.read(sch, "t5", options)
     base = base_of(sch, config, "encoder.block", "decoder.block")
     encoder, decoder = blocks_of(base["encoder.block"]), blocks_of(base["decoder.block"])
