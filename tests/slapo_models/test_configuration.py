@@ -12,11 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo
-from slapo_core import Schedule
+import slapo_models.plugin
+from slapo_core import Registry, Schedule
 from slapo_core.errors import ScheduleError, UnknownNameError
 from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_models import Configuration, apply_schedule
-from slapo_models.attention import ATTENTIONS
+from slapo_models.kernels import ATTENTIONS
 from tests.contracts.conftest import TOP
 from tests.slapo_models.cases import CASES
 from tests.slapo_models.residual import BasicBlock, WideResNet
@@ -125,13 +126,20 @@ def test_how_it_attends_on_a_cpu(config: dict[str, Any], attends: str) -> None:
 
 
 def test_flash_attention_that_cannot_be_used_is_refused_with_the_reason() -> None:
-    with pytest.raises(ScheduleError, match="flash"):
+    with pytest.raises(ScheduleError, match="it cannot attend by 'flash_attn': .* not on cpu; give 'auto'"):
         apply_schedule(CASES["gpt2"].model(), "gpt2", attn_op_name="flash_attn")
+
+
+def test_kernels_that_are_not_installed_are_named() -> None:
+    for name, value, kernel in (("attn_op_name", "cuda", "attention"), ("disable_fuse_bias_gelu", False, "bias_act")):
+        with pytest.raises(ScheduleError, match=f"{kernel} by kernels needs slapo-kernels; pip install slapo-kernels"):
+            apply_schedule(CASES["gpt2"].model(), "gpt2", plugins=Registry([slapo_models.plugin]), **{name: value})
 
 
 def test_bias_and_activation_are_one_kernel() -> None:
     sch = apply_schedule(CASES["bert"].model(), "bert", disable_fuse_bias_gelu=False)
-    assert [step.path for step in sch.journal.steps[0].children] == [f"bert.encoder.layer.{n}.intermediate" for n in (0, 1)]
+    blocks = [f"bert.encoder.layer.{number}.intermediate" for number in (0, 1)]
+    assert [step.path for step in sch.journal.steps[0].children] == [*blocks, "cls.predictions.transform"]
 
 
 @pytest.mark.parametrize(("method", "expected"), [("uniform", [1, 3]), ("head", [0, 1])])
@@ -142,7 +150,9 @@ def test_which_blocks_are_recomputed(method: str, expected: list[int]) -> None:
 
 
 def test_the_encoder_and_the_decoder_have_cuts_and_recomputed_blocks_of_their_own() -> None:
-    sch = apply_schedule(CASES["t5"].model(), "t5", pipeline_cuts=[[0], [0]], ckpt_ratio=0.5)
+    model: Any = CASES["t5"].model()
+    model.config.use_cache = model.decoder.config.use_cache = False
+    sch = apply_schedule(model, "t5", pipeline_cuts=[[0], [0]], ckpt_ratio=0.5)
     assert [step.path for step in sch.journal] == [
         *("encoder.block.1", "decoder.block.1"),
         *("encoder.block.0", "decoder.block.0", "encoder"),
@@ -177,21 +187,32 @@ def test_half_precision(config: dict[str, Any], dtype: torch.dtype) -> None:
 
 def test_it_works_on_weights_that_are_not_made_yet() -> None:
     with slapo.init_empty_weights():
-        model = CASES["gpt2"].model()
+        model: Any = CASES["gpt2"].model()
+    model.config.use_cache = False
     sch = apply_schedule(model, "gpt2", bf16=True, delay_init=True, ckpt_ratio=0.5, pipeline_cuts=[0])
     assert len(slapo.build_program(sch).stages) == 2
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+class Wrapped(nn.Module):
+    """What a training script puts around a network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = WideResNet(BasicBlock)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
 def split_basic_blocks(rank: int) -> None:
     torch.manual_seed(0)
-    model = nn.Module()
-    model.model = WideResNet(BasicBlock)
-    model.forward = lambda x: model.model(x)
-    before = copy.deepcopy(model.model)
+    model = Wrapped()
+    before = copy.deepcopy(model)
     sch = apply_schedule(model, "wideresnet", prefix="model", model_config={"block_size": 1})
     slapo.build(sch)
-    assert_equivalent(before, model.model, torch.randn(3, 3, 8, 8, requires_grad=True), atol=1e-4)
+    assert_equivalent(before, model, torch.randn(3, 3, 8, 8, requires_grad=True), atol=1e-4)
+    assert model.model.layer1[0].conv2.in_channels == 4  # type: ignore[union-attr,index]
 
 
 @pytest.mark.multiproc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -71,18 +72,24 @@ def _applied(key: str, function: Callable[..., Any], classic: bool, given: nn.Mo
         given: A model or a schedule.
         **config: The configuration.
     """
-    if classic and not isinstance(given, Schedule):
-        found = function(given, **config)
+    if not classic:
+        schedule, options = _schedule_for(key, given, config)
+    elif isinstance(given, Schedule):
+        schedule, options = given, config
     else:
-        schedule, options = (given, config) if classic else _schedule_for(key, given, config)
-        steps = len(schedule.journal)
-        with restored_on_error(schedule.root_module):
-            try:
-                found = function(schedule, **options) or schedule
-            except BaseException:
+        return _checked(key, function(given, **config))
+    steps = len(schedule.journal)
+    with restored_on_error(schedule.root_module):
+        try:
+            return _checked(key, function(schedule, **options) or schedule)
+        except BaseException:
+            with suppress(ScheduleError):  # the function has built the schedule
                 while len(schedule.journal) > steps:
                     schedule.undo()
-                raise
+            raise
+
+
+def _checked(key: str, found: Any) -> Schedule:
     if not isinstance(found, Schedule):
         raise ScheduleError(f"apply_schedule({key!r}): the function returned a {type(found).__name__}; return the schedule")
     return found

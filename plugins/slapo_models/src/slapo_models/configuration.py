@@ -23,7 +23,7 @@ class Configuration:
     Args:
         key: Name of the schedule, for errors.
         prefix: Path of the base model in the model; None finds it by its blocks.
-        attn_op_name: How to attend, see ``attention.ATTENTIONS``; None leaves it as it is.
+        attn_op_name: How to attend, see ``kernels.ATTENTIONS``; None leaves it as it is.
         disable_flash_attn: True is ``attn_op_name="native_xformers"``, False ``attn_op_name="cuda"``.
         disable_fuse_bias_gelu: False computes bias and activation of the MLPs in one kernel.
         ckpt_ratio: Share of the blocks that are recomputed, from 0 to 1.
@@ -111,7 +111,7 @@ class Configuration:
 
     def _check_model_config(self, schedule: Schedule) -> None:
         """Sizes are read from the modules, so those of another model would silently be of no effect."""
-        own = getattr(schedule.mod, "config", None)
+        own: Any = getattr(schedule.mod, "config", None)
         if self.model_config is None or self.model_config is own or not hasattr(own, "to_dict"):
             return
         if type(self.model_config) is not type(own):

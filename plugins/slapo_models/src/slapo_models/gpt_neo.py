@@ -7,9 +7,9 @@ from typing import Any
 
 from slapo_core.schedule import Schedule
 
-from .attention import ATTENTIONS, attention_of
 from .blocks import base_of, blocks_of, cut_blocks, recomputed
 from .configuration import Configuration
+from .kernels import ATTENTIONS, attention_of
 from .transformer import schedule_transformer
 
 

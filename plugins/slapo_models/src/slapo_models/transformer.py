@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from slapo_core.schedule import Schedule
 
-from .attention import use_attention
 from .broadcast import broadcast_input
 from .configuration import Configuration
+from .kernels import use_kernels
 from .precision import convert
 
 
@@ -24,9 +24,7 @@ def schedule_transformer(
         stage_ends: Modules behind which a pipeline stage ends.
     """
     convert(sch, config)
-    use_attention(sch, config)
-    if not config.disable_fuse_bias_gelu:
-        sch.use_kernels("bias_act")
+    use_kernels(sch, config)
     if sch.world_size > 1:
         sch.tensor_parallel(sequence_parallel=config.sequence_parallel)
     broadcast_input(sch, config)

@@ -1,8 +1,8 @@
-"""How a model attends: the classic names, as kernels."""
+"""What kernels compute: the attention, by its classic names, and the activations of the MLPs."""
 
 from __future__ import annotations
 
-from slapo_core.errors import UnknownNameError
+from slapo_core.errors import ScheduleError, UnknownNameError
 from slapo_core.schedule import Schedule
 
 from .configuration import Configuration
@@ -37,9 +37,26 @@ def attention_of(schedule: Schedule, config: Configuration) -> str | None:
     return name
 
 
-def use_attention(schedule: Schedule, config: Configuration) -> None:
-    """Let the model attend as ``attn_op_name`` and ``disable_flash_attn`` say."""
+def use_kernels(schedule: Schedule, config: Configuration) -> None:
+    """Let kernels compute what ``attn_op_name``, ``disable_flash_attn`` and ``disable_fuse_bias_gelu`` ask for.
+
+    Raises:
+        ScheduleError: there are no kernels, or none for this model on this machine.
+    """
     name = attention_of(schedule, config)
+    asked = [*(["attention"] if name is not None else []), *([] if config.disable_fuse_bias_gelu else ["bias_act"])]
+    if asked and "use_kernels" not in schedule.registry.primitive_names():
+        raise config.error(schedule, f"{' and '.join(asked)} by kernels needs slapo-kernels; pip install slapo-kernels")
     if name is not None:
-        implementation = ATTENTIONS[name]
+        _attend(schedule, config, name)
+    if not config.disable_fuse_bias_gelu:
+        schedule.use_kernels("bias_act")
+
+
+def _attend(schedule: Schedule, config: Configuration, name: str) -> None:
+    implementation = ATTENTIONS[name]
+    try:
         schedule.use_kernels("attention", force={"attention": implementation} if implementation else None)
+    except ScheduleError as error:
+        advice = "give 'auto', which takes the first that works here" if implementation else "leave it out"
+        raise config.error(schedule, f"it cannot attend by {name!r}: {error}; {advice}") from error
