@@ -1,16 +1,21 @@
-"""``slapo models``, and the example on the page."""
+"""``slapo models``, and the examples on the page."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from slapo.cli.app import create_app
 from slapo_core import Registry
 from slapo_core.registry import using
+from slapo_models.registration import REGISTERED
+from tests.contracts.conftest import TOP
 from tests.slapo_models.cases import CASES
 
 
@@ -45,3 +50,15 @@ def test_listing_and_applying_import_no_model_library() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "False"
+
+
+def test_the_examples_on_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (TOP / "plugins/slapo_models/README.md").read_text()
+    space: dict[str, Any] = {"__name__": "page"}
+    try:
+        for source in re.findall(r"```py(?:thon)?\n(.*?)```", page, re.DOTALL):
+            exec(source, space)  # noqa: S102  the page is ours
+    finally:
+        REGISTERED.clear()
+    assert capsys.readouterr().out == "sch['transformer.h.1'].checkpoint()\nsch['transformer.h.3'].checkpoint()\n"
+    assert [step.path for step in space["sch"].journal] == ["transformer.h"]

@@ -16,6 +16,7 @@ ONE, TP, PP = {"pp": 1}, {"tp": 2}, {"pp": 2}
 BOTH = {"pp": 2, "tp": 2}
 LAYOUTS = (ONE, TP, PP, BOTH)
 FAST = (("gpt2", "torch", TP), ("gpt2", "deepspeed", PP), ("t5", "megatron", PP))
+SHORT = [(key, TP) for key in ("albert", "gpt2", "t5", "wideresnet")]
 ENGINES = [(key, target, layout) for key in CASES for target in ("torch", "deepspeed", "megatron") for layout in LAYOUTS]
 
 
@@ -24,9 +25,13 @@ def ranks(layout: dict[str, int]) -> int:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=[pytest.mark.slow] * (each is not TP), id=f"{each}") for each in LAYOUTS]
+    ("key", "layout"),
+    [
+        pytest.param(key, layout, marks=[pytest.mark.slow] * ((key, layout) not in SHORT), id=f"{key}-{layout}")
+        for key in CASES
+        for layout in LAYOUTS
+    ],
 )
-@pytest.mark.parametrize("key", CASES)
 def test_outputs_gradients_and_a_step(key: str, layout: dict[str, int]) -> None:
     for report in run_distributed(of_model, ranks(layout), key, layout, CASES[key].everything, timeout=100):
         assert report.ok, report
