@@ -21,6 +21,7 @@ PRIMITIVES = {
     "slapo-kernels": CORE | {"use_kernels"},
     "slapo-megatron": CORE,
     "slapo-memory": CORE | {"checkpoint", "offload"},
+    "slapo-models": CORE,
     "slapo-pipeline": CORE | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
     "slapo-sharding": CORE | {"fork_rng", "shard", "sync", "tensor_parallel"},
     "slapo-torch": CORE,

@@ -93,6 +93,7 @@ MODULES = {
     "framework_dialect": {"get_dialect_cls"},
     "initialization": {"init_empty_weights"},
     "logger": {"get_logger"},
+    "model_schedule": {"apply_schedule", "get_schedule", "register_schedule"},
     "op": {
         "FlashAttention",
         "FusedMLP",

@@ -114,3 +114,40 @@ def test_training_in_parallel(layout: dict[str, int], steps: dict[str, dict[str,
     for found, expected, moved in run_distributed(trained, 2, layout, steps, timeout=100):
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
         assert bool(moved) is ("offload" in steps)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Conv1d(4, 8, 1, bias=False), nn.BatchNorm1d(8), nn.Conv1d(8, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.relu(self.norm(self.up(x))))
+
+
+def normed(rank: int) -> None:
+    """A split norm in a checkpointed block, whose statistics advance once, at the first run after a build."""
+    torch.manual_seed(0)
+    reference, model = nn.Sequential(Normed()), nn.Sequential(Normed())
+    model.load_state_dict(reference.state_dict())
+    schedule = create_schedule(model, mesh=mesh_of(tp=2), plugins=PLUGINS)
+    block = schedule["0"]
+    block["up"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
+    block["norm"].shard("weight", axis=0)
+    block["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    block.checkpoint()
+    build(schedule)
+    x = torch.randn(3, 4, 5)
+    expected, found = reference(x), model(x)
+    torch.testing.assert_close(found, expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    gradients = schedule.full_state("grad")
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-4)
+    for name, buffer in schedule.full_state("buffer").items():
+        torch.testing.assert_close(buffer, reference.get_buffer(name))
+
+
+def test_a_checkpointed_block_with_a_split_norm() -> None:
+    run_distributed(normed, 2)

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         trace_module,
     )
     from slapo_memory.recompute import checkpoint
+    from slapo_models import apply_schedule
     from slapo_verify import Report, Verify, verify, verify_engine
     from slapo_weights import Weights, consolidate_model, export_weights
 
@@ -86,6 +87,7 @@ __all__ = [
     "VerifyError",
     "Weights",
     "analyze_tie_weights",
+    "apply_schedule",
     "build",
     "build_program",
     "call_module",

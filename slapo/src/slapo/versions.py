@@ -12,6 +12,7 @@ PACKAGES = (
     "slapo-sharding",
     "slapo-pipeline",
     "slapo-memory",
+    "slapo-models",
     "slapo-fusion",
     "slapo-training",
     "slapo-torch",

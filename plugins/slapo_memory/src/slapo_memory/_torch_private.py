@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 no_modes = _disable_current_modes
 """Within it no dispatch mode sees an operator: a policy, which counts the model's calls, must not count ours."""
+no_functions = torch._C.DisableTorchFunction
+"""Within it no mode sees a call of a torch function: one that looks at what the model reads must not see what we read."""
 
 
 def runs_eagerly() -> bool:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from ._torch_private import no_modes
+from ._torch_private import no_functions, no_modes
 from .randomness import HeldState, generators_in
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
@@ -121,7 +121,8 @@ class _TensorCopy:
     """A tensor that a forward may write to in place, and its value at the start."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.copy, self.version = tensor, tensor.detach().clone(), version_of(tensor)
+        with no_functions() if type(tensor) is torch.Tensor else nullcontext():  # it would make plain tensors of others
+            self.tensor, self.copy, self.version = tensor, tensor.detach().clone(), version_of(tensor)
 
     def changed(self) -> bool:
         """Whether it was or may have been written to."""

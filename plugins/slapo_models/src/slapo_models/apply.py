@@ -1,0 +1,128 @@
+"""``apply_schedule``: the ready schedule of a model family, by its key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import ScheduleError, UnknownNameError
+from slapo_core.registry import Registry, default_registry
+from slapo_core.schedule import Schedule, create_schedule
+
+from .configuration import CREATION
+from .precision import restored_on_error
+from .registration import REGISTERED, available
+
+
+def apply_schedule(model_or_schedule: nn.Module | Schedule, key: str, **config: Any) -> Schedule:
+    """Schedule a model by the ready schedule of its family.
+
+    The steps are those of primitives, each in the journal. Where one fails, those before it are undone.
+
+    Args:
+        model_or_schedule: The model, or its schedule.
+        key: ``"gpt2"``, say; ``slapo models`` lists them.
+        **config: The classic configuration names, see the README of slapo-models; and for a model ``group``, ``mesh``,
+            ``example_inputs`` and ``plugins`` of ``create_schedule``. Without ``example_inputs`` those are taken that
+            Transformers tries the model's class with, tokens without labels.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        UnknownNameError: no such schedule, or no such configuration name.
+        ScheduleError: a configuration that cannot be served, or a step that is illegal; the model is as before.
+    """
+    registry = _registry_of(model_or_schedule, config)
+    return _schedule_of(key, registry)(model_or_schedule, **config)
+
+
+def get_schedule(key: str) -> Callable[..., Schedule]:
+    """The ready schedule of a key: a function of a model or schedule, and the configuration.
+
+    Raises:
+        UnknownNameError: no such schedule.
+    """
+    return _schedule_of(key, default_registry())
+
+
+def _schedule_of(key: str, registry: Registry) -> Callable[..., Schedule]:
+    if key in REGISTERED:
+        return partial(_applied, key, REGISTERED[key].target, True)
+    try:
+        function = registry.model(key)
+    except UnknownNameError as error:
+        failures = [record.failure for record in registry.records if record.failure]
+        raise UnknownNameError.of("schedule", key, available(registry), failures) from error
+    return partial(_applied, key, function, False)
+
+
+def _applied(key: str, function: Callable[..., Any], classic: bool, given: nn.Module | Schedule, /, **config: Any) -> Schedule:
+    """Run a function, and undo what it did where it fails.
+
+    Args:
+        key: For errors.
+        function: The schedule.
+        classic: Whether it takes what ``apply_schedule`` was given, and not always a schedule.
+        given: A model or a schedule.
+        **config: The configuration.
+    """
+    if not classic:
+        schedule, options = _schedule_for(key, given, config)
+    elif isinstance(given, Schedule):
+        schedule, options = given, config
+    else:
+        return _checked(key, function(given, **config))
+    steps = len(schedule.journal)
+    with restored_on_error(schedule.root_module):
+        try:
+            return _checked(key, function(schedule, **options) or schedule)
+        except BaseException:
+            with suppress(ScheduleError):  # the function has built the schedule
+                while len(schedule.journal) > steps:
+                    schedule.undo()
+            raise
+
+
+def _checked(key: str, found: Any) -> Schedule:
+    if not isinstance(found, Schedule):
+        raise ScheduleError(f"apply_schedule({key!r}): the function returned a {type(found).__name__}; return the schedule")
+    return found
+
+
+def _schedule_for(key: str, given: nn.Module | Schedule, config: Mapping[str, Any]) -> tuple[Schedule, dict[str, Any]]:
+    """The schedule, and what of the configuration does not go to ``create_schedule``."""
+    options = {name: value for name, value in config.items() if name not in CREATION}
+    creation = {name: value for name, value in config.items() if name in CREATION and value is not None}
+    if not isinstance(given, Schedule):
+        schedule = create_schedule(given, **creation)
+        if schedule.example_inputs is None and (inputs := _dummy_inputs(given, max(schedule.world_size, 1))) is not None:
+            schedule = create_schedule(given, **creation, example_inputs=inputs)
+        return schedule, options
+    if creation.get("group") is given.group:
+        creation.pop("group", None)
+    if creation:
+        message = f"{next(iter(creation))} is that of the schedule which is given; leave it out, or give the model"
+        raise ScheduleError(f"apply_schedule({key!r}): {message}", path=given.path)
+    return given, options
+
+
+def _dummy_inputs(model: nn.Module, ranks: int) -> dict[str, torch.Tensor] | None:
+    """The inputs that Transformers tries a model with, longer by the number of ranks, so that these can divide a sequence."""
+    inputs = getattr(model, "dummy_inputs", None)
+    if not isinstance(inputs, dict):
+        return None
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), "cpu")
+    return {name: value.to(device).repeat(*(1,) * (value.dim() - 1), ranks) for name, value in inputs.items()}
+
+
+def _registry_of(given: nn.Module | Schedule, config: Mapping[str, Any]) -> Registry:
+    if isinstance(given, Schedule):
+        return given.registry
+    plugins = config.get("plugins")
+    return plugins if isinstance(plugins, Registry) else default_registry()

@@ -1,0 +1,126 @@
+"""The classic configuration names: what each may be, and what each schedule does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any
+
+from slapo_core.errors import ScheduleError, UnknownNameError
+from slapo_core.schedule import Schedule
+
+CREATION = ("example_inputs", "group", "mesh", "plugins")
+"""Names that go to ``create_schedule``, where ``apply_schedule`` is given a model."""
+
+METHODS = ("uniform", "head")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a schedule is asked for, by the classic names. Defaults ask for nothing.
+
+    Args:
+        key: Name of the schedule, for errors.
+        prefix: Path of the base model in the model; None finds it by its blocks.
+        attn_op_name: How to attend, see ``kernels.ATTENTIONS``; None leaves it as it is.
+        disable_flash_attn: True is ``attn_op_name="native_xformers"``, False ``attn_op_name="cuda"``.
+        disable_fuse_bias_gelu: False computes bias and activation of the MLPs in one kernel.
+        ckpt_ratio: Share of the blocks that are recomputed, from 0 to 1.
+        checkpoint_method: ``"uniform"`` spreads these over the model, ``"head"`` takes the first.
+        bcast_input: All ranks of the tensor-parallel group take the inputs of its first.
+        pipeline_cuts: Blocks behind which a stage ends; a list of such lists where the model has several lists of blocks.
+        sequence_parallel: Values between the sharded layers are split along the sequence.
+        fp16: Parameters and buffers become float16 first.
+        bf16: They become bfloat16.
+        delay_init: Accepted; no module is put in whose weights would have to be made.
+        fuse_conv: Refused.
+        model_config: Accepted where it is the model's own.
+    """
+
+    key: str
+    prefix: str | None = None
+    attn_op_name: str | None = None
+    disable_flash_attn: bool | None = None
+    disable_fuse_bias_gelu: bool = True
+    ckpt_ratio: float = 0.0
+    checkpoint_method: str = "uniform"
+    bcast_input: bool = False
+    pipeline_cuts: Sequence[Any] = ()
+    sequence_parallel: bool = False
+    fp16: bool = False
+    bf16: bool = False
+    delay_init: bool = True
+    fuse_conv: bool = False
+    model_config: Any = None
+
+    @classmethod
+    def read(cls, schedule: Schedule, key: str, options: Mapping[str, Any], lacks: Mapping[str, str] = {}) -> Configuration:
+        """Read the configuration of one schedule.
+
+        Args:
+            schedule: Of the model.
+            key: Name of the schedule.
+            options: Names to values, as they were given.
+            lacks: Name that this schedule cannot serve, to the rest of a sentence: why, and what replaces it.
+
+        Raises:
+            UnknownNameError: a name that is none.
+            ScheduleError: a value that the name cannot have, or a name that this schedule cannot serve.
+        """
+        known = [field.name for field in fields(cls) if field.name != "key"]
+        for name in options:
+            if name not in known:
+                whose = f"the schedule {key!r}"
+                raise UnknownNameError.of("configuration name", name, [*known, *CREATION], whose=whose)
+        given = {name: value for name, value in options.items() if value is not None}
+        configuration = cls(key, **given)
+        configuration._check_values(schedule)
+        for name, reason in {**_LACKS, **lacks}.items():
+            if getattr(configuration, name) != getattr(cls, name):
+                raise configuration.error(schedule, f"{name}={getattr(configuration, name)!r} cannot be served, {reason}")
+        return configuration
+
+    def error(self, schedule: Schedule, message: str) -> ScheduleError:
+        """The error that names this schedule."""
+        return ScheduleError(f"apply_schedule({self.key!r}): {message}", path=schedule.path)
+
+    def _check_values(self, schedule: Schedule) -> None:
+        for name in (field.name for field in fields(self) if field.type in ("bool", "bool | None")):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and value is not None:
+                raise self.error(schedule, f"{name} is {value!r}; give True or False")
+        for name in ("prefix", "attn_op_name"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and value is not None:
+                raise self.error(schedule, f"{name} is {value!r}; give a string")
+        ratio = self.ckpt_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 <= ratio <= 1:
+            raise self.error(schedule, f"ckpt_ratio is {ratio!r}; give a share of the blocks from 0 to 1")
+        if self.checkpoint_method not in METHODS:
+            message = f"checkpoint_method is {self.checkpoint_method!r}; give {' or '.join(map(repr, METHODS))}"
+            raise self.error(schedule, message)
+        if isinstance(self.pipeline_cuts, str) or not isinstance(self.pipeline_cuts, Sequence):
+            raise self.error(schedule, f"pipeline_cuts is {self.pipeline_cuts!r}; give a list of numbers of blocks")
+        if self.fp16 and self.bf16:
+            raise self.error(schedule, "fp16 and bf16 are both asked for; give one of them")
+        if self.disable_flash_attn is not None and self.attn_op_name is not None:
+            message = f"attn_op_name={self.attn_op_name!r} says how to attend already; leave disable_flash_attn out"
+            raise self.error(schedule, message)
+        self._check_model_config(schedule)
+
+    def _check_model_config(self, schedule: Schedule) -> None:
+        """Sizes are read from the modules, so those of another model would silently be of no effect."""
+        own: Any = getattr(schedule.mod, "config", None)
+        if self.model_config is None or self.model_config is own or not hasattr(own, "to_dict"):
+            return
+        if type(self.model_config) is not type(own):
+            message = f"model_config is a {type(self.model_config).__name__}, and the model's is a {type(own).__name__}"
+            raise self.error(schedule, f"{message}; leave it out")
+        mine, theirs = own.to_dict(), self.model_config.to_dict()
+        if different := sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)):
+            message = f"model_config is of another model, {different[0]!r} differs; leave it out"
+            raise self.error(schedule, message)
+
+
+_LACKS = {"fuse_conv": "its schedules fuse no convolutions; call compile() on the blocks, which does"}

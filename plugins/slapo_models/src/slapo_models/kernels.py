@@ -1,0 +1,62 @@
+"""What kernels compute: the attention, by its classic names, and the activations of the MLPs."""
+
+from __future__ import annotations
+
+from slapo_core.errors import ScheduleError, UnknownNameError
+from slapo_core.schedule import Schedule
+
+from .configuration import Configuration
+
+ATTENTIONS: dict[str, str | None] = {
+    "auto": None,
+    "cuda": None,
+    "cutlass": "native",
+    "eager": "eager",
+    "flash": "flash",
+    "flash_attn": "flash",
+    "flex": "flex",
+    "native": "native",
+    "native_flash_attn": "native",
+    "native_xformers": "eager",
+    "triton": None,
+}
+"""Classic name to the implementation of ``use_kernels("attention")``; None is the first that works where the weights are."""
+
+
+def attention_of(schedule: Schedule, config: Configuration) -> str | None:
+    """The classic name of how to attend, or None where nothing is asked for.
+
+    Raises:
+        ScheduleError: there is no such name.
+    """
+    name = config.attn_op_name
+    if config.disable_flash_attn is not None:
+        name = "native_xformers" if config.disable_flash_attn else "cuda"
+    if name is not None and name not in ATTENTIONS:
+        raise config.error(schedule, str(UnknownNameError.of("attention", name, ATTENTIONS, whose="attn_op_name")))
+    return name
+
+
+def use_kernels(schedule: Schedule, config: Configuration) -> None:
+    """Let kernels compute what ``attn_op_name``, ``disable_flash_attn`` and ``disable_fuse_bias_gelu`` ask for.
+
+    Raises:
+        ScheduleError: there are no kernels, or none for this model on this machine.
+    """
+    name = attention_of(schedule, config)
+    asked = [*(["attention"] if name is not None else []), *([] if config.disable_fuse_bias_gelu else ["bias_act"])]
+    if asked and "use_kernels" not in schedule.registry.primitive_names():
+        raise config.error(schedule, f"{' and '.join(asked)} by kernels needs slapo-kernels; pip install slapo-kernels")
+    if name is not None:
+        _attend(schedule, config, name)
+    if not config.disable_fuse_bias_gelu:
+        schedule.use_kernels("bias_act")
+
+
+def _attend(schedule: Schedule, config: Configuration, name: str) -> None:
+    implementation = ATTENTIONS[name]
+    try:
+        schedule.use_kernels("attention", force={"attention": implementation} if implementation else None)
+    except ScheduleError as error:
+        advice = "give 'auto', which takes the first that works here" if implementation else "leave it out"
+        raise config.error(schedule, f"it cannot attend by {name!r}: {error}; {advice}") from error

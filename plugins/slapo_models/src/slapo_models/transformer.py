@@ -1,0 +1,35 @@
+"""The steps that all families of transformers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from slapo_core.schedule import Schedule
+
+from .broadcast import broadcast_input
+from .configuration import Configuration
+from .kernels import use_kernels
+from .precision import convert
+
+
+def schedule_transformer(
+    sch: Schedule, config: Configuration, recomputed: Iterable[Schedule], stage_ends: Iterable[Schedule]
+) -> Schedule:
+    """Take the steps: kernels, tensor parallelism, recomputation, stages.
+
+    Args:
+        sch: Of the whole model, head included.
+        config: What is asked for.
+        recomputed: Blocks whose activations are recomputed.
+        stage_ends: Modules behind which a pipeline stage ends.
+    """
+    convert(sch, config)
+    use_kernels(sch, config)
+    if sch.world_size > 1:
+        sch.tensor_parallel(sequence_parallel=config.sequence_parallel)
+    broadcast_input(sch, config)
+    for block in recomputed:
+        block.checkpoint()
+    for module in stage_ends:
+        module.cut_pipeline_stage()
+    return sch

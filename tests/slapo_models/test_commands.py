@@ -1,0 +1,64 @@
+"""``slapo models``, and the examples on the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from slapo.cli.app import create_app
+from slapo_core import Registry
+from slapo_core.registry import using
+from slapo_models.registration import REGISTERED
+from tests.contracts.conftest import TOP
+from tests.slapo_models.cases import CASES
+
+
+def test_it_lists_what_is_installed() -> None:
+    rows = json.loads(CliRunner().invoke(create_app(), ["models", "--json"]).output)["models"]
+    assert {row["name"] for row in rows} == {*CASES, "gpt"}
+    assert all(
+        row["distribution"] == "slapo-models" and row["version"] and row["summary"].startswith("Schedule ") for row in rows
+    )
+    lines = CliRunner().invoke(create_app(), ["models"]).output.splitlines()
+    assert lines[0].split() == ["name", "summary", "distribution", "version"]
+    assert len(lines) == 1 + len(rows)
+
+
+def test_it_says_what_did_not_load() -> None:
+    import slapo_models.plugin
+
+    registry = Registry([slapo_models.plugin])
+    registry.records[-1].problems.append("model 'x' of y cannot be used: gone")
+    with using(registry):
+        assert "! model 'x' of y cannot be used: gone" in CliRunner().invoke(create_app(), ["models"]).output
+        data = json.loads(CliRunner().invoke(create_app(), ["models", "--json"]).output)
+    assert data["problems"] == ["model 'x' of y cannot be used: gone"]
+
+
+def test_listing_and_applying_import_no_model_library() -> None:
+    code = (
+        "import sys, torch, slapo_models, slapo_core\n"
+        "from slapo_models.commands import model_rows\n"
+        "assert len(model_rows(slapo_core.default_registry())) > 8\n"
+        "print('transformers' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == "False"
+
+
+def test_the_examples_on_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (TOP / "plugins/slapo_models/README.md").read_text()
+    space: dict[str, Any] = {"__name__": "page"}
+    try:
+        for source in re.findall(r"```py(?:thon)?\n(.*?)```", page, re.DOTALL):
+            exec(source, space)  # noqa: S102  the page is ours
+    finally:
+        REGISTERED.clear()
+    assert capsys.readouterr().out == "sch['transformer.h.1'].checkpoint()\nsch['transformer.h.3'].checkpoint()\n"
+    assert [step.path for step in space["sch"].journal] == ["transformer.h"]
