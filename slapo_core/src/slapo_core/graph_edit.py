@@ -20,7 +20,7 @@ from . import paths
 from .errors import ScheduleError
 from .matching import Match, Place
 from .tracing.regions import is_region_node, write_regions
-from .tracing.traced_module import TracedModule, subtree, variants_of
+from .tracing.traced_module import TracedModule, compile_anew, subtree, variants_of
 from .tracing.variants import Variants, on_meta
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def replace_subgraph(
     if variants is not None:
         variants.rewrites.append(rewrite)
     _drop_modules(schedule, gm, {str(node.target) for node in part.nodes if node.op == "call_module"})
-    _compile_anew(gm)
+    compile_anew(gm)
     return target if op == "call_module" else made[len(layers)].name
 
 
@@ -161,11 +161,6 @@ def _constants(node: fx.Node) -> str:
 def _forget(variants: Variants | None, rewrite: _Replacement) -> None:
     if variants is not None and rewrite in variants.rewrites:
         variants.rewrites.remove(rewrite)
-
-
-def _compile_anew(gm: fx.GraphModule) -> None:
-    variants = variants_of(gm)
-    gm.recompile() if variants is None else variants.start_from(gm.graph)
 
 
 def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule:
@@ -379,7 +374,7 @@ def _put_back(gm: fx.GraphModule, part: Part, made: list[fx.Node]) -> Callable[[
             graph.erase_node(now(node))
         if has_regions:
             write_regions(graph)
-        _compile_anew(gm)
+        compile_anew(gm)
 
     return put_back
 

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from .errors import SlapoError
 from .parameters import ParamFacts
+from .tracing.traced_module import compile_anew
 
 _CONTAINERS = {dict, OrderedDict, list, set}
 _ABSENT, _KEPT = object(), object()
@@ -35,14 +36,14 @@ class Transaction:
 
     def absorb(self, inner: Transaction) -> None:
         """Take over what a nested step recorded."""
-        self._inverses += [it for it in inner._inverses if not (isinstance(it, _Memory) and id(it.subject) in self._seen)]
+        self._inverses += [it for it in inner._inverses if not (isinstance(it, _Memory) and _key(it.subject) in self._seen)]
         self._seen |= inner._seen
 
     def touch(self, module: nn.Module) -> None:
         """Remember one module, without its children: attributes, parameters, buffers, children's names, hooks."""
-        if id(module) in self._seen:
+        if _key(module) in self._seen:
             return
-        self._seen.add(id(module))
+        self._seen.add(_key(module))
         for table in (module._parameters, module._buffers):
             for tensor in table.values():
                 if tensor is not None and id(tensor) not in self._seen:
@@ -88,9 +89,14 @@ class Transaction:
             graph.output(graph.graph_copy(saved, copies))
             for node, copied in copies.items():
                 copied.name = node.name
-            module.recompile()
+            compile_anew(module)
 
         self.on_undo(restore)
+
+
+def _key(subject: Any) -> int:
+    """Equal for modules that have their attributes in common."""
+    return id(vars(subject)) if isinstance(subject, nn.Module) else id(subject)
 
 
 class _Memory:

@@ -35,6 +35,12 @@ def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
     state[_WRAPPERS] = (*state.get(_WRAPPERS, ()), wrapper)
 
 
+def rebind(module: nn.Module) -> None:
+    """Let the wrappers that another object of the same attributes was given run the forward of this one."""
+    if _WRAPPERS in module.__dict__:
+        module.__dict__["forward"] = _Forward(_wrapped_forward, module)
+
+
 def forward_wrappers(module: nn.Module) -> tuple[Wrapper, ...]:
     """The wrappers around the module's forward, innermost first."""
     return module.__dict__.get(_WRAPPERS, ())  # type: ignore[no-any-return]
@@ -86,6 +92,11 @@ def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
         yield
     finally:
         del module.__dict__[name]
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether any hook runs when the module is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def _wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

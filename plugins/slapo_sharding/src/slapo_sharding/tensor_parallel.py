@@ -13,6 +13,7 @@ from slapo_core.logger import get_logger
 from slapo_core.parameters import is_part
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
+from slapo_core.tracing.untraced import untraced
 
 from . import attention, backends, column_inputs, dropout
 from . import parallel_loss as losses
@@ -77,11 +78,12 @@ class TensorParallelPrimitive(Primitive):
         """Find the modules of the plan."""
         if backend is not None:
             _check_backend(schedule, sequence_parallel, backend)
-        _check_untouched(schedule, plan)
-        steps = _planned(schedule, plan, sequence_parallel)
-        if parallel_loss:
-            losses.with_parts(schedule, _vocabulary(schedule) if steps is None else steps)
-        return steps
+        with untraced(schedule):
+            _check_untouched(schedule, plan)
+            steps = _planned(schedule, plan, sequence_parallel)
+            if parallel_loss:
+                losses.with_parts(schedule, _vocabulary(schedule) if steps is None else steps)
+            return steps
 
     @staticmethod
     def apply(
@@ -93,11 +95,12 @@ class TensorParallelPrimitive(Primitive):
         parallel_loss: bool = False,
     ) -> None:
         """Take the steps."""
-        before = backends.split_modules(schedule)
-        _split(schedule, schedule.checked, plan, sequence_parallel, parallel_loss)
-        loss = losses.put(schedule) if parallel_loss else None
-        if backend is not None:
-            backends.replace_layers(schedule, backend, backends.backend_of(schedule, backend), before, loss)
+        with untraced(schedule):
+            before = backends.split_modules(schedule)
+            _split(schedule, schedule.checked, plan, sequence_parallel, parallel_loss)
+            loss = losses.put(schedule) if parallel_loss else None
+            if backend is not None:
+                backends.replace_layers(schedule, backend, backends.backend_of(schedule, backend), before, loss)
 
 
 def _split(
@@ -201,7 +204,7 @@ def _check_derivable(schedule: Schedule, plan: Mapping[str, str] | None) -> None
     if plan is not None:
         message = "a plan that splits the sequence is derived from the model; leave out plan, or sequence_parallel"
     elif isinstance(schedule.mod, fx.GraphModule):
-        message = "the model is traced already; call tensor_parallel before trace"
+        message = "the model's graph was rewritten; call tensor_parallel before that"
     elif schedule.example_inputs is None:
         message = "where the sequence can be split shows when the model runs; give example_inputs to create_schedule"
     if message is not None:
@@ -238,7 +241,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         if steps.get(path) != "moe_tp_experts":
             raise error(f"{key!r} is a parameter of {path!r}, which has no style 'moe_tp_experts'; give the module a style")
     if not steps and isinstance(schedule.mod, fx.GraphModule):
-        raise error("the model is traced already, its plan is found on the model itself; call tensor_parallel before trace")
+        raise error("the model's graph was rewritten, and its plan is found on the model itself; call tensor_parallel before")
     if not steps:
         raise error(
             f"no plan is known for {type(schedule.mod).__name__}; give example_inputs to create_schedule, from which one is "

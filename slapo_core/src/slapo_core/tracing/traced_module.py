@@ -66,7 +66,7 @@ class TracedModule(fx.GraphModule):
             parent, _, name = path.rpartition(".")
             self.get_submodule(parent)._modules[name] = module
         self.graph = graph
-        self.__dict__["_variants"] = _variants(self, guard, frozenset(opened) if opened is not None else None, root)
+        self.__dict__["_variants"] = _variants(self, guard, opened, root)
         _show_signature(self)
 
     def _adopt(self, root: nn.Module) -> None:
@@ -140,7 +140,7 @@ class TracedModule(fx.GraphModule):
 
 
 def _variants(
-    module: TracedModule, guard: Guard | InputCheck | None, opened: frozenset[str] | None, root: nn.Module
+    module: TracedModule, guard: Guard | InputCheck | None, opened: Iterable[str] | None, root: nn.Module
 ) -> Variants:
     """The graphs of a new traced module, which was made from ``root``."""
     before = variants_of(root)
@@ -149,14 +149,20 @@ def _variants(
         assert isinstance(root, TracedModule)
         inner = root._shell() if before.is_rewritten else before.inner
     cls = module.__dict__["_traced_class"]
-    if cls is nn.Module and inner is None:
-        opened = None
-    return Variants(module.graph, cls.__name__, guard, opened, inner)
+    can_trace = opened is not None and not (cls is nn.Module and inner is None)
+    classes = {path: type(module.get_submodule(path)) for path in opened or ()} if can_trace else None
+    return Variants(module.graph, cls.__name__, guard, classes, inner)
 
 
 def variants_of(module: nn.Module) -> Variants | None:
     """The graphs of a traced module; None for any other."""
     return module.__dict__.get("_variants") if isinstance(module, TracedModule) else None
+
+
+def compile_anew(module: fx.GraphModule) -> None:
+    """The first graph was changed by an edit that is noted, or put back: compile it when it runs next."""
+    variants = variants_of(module)
+    module.recompile() if variants is None else variants.start_from(module.graph)
 
 
 def guard_of(module: nn.Module) -> Guard | None:

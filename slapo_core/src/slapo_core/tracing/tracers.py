@@ -161,4 +161,5 @@ def _names(leaf: str | type, path: str, module: nn.Module) -> bool:
 
 
 def _is_torch_module(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
+    layers = ("torch.nn.", "transformers.pytorch_utils")  # the latter has GPT-2's Conv1D, a Linear by another name
+    return type(module).__module__.startswith(layers) and not isinstance(module, nn.Sequential)

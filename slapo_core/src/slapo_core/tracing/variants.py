@@ -20,6 +20,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from ..errors import ScheduleError, TraceError
 from ..logger import get_logger
+from ..wrapping import is_hooked, is_opaque
 from . import _torch_private as private
 from . import regions
 from .codegen import compile_graph
@@ -95,7 +96,7 @@ class Variants(Hidden):
         graph: The first graph.
         label: Name of the class that was traced.
         guard: The calls that the first graph is good for; None: any, whose arguments go to the placeholders.
-        opened: Paths of the modules whose forwards are part of the first graph; None: no other call can be traced.
+        opened: Path and class of the modules whose forwards are part of the graph; None: no other call can be traced.
         inner: The rewritten module that was traced, without what it runs on; None: the class's own forward was.
     """
 
@@ -104,7 +105,7 @@ class Variants(Hidden):
         graph: fx.Graph,
         label: str,
         guard: Guard | InputCheck | None,
-        opened: frozenset[str] | None,
+        opened: Mapping[str, type] | None,
         inner: TracedModule | None,
     ) -> None:
         self.label, self.opened, self.inner = label, opened, inner
@@ -186,6 +187,7 @@ class Variants(Hidden):
         if self.guard.attributes is not None:
             self.guard.attributes.check_original(module)
         call = Call(self.guard.parameters, module, args, kwargs)
+        call.closed = self._closed(module)
         found = self._find(module, call)
         if found is None:
             if Sandbox.open_now and not self.is_rewritten:
@@ -219,30 +221,35 @@ class Variants(Hidden):
     def _find(self, module: TracedModule, call: Call) -> tuple[Guard, Variant | None] | None:
         assert self.guard is not None
         first = (self.guard, self.first)
-        for guard, variant in (first, *filter(None, (self.recent,))):
+        for guard, variant in (first, *filter(None, (self.recent,))) if not call.closed else ():
             if guard.problem(module, call) is None:
                 return guard, variant
         for guard, variant in self.calls.get(call.key, ()) if self.calls else ():
             if guard.problem(module, call) is None:
-                self.recent = guard, variant
-                return self.recent
+                self.recent = None if call.closed else (guard, variant)
+                return guard, variant
         return None
+
+    def _closed(self, module: TracedModule) -> tuple[str, ...]:
+        """Paths of modules whose forwards are part of the graphs, and that are now called for more than their forward."""
+        return tuple(path for path, cls in self.opened.items() if _is_closed(module, path, cls)) if self.opened else ()
 
     def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
         try:
             guard, variant = self._traced(module, args, kwargs)
         except (TraceError, ScheduleError) as err:
             if self.is_rewritten:
-                problem = self.guard.problem(module, call) if self.guard is not None else ""
+                closed = f"{call.closed[0]!r} was wrapped, got hooks or was replaced" if call.closed else None
+                problem = closed or (self.guard and self.guard.problem(module, call))
                 raise TraceError(f"{problem}, and the rewritten graph of the {self.label} has no other form: {err}") from err
             get_logger().warning("the traced %s runs its own forward for calls like this, no graph: %s", self.label, err)
             guard, variant = Guard.of(module, args, kwargs), None
         if len(self.calls) >= _MOST_CALLS:
             self.calls.clear()
-        self.recent = guard, variant
-        self.calls.setdefault(call.key, []).insert(0, self.recent)
+        self.recent = None if call.closed else (guard, variant)
+        self.calls.setdefault(call.key, []).insert(0, (guard, variant))
         del self.calls[call.key][_MOST_GRAPHS:]
-        return self.recent
+        return guard, variant
 
     def _traced(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
         from .value import trace_again  # noqa: PLC0415  it makes traced modules
@@ -255,7 +262,7 @@ class Variants(Hidden):
             raise TraceError("the class that it was traced from is not known")
         with private.unobserved():
             former = with_modules(self.former(module, bare=True), self.dropped)
-            graph, guard, constants = trace_again(former, args, kwargs, self.opened)
+            graph, guard, constants = trace_again(former, args, kwargs, frozenset(self.opened))
         data = graph_data(graph, constants)
         first = self.pristine if self.rewrites else graph_data(module.graph, module)
         if same_graph(first, data):
@@ -412,6 +419,15 @@ def _twins(first: list[Any], graph: fx.Graph) -> dict[str, fx.Node]:
     ours, theirs = places
     alike = [(here, theirs[key]) for key, here in ours.items() if len(here) == len(theirs.get(key, ()))]
     return {first[one][0]: nodes[other] for here, there in alike for one, other in zip(here, there, strict=True)}
+
+
+def _is_closed(root: nn.Module, path: str, cls: type) -> bool:
+    module: nn.Module | None = root
+    for name in path.split("."):
+        module = module and module._modules.get(name)
+    return (
+        module is None or type(module) is not cls or ("forward" in module.__dict__ or is_hooked(module)) and is_opaque(module)
+    )
 
 
 def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
