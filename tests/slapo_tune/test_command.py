@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -136,10 +134,3 @@ def test_two_tuners_share_a_database(folder: Folder) -> None:
     for each in arguments:
         assert folder.tune("--db", "results.json", arguments=each) == 0
     assert len(folder.runs) == 16
-
-
-def test_asking_for_help_imports_no_dialect() -> None:
-    script = "import sys; from slapo_tune.command import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0
-    assert {"transformers", "typer", "rich", "slapo_torch.dialect"}.isdisjoint(result.stdout.split())

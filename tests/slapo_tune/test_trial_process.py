@@ -87,7 +87,7 @@ def test_output_that_is_no_text_does_no_harm() -> None:
 @pytest.mark.multiproc
 def test_at_the_time_limit_everything_ends_that_the_trial_started() -> None:
     start = time.monotonic()
-    output: TrialOutput = run(ENVIRONMENT + FAMILY + "time.sleep(60)", timeout=4.0)
+    output: TrialOutput = run(ENVIRONMENT + FAMILY + "time.sleep(60)", timeout=3.0)
     assert time.monotonic() - start < 15
     assert output.timed_out
     assert output.exit_code is None

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from slapo_tune.command import main
+
 from .conftest import ARGUMENTS, PRINT, Folder
 
 ALL = ["4 1.0", "4 0.5", "8 1.0", "8 0.5", "8 0.0", "16 1.0", "16 0.5", "16 0.0"]
@@ -164,7 +166,15 @@ def test_a_script_that_is_a_program_runs_by_itself(folder: Folder) -> None:
     program = folder.path / "train.sh"
     program.write_text('#!/bin/sh\necho "{\\"throughput\\": $BATCH_SIZE}"\n')
     program.chmod(0o755)
-    from slapo_tune.command import main
-
     assert main(["--config", "config.py", str(program)]) == 0
     assert main(["--config", "config.py", "sh", "-c", "echo '{\"throughput\": 3}'"]) == 0
+
+
+def test_a_script_that_logs_as_deepspeed_does_needs_no_line_of_json(folder: Folder) -> None:
+    pytest.importorskip("slapo_deepspeed")
+    step = "print(f'steps: {step} loss: 4.5 iter time (s): 0.5 samples/sec: {batch_size * step}', file=sys.stderr)"
+    folder.write(f"for step in (1, 2, 3, 4): {step}\n", ONE)
+    assert folder.tune("--db", "results.json") == 0
+    assert folder.out == "best configuration: (batch_size: 4, ckpt_ratio: 1.0), 12 samples/s\n"
+    (record,) = folder.results().values()
+    assert record["result"] == {"throughput": 12.0, "log_parser": "deepspeed"}
