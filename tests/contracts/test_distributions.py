@@ -26,6 +26,7 @@ PRIMITIVES = {
     "slapo-sharding": CORE | {"fork_rng", "shard", "sync", "tensor_parallel"},
     "slapo-torch": CORE,
     "slapo-training": CORE,
+    "slapo-tune": CORE,
     "slapo-verify": CORE,
     "slapo-weights": CORE,
     "slapo": CORE

@@ -157,4 +157,4 @@ def test_the_log_of_megatrons_training_script_is_read() -> None:
         "(ms): 250.0 | learning rate: 1.500000E-04 | global batch size:    32 | lm loss: 4.125000E+00 | loss scale: 1.0 | "
         "grad norm: 2.500 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
-    assert parser.parse(["loading", line]) == [(10, 4.125, 0.25, 1.5e-4, 2.5, 0)]
+    assert parser.parse(["loading", line]) == [(10, 4.125, 0.25, 1.5e-4, 2.5, 0, 32)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .names import HOMES, MODULES, OPTIONAL
+from .names import HOMES, MODULES
 
 if TYPE_CHECKING:
     from collections import OrderedDict
@@ -59,11 +59,13 @@ if TYPE_CHECKING:
     )
     from slapo_memory.recompute import checkpoint
     from slapo_models import apply_schedule
+    from slapo_tune import Database, Space, Symbol
     from slapo_verify import Report, Verify, verify, verify_engine
     from slapo_weights import Weights, consolidate_model, export_weights
 
 __all__ = [
     "BuildError",
+    "Database",
     "Dialect",
     "Engine",
     "FunctionType",
@@ -79,8 +81,10 @@ __all__ = [
     "ScheduleError",
     "ScheduleMetadata",
     "SlapoError",
+    "Space",
     "Stage",
     "Step",
+    "Symbol",
     "TraceError",
     "UnknownNameError",
     "Verify",
@@ -122,14 +126,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name not in __all__ and name not in OPTIONAL:
+    if name not in __all__:
         raise AttributeError(f"module 'slapo' has no attribute {name!r}", name=name)
     value = globals()[name] = getattr(_home(name), name)
     return value
 
 
 def _home(name: str) -> ModuleType:
-    home = OPTIONAL.get(name) or HOMES.get(name, "slapo_core")
+    home = HOMES.get(name, "slapo_core")
     package = home.partition(".")[0]
     try:
         return importlib.import_module(home)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MODULES = (
+    "autotune",
     "framework_dialect",
     "initialization",
     "logger",
@@ -18,9 +19,12 @@ MODULES = (
 """Documented submodules of ``slapo``."""
 
 HOMES = {
+    "Database": "slapo_tune",
     "FunctionType": "types",
     "OrderedDict": "collections",
     "Report": "slapo_verify",
+    "Space": "slapo_tune",
+    "Symbol": "slapo_tune",
     "Verify": "slapo_verify",
     "Weights": "slapo_weights",
     "apply_schedule": "slapo_models",
@@ -34,6 +38,3 @@ HOMES = {
     "verify_engine": "slapo_verify",
 }
 """Name to the module it comes from; what is not listed comes from ``slapo_core``."""
-
-OPTIONAL = {"Database": "slapo_tune", "Space": "slapo_tune", "Symbol": "slapo_tune"}
-"""Names of packages that ``pip install slapo`` does not bring: served where the package is installed."""

@@ -16,6 +16,7 @@ PACKAGES = (
     "slapo-fusion",
     "slapo-training",
     "slapo-torch",
+    "slapo-tune",
     "slapo-verify",
     "slapo-weights",
     "torch",

@@ -12,6 +12,7 @@ _FIELDS = {
     "seconds": re.compile(r"\belapsed time per iteration \(ms\):\s*(?P<value>\S+)"),
     "learning_rate": re.compile(r"\blearning rate:\s*(?P<value>\S+)"),
     "grad_norm": re.compile(r"\bgrad norm:\s*(?P<value>\S+)"),
+    "batch_size": re.compile(r"\bglobal batch size:\s*(?P<value>\d+)"),
     "skipped": re.compile(r"\bnumber of skipped iterations:\s*(?P<value>\d+)"),
 }
 
@@ -26,6 +27,7 @@ class LoggedStep(NamedTuple):
         learning_rate: Of the first group of parameters.
         grad_norm: Before clipping.
         skipped: How many steps since the line before were left out, as gradients overflowed.
+        batch_size: Rows a step over all replicas.
     """
 
     step: int
@@ -34,6 +36,7 @@ class LoggedStep(NamedTuple):
     learning_rate: float | None = None
     grad_norm: float | None = None
     skipped: int | None = None
+    batch_size: int | None = None
 
 
 class MegatronLog:
@@ -61,7 +64,7 @@ def _values(line: str) -> Iterable[tuple[str, float]]:
 
 
 def _step(number: int, values: dict[str, float]) -> LoggedStep:
-    seconds, skipped = values.get("seconds"), values.get("skipped")
+    seconds, skipped, batch_size = (values.get(name) for name in ("seconds", "skipped", "batch_size"))
     return LoggedStep(
         number,
         values.get("loss"),
@@ -69,4 +72,5 @@ def _step(number: int, values: dict[str, float]) -> LoggedStep:
         values.get("learning_rate"),
         values.get("grad_norm"),
         None if skipped is None else int(skipped),
+        None if batch_size is None else int(batch_size),
     )

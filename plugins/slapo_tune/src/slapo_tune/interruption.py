@@ -1,0 +1,59 @@
+"""Signals that end the tuner after it has cleaned up."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+
+
+class Interruption:
+    """Notes the first signal that wants the program to end, as ``number``, in a ``with`` block.
+
+    The second signal raises ``KeyboardInterrupt``, except inside :meth:`deferred`.
+
+    A signal that is ignored, as under ``nohup``, stays so. Outside of the main thread nothing is noted, as Python handles
+    signals there alone.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._before: dict[int, Any] = {}
+        self._deferred = False
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            numbers = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Only note signals in a block, which looks at ``number`` itself."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None and not self._deferred:
+            raise KeyboardInterrupt
+        self.number = self.number or number
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, e.g. ``"SIGINT"``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of those that have no name of their own
+        return f"signal {number}"

@@ -1,0 +1,15 @@
+"""What slapo-tune registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slapo_core.hookspecs import hookimpl
+
+
+@hookimpl
+def slapo_commands(app: Any) -> None:
+    """``slapo tune``."""
+    from .command import register  # noqa: PLC0415  needs what only the command line has
+
+    register(app)

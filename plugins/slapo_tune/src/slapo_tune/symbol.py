@@ -1,0 +1,106 @@
+"""A tunable value with its candidates."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from .errors import OpenSymbolError, TuneError
+from .operand import Operand, plain
+
+
+class Symbol(Operand):
+    """A tunable symbol.
+
+    A symbol is open until :meth:`fix_at` chooses one of its candidates. From then on it compares, computes and prints as that
+    value does. Comparing or computing with an open symbol raises :class:`OpenSymbolError`.
+
+    Args:
+        name: Name of the symbol, e.g. ``"batch_size"``.
+        vals: Candidate values, e.g. ``range(8, 65, 8)``; equal values are kept once. They should be listed from the least
+            demanding on, as ``--error-stop symbol`` skips the values behind one that failed.
+
+    Raises:
+        TuneError: the name is no text, or ``vals`` is a single value.
+    """
+
+    def __init__(self, name: str, vals: Iterable[Any]) -> None:
+        if not isinstance(name, str) or not name:
+            raise TuneError(f"symbol({name!r}): a name is a text of at least one letter, not {name!r}; use e.g. 'batch_size'")
+        if isinstance(vals, (str, bytes)) or not isinstance(vals, Iterable):
+            raise TuneError(f"symbol({name!r}): the candidates are {vals!r}, one value; give a list, [{vals!r}]")
+        self.name = name
+        self.vals: list[Any] = []
+        self._index: int | None = None
+        for val in vals:
+            self.add(val)
+
+    @property
+    def value(self) -> Any:
+        """The value that the symbol is fixed at.
+
+        Raises:
+            OpenSymbolError: the symbol is open.
+        """
+        if self._index is None:
+            raise OpenSymbolError(
+                f"symbol({self.name!r}): it is open, with the candidates {self.vals}, so it has no value to compare or compute "
+                "with; fix it first, with fix_at(idx)",
+                name=self.name,
+            )
+        return self.vals[self._index]
+
+    def add(self, val: Any) -> None:
+        """Add a value to the symbol. If the value is already in the symbol, do nothing."""
+        val = plain(val)
+        if val not in self.vals:
+            self.vals.append(val)
+
+    def fix_at(self, idx: int) -> None:
+        """Fix the value of this symbol at the given index.
+
+        Args:
+            idx: Index in ``vals``, from 0.
+
+        Raises:
+            TuneError: there is no such index; the symbol stays as it was.
+        """
+        try:
+            index = operator.index(idx)
+        except TypeError as err:
+            raise TuneError(
+                f"fix_at({self.name!r}): {idx!r} is no index; give a number from 0 to {len(self.vals) - 1}"
+            ) from err
+        if not self.vals:
+            raise TuneError(f"fix_at({self.name!r}): the symbol has no candidates; add one first, with add(val)")
+        if not 0 <= index < len(self.vals):
+            raise TuneError(
+                f"fix_at({self.name!r}): no index {index} in the candidates {self.vals}; give one from 0 to "
+                f"{len(self.vals) - 1}"
+            )
+        self._index = index
+
+    def is_fixed(self) -> bool:
+        """Check if the value of this symbol has been fixed."""
+        return self._index is not None
+
+    def open(self) -> None:
+        """Take the choice of a value back."""
+        self._index = None
+
+    def clone(self) -> Symbol:
+        """Return a copy that is fixed, and gets further candidates, independently of this one."""
+        copied = Symbol(self.name, self.vals)
+        copied._index = self._index
+        return copied
+
+    def __repr__(self) -> str:
+        shown = f"{self.vals}" if self._index is None else f"{self.vals}, fixed at {self.vals[self._index]!r}"
+        return f"Symbol({self.name!r}, {shown})"
+
+    def __str__(self) -> str:
+        return repr(self) if self._index is None else str(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec) if spec else str(self)

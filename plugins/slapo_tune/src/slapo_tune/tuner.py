@@ -1,0 +1,185 @@
+"""The classic tuner: it runs the training script with every configuration of a space, and remembers the results."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .configuration import CHECKPOINT_RATIO, Configuration
+from .database import Database, json_data
+from .environment import check_names
+from .errors import TuneError
+from .interruption import Interruption, signal_name
+from .script_arguments import ScriptArguments, substituted, takes
+from .space import Space
+from .throughput import last_words, logged_result, printed_result, unusable
+from .traversal import Traversal
+from .trial_process import TrialOutput, run_trial
+
+ErrorStop = Literal["none", "symbol", "all"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the tuner runs.
+
+    Args:
+        program: Program and arguments that start the script, before its own.
+        script: Name of the script, as the user gave it.
+        arguments: Arguments of the script, with the names of symbols in the places of their values.
+        configuration: The configuration file.
+        timeout: Seconds a trial may take; None for any.
+        error_stop: After a trial that failed: go on, leave out the later values of the innermost symbol, or end.
+    """
+
+    program: tuple[str, ...]
+    script: str
+    arguments: tuple[str, ...]
+    configuration: Configuration
+    timeout: float | None
+    error_stop: ErrorStop
+
+
+@dataclass
+class Results:
+    """The trials so far.
+
+    Args:
+        total: Configurations in the space.
+        records: Configuration, as text, to the record of its trial, of this run and of earlier ones.
+        stopped: Whether ``--error-stop all`` ended the run.
+    """
+
+    total: int
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stopped: bool = False
+
+    @property
+    def best(self) -> tuple[str, float] | None:
+        """The configuration with the highest throughput, and this."""
+        found = {name: record["throughput"] for name, record in self.records.items() if record["error"] is None}
+        return max(found.items(), key=lambda item: item[1]) if found else None
+
+
+class Tuner:
+    """Runs one trial after the other.
+
+    Args:
+        settings: What to run.
+        database: Where results are; those that are there are not run again.
+        interruption: Ends the run before the next trial, and the trial that runs.
+    """
+
+    def __init__(self, settings: Settings, database: Database, interruption: Interruption) -> None:
+        self._settings, self._database, self._interruption = settings, database, interruption
+        self._traversal = self._checked_traversal()
+        self.results = Results(sum(1 for _ in self._traversal))
+
+    def _checked_traversal(self) -> Traversal:
+        """Return the traversal of the space, after a look at all of it: what is wrong is told before the first trial."""
+        settings = self._settings
+        args = ScriptArguments(settings.arguments)
+        space = settings.configuration.initial_space(args, takes(settings.arguments, CHECKPOINT_RATIO))
+        traversal = Traversal(space, args, settings.configuration.update)
+        for values in traversal:
+            if not values:
+                raise TuneError(f"config({settings.configuration.path!r}): update_space creates no symbol; create one")
+            check_names(values)
+            json_data(values, "update_space")
+        return traversal
+
+    def run(self) -> Results:
+        """Run the trials that the database does not have, and return all results."""
+        for number, values in enumerate(self._traversal, 1):
+            if self._interruption.number is not None:
+                break
+            name = Space.cfg_dict_to_str(values)
+            record = self._known(name)
+            if record is None:
+                record = self._run(values)
+                if record is None:
+                    break
+                self._tell(f"trial {number}/{self.results.total} {name}: {_outcome(record)}")
+                self._database.commit(self._key(name), record)
+            else:
+                self._tell(f"trial {number}/{self.results.total} {name}: from the database, {_outcome(record)}")
+            self.results.records[name] = record
+            if record["error"] is not None and self._settings.error_stop == "all":
+                self.results.stopped = True
+                break
+            if record["error"] is not None and self._settings.error_stop == "symbol":
+                self._traversal.skip_rest()
+        return self.results
+
+    def _key(self, name: str) -> str:
+        """Return the database's key: the command with the symbols' names in it, and their values."""
+        return f"{shlex.join([self._settings.script, *self._settings.arguments])} {name}"
+
+    def _known(self, name: str) -> dict[str, Any] | None:
+        """Return the record of a trial that needs not run, from the file as it is now: another tuner may have added to it."""
+        self._database.load()
+        record = self._database.db.get(self._key(name))
+        if not isinstance(record, dict) or not record.keys() >= {"throughput", "error", "time_limit"}:
+            return None
+        limit, now = record["time_limit"], self._settings.timeout
+        more_time = limit is not None and (now is None or now > limit)
+        return None if more_time else record
+
+    def _run(self, values: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Run a trial and return its record, or None after an interruption."""
+        settings = self._settings
+        arguments = [substituted(argument, values) for argument in settings.arguments]
+        try:
+            output = run_trial([*settings.program, *arguments], values, settings.timeout, self._interruption)
+        except (OSError, ValueError) as err:
+            raise TuneError(f"tune({settings.script!r}): the script cannot be started: {err}; give one that can") from err
+        return None if output is None else self._record(output, arguments, values)
+
+    def _record(self, output: TrialOutput, arguments: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+        stdout = output.stdout.splitlines()
+        result = printed_result(stdout) or logged_result([*stdout, *output.stderr.splitlines()], values)
+        error = self._error(output, result)
+        return {
+            "config": dict(values),
+            "throughput": None if error else (result or {}).get("throughput"),
+            "error": error,
+            "seconds": round(output.seconds, 3),
+            "time_limit": self._settings.timeout if output.timed_out else None,
+            "command": shlex.join([self._settings.script, *arguments]),
+            "result": None if error else result,
+        }
+
+    def _error(self, output: TrialOutput, result: Mapping[str, Any] | None) -> str | None:
+        """Return the sentence about a trial that gave no throughput, with the end of its output."""
+        if output.timed_out:
+            problem = f"was killed at the time limit of {self._settings.timeout:g} s"
+        elif output.exit_code:
+            problem = f"ended {_ending(output.exit_code)}"
+        elif result is None:
+            problem = f"printed no throughput, as in {json.dumps({'throughput': 12.5})}"
+        elif reason := unusable(result["throughput"]):
+            problem = f"printed what cannot be compared: {reason}"
+        else:
+            return None
+        words = last_words(output.text)
+        said = f"the end of its output: {words}" if words else "it printed nothing"
+        return f"{Path(self._settings.script).name} {problem}; {said}"
+
+    @staticmethod
+    def _tell(news: str) -> None:
+        print(f"tune: {news}", file=sys.stderr, flush=True)
+
+
+def _ending(exit_code: int) -> str:
+    return f"with exit code {exit_code}" if exit_code > 0 else f"by {signal_name(-exit_code)}"
+
+
+def _outcome(record: Mapping[str, Any]) -> str:
+    if record["error"] is not None:
+        return str(record["error"])
+    return f"{record['throughput']:.5g} samples/s in {record['seconds']:.1f} s"
