@@ -14,12 +14,12 @@ from torch import nn
 from slapo_core import agreement
 from slapo_core.build import written_steps
 from slapo_core.errors import BuildError, UnknownNameError, VerifyError
+from slapo_core.inputs import split_inputs
 from slapo_core.journal import Step
 from slapo_core.parameters import facts, is_part
 from slapo_core.schedule import Schedule
 from slapo_core.testing.equivalence import Tolerance
 from slapo_core.testing.leaves import leaves_of
-from slapo_core.tracing.tracers import split_inputs
 
 from .cause import Models
 from .compare import LEVELS, Loss, OptimizerFactory, Task

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from ..errors import ScheduleError, TraceError, UnknownNameError
+from ..inputs import split_inputs
 from ..wrapping import is_opaque
 from .exported import trace_export
 from .guard import Guard
@@ -39,7 +40,7 @@ def trace_module(
 
     Args:
         model: What to trace; its weights may be on the meta device.
-        example_inputs: A mapping of keyword arguments, a tuple of positional ones, or the only argument.
+        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``.
         leaf: ``leaf(path, module)``: keep this module whole. Modules with hooks or a wrapped forward always are.
         tracer: ``"value"`` records one run on fake tensors; ``"fx"`` traces symbolically; ``"export"`` uses
             ``torch.export``, which ignores ``leaf``.
@@ -50,7 +51,7 @@ def trace_module(
         UnknownNameError: No such tracer.
     """
     check_traceable(model, tracer)
-    args, kwargs = split_inputs(example_inputs)
+    args, kwargs = split_inputs(example_inputs, model)
     kwargs = {**kwargs, **(concrete_args or {})}
     if tracer == "fx":
         return _trace_fx(model, args, kwargs, leaf)
@@ -66,13 +67,6 @@ def check_traceable(module: nn.Module, tracer: str) -> None:
     if is_opaque(module):
         what = f"the {type(module).__name__} has hooks or a wrapped forward, which a graph would lose"
         raise TraceError(f"{what}; trace it before, or trace what is inside it")
-
-
-def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments: a mapping is keywords, a tuple or list positions, anything else the only one."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
 
 
 class _FxTracer(fx.Tracer):
@@ -118,7 +112,7 @@ def trace(
 
     Args:
         model: What runs on the example inputs. It is left as it is.
-        example_inputs: One call's arguments, see ``trace_module``.
+        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``.
         recursive: Submodules are traced too, each into a graph of its own.
         flatten: One graph of everything instead.
         leaf_modules: Classes, class names or globs of paths below the traced module, to be kept whole.
@@ -149,7 +143,7 @@ def trace(
             )
         leaf: Leaf = lambda path, child: plan(path, child) == "leaf"  # noqa: E731
         return trace_module(module, example_inputs, leaf=leaf, tracer=tracer, concrete_args=concrete_args)
-    args, kwargs = split_inputs(example_inputs)
+    args, kwargs = split_inputs(example_inputs, model)
     return trace_value(model, args, {**kwargs, **(concrete_args or {})}, plan, target)
 
 
