@@ -219,7 +219,7 @@ class Schedule:
 
     @property
     def example_inputs(self) -> Any:
-        """One batch of the top module's inputs: a dict of keyword or a tuple of positional arguments, or None."""
+        """One batch of the top module's inputs as ``create_schedule`` was given it, or None."""
         return self._root.example_inputs
 
     @property
@@ -436,7 +436,8 @@ def create_schedule(
         parent: The schedule ``root`` belongs to; the result is then a handle of that schedule.
         group: Tensor-parallel process group; default: the mesh's ``tp`` axis, or the world.
         mesh: Device mesh with named axes out of ``pp``, ``dp``, ``tp``.
-        example_inputs: One batch: a dict of keyword or a tuple of positional arguments; tracing needs it.
+        example_inputs: One batch, which tracing needs: a tensor, a tuple of positional or a dict of keyword arguments, or
+            ``(args, kwargs)``.
         plugins: Registry to look primitives up in; default: all installed plugins.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import BuildError, TraceError
+from slapo_core.inputs import by_position, signature_of
 from slapo_core.parameters import facts
 from slapo_core.paths import find
 from slapo_core.program import Boundary, Program, Stage
@@ -64,7 +64,7 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
     root, mesh = schedule.root_module, schedule.mesh
     graphs = [pipe.get_stage_module(index) for index in range(len(calls.arguments))]
     inputs = apart(by_name(root, schedule.example_inputs))
-    if unknown := [name for name in calls.inputs if name not in inspect.signature(root.forward).parameters]:
+    if unknown := [name for name in calls.inputs if name not in signature_of(root).parameters]:
         raise BuildError(
             f"the Pipe takes {unknown[0]!r}, no argument of the model; tensors inside of structures cannot be named"
         )
@@ -209,7 +209,8 @@ def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any
     """Run the model and the stages on the same inputs: what crosses. Results that differ are an error."""
     with _as_before(root), torch.enable_grad():
         state = torch.random.get_rng_state()
-        leaves, spec = flatten(root(**inputs))
+        args, kwargs = by_position(root, inputs)
+        leaves, spec = flatten(root(*args, **kwargs))
     with _as_before(root), torch.enable_grad():
         torch.random.set_rng_state(state)
         boundaries: list[tuple[Boundary, ...]] = []

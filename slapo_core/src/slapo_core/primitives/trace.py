@@ -27,7 +27,7 @@ class TracePrimitive(Primitive):
         flatten: One graph of everything instead.
         leaf_modules: Classes, class names or globs of paths below, to be kept whole.
         tracer: ``"value"`` (default), ``"fx"`` or ``"export"``.
-        example_inputs: This module's arguments: a dict by keyword or a tuple by position; default: what it gets when the
+        example_inputs: This module's arguments: as for ``create_schedule``; default: what it gets when the
             model runs on the schedule's example inputs.
         concrete_args: Further arguments, no tensors.
 
