@@ -7,12 +7,12 @@ from collections import Counter
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
-from slapo_core.wrapping import is_opaque
 
 from .arguments import apart, by_name
 from .cut_pipeline_stage import MARKS, refuse_inside_opaque
 from .flat_trace import trace_flat
 from .pipe_split import Marks
+from .whole_hooks import hooks_aside, is_whole
 
 
 class CutAtMarksPrimitive(Primitive):
@@ -48,7 +48,7 @@ class CutAtMarksPrimitive(Primitive):
                 raise _error(schedule, f"{number!r} is no mark; the first one that this module's forward runs into is 0")
             if number in schedule.metadata.primitives.get(MARKS, ()) or numbers.count(number) > 1:
                 raise _error(schedule, f"a stage ends at mark {number} of this module's forward already")
-        if is_opaque(schedule.mod):
+        if is_whole(schedule.root_module, schedule.mod):
             raise _error(schedule, "its forward is wrapped or has hooks and runs as one piece; cut before wrapping it")
         refuse_inside_opaque(schedule, MARKS)
         return []
@@ -71,7 +71,7 @@ def _found(schedule: Schedule) -> list[tuple[str, int]]:
     root, path = schedule.root_module, schedule.path
     if schedule.example_inputs is None:
         raise _error(schedule, "marks are found by running the model; give create_schedule example_inputs=, one batch")
-    with Marks(root) as marks:
+    with Marks(root) as marks, hooks_aside(root):
         trace_flat(root, apart(by_name(root, schedule.example_inputs)), [])
     inside = [found for found in marks.found if not path or f"{found}.".startswith(f"{path}.")]
     if not inside:

@@ -21,7 +21,6 @@ from slapo_core.ties import tie_groups
 from slapo_core.tracing.attributes import Attributes
 from slapo_core.tracing.regions import autocast_state
 from slapo_core.tracing.structures import fingerprint
-from slapo_core.wrapping import is_opaque
 
 from .arguments import apart, by_name
 from .assignment import Assignment
@@ -33,6 +32,7 @@ from .opened import Opened
 from .stage_module import read_from_batch, stage_module
 from .state import State
 from .tree import divide
+from .whole_hooks import carry_hooks, hooks_aside, is_whole
 
 KEPT_TRACE = "slapo_pipeline.kept_trace"
 """Key of a schedule's metadata under which ``pipeline`` leaves its trace."""
@@ -120,8 +120,10 @@ class Partitioner:
 
     def _cut(self, inputs: Mapping[str, Any]) -> _Plan:
         kept, self._kept = self._kept and self._kept.take(self.root, inputs, self.places), None
-        coarse = divided(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
-        if (fine := finer(self.root, inputs, self.places, coarse)) is not None:
+        with hooks_aside(self.root):
+            coarse = divided(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
+            fine = finer(self.root, inputs, self.places, coarse)
+        if fine is not None:
             try:
                 return self._of(fine, inputs)
             except TraceError:
@@ -137,6 +139,7 @@ class Partitioner:
         if self.mesh is not None:
             self._state.check_holders(used, keep)
         stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
+        carry_hooks(root, modules, [stage.batch_inputs for stage in stages])
         named = dict(root.named_parameters())
         program = Program(
             module=root,
@@ -192,8 +195,8 @@ def _check_open(root: nn.Module, places: list[str]) -> None:
         names = path.split(".")
         for depth in range(len(names)):
             outer = ".".join(names[:depth])
-            if is_opaque(root.get_submodule(outer)):
+            if is_whole(root, root.get_submodule(outer)):
+                what = f"{outer!r}, which was wrapped or got hooks" if outer else "'the whole model', which was wrapped"
                 raise BuildError(
-                    f"the model is cut at {path!r}, inside {outer or 'the whole model'!r}, which was wrapped or got hooks "
-                    "since and runs as one piece; undo the cut or the wrapping"
+                    f"the model is cut at {path!r}, inside {what} since and runs as one piece; undo the cut or the wrapping"
                 )
