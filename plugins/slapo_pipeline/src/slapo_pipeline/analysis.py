@@ -229,15 +229,20 @@ def _span(value: LiveValue) -> range:
     return range(value.made_by, value.received_by[-1] + 1)
 
 
+def result_keys(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the keys of the model's result where it is a mapping, from the module of its last stage."""
+    module = module.__dict__.get("inner", module)
+    if not isinstance(module, fx.GraphModule) or not module.graph.find_nodes(op="output"):
+        return None
+    result = module.graph.output_node().args[0]
+    template = getattr(result.args[0], "value", None) if isinstance(result, fx.Node) and result.args else None
+    content = result if isinstance(result, Mapping) else template
+    return tuple(str(key) for key, value in content.items() if value is not None) if isinstance(content, Mapping) else None
+
+
 def _result_names(stage: Stage) -> tuple[str, ...]:
     """Keys of the model's result where it is a mapping, else the names of the nodes it is made of."""
     graph = _graph(stage)
     if graph is None or not (graph.find_nodes(op="output")):
         return ("output",)
-    result = graph.output_node().args[0]
-    template = getattr(result.args[0], "value", None) if isinstance(result, fx.Node) and result.args else None
-    if isinstance(result, Mapping) or isinstance(template, Mapping):
-        content = result if isinstance(result, Mapping) else template
-        assert content is not None
-        return tuple(str(key) for key, value in content.items() if value is not None)
-    return tuple(node.name for node in graph.output_node().all_input_nodes)
+    return result_keys(stage.module) or tuple(node.name for node in graph.output_node().all_input_nodes)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
 
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
@@ -67,13 +71,24 @@ class CutAtMarksPrimitive(Primitive):
         return set()
 
 
+def marks_in(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    """Return the path of the module in whose forward each mark is, in the order in which the model runs into them.
+
+    Args:
+        root: The model.
+        inputs: Its arguments by name.
+    """
+    with Marks(root) as marks, hooks_aside(root):
+        trace_flat(root, apart(inputs), [])
+    return marks.found
+
+
 def _found(schedule: Schedule) -> list[tuple[str, int]]:
-    root, path = schedule.root_module, schedule.path
+    path = schedule.path
     if schedule.example_inputs is None:
         raise _error(schedule, "marks are found by running the model; give create_schedule example_inputs=, one batch")
-    with Marks(root) as marks, hooks_aside(root):
-        trace_flat(root, apart(by_name(root, schedule.example_inputs)), [])
-    inside = [found for found in marks.found if not path or f"{found}.".startswith(f"{path}.")]
+    marks = marks_in(schedule.root_module, by_name(schedule.root_module, schedule.example_inputs))
+    inside = [found for found in marks if not path or f"{found}.".startswith(f"{path}.")]
     if not inside:
         raise _error(schedule, "the forward runs into no mark; call slapo.pipeline.pipe_split() in it where a stage is to end")
     return list(Counter(inside).items())

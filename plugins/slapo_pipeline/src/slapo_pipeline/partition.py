@@ -57,7 +57,7 @@ def partition(schedule: Schedule) -> Program | None:
         cut = "1 cut makes" if len(places) == 1 else f"{len(places)} cuts make"
         remedy = f"make a multiple of {ranks} stages, of which each rank runs as many"
         raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; {remedy}")
-    _check_open(root, places)
+    check_open(root, places)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise BuildError(f"{name!r} has no shape before the first call; run the model once before create_schedule")
@@ -109,7 +109,7 @@ class Partitioner:
         with _mode(self.root, training):
             known = self._programs.get(key)
             if known is not None and known.opened.is_wrapped_anew(self.root):
-                _check_open(self.root, self.places)
+                check_open(self.root, self.places)
                 known = None
             if known is None or known.attributes.changed(self.root) or known.opened.is_replaced(self.root):
                 self._programs[key] = self._cut(apart(inputs))
@@ -187,8 +187,11 @@ def _used(nodes: list[fx.Node]) -> set[str]:
     return {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
 
 
-def _check_open(root: nn.Module, places: list[str]) -> None:
-    """Modules around a cut are taken apart; one that was wrapped after the cut would lose what wraps it."""
+def check_open(root: nn.Module, places: list[str]) -> None:
+    """Refuse cuts that the model cannot be taken apart for.
+
+    Modules around a cut are taken apart; one that was wrapped after the cut would lose what wraps it.
+    """
     for path in places:
         if find(root, path) is None:
             raise BuildError(f"the model is cut at {path!r}, but that module is gone; undo the cut, or what removed the module")

@@ -207,7 +207,7 @@ def _graph(program: Program, parts: list[_Part], name: Callable[[int], str]) -> 
     for part in parts:
         args = tuple(known[each] for each in part.reads)
         kwargs: Mapping[str, Any] = {each: known[each] for each in part.batch}
-        if len(parts) == 1:
+        if len(parts) == 1 and program.replan is None:
             args, kwargs = by_position(program.module, known)
         result = graph.call_module(name(part.stage), args, dict(kwargs))
         for index, value in enumerate(part.gives or ()):
