@@ -79,8 +79,9 @@ class TiedStage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """End a step; the schedule calls this behind the stage's last backward."""
-        super().perform_reduce_grad(grad_scale_factor)
-        self._runtime.finish(self, grad_scale_factor)
+        if self.has_backward:  # an evaluation leaves the gradients of the step before it as they are
+            super().perform_reduce_grad(grad_scale_factor)
+            self._runtime.finish(self, grad_scale_factor)
 
 
 class CarryingStage(nn.Module):
