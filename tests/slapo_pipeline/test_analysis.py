@@ -16,10 +16,9 @@ from slapo_core.program import Program, Stage
 from slapo_core.ties import analyze_tie_weights
 from slapo_pipeline.analysis import (
     analyze_pipeline_module,
-    build_pipeline_model,
-    generate_pipeline_partition,
-    propagate_partition,
+    module_stages,
 )
+from slapo_pipeline.propagation import build_pipeline_model, generate_pipeline_partition
 
 from .staged import cut
 from .toys import WIDTH, InPlace, Regions, Skips, Structures
@@ -57,7 +56,7 @@ IDS = {"ids": torch.randint(0, 16, (2, 3))}
 
 
 def test_every_module_gets_the_stages_that_run_it() -> None:
-    found = propagate_partition(cut(Tied(), IDS, "blocks.0", "blocks.1.0"))
+    found = module_stages(cut(Tied(), IDS, "blocks.0", "blocks.1.0"))
     assert found["embedding"] == found["blocks.0"] == found["blocks.0.1"] == (0,)
     assert (found["blocks.1.0"], found["blocks.1.1"], found["head"]) == ((1,), (2,), (2,))
     assert (found[""], found["blocks"], found["blocks.1"]) == ((0, 1, 2), (0, 1, 2), (1, 2))
@@ -68,13 +67,13 @@ def test_every_module_gets_the_stages_that_run_it() -> None:
 def test_a_shared_module_has_the_stages_of_all_its_names() -> None:
     shared = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(shared, nn.Linear(WIDTH, WIDTH), shared)
-    assert propagate_partition(cut(model, {"input": X["x"]}, "1")) == {"": (0, 1), "0": (0, 1), "1": (0,), "2": (0, 1)}
+    assert module_stages(cut(model, {"input": X["x"]}, "1")) == {"": (0, 1), "0": (0, 1), "1": (0,), "2": (0, 1)}
 
 
 def test_without_cuts_all_is_one_stage() -> None:
     model = Tied()
     schedule = cut(model, IDS)
-    assert propagate_partition(schedule) == {path: (0,) for path, _ in model.named_modules()}
+    assert module_stages(schedule) == {path: (0,) for path, _ in model.named_modules()}
     found = analyze_pipeline_module(schedule)
     assert (found.values, found.received, found.batch_inputs) == ((), {0: ()}, {0: ()})
 
@@ -82,18 +81,18 @@ def test_without_cuts_all_is_one_stage() -> None:
 def test_nothing_is_changed() -> None:
     model = Tied()
     before, schedule = copy.deepcopy(model), cut(model, IDS, "blocks.0")
-    propagate_partition(schedule)
-    assert len(generate_pipeline_partition(schedule["head"]).stages) == 2
+    module_stages(schedule)
+    assert len(build_program(schedule["head"]).stages) == 2
     assert str(model) == str(before)
     assert [*model.state_dict()] == [*before.state_dict()]
     schedule.undo()
-    assert len(generate_pipeline_partition(schedule).stages) == 1
+    assert len(build_program(schedule).stages) == 1
 
 
 def test_the_partition_is_the_model() -> None:
     model = Tied()
     expected = copy.deepcopy(model)(**IDS)
-    program = generate_pipeline_partition(cut(model, IDS, "blocks.0", "blocks.1"))
+    program = build_program(cut(model, IDS, "blocks.0", "blocks.1"))
     torch.testing.assert_close(program(**IDS), expected)
 
 
@@ -133,7 +132,7 @@ def test_what_has_no_gradient_is_alive_in_the_forward_only() -> None:
     ],
 )
 def test_the_stages_do_what_the_analysis_says(model: type[nn.Module], inputs: dict[str, Any], places: tuple[str, ...]) -> None:
-    program = generate_pipeline_partition(cut(model(), inputs, *places))
+    program = build_program(cut(model(), inputs, *places))
     found = analyze_pipeline_module(program)
     assert found.values
     values, sent = {value.name: value for value in found.values}, {}
@@ -178,7 +177,7 @@ def test_an_analysis_is_not_to_be_written_to() -> None:
 
 def test_ties_of_a_program() -> None:
     model = Tied()
-    program = generate_pipeline_partition(cut(model, IDS, "blocks.1"))
+    program = build_program(cut(model, IDS, "blocks.1"))
     stages = nn.Sequential(*(stage.module for stage in program.stages))
     assert analyze_tie_weights(stages, True) == {model.head.weight: {("embedding.weight", 0), ("head.weight", 1)}}
     (tie,) = program.ties
@@ -210,8 +209,8 @@ def test_an_unknown_engine() -> None:
     ("call", "message"),
     [
         (generate_pipeline_partition, "cannot partition a Linear; give what create_schedule returned"),
-        (propagate_partition, "cannot partition a Linear; give what create_schedule returned"),
-        (analyze_pipeline_module, "cannot analyze a Linear; give a Program or a schedule"),
+        (module_stages, "cannot partition a Linear; give what create_schedule returned"),
+        (analyze_pipeline_module, "cannot analyze a Linear; give a partitioned module, a Program or a schedule"),
     ],
 )
 def test_neither_schedule_nor_program(call: Any, message: str) -> None:
@@ -221,4 +220,4 @@ def test_neither_schedule_nor_program(call: Any, message: str) -> None:
 
 def test_a_cut_that_leaves_nothing_to_run() -> None:
     with pytest.raises(ScheduleError, match="nothing runs after it"):
-        propagate_partition(cut(Tied(), IDS, "head"))
+        module_stages(cut(Tied(), IDS, "head"))

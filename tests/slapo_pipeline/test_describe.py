@@ -122,5 +122,5 @@ def test_no_such_stage() -> None:
 
 
 def test_neither_schedule_nor_program() -> None:
-    with pytest.raises(BuildError, match="cannot analyze a Linear; give a Program or a schedule"):
+    with pytest.raises(BuildError, match="cannot describe a Linear; give a Program or a schedule"):
         describe(nn.Linear(2, 2))  # type: ignore[arg-type]

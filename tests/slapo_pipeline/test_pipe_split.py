@@ -17,7 +17,7 @@ from slapo_core.errors import ScheduleError
 from slapo_core.program import Program
 from slapo_core.replay import load_schedule
 from slapo_core.wrapping import wrap_forward
-from slapo_pipeline.analysis import propagate_partition
+from slapo_pipeline.analysis import module_stages
 from slapo_pipeline.pipe_split import pipe_split
 
 from .staged import assert_same, cut, loss_of
@@ -105,7 +105,7 @@ def test_marks_that_nobody_cuts_at_stay_whole() -> None:
 def test_one_module_s_marks() -> None:
     schedule = cut(Marked(), X)
     schedule["b"].cut_at_marks()
-    assert propagate_partition(schedule) == {"": (0, 1), "a": (0,), "b": (0, 1), "b.up": (0,), "b.down": (1,)}
+    assert module_stages(schedule) == {"": (0, 1), "a": (0,), "b": (0, 1), "b.up": (0,), "b.down": (1,)}
 
 
 def test_one_of_several_marks() -> None:

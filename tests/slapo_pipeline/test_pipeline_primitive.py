@@ -408,7 +408,7 @@ def test_cut_already() -> None:
 def test_a_wrapped_model() -> None:
     model = mlp(8, 8)
     wrap_forward(model, lambda call, *args: call(*args))
-    refused(model, X, "the whole model is wrapped or has hooks and runs as one piece; call pipeline before", 2)
+    refused(model, X, "the whole model is wrapped and runs as one piece; call pipeline before", 2)
 
 
 def test_nothing_inside_a_wrapped_module_is_a_place() -> None:

@@ -23,11 +23,12 @@ class Engine(ABC):
     optimizer: torch.optim.Optimizer | None
 
     @abstractmethod
-    def train_batch(self, **batch: Any) -> torch.Tensor:
+    def train_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
         """Forward, backward and one optimizer step on this data-parallel rank's batch.
 
         Args:
-            **batch: The model's keyword arguments; tensors have the batch in dimension 0. All ranks of one pipeline and
+            *args: What the model's forward takes by position; tensors have the batch in dimension 0.
+            **batch: What it takes by keyword, likewise, and ``labels`` for the loss function. All ranks of one pipeline and
                 of one tensor-parallel group get the same batch.
 
         Returns:
@@ -35,7 +36,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def eval_batch(self, **batch: Any) -> torch.Tensor:
+    def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
         """The loss of a batch in evaluation mode, without gradients; the same on every rank."""
 
     @abstractmethod
@@ -61,7 +62,7 @@ class PlainEngine(Engine):
         self.module = module
         self.optimizer = None
 
-    def train_batch(self, **batch: Any) -> torch.Tensor:
+    def train_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
         raise TypeError("target=None gives a plain module with no optimizer; build for target='torch' to train batches")
 
     eval_batch = train_batch

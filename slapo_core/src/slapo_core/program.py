@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .inputs import named_inputs
 from .parameters import ShardSpec
 
 
@@ -35,8 +36,8 @@ class Stage:
     """One pipeline stage.
 
     ``module(*received, **batch)`` takes the values named by ``inputs`` in order, and by keyword those ``batch_inputs`` it
-    reads from the batch; it returns a tuple of tensors, the next stage's ``inputs`` in order; the last stage returns what the
-    model returns.
+    reads from the batch, the tensors of ``*args`` as a tuple under its name; it returns a tuple of tensors, the next stage's
+    ``inputs`` in order; the last stage returns what the model returns.
 
     Args:
         index: Position in the pipeline.
@@ -107,8 +108,16 @@ class Program:
             return 0
         return self.mesh.get_local_rank(axis)
 
-    def __call__(self, **batch: Any) -> Any:
-        """Run all stages in turn in this process, for one micro-batch: the reference for every engine."""
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages in turn in this process, for one micro-batch: the reference for every engine.
+
+        Args:
+            *args: What the model's forward takes by position.
+            **kwargs: What it takes by keyword.
+        """
+        if len(self.stages) == 1 and self.replan is None:
+            return self.stages[0].module(*args, **kwargs)
+        batch = named_inputs(self.module, args, kwargs)
         program = self.replan(self.module.training, batch) if self.replan is not None else self
         result: Any = ()
         for stage in program.stages:

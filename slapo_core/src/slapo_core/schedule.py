@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, update_wrapper
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -45,12 +45,15 @@ class ScheduleMetadata:
     Args:
         tie_weights: Top module only: each parameter held at several places.
         param_tags: Attributes that ``annotate`` put on parameters of this module.
-        primitives: Primitive name to the state it keeps for this module; a key means "was applied here".
+        primitives: Primitive name to the state it keeps for this module; a key means "was applied here". Of the top module
+            ``"cut_pipeline_stage"`` has the paths of all cuts, in order.
+        partition_idx: Pipeline stage of the module, where one was noted.
     """
 
     tie_weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     param_tags: frozenset[str] = frozenset()
     primitives: dict[str, Any] = field(default_factory=dict)
+    partition_idx: int | None = None
 
 
 @dataclass(eq=False)
@@ -72,6 +75,7 @@ class Root:
     checked: Any = None  # what the check of the step under way returned
     program: Program | None = None  # of the last build
     target: str | None = None  # the dialect that has built an engine from the model
+    whole: nn.Module | None = None  # the model whose stages the module holds, if it does
 
     @cached_property
     def mesh_group(self) -> dist.ProcessGroup | None:
@@ -203,6 +207,11 @@ class Schedule:
         return self._root.metadata_of(self.mod)
 
     @property
+    def partition_idx(self) -> int | None:
+        """The pipeline stage that ``slapo.pipeline.add_partition_notation`` noted here, or None."""
+        return self.metadata.partition_idx
+
+    @property
     def registry(self) -> Registry:
         """The plugins this schedule goes by."""
         return self._root.registry
@@ -219,7 +228,7 @@ class Schedule:
 
     @property
     def example_inputs(self) -> Any:
-        """One batch of the top module's inputs: a dict of keyword or a tuple of positional arguments, or None."""
+        """One batch of the top module's inputs as ``create_schedule`` was given it, or None."""
         return self._root.example_inputs
 
     @property
@@ -357,6 +366,20 @@ class Schedule:
         """
         return self._root.holders.of(self._root.module, value, known)
 
+    def of_stages(self, module: nn.Module, program: Program) -> Schedule:
+        """Return a schedule of ``module``, which holds the stages of this one's top module; this one stays as it is.
+
+        Its journal has the steps so far, which only this schedule can undo. Both know the same of each module.
+
+        Args:
+            module: A module whose children are the stages, with the very parameters of the model.
+            program: The stages.
+        """
+        root, journal = self._root, self._root.journal.sealed_copy()
+        made = replace(root, module=module, journal=journal, holders=Holders(), children=[], program=program, whole=program.module)
+        made.metadata[module] = root.metadata_of(root.module)
+        return Schedule._of(made)
+
     @property
     def checked(self) -> Any:
         """For a primitive's ``apply``: what its ``check`` returned for this step."""
@@ -399,7 +422,7 @@ class Schedule:
         Returns:
             Original name to detached tensor; a tied parameter stands under each of its names.
         """
-        return full_state(self._root.module, self._root.program, kind)
+        return full_state(self._root.whole or self._root.module, self._root.program, kind)
 
     # ---- Python's own
 
@@ -436,7 +459,8 @@ def create_schedule(
         parent: The schedule ``root`` belongs to; the result is then a handle of that schedule.
         group: Tensor-parallel process group; default: the mesh's ``tp`` axis, or the world.
         mesh: Device mesh with named axes out of ``pp``, ``dp``, ``tp``.
-        example_inputs: One batch: a dict of keyword or a tuple of positional arguments; tracing needs it.
+        example_inputs: One batch, which tracing needs: a tensor, a tuple of positional or a dict of keyword arguments, or
+            ``(args, kwargs)``.
         plugins: Registry to look primitives up in; default: all installed plugins.
 
     Raises:

@@ -18,7 +18,8 @@ def analyze_tie_weights(top_mod: nn.Module, is_pipeline_partitioned: bool) -> di
         is_pipeline_partitioned: Whether it is. If not, every stage number is 0.
 
     Returns:
-        Tied parameter to the set of its ``(name, stage)``; the name is the one inside of the stage.
+        Tied parameter to the set of its ``(name, stage)``; the name is the one inside of the stage. Of a partitioned model only
+        those that several stages have.
     """
     stages = list(top_mod.children()) if is_pipeline_partitioned else [top_mod]
     first: dict[int, tuple[str, int]] = {}
@@ -28,7 +29,9 @@ def analyze_tie_weights(top_mod: nn.Module, is_pipeline_partitioned: bool) -> di
             place = first.setdefault(id(parameter), (name, index))
             if place != (name, index):
                 tied.setdefault(parameter, {place}).add((name, index))
-    return tied
+    if not is_pipeline_partitioned:
+        return tied
+    return {parameter: places for parameter, places in tied.items() if len({index for _, index in places}) > 1}
 
 
 def tie_groups(module: nn.Module, stages: Sequence[nn.Module]) -> tuple[TieGroup, ...]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from slapo_core.agreement import compare
 from slapo_core.errors import BuildError
+from slapo_core.inputs import by_position
 from slapo_core.parameters import is_part
 from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
@@ -289,7 +290,8 @@ class DeepSpeedEngine(BatchEngine):
 
     def _part(self, index: int, batch: MicroBatches) -> torch.Tensor:
         """The loss of a micro-batch, by what it weighs."""
-        loss, counted = self._loss(lambda: self.model(**batch.parts[index]), batch.labels[index])
+        args, kwargs = by_position(self.program.module, batch.parts[index])
+        loss, counted = self._loss(lambda: self.model(*args, **kwargs), batch.labels[index])
         self._counted.append(counted)
         return loss if batch.weights is None else batch.weights.weighted(index, loss, counted)
 

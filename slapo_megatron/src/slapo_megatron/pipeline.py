@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slapo_core.inputs import by_position
 from slapo_core.parameters import is_part, shard_spec
 from slapo_core.program import Program
 from slapo_training.batches import Batch
@@ -123,7 +124,8 @@ class RunningStage(nn.Module):
         with without_mode():
             if not self.post_process:
                 return self.stage(*values, **batch)
-            loss, counted = self._loss_of(lambda: self.stage(*values, **batch), labels)
+            args, kwargs = by_position(self.stage, batch) if self._names is None else (values, batch)
+            loss, counted = self._loss_of(lambda: self.stage(*args, **kwargs), labels)
         check_has_gradient(loss)
         self.counted.append(counted)
         return loss if self._weights is None else self._weights.weighted(index, loss, counted)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import FlopCounterMode
 
+from slapo_core.inputs import split_inputs
 from slapo_core.random import MODEL_PARALLEL_RNG, get_cuda_rng_tracker
 from slapo_core.tracing.sandbox import Sandbox
 from slapo_core.wrapping import wrap_forward
@@ -70,7 +71,7 @@ def measure(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) 
     Args:
         root: The model.
         modules: In it.
-        example_inputs: A dict of keyword or a tuple of positional arguments of the model.
+        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``.
     """
     sandbox = Sandbox(root, example_inputs, fake=True)
     held = HeldState(each for module in root.modules() for each in generators_in(vars(module)))
@@ -82,8 +83,7 @@ def measure(root: nn.Module, modules: Iterable[nn.Module], example_inputs: Any) 
         meters = [_Meter(own, known) for _ in modules]
         for module, meter in zip(modules, meters, strict=True):
             wrap_forward(module, meter)
-        inputs = tree_map_only(torch.Tensor, sandbox.enter_input, example_inputs)
-        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        args, kwargs = tree_map_only(torch.Tensor, sandbox.enter_input, split_inputs(example_inputs, root))
         with _Unsent():  # type: ignore[no-untyped-call]
             root(*args, **kwargs)
     return [max(meter.calls, key=lambda call: call.saved, default=None) for meter in meters]

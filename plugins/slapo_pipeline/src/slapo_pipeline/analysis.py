@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import fx, nn
 
-from slapo_core.build import build, build_program
-from slapo_core.engine import Engine
+from slapo_core.build import build_program
 from slapo_core.errors import BuildError
 from slapo_core.program import Boundary, Program, Stage
 from slapo_core.schedule import Schedule
 
-from .stage_module import laid_out
+from .partitioned import PartitionedModule, StageArguments, is_read, stage_arguments
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ class PipelineAnalysis:
         values: Every value that crosses, in the order in which they are sent first.
         forward: Stage to the values that are alive while it runs its forward: received, or made for a later stage.
         backward: Stage to those whose gradients are alive while it runs its backward.
+        named: The same by the names that ``generate_pipeline_partition`` gives to the stages and their values.
     """
 
     stage_names: tuple[str, ...]
@@ -76,6 +76,11 @@ class PipelineAnalysis:
     values: tuple[LiveValue, ...]
     forward: Mapping[int, tuple[str, ...]]
     backward: Mapping[int, tuple[str, ...]]
+    named: StageArguments
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpack as ``stage_id_2_arg_names, stage_id_2_name, liveness``."""
+        return iter(self.named)
 
     @property
     def arguments(self) -> dict[int, tuple[str, ...]]:
@@ -87,25 +92,7 @@ class PipelineAnalysis:
         return sum(value.nbytes for value in self.values if stage + 1 in value.received_by)
 
 
-def generate_pipeline_partition(schedule: Schedule) -> Program:
-    """The schedule's model in stages, ready to look at and to run in one process; one stage where nothing was cut.
-
-    Nothing is changed, and steps can still be taken and undone: ``build`` takes the model apart anew.
-
-    Args:
-        schedule: Any handle of the schedule.
-
-    Raises:
-        BuildError: no schedule; no example inputs; the mesh has another number of pipeline ranks.
-        ScheduleError: a cut leaves a stage without anything to run.
-        TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
-    """
-    if not isinstance(schedule, Schedule):
-        raise BuildError(f"cannot partition a {type(schedule).__name__}; give what create_schedule returned")
-    return build_program(schedule)
-
-
-def propagate_partition(schedule: Schedule) -> dict[str, tuple[int, ...]]:
+def module_stages(schedule: Schedule) -> dict[str, tuple[int, ...]]:
     """Carry the cuts of a schedule to every module of the model. Nothing is changed.
 
     Args:
@@ -120,7 +107,7 @@ def propagate_partition(schedule: Schedule) -> dict[str, tuple[int, ...]]:
     Raises:
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
-    program = generate_pipeline_partition(schedule)
+    program = program_of(schedule, "partition")
     root = program.module
     stages: dict[nn.Module, set[int]] = {root: {stage.index for stage in program.stages}}
     for stage in program.stages:
@@ -139,19 +126,47 @@ def propagate_partition(schedule: Schedule) -> dict[str, tuple[int, ...]]:
     return {path: tuple(sorted(stages[module])) for path, module in named if module in stages}
 
 
-def analyze_pipeline_module(partitioned: Program | Schedule) -> PipelineAnalysis:
-    """What each stage takes and gives, and for each value that crosses who makes, passes and uses it, forward and backward.
-
-    Args:
-        partitioned: A program, or any handle of a schedule, which is partitioned first.
+def program_of(given: Program | Schedule, verb: str = "analyze") -> Program:
+    """Return a program, or that of a schedule, which is partitioned for it unless it is one of stages already.
 
     Raises:
         BuildError: neither of the two.
+    """
+    if isinstance(given, Program):
+        return given
+    if not isinstance(given, Schedule):
+        known = {"partition": "what create_schedule returned", "analyze": "a partitioned module, a Program or a schedule"}
+        raise BuildError(f"cannot {verb} a {type(given).__name__}; give {known.get(verb, 'a Program or a schedule')}")
+    module = given.root_module
+    return module.program if isinstance(module, PartitionedModule) else build_program(given)
+
+
+@overload
+def analyze_pipeline_module(top_mod: Program | Schedule) -> PipelineAnalysis: ...
+
+
+@overload
+def analyze_pipeline_module(top_mod: nn.Module) -> StageArguments: ...
+
+
+def analyze_pipeline_module(top_mod: nn.Module | Program | Schedule) -> StageArguments | PipelineAnalysis:
+    """Return what each stage takes, its name, and which tensors must be alive when it starts.
+
+    Args:
+        top_mod: A partitioned top module: its graph calls the stages in turn. Or a program, or any handle of a schedule, which
+            is partitioned first.
+
+    Returns:
+        ``(stage_id_2_arg_names, stage_id_2_name, liveness)``. Of a program or a schedule a ``PipelineAnalysis``, which unpacks
+        into these, and knows for each value that crosses who makes, passes and uses it, forward and backward.
+
+    Raises:
+        BuildError: none of these.
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
-    if not isinstance(partitioned, (Program, Schedule)):
-        raise BuildError(f"cannot analyze a {type(partitioned).__name__}; give a Program or a schedule")
-    program = partitioned if isinstance(partitioned, Program) else generate_pipeline_partition(partitioned)
+    if isinstance(top_mod, fx.GraphModule):
+        return stage_arguments(top_mod.graph)
+    program = program_of(top_mod)  # type: ignore[arg-type]  # what is none of these is an error
     stages = program.stages
     values = _values(program)
     numbers = range(len(stages))
@@ -168,25 +183,8 @@ def analyze_pipeline_module(partitioned: Program | Schedule) -> PipelineAnalysis
         backward={
             index: tuple(value.name for value in values if value.requires_grad and index in _span(value)) for index in numbers
         },
+        named=stage_arguments(PartitionedModule(program).graph),
     )
-
-
-def build_pipeline_model(schedule: Schedule, target: str | None = "torch", **config: Any) -> Engine:
-    """Partition the schedule's model and hand the stages to an engine: ``build`` with a default target.
-
-    Args:
-        schedule: Any handle of the schedule.
-        target: Name of an installed dialect; None gives the plain module.
-        **config: For ``slapo_core.build``, the plugins and the dialect: ``optimizer=``, ``microbatches=`` and others.
-
-    Returns:
-        An engine; it unpacks as ``module, optimizer``.
-
-    Raises:
-        UnknownNameError: no such target.
-        BuildError: see ``slapo_core.build``.
-    """
-    return build(schedule, target, **config)
 
 
 def _opened(stage: Stage) -> set[str]:
@@ -224,16 +222,22 @@ def _reads(stage: Stage) -> set[str]:
     if graph is None:
         return {value.name for value in stage.inputs}
     nodes = graph.find_nodes(op="placeholder")
-    return {value.name for value, node in zip(stage.inputs, nodes, strict=False) if _is_read(node)}
-
-
-def _is_read(node: fx.Node) -> bool:
-    """Whether more is done with a received value than to put it back in its layout and to send it on."""
-    return any(_is_read(user) if user.target is laid_out else user.op != "output" for user in node.users)
+    return {value.name for value, node in zip(stage.inputs, nodes, strict=False) if is_read(node)}
 
 
 def _span(value: LiveValue) -> range:
     return range(value.made_by, value.received_by[-1] + 1)
+
+
+def result_keys(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the keys of the model's result where it is a mapping, from the module of its last stage."""
+    module = module.__dict__.get("inner", module)
+    if not isinstance(module, fx.GraphModule) or not module.graph.find_nodes(op="output"):
+        return None
+    result = module.graph.output_node().args[0]
+    template = getattr(result.args[0], "value", None) if isinstance(result, fx.Node) and result.args else None
+    content = result if isinstance(result, Mapping) else template
+    return tuple(str(key) for key, value in content.items() if value is not None) if isinstance(content, Mapping) else None
 
 
 def _result_names(stage: Stage) -> tuple[str, ...]:
@@ -241,10 +245,4 @@ def _result_names(stage: Stage) -> tuple[str, ...]:
     graph = _graph(stage)
     if graph is None or not (graph.find_nodes(op="output")):
         return ("output",)
-    result = graph.output_node().args[0]
-    template = getattr(result.args[0], "value", None) if isinstance(result, fx.Node) and result.args else None
-    if isinstance(result, Mapping) or isinstance(template, Mapping):
-        content = result if isinstance(result, Mapping) else template
-        assert content is not None
-        return tuple(str(key) for key, value in content.items() if value is not None)
-    return tuple(node.name for node in graph.output_node().all_input_nodes)
+    return result_keys(stage.module) or tuple(node.name for node in graph.output_node().all_input_nodes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +9,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from slapo_core.inputs import named_inputs, split_inputs
+
 
 def by_name(root: nn.Module, inputs: Any) -> dict[str, Any]:
-    """The arguments of a batch by name: a mapping has them, a tuple or a single value is bound to the forward's signature."""
-    if isinstance(inputs, Mapping):
-        return dict(inputs)
-    given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    return dict(inspect.signature(root.forward).bind(*given).arguments)
+    """Return the arguments of a batch, or of example inputs, by name; see ``slapo_core.inputs``."""
+    return named_inputs(root, *split_inputs(inputs))
 
 
 def apart(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
 
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
-from slapo_core.wrapping import is_opaque
 
 from .arguments import apart, by_name
 from .cut_pipeline_stage import MARKS, refuse_inside_opaque
 from .flat_trace import trace_flat
 from .pipe_split import Marks
+from .whole_hooks import hooks_aside, is_whole
 
 
 class CutAtMarksPrimitive(Primitive):
@@ -48,7 +52,7 @@ class CutAtMarksPrimitive(Primitive):
                 raise _error(schedule, f"{number!r} is no mark; the first one that this module's forward runs into is 0")
             if number in schedule.metadata.primitives.get(MARKS, ()) or numbers.count(number) > 1:
                 raise _error(schedule, f"a stage ends at mark {number} of this module's forward already")
-        if is_opaque(schedule.mod):
+        if is_whole(schedule.root_module, schedule.mod):
             raise _error(schedule, "its forward is wrapped or has hooks and runs as one piece; cut before wrapping it")
         refuse_inside_opaque(schedule, MARKS)
         return []
@@ -67,13 +71,24 @@ class CutAtMarksPrimitive(Primitive):
         return set()
 
 
+def marks_in(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    """Return the path of the module in whose forward each mark is, in the order in which the model runs into them.
+
+    Args:
+        root: The model.
+        inputs: Its arguments by name.
+    """
+    with Marks(root) as marks, hooks_aside(root):
+        trace_flat(root, apart(inputs), [])
+    return marks.found
+
+
 def _found(schedule: Schedule) -> list[tuple[str, int]]:
-    root, path = schedule.root_module, schedule.path
+    path = schedule.path
     if schedule.example_inputs is None:
         raise _error(schedule, "marks are found by running the model; give create_schedule example_inputs=, one batch")
-    with Marks(root) as marks:
-        trace_flat(root, apart(by_name(root, schedule.example_inputs)), [])
-    inside = [found for found in marks.found if not path or f"{found}.".startswith(f"{path}.")]
+    marks = marks_in(schedule.root_module, by_name(schedule.root_module, schedule.example_inputs))
+    inside = [found for found in marks if not path or f"{found}.".startswith(f"{path}.")]
     if not inside:
         raise _error(schedule, "the forward runs into no mark; call slapo.pipeline.pipe_split() in it where a stage is to end")
     return list(Counter(inside).items())

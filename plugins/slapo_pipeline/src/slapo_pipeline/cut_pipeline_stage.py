@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from slapo_core.errors import ScheduleError
 from slapo_core.journal import Step
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
-from slapo_core.wrapping import is_opaque
+
+from .whole_hooks import is_whole
 
 NAME = "cut_pipeline_stage"
 MARKS = "cut_at_marks"
@@ -23,6 +25,9 @@ class CutPipelineStagePrimitive(Primitive):
     The model itself is not changed; ``build`` takes it apart there. Cuts may lie in different submodules or inside of each
     other, and n cuts make n + 1 stages. A module that runs several times ends its stage after the last time, and begins one
     with the first. What runs between two modules, an addition say, goes with the one that a cut does not separate it from.
+    Hooks of the whole model move: forward-pre and backward hooks to the first stage, forward hooks to the last.
+
+    The paths of all cuts stand in ``sch.metadata.primitives["cut_pipeline_stage"]`` of the top schedule, in their order.
 
     Rewrite:
         h.4, h.5, h.6  -->  [h.4, h.5] [h.6]        sch["h.5"].cut_pipeline_stage()
@@ -54,13 +59,24 @@ class CutPipelineStagePrimitive(Primitive):
 
     @staticmethod
     def apply(schedule: Schedule, where: Where = "after") -> None:
-        """Nothing to change: the journal holds the cut."""
+        """Nothing to change: the journal holds the cut, and the top schedule's metadata its path."""
         schedule.metadata.primitives[NAME].add(where)
+        known = schedule.get_top_schedule().metadata.primitives
+        before = known.get(NAME)
+        schedule.on_undo(partial(_put_back, known, before))
+        known[NAME] = [*(before or ()), schedule.path]
 
     @staticmethod
     def init_metadata() -> set[str]:
         """Where this module is cut."""
         return set()
+
+
+def _put_back(known: dict[str, Any], before: list[str] | None) -> None:
+    if before is None:
+        known.pop(NAME, None)
+    else:
+        known[NAME] = before
 
 
 class Cut(str):
@@ -105,10 +121,10 @@ def refuse_inside_opaque(schedule: Schedule, primitive: str) -> None:
     """Raise ``ScheduleError`` for a module inside one that cannot be taken apart."""
     outer = schedule.parent
     while outer is not None:
-        if is_opaque(outer.mod):
+        if is_whole(schedule.root_module, outer.mod):
+            what = f"{outer.path!r}, which is wrapped or has hooks" if outer.path else "'the whole model', which is wrapped"
             raise ScheduleError(
-                f"it lies inside {outer.path or 'the whole model'!r}, which is wrapped or has hooks and runs as one piece; "
-                "cut after that module, or cut before wrapping it",
+                f"it lies inside {what} and runs as one piece; cut after that module, or cut before wrapping it",
                 path=schedule.path,
                 primitive=primitive,
             )

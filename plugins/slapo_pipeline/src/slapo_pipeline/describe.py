@@ -15,7 +15,7 @@ from slapo_core.program import Boundary, Program
 from slapo_core.schedule import Schedule
 from slapo_core.tracing.calls import function_name
 
-from .analysis import analyze_pipeline_module, generate_pipeline_partition
+from .analysis import analyze_pipeline_module, program_of
 from .traffic import Crossed, boundary_bytes, nbytes
 
 _SPACES = {"torch": torch, "F": F, "operator": operator}
@@ -34,7 +34,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
         BuildError: neither of the two.
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
-    program = generate_pipeline_partition(partitioned) if isinstance(partitioned, Schedule) else partitioned
+    program = program_of(partitioned, "describe")
     found, traffic = analyze_pipeline_module(program), boundary_bytes(program)
     whole = f"{type(program.module).__name__}: {_counted(len(program.stages), 'stage')}, {_parameters([program.module])}"
     nothing = "no whole module" if len(program.stages) > 1 else "the whole model"

@@ -34,6 +34,7 @@ from .opened import Opened
 from .stage_module import read_from_batch, stage_module
 from .state import State
 from .tree import divide
+from .whole_hooks import carry_hooks, hooks_aside, is_whole
 
 KEPT_TRACE = "slapo_pipeline.kept_trace"
 """Key of a schedule's metadata under which ``pipeline`` leaves its trace."""
@@ -58,7 +59,7 @@ def partition(schedule: Schedule) -> Program | None:
         cut = "1 cut makes" if len(places) == 1 else f"{len(places)} cuts make"
         remedy = f"make a multiple of {ranks} stages, of which each rank runs as many"
         raise BuildError(f"{cut} {len(places) + 1} stages, but the mesh has pp={ranks}; {remedy}")
-    _check_open(root, places)
+    check_open(root, places)
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise BuildError(f"{name!r} has no shape before the first call; run the model once before create_schedule")
@@ -110,7 +111,7 @@ class Partitioner:
         with _mode(self.root, training):
             known = self._programs.get(key)
             if known is not None and known.opened.is_wrapped_anew(self.root):
-                _check_open(self.root, self.places)
+                check_open(self.root, self.places)
                 known = None
             if known is None or known.attributes.changed(self.root) or known.opened.is_replaced(self.root):
                 self._programs[key] = self._cut(apart(inputs))
@@ -121,8 +122,10 @@ class Partitioner:
 
     def _cut(self, inputs: Mapping[str, Any]) -> _Plan:
         kept, self._kept = self._kept and self._kept.take(self.root, inputs, self.places), None
-        coarse = divided(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
-        if (fine := finer(self.root, inputs, self.places, coarse)) is not None:
+        with hooks_aside(self.root):
+            coarse = divided(self.root, kept or trace_flat(self.root, inputs, self.places), self.places)
+            fine = finer(self.root, inputs, self.places, coarse)
+        if fine is not None:
             try:
                 return self._of(fine, inputs)
             except TraceError:
@@ -138,6 +141,7 @@ class Partitioner:
         if self.mesh is not None:
             self._state.check_holders(used, keep)
         stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
+        carry_hooks(root, modules, [stage.batch_inputs for stage in stages])
         named = dict(root.named_parameters())
         program = Program(
             module=root,
@@ -186,16 +190,19 @@ def _used(nodes: list[fx.Node]) -> set[str]:
     return {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
 
 
-def _check_open(root: nn.Module, places: list[str]) -> None:
-    """Modules around a cut are taken apart; one that was wrapped after the cut would lose what wraps it."""
+def check_open(root: nn.Module, places: list[str]) -> None:
+    """Refuse cuts that the model cannot be taken apart for.
+
+    Modules around a cut are taken apart; one that was wrapped after the cut would lose what wraps it.
+    """
     for path in places:
         if find(root, path) is None:
             raise BuildError(f"the model is cut at {path!r}, but that module is gone; undo the cut, or what removed the module")
         names = path.split(".")
         for depth in range(len(names)):
             outer = ".".join(names[:depth])
-            if is_opaque(root.get_submodule(outer)):
+            if is_whole(root, root.get_submodule(outer)):
+                what = f"{outer!r}, which was wrapped or got hooks" if outer else "'the whole model', which was wrapped"
                 raise BuildError(
-                    f"the model is cut at {path!r}, inside {outer or 'the whole model'!r}, which was wrapped or got hooks "
-                    "since and runs as one piece; undo the cut or the wrapping"
+                    f"the model is cut at {path!r}, inside {what} since and runs as one piece; undo the cut or the wrapping"
                 )

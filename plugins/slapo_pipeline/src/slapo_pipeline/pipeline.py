@@ -14,7 +14,6 @@ from slapo_core.logger import get_logger
 from slapo_core.paths import select
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
-from slapo_core.wrapping import is_opaque
 
 from .arguments import apart, by_name
 from .costs import BALANCES
@@ -23,6 +22,7 @@ from .kept_trace import KeptTrace
 from .partition import KEPT_TRACE, pipeline_ranks
 from .placing import placed, placed_at
 from .stage_table import StageTable
+from .whole_hooks import hooks_aside, is_whole
 
 NAME = "pipeline"
 
@@ -75,14 +75,16 @@ class PipelinePrimitive(Primitive):
         _check_options(balance, microbatches)
         inputs = apart(by_name(schedule.mod, schedule.example_inputs))
         if boundaries is None:
-            return placed(schedule.mod, inputs, _number(schedule, stages), balance, microbatches)
+            with hooks_aside(schedule.mod):
+                return placed(schedule.mod, inputs, _number(schedule, stages), balance, microbatches)
         if stages is not None:
             raise _error("both stages and boundaries are given, but boundaries say how many stages there are; give one of them")
         policy = callable(boundaries)
         ends = _accepted(schedule, boundaries) if callable(boundaries) else _named(schedule, boundaries)
         for path in ends:
             CutPipelineStagePrimitive.check(schedule[path])
-        table, kept = placed_at(schedule.mod, inputs, ends, balance, microbatches, all_end=not policy)
+        with hooks_aside(schedule.mod):
+            table, kept = placed_at(schedule.mod, inputs, ends, balance, microbatches, all_end=not policy)
         _check_shares(schedule, len(table.stages))
         return table, kept
 
@@ -118,8 +120,8 @@ def _check_model(schedule: Schedule) -> None:
         raise _error(f"the model is cut already, {where}; undo that, or make all cuts with cut_pipeline_stage")
     if schedule.example_inputs is None:
         raise _error("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
-    if is_opaque(schedule.mod):
-        raise _error("the whole model is wrapped or has hooks and runs as one piece; call pipeline before what wraps it")
+    if is_whole(schedule.mod, schedule.mod):
+        raise _error("the whole model is wrapped and runs as one piece; call pipeline before what wraps it")
 
 
 def _check_options(balance: str, microbatches: int | None) -> None:

@@ -23,9 +23,10 @@ def slapo_primitives() -> dict[str, str]:
 @hookimpl
 def slapo_partition(schedule: Schedule) -> Program | None:
     from .partition import partition  # noqa: PLC0415  finding plugins must stay cheap
+    from .propagation import partitioned_program  # noqa: PLC0415
     from .ready_pipe import taken  # noqa: PLC0415
 
-    return taken(schedule) or partition(schedule)
+    return taken(schedule) or partitioned_program(schedule) or partition(schedule)
 
 
 @hookimpl(trylast=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import BuildError, TraceError
+from slapo_core.inputs import by_position, signature_of
 from slapo_core.parameters import facts
 from slapo_core.paths import find
 from slapo_core.program import Boundary, Program, Stage
@@ -24,6 +25,8 @@ from ._torch_pipe import Name, StageCalls, flatten, stage_calls, unflatten
 from .arguments import apart, by_name
 from .cut_pipeline_stage import cuts
 from .partition import pipeline_ranks
+from .pipe import Pipe
+from .transmitted import TransmittingStage
 from .tree import divide, prune
 
 _TABLES = ("_parameters", "_buffers")
@@ -52,7 +55,8 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
     of the model's. The model and the stages run once on the example inputs, to find what crosses and to compare the results.
 
     Args:
-        pipe: From ``torch.distributed.pipelining.pipeline(model, ...)``. It is not changed.
+        pipe: From ``torch.distributed.pipelining.pipeline(model, ...)``, which is not changed; or from ``slapo.pipeline``, made
+            of the very model of the schedule, and without parameters that are transmitted.
         schedule: Of the same model, in the mode the ``Pipe`` was made in, without steps; its ``example_inputs`` are a
             micro-batch of the shapes that the ``Pipe`` was made with, with a tensor of its own for each argument.
 
@@ -60,11 +64,13 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
         BuildError: no ``Pipe``, or not one of this model: other parameters, arguments or results; the schedule has steps, which
             the ``Pipe`` knows nothing of, or no example inputs; the mesh has a number of pipeline ranks that does not fit.
     """
+    if isinstance(pipe, Pipe):
+        return _own_program(pipe, schedule)
     calls = _checked_calls(pipe, schedule)
     root, mesh = schedule.root_module, schedule.mesh
     graphs = [pipe.get_stage_module(index) for index in range(len(calls.arguments))]
     inputs = apart(by_name(root, schedule.example_inputs))
-    if unknown := [name for name in calls.inputs if name not in inspect.signature(root.forward).parameters]:
+    if unknown := [name for name in calls.inputs if name not in signature_of(root).parameters]:
         raise BuildError(
             f"the Pipe takes {unknown[0]!r}, no argument of the model; tensors inside of structures cannot be named"
         )
@@ -99,6 +105,18 @@ def program_of_pipe(pipe: Any, schedule: Schedule) -> Program:
         replan=replan,
     )
     return program
+
+
+def _own_program(pipe: Pipe, schedule: Schedule) -> Program:
+    """The program of a ``Pipe`` of our own stages."""
+    program = pipe.program
+    if program.module is not schedule.root_module:
+        raise BuildError("the Pipe was made of another model; make it of the schedule's, which it leaves as it is")
+    if any(isinstance(stage.module, TransmittingStage) for stage in program.stages):
+        raise BuildError("the Pipe transmits parameters, which an engine keeps as ties; make it with REPLICATE")
+    _check_fits(pipe.num_stages, schedule)
+    names = {name: facts(parameter).names for name, parameter in program.module.named_parameters()}
+    return dataclasses.replace(program, mesh=schedule.mesh, original_names=names)
 
 
 class PipeStage(nn.Module):
@@ -150,22 +168,27 @@ def _filled(values: Sequence[Any], known: Mapping[str, Any]) -> list[Any]:
 
 
 def _checked_calls(pipe: Any, schedule: Schedule) -> StageCalls:
-    from torch.distributed.pipelining import Pipe  # noqa: PLC0415  who has a Pipe has imported it
+    from torch.distributed.pipelining import Pipe as TorchPipe  # noqa: PLC0415  who has a Pipe has imported it
 
-    if not isinstance(pipe, Pipe):
+    if not isinstance(pipe, TorchPipe):
         raise BuildError(f"pipe is a {type(pipe).__name__}; give what torch.distributed.pipelining.pipeline returned")
     if pipe.has_loss_and_backward:
         raise BuildError("the Pipe has a backward of its own; make one without a loss specification")
+    if schedule.example_inputs is None:
+        raise BuildError("the stages of a Pipe run once; give create_schedule example_inputs=, one micro-batch")
+    _check_fits(pipe.num_stages, schedule)
+    return stage_calls(pipe)
+
+
+def _check_fits(num_stages: int, schedule: Schedule) -> None:
+    """Refuse a schedule with steps, or a mesh for another number of stages."""
     if len(schedule.journal):
         what = "cuts of its own" if cuts(schedule.journal) else "steps"
         raise BuildError(f"the schedule has {what}, which the ready Pipe knows nothing of; cut with the schedule alone")
-    if schedule.example_inputs is None:
-        raise BuildError("the stages of a Pipe run once; give create_schedule example_inputs=, one micro-batch")
     mesh = schedule.mesh
     ranks = pipeline_ranks(mesh) or 1
-    if mesh is not None and pipe.num_stages % ranks:
-        raise BuildError(f"the Pipe has {pipe.num_stages} stages, but the mesh has pp={ranks}; give each rank as many stages")
-    return stage_calls(pipe)
+    if mesh is not None and num_stages % ranks:
+        raise BuildError(f"the Pipe has {num_stages} stages, but the mesh has pp={ranks}; give each rank as many stages")
 
 
 def _tensors_of(graph: nn.Module, root: nn.Module) -> set[str]:
@@ -209,7 +232,8 @@ def _run(root: nn.Module, modules: Sequence[PipeStage], inputs: Mapping[str, Any
     """Run the model and the stages on the same inputs: what crosses. Results that differ are an error."""
     with _as_before(root), torch.enable_grad():
         state = torch.random.get_rng_state()
-        leaves, spec = flatten(root(**inputs))
+        args, kwargs = by_position(root, inputs)
+        leaves, spec = flatten(root(*args, **kwargs))
     with _as_before(root), torch.enable_grad():
         torch.random.set_rng_state(state)
         boundaries: list[tuple[Boundary, ...]] = []

@@ -52,11 +52,11 @@ def build_stage(
         get_logger().warning("stage %d shares %s with other stages; %s", stage, ", ".join(map(repr, tied)), remedy)
     module = RunStage(this.module, last, output)
     sent = (
-        tuple(map(_like, program.stages[stage + 1].inputs))
+        tuple(map(like, program.stages[stage + 1].inputs))
         if not last
-        else tuple(map(_like, module.results(_result(this.module))))
+        else tuple(map(like, module.results(model_result(this.module))))
     )
-    received = tuple(map(_like, this.inputs))
+    received = tuple(map(like, this.inputs))
     group = group or pipeline_group(program)
     return PipelineStage(module, stage, len(program.stages), torch.device(device), received, sent, group=group)
 
@@ -101,8 +101,13 @@ class RunStage(nn.Module):
         return tensors
 
 
-def _result(module: nn.Module) -> Any:
-    """The model's result, of tensors without numbers."""
+def model_result(module: nn.Module) -> Any:
+    """Return the model's result, of tensors without numbers, from its last stage.
+
+    Raises:
+        BuildError: the stage was not traced here, or a module makes an object of its own.
+    """
+    module = module.__dict__.get("inner", module)  # of one that received parameters
     if not isinstance(module, fx.GraphModule):
         raise BuildError(
             f"the last stage is a {type(module).__name__} that was not traced here; let what made it build its stages"
@@ -127,5 +132,6 @@ def _of_nodes(value: Any) -> Any:
     return value
 
 
-def _like(value: Boundary | torch.Tensor) -> torch.Tensor:
+def like(value: Boundary | torch.Tensor) -> torch.Tensor:
+    """Return a tensor without numbers."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)

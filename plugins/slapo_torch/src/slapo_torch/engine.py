@@ -13,6 +13,7 @@ from torch import nn
 from slapo_core.agreement import agree, all_reduce, compare, mesh_groups
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
+from slapo_core.inputs import named_inputs, variadic
 from slapo_core.logger import get_logger
 from slapo_core.program import Program
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
 _KEPT_PLANS = 16  # shapes of micro-batches, each with its receive buffers
 
 Runner = Callable[[list[Batch], list[Any], Share], StepResult]
+
+
+_Given = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""A batch as it was given: by position and by keyword."""
 
 
 class _Facts(NamedTuple):
@@ -137,7 +142,7 @@ class TorchEngine(Engine):
 
     # ---- what users call
 
-    def train_batch(self, **batch: Any) -> torch.Tensor:
+    def train_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
         """Forward, backward and one optimizer step; see ``Engine.train_batch``.
 
         Raises:
@@ -147,7 +152,7 @@ class TorchEngine(Engine):
         if self._options.optimizer is None:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
         self.module.zero_grad(set_to_none=True)
-        loss = self._step(batch, training=True)
+        loss = self._step((args, batch), training=True)
         if self._loss_scale is not None and self._loss_scale.overflows(self._holdings.trainable, self._device):
             self.module.zero_grad(set_to_none=True)
             self.grad_norm = None
@@ -159,9 +164,9 @@ class TorchEngine(Engine):
         self.steps += 1
         return loss
 
-    def eval_batch(self, **batch: Any) -> torch.Tensor:
+    def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
         """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
-        return self._step(batch, training=False)
+        return self._step((args, batch), training=False)
 
     def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
         """Write a checkpoint to the directory ``path``, in the place of one that is there.
@@ -220,7 +225,7 @@ class TorchEngine(Engine):
 
     # ---- one step
 
-    def _step(self, batch: Mapping[str, Any], training: bool) -> torch.Tensor:
+    def _step(self, batch: _Given, training: bool) -> torch.Tensor:
         if self._peers is not None:
             self._peers.begin()
         self._modes.set(training)
@@ -236,11 +241,11 @@ class TorchEngine(Engine):
         self._shards.reduce(self._unused) if training else self._shards.release()
         return loss
 
-    def _run(self, batch: Mapping[str, Any], training: bool) -> torch.Tensor:
-        prepared = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
+    def _run(self, batch: _Given, training: bool) -> torch.Tensor:
+        prepared = self._together(lambda: self._prepare(batch, training), self._facts_of)
         if self._outdated:
             self._take_in_unfrozen()
-            prepared = self._together(lambda: self._prepare(dict(batch), training), self._facts_of)
+            prepared = self._together(lambda: self._prepare(batch, training), self._facts_of)
         runner, parts, labels = prepared
         scale = self._loss_scale.value if training and self._loss_scale is not None else 1.0
         is_all = len(parts) * self.program.axis_size("dp") == 1
@@ -254,13 +259,14 @@ class TorchEngine(Engine):
             self.timeline = [{**place, **action} for action in result.actions]
         return loss
 
-    def _prepare(self, batch: Batch, training: bool) -> tuple[Runner, list[Batch], list[Any]]:
+    def _prepare(self, given: _Given, training: bool) -> tuple[Runner, list[Batch], list[Any]]:
         """Cut the batch and find what runs it; touches no other rank."""
         if training and self._is_closed:
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
+        batch = named_inputs(self.program.module, *given)
         self._content = content(batch) if self._shares_batches else 0
         schedule = self._schedule_for(batch)
-        parts = split(batch, schedule[1])
+        parts = split(batch, schedule[1], several=variadic(self.program.module))
         low, high = counted_labels(parts, self._ignored)
         shape = fingerprint([training, schedule, *(signature(part) for part in parts[:1])])
         self._facts = _Facts([shape, *low], [shape, *high])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import BuildError
+from slapo_core.inputs import by_position
 from slapo_core.program import Boundary, Stage
 from slapo_training.losses import CountedLoss, check_has_gradient, loss_of
 from slapo_training.means import EQUAL_PARTS, Counted
@@ -55,7 +56,7 @@ class StageCall(nn.Module):
         with precision(self._options, self._device_type):
             if self.outputs is None:
                 return self._loss(batch, labels, *received)
-            return self._sendable(self.module(*received, **batch))
+            return self._sendable(self._run(received, batch))
 
     def _loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         """This micro-batch's share of the loss."""
@@ -65,8 +66,8 @@ class StageCall(nn.Module):
 
     def _share_of_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         if self.share.is_all:  # it weighs the same whatever it is a mean over
-            return self.share.of(loss_of(self.module(*received, **batch), self._options.loss_fn, labels), None)
-        loss, counted = self._loss_of(lambda: self.module(*received, **batch), labels)
+            return self.share.of(loss_of(self._run(received, batch), self._options.loss_fn, labels), None)
+        loss, counted = self._loss_of(lambda: self._run(received, batch), labels)
         self.counted.append(counted)
         if self.share.differs and counted is None:
             raise BuildError(
@@ -74,6 +75,12 @@ class StageCall(nn.Module):
                 f"it is no plain cross_entropy; {EQUAL_PARTS}"
             )
         return self.share.of(loss, counted)
+
+    def _run(self, received: tuple[torch.Tensor, ...], batch: Mapping[str, Any]) -> Any:
+        if self.inputs or self.outputs is not None:
+            return self.module(*received, **batch)
+        args, kwargs = by_position(self.module, batch)
+        return self.module(*args, **kwargs)
 
     def _sendable(self, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         assert self.outputs is not None

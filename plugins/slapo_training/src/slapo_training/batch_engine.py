@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from slapo_core.agreement import all_reduce
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
+from slapo_core.inputs import named_inputs, variadic
 from slapo_core.program import Program
 
 from .batches import Batch, check_labels, content, fingerprint, labels_of, signature, split
@@ -82,7 +83,7 @@ class BatchEngine(Engine):
     def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Counted | None]]:
         """The loss without gradients, the same on all ranks, and on ranks that compute losses what they are means over."""
 
-    def train_batch(self, **batch: Any) -> torch.Tensor:
+    def train_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
         """Forward, backward and one optimizer step; see ``Engine.train_batch``.
 
         Raises:
@@ -97,7 +98,7 @@ class BatchEngine(Engine):
                 f"an error broke off a step of this engine, and {self._common.target} has kept a part of its gradients; build "
                 "another engine, and load a checkpoint"
             )
-        cut = self._cut(batch, training=True)
+        cut = self._cut(args, batch, training=True)
         self._is_broken = True
         loss = self._train(cut)
         self._is_broken = False
@@ -105,10 +106,10 @@ class BatchEngine(Engine):
         return loss
 
     @torch.no_grad()
-    def eval_batch(self, **batch: Any) -> torch.Tensor:
+    def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
         """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
         self._check_weights()
-        return self._evaluate(self._cut(batch, training=False))[0]
+        return self._evaluate(self._cut(args, batch, training=False))[0]
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -126,13 +127,14 @@ class BatchEngine(Engine):
         if self._is_half_read:
             raise BuildError("a checkpoint was not read to its end, and this engine's weights may have changed; load another")
 
-    def _cut(self, batch: Mapping[str, Any], training: bool) -> MicroBatches:
+    def _cut(self, args: Sequence[Any], given: Mapping[str, Any], training: bool) -> MicroBatches:
         """The micro-batches, their labels for a loss function, and what each weighs. Collective."""
 
         def cut() -> Cut:
             if training:
                 self._check_frozen()
-            parts = split(batch, self._number)
+            batch = named_inputs(self.program.module, args, given)
+            parts = split(batch, self._number, several=variadic(self.program.module))
             if training:
                 self._check_trained(parts[0])
             check_labels(batch, self.program.module, self._common.loss_fn)

@@ -16,15 +16,20 @@ from slapo_core.errors import BuildError
 Batch = dict[str, Any]
 
 
-def split(batch: Mapping[str, Any], parts: int) -> list[Batch]:
+def split(batch: Mapping[str, Any], parts: int, several: str | None = None) -> list[Batch]:
     """Cut every tensor of a batch into equal parts along dimension 0; other values go to each part.
+
+    Args:
+        batch: Arguments by name.
+        parts: How many.
+        several: Name of the argument that has a tuple of arguments, ``*args``.
 
     Raises:
         BuildError: the tensors differ in size along dimension 0, or it is not divisible; or values may be one per row and yet
             would not be cut as rows.
     """
     if parts > 1:
-        _check_rows_are_tensors(batch)
+        _check_rows_are_tensors(batch, several)
     leaves, structure = tree_flatten(dict(batch))
     sizes = {leaf.shape[0] for leaf in leaves if _has_rows(leaf)}
     if 0 in sizes:
@@ -41,8 +46,9 @@ def split(batch: Mapping[str, Any], parts: int) -> list[Batch]:
     return [tree_unflatten([chunk[index] for chunk in chunks], structure) for index in range(parts)]
 
 
-def _check_rows_are_tensors(batch: Mapping[str, Any]) -> None:
-    values = dict(_named(batch))
+def _check_rows_are_tensors(batch: Mapping[str, Any], several: str | None) -> None:
+    rows_apart = {several: dict(enumerate(batch[several]))} if several is not None and several in batch else {}
+    values = dict(_named({**batch, **rows_apart}))
     rows = {value.shape[0] for value in values.values() if _has_rows(value)}
     for name, value in values.items():
         tensors = [leaf for leaf in tree_flatten(value)[0] if _has_rows(leaf)]

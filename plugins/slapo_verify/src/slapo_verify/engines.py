@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.errors import VerifyError
+from slapo_core.errors import BuildError, VerifyError
+from slapo_core.inputs import named_inputs, split_inputs
 from slapo_core.schedule import Schedule
 from slapo_core.testing.equivalence import Difference, Tolerance, difference, of_named
 
@@ -35,7 +36,7 @@ _EXACT = Tolerance(0.0, 0.0)
 def verify_engine(
     reference: nn.Module,
     schedule: Schedule | Scheduled,
-    batch: Mapping[str, Any],
+    batch: Any,
     target: str = "torch",
     *,
     against: str | Trained | None = None,
@@ -59,7 +60,8 @@ def verify_engine(
     Args:
         reference: The unmodified model, with the same weights on every rank.
         schedule: A function that schedules the copy of the model it is given; or a schedule, whose steps are taken again.
-        batch: Keyword arguments of the whole batch, of all data-parallel ranks; each gets its rows.
+        batch: The whole batch, of all data-parallel ranks, of which each gets its rows: a tensor, a tuple of positional
+            arguments, a dict of keyword ones, or ``(args, kwargs)``; ``labels`` for the loss function by keyword.
         target: Name of a dialect.
         against: Another one, whose engine is built first, in the same processes, and compared with both; or what an engine
             has trained, the ``trained`` of an earlier report.
@@ -80,8 +82,7 @@ def verify_engine(
         raise VerifyError(f"steps is {steps!r}; give a whole number from 1 on")
     if not isinstance(reference, nn.Module):
         raise VerifyError(f"the reference is {short(reference)}; give the unmodified model")
-    if not isinstance(batch, Mapping):
-        raise VerifyError(f"batch is {short(batch)}; give a dict of the model's keyword arguments")
+    batch = _by_name(reference, batch)
     check_tolerance(tolerance)
     if against is not None and not isinstance(against, (str, Trained)):
         raise VerifyError(f"against is {against!r}; give the name of an engine, or the trained of a report")
@@ -97,6 +98,16 @@ def verify_engine(
         report = _verified(run, target, against, tolerance, blame)
     kinds = [f"autocast is off, for {kind}" for kind in autocast()]
     return replace(report, notes=(*report.notes, *kinds))
+
+
+def _by_name(reference: nn.Module, batch: Any) -> dict[str, Any]:
+    """The arguments by name."""
+    if not any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(batch)):
+        raise VerifyError(f"batch is {short(batch)}; give the arguments of the model's forward, with tensors")
+    try:
+        return named_inputs(reference, *split_inputs(batch))
+    except BuildError as err:
+        raise VerifyError(f"the batch does not fit: {err}") from err
 
 
 def _verified(run: EngineRun, target: str, against: str | Trained | None, tolerance: Tolerance | None, blame: bool) -> Report:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.errors import VerifyError
+from slapo_core.inputs import by_position
 from slapo_core.random import rng_state, set_rng_state
 
 from .compare import OptimizerFactory
@@ -90,7 +91,8 @@ def plain_steps(
         labels = batch.get("labels") if loss_fn is not None else None
         if loss_fn is not None:
             given.pop("labels", None)
-        outputs = model.train(training)(**given)
+        args, kwargs = by_position(model, given)
+        outputs = model.train(training)(*args, **kwargs)
         loss = loss_fn(outputs, labels) if loss_fn is not None else _own_loss(outputs)
         if loss is None:
             raise VerifyError("the model's outputs have no loss; give loss_fn=, a function of outputs and labels")

@@ -54,7 +54,7 @@ def verify(
     Args:
         reference: The unmodified model, with the weights that the schedule's had.
         sch: The schedule.
-        inputs: A dict of keyword arguments, a tuple of positional ones, or the only one; default: the example inputs.
+        inputs: One call's arguments, as the example inputs of ``create_schedule``; default: these.
         level: ``"outputs"``; ``"grads"``: the loss and all gradients too; ``"step"``: what an optimizer's step adds to the
             weights too.
         loss: ``loss(outputs)``; default: the loss that the outputs have, or else all of them weighted.
@@ -228,6 +228,6 @@ def _task(
     if not isinstance(eval_mode, bool):
         raise VerifyError(f"eval_mode is {short(eval_mode)}; give True or False")
     check_tolerance(tolerance)
-    args, kwargs = split_inputs(given)
+    args, kwargs = split_inputs(given, reference)
     chosen = tolerance or tolerance_of(reference)
     return Task(args, kwargs, level, loss, optimizer or sgd, not eval_mode, chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import nn
@@ -39,8 +38,7 @@ class Staged(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the last stage returns."""
-        names = list(inspect.signature(self.__dict__["_slapo_whole"].forward).parameters)
-        return self.__dict__["_slapo_program"](**dict(zip(names, args, strict=False)), **kwargs)
+        return self.__dict__["_slapo_program"](*args, **kwargs)
 
 
 def as_built(sch: Schedule) -> nn.Module:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...errors import PluginError, ScheduleError, SlapoError
+from ...inputs import split_inputs
 from ...parameters import facts
 from ...primitive import Primitive
 from ...random import rng_state, set_rng_state
@@ -84,8 +85,7 @@ class Case:
 
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments."""
-        given = self.example_inputs()
-        return ((), dict(given)) if isinstance(given, dict) else (tuple(given), {})
+        return split_inputs(self.example_inputs())
 
     def example_inputs(self) -> Any:
         """The same as the schedule is given them; tensors are nobody else's."""

@@ -1,0 +1,176 @@
+"""The stages of a ``Pipe`` as torch's schedules run them; importing this costs a second."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.utils import _pytree as pytree
+
+from slapo_core.errors import BuildError
+from slapo_core.inputs import named_inputs, signature_of
+from slapo_core.program import Program
+from slapo_core.tracing.structures import difference, fingerprint
+
+from .stage_runtime import like, model_result
+from .tied_gradients import sum_tied_gradients
+
+
+class Runtime:
+    """What the stages of one pipe on this rank have in common.
+
+    Args:
+        program: The stages.
+        example: The model's arguments by name, with tensors without numbers.
+    """
+
+    def __init__(self, program: Program, example: Mapping[str, Any]) -> None:
+        self.program, self.example = program, example
+        named = dict(program.module.named_parameters(remove_duplicate=False))
+        self.tied = {id(named[name]): named[name] for tie in program.ties for name in tie.names if name in named}
+        self._group: dist.ProcessGroup | None = None
+        self._built: dict[int, TiedStage] = {}
+        self._finished: set[int] = set()
+
+    def stage(
+        self, index: int, device: torch.device, group: dist.ProcessGroup | None, output: Callable[[Any], Any] | None
+    ) -> PipelineStage:
+        """Make the runtime of a stage."""
+        module = CarryingStage(self.program, index, self.example, output)
+        if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+            module.to(device)
+        stage = TiedStage(self, module, index, device, group)
+        self._built[index], self._group = stage, group
+        return stage
+
+    def finish(self, stage: TiedStage, factor: int) -> None:
+        """Note the end of a stage's step; after that of the last stage of this rank the gradients of ties are summed."""
+        self._finished.add(stage.stage_index)
+        if not self.tied or self._finished < self._built.keys():
+            return
+        self._finished.clear()
+        held = {id(parameter) for built in self._built.values() for parameter in built.submod.parameters()}
+        for key, parameter in self.tied.items():
+            if parameter.grad is not None and key in held and factor != 1:
+                parameter.grad.div_(factor)
+        sum_tied_gradients(self.program, self._group)
+
+
+class TiedStage(PipelineStage):
+    """A stage that leaves the gradients of tied parameters to the runtime: others of this rank may hold them as well."""
+
+    def __init__(
+        self, runtime: Runtime, module: CarryingStage, index: int, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
+        num_stages = len(runtime.program.stages)
+        super().__init__(module, index, num_stages, device, module.received_like(), module.sent_like(), group=group)
+        self._runtime = runtime
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide the gradients of this stage's own parameters."""
+        for parameter in self.submod.parameters():
+            if grad_scale_factor != 1 and parameter.grad is not None and id(parameter) not in self._runtime.tied:
+                parameter.grad.div_(grad_scale_factor)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """End a step; the schedule calls this behind the stage's last backward."""
+        if self.has_backward:  # an evaluation leaves the gradients of the step before it as they are
+            super().perform_reduce_grad(grad_scale_factor)
+            self._runtime.finish(self, grad_scale_factor)
+
+
+class CarryingStage(nn.Module):
+    """A stage that also passes on what later stages read from the batch.
+
+    Args:
+        program: The stages.
+        index: Which of them.
+        example: The model's arguments by name, with tensors without numbers.
+        output: What is taken of the model's result; None: its tensors.
+    """
+
+    def __init__(self, program: Program, index: int, example: Mapping[str, Any], output: Callable[[Any], Any] | None) -> None:
+        super().__init__()
+        stage = program.stages[index]
+        self.module = stage.module
+        self.__dict__["_model"] = program.module  # no child
+        self._index, self._is_first, self._is_last = index, index == 0, index + 1 == len(program.stages)
+        self._inputs, self._batch_inputs, self._output = stage.inputs, stage.batch_inputs, output
+        self._outputs = () if self._is_last else program.stages[index + 1].inputs
+        self._example = example
+        self._carried_in = () if self._is_first else _carried(program, index, example)
+        self._carried_out = () if self._is_last else _carried(program, index + 1, example)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one micro-batch."""
+        if self._is_first:
+            received: tuple[torch.Tensor, ...] = ()
+            batch = self._checked(named_inputs(self.__dict__["_model"], args, kwargs))
+        else:
+            received = args[: len(self._inputs)]
+            batch = {**self._unpacked(args[len(self._inputs) :]), **kwargs}
+        result = self.module(*received, **{name: batch[name] for name in self._batch_inputs})
+        if self._is_last:
+            found = self._results(result)
+            return found[0] if len(found) == 1 else found
+        return tuple(tensor.contiguous() for tensor in (*result, *self._packed(batch)))
+
+    def received_like(self) -> tuple[torch.Tensor, ...]:
+        """What it receives, without numbers."""
+        return (*map(like, self._inputs), *self._carried_like(self._carried_in))
+
+    def sent_like(self) -> tuple[torch.Tensor, ...]:
+        """What it gives, without numbers."""
+        if self._is_last:
+            return tuple(map(like, self._results(model_result(self.module))))
+        return (*map(like, self._outputs), *self._carried_like(self._carried_out))
+
+    def _results(self, result: Any) -> tuple[torch.Tensor, ...]:
+        found = result if self._output is None else self._output(result)
+        leaves = [found] if isinstance(found, torch.Tensor) else pytree.tree_leaves(found)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if not tensors or (self._output is not None and len(tensors) != len(leaves)):
+            raise BuildError(
+                f"the last stage gives a {type(found).__name__}, but a schedule takes a tensor or a tuple of tensors; "
+                "give output=, a function of the result, e.g. lambda result: result.loss"
+            )
+        return tensors
+
+    def _carried_like(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+        return [tensor for name in names for tensor in _tensors(self._example[name])]
+
+    def _checked(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A micro-batch, which is to be like the one that the pipe was made with: the other stages get no other."""
+        parameters = signature_of(self.__dict__["_model"]).parameters
+        for name in {**self._example, **batch}:
+            default = parameters[name].default if name in parameters else None
+            default = None if default is inspect.Parameter.empty else default
+            given, made = (fingerprint(values.get(name, default)) for values in (batch, self._example))
+            if given != made:
+                raise BuildError(f"{difference(made, given, name)}; make a pipe with inputs like these, or give others to step")
+        return batch
+
+    def _packed(self, batch: Mapping[str, Any]) -> list[torch.Tensor]:
+        return [tensor for name in self._carried_out for tensor in _tensors(batch[name])]
+
+    def _unpacked(self, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        """The arguments that were carried here, in their structures."""
+        left, batch = iter(tensors), dict(self._example)
+        for name in self._carried_in:
+            batch[name] = pytree.tree_map_only(torch.Tensor, lambda _: next(left), self._example[name])
+        return {name: batch[name] for name in (*self._carried_in, *self._batch_inputs) if name in batch}
+
+
+def _carried(program: Program, index: int, example: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the model's arguments with tensors that a stage or one behind it reads."""
+    read = dict.fromkeys(name for stage in program.stages[index:] for name in stage.batch_inputs)
+    return tuple(sorted(name for name in read if name in example and _tensors(example[name])))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

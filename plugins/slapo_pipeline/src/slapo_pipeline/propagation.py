@@ -1,0 +1,200 @@
+"""The classic functions that carry the cuts of a schedule through its model, and hand the stages to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from slapo_core.build import build, build_program
+from slapo_core.engine import Engine
+from slapo_core.errors import BuildError, ScheduleError
+from slapo_core.inputs import named_inputs, split_inputs
+from slapo_core.program import Program, Stage
+from slapo_core.schedule import Schedule
+from slapo_core.tracing.sandbox import Sandbox
+
+from .arguments import by_name
+from .cut_pipeline_stage import Cut, cuts, where_of
+from .partition import Partitioner
+from .partitioned import PartitionedModule
+
+
+def generate_pipeline_partition(sch: Schedule) -> Schedule:
+    """Take the schedule's model apart at its cuts.
+
+    The model and its schedule stay as they are: steps can still be taken and undone, and a schedule that was not partitioned
+    is built alike.
+
+    Args:
+        sch: Any handle of the schedule.
+
+    Returns:
+        A schedule whose children are the stages, ``submod_0``, ``submod_1``, …, on the model's parameters; one stage where
+        nothing was cut. Each stage's number is noted on all of it, and ``program`` has the stages as engines take them. It can
+        be built, saved and verified as the one it came from.
+
+    Raises:
+        BuildError: no schedule; no example inputs; the mesh has another number of pipeline ranks.
+        ScheduleError: a cut leaves a stage without anything to run.
+        TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
+    """
+    top = _checked(sch).get_top_schedule()
+    if isinstance(top.mod, PartitionedModule):
+        return top
+    return _of_stages(top, build_program(top), 0)
+
+
+def propagate_partition(sch: Schedule, starting_stage_id: int = 0, stop_at: str | None = None) -> tuple[PartitionedModule, int]:
+    """Split a module at the cuts inside of it, and with it each module around it, up to a given one.
+
+    Every operation of the graphs gets a stage, rising behind each cut. With a cut at the module itself its last part is a
+    stage of its own; without one it shares its stage with what follows in the module around it. The model stays as it is.
+
+    Args:
+        sch: Schedule of a module that runs once.
+        starting_stage_id: Number of the first stage.
+        stop_at: Path or name of the schedule to end at; default: the top.
+
+    Returns:
+        The module at which it ended, as a module whose children are its parts, ``submod_<stage>``, and the next stage's number.
+        The number of its stage is noted on each part and all in it.
+
+    Raises:
+        ScheduleError: no schedule with this name around it.
+        BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
+    """
+    end = _end(_checked(sch), stop_at)
+    places = list(_places(sch, end))
+    root = end.mod
+    if isinstance(root, PartitionedModule):
+        raise ScheduleError("it is partitioned already; give the schedule that it came from", path=end.path)
+    if sch.example_inputs is None:
+        raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
+    if places:
+        program = Partitioner(root, places, None).program(root.training, _inputs_of(end))
+    else:
+        program = Program(root, (Stage(0, root),))
+    staged = _of_stages(end, program, starting_stage_id)
+    top = staged.mod
+    assert isinstance(top, PartitionedModule)
+    return top, starting_stage_id + len(program.stages)
+
+
+def add_partition_notation(sch: Schedule, idx: int) -> None:
+    """Note a stage's number on a schedule and all below it, as their ``partition_idx``.
+
+    Args:
+        sch: Of a stage, or any module.
+        idx: Number of the stage.
+    """
+    for _, handle in _checked(sch).named_schedules():
+        handle.metadata.partition_idx = idx
+
+
+def build_pipeline_model(sch: Schedule, target: str | None = "torch", **kwargs: Any) -> Engine:
+    """Make the target's ``"pipeline_engine"`` of the schedule's stages, each in its ``"pipeline_stage"``: ``slapo.build``.
+
+    Hooks of the whole model move: forward-pre and backward hooks to the first stage, forward hooks to the last.
+
+    Args:
+        sch: Any handle of the schedule, or what ``generate_pipeline_partition`` returned.
+        target: Name of an installed dialect; None gives the plain module.
+        **kwargs: For ``slapo_core.build``, the plugins and the dialect: ``optimizer=``, ``microbatches=`` and others.
+
+    Returns:
+        An engine; it unpacks as ``module, optimizer``.
+
+    Raises:
+        UnknownNameError: no such target.
+        BuildError: see ``slapo_core.build``.
+    """
+    return build(sch, target, **kwargs)
+
+
+def partitioned_program(schedule: Schedule) -> Program | None:
+    """Return the program of a schedule of stages; None for any other.
+
+    Raises:
+        BuildError: steps were taken on its stages, which a program for other shapes would lose.
+    """
+    module = schedule.root_module
+    if not isinstance(module, PartitionedModule):
+        return None
+    stages = {"", *(module.name_of(stage.index) for stage in module.program.stages)}
+    if late := [step for step in schedule.journal.steps[module.num_steps :] if step.path in stages]:
+        raise BuildError(f"{late[0]} was taken on a whole stage; take it before generate_pipeline_partition")
+    return module.program
+
+
+def _checked(sch: Any) -> Schedule:
+    if not isinstance(sch, Schedule):
+        raise BuildError(f"cannot partition a {type(sch).__name__}; give what create_schedule returned")
+    return sch
+
+
+def _of_stages(sch: Schedule, program: Program, start: int) -> Schedule:
+    """A schedule of the stages, each with its number, from ``start`` on."""
+    top = PartitionedModule(program, lambda index: f"submod_{start + index}")
+    top.num_steps = len(sch.journal)
+    staged = sch.of_stages(top, program)
+    for stage in program.stages:
+        add_partition_notation(staged[top.name_of(stage.index)], start + stage.index)
+    return staged
+
+
+def _end(sch: Schedule, stop_at: str | None) -> Schedule:
+    end = sch
+    while end.parent is not None and (stop_at is None or stop_at not in (end.path, end.name)):
+        end = end.parent
+    if stop_at not in (None, end.path, end.name):
+        raise ScheduleError(f"no schedule around it is named {stop_at!r}; give a path or name of one", path=sch.path)
+    return end
+
+
+def _places(sch: Schedule, end: Schedule) -> Iterator[str]:
+    """Cuts inside of the module, and those in the graphs of the modules around it, by paths below ``end``."""
+    around = {sch.path[:place] for place, letter in enumerate(sch.path) if letter == "."} | ({""} if sch.path else set())
+    around = {path for path in around if _is_inside(path, end.path)}
+    for cut in cuts(sch.journal):
+        at_mark = isinstance(where_of(cut), int)
+        inside = _is_inside(cut, sch.path) and (at_mark or cut != sch.path)
+        beside = (cut if at_mark else cut.rpartition(".")[0]) in around
+        if inside or (beside and (at_mark or cut != end.path)):
+            yield Cut(cut[len(end.path) + 1 :] if end.path else cut, where_of(cut))
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _inputs_of(sch: Schedule) -> dict[str, Any]:
+    """What the module gets when the model runs on the example inputs, by name."""
+    root, module = sch.root_module, sch.mod
+    if module is root:
+        return by_name(root, sch.example_inputs)
+    found: list[tuple[Any, Any]] = []
+
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append((args, kwargs))
+
+    sandbox = Sandbox(root, sch.example_inputs, fake=True)
+    with sandbox.open(grad=True):
+        handle = module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+        try:
+            args, kwargs = tree_map_only(torch.Tensor, sandbox.enter_input, split_inputs(sch.example_inputs, root))
+            root(*args, **kwargs)
+        finally:
+            handle.remove()
+    if not found:
+        raise ScheduleError("it is not called when the model runs on the example inputs; give another module", path=sch.path)
+    args, kwargs = tree_map_only(torch.Tensor, _without_numbers, found[0])
+    return named_inputs(module, args, kwargs)
+
+
+def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return empty.requires_grad_(tensor.requires_grad)

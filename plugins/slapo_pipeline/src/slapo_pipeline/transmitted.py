@@ -1,0 +1,142 @@
+"""Parameters that several stages use, kept by the first alone, which sends their values to the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from slapo_core.program import Boundary, Program, Stage, TieGroup
+
+
+def transmitted(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Program:
+    """Return a program whose first stage that uses a tie sends its value on, and gets all of its gradient.
+
+    Args:
+        program: With ties.
+        is_chosen: Whether a tie is transmitted; the others stay ties.
+    """
+    chosen = [tie for tie in program.ties if is_chosen(tie)]
+    if not chosen:
+        return program
+    values = [_value(program, tie) for tie in chosen]
+    stages = tuple(_stage(program, stage, chosen, values) for stage in program.stages)
+    known: dict[int, tuple[Program, Program]] = {}
+
+    def replan(training: bool, batch: Mapping[str, Any]) -> Program:
+        assert program.replan is not None
+        now = program.replan(training, batch)
+        if now is program:
+            return made
+        if id(now) not in known:
+            if len(known) >= _KEPT:
+                known.clear()
+            known[id(now)] = (now, transmitted(now, is_chosen))
+        return known[id(now)][1]
+
+    left = tuple(tie for tie in program.ties if tie not in chosen)
+    made = dataclasses.replace(program, stages=stages, ties=left, replan=replan if program.replan is not None else None)
+    return made
+
+
+_KEPT = 16
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def _value(program: Program, tie: TieGroup) -> Boundary:
+    parameter = program.module.get_parameter(tie.names[0])
+    name = tie.names[0].replace(".", "_")
+    return Boundary(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+
+
+def _stage(program: Program, stage: Stage, ties: Sequence[TieGroup], values: Sequence[Boundary]) -> Stage:
+    index, last = stage.index, len(program.stages) - 1
+    received = [k for k, tie in enumerate(ties) if tie.stages[0] < index <= tie.stages[-1]]
+    sent = [k for k, tie in enumerate(ties) if tie.stages[0] <= index < tie.stages[-1]]
+    if not received and not sent:
+        return stage
+    own = dict(stage.module.named_parameters(remove_duplicate=False))
+    used = {k: [name for name in ties[k].names if name in own] for k in received if index in ties[k].stages}
+    module = TransmittingStage(stage.module, len(stage.inputs), received, sent, used, is_last=index == last)
+    for k in sent:
+        if ties[k].stages[0] == index:
+            module.kept[k] = next(name for name in ties[k].names if name in own)
+    return dataclasses.replace(stage, module=module, inputs=(*stage.inputs, *(values[k] for k in received)))
+
+
+class TransmittingStage(nn.Module):
+    """A stage that receives values of parameters behind its own inputs, and sends values of parameters on.
+
+    Args:
+        module: The stage's.
+        num_inputs: How many values it receives itself.
+        received: Numbers of the parameters it receives, in order.
+        sent: Numbers of those it sends.
+        used: Number of a received parameter to its names in the stage, which no longer holds it.
+        is_last: Whether its result is the model's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        num_inputs: int,
+        received: Sequence[int],
+        sent: Sequence[int],
+        used: Mapping[int, Sequence[str]],
+        *,
+        is_last: bool,
+    ) -> None:
+        super().__init__()
+        inner = _without(module, [name for names in used.values() for name in names])
+        for table in _TABLES:
+            self.__dict__[table] = inner.__dict__[table]
+        self.__dict__["inner"] = inner  # no child: its parameters are this module's, under their names
+        self.kept: dict[int, str] = {}
+        """Number of each parameter that this stage keeps for others to its name."""
+        self._num_inputs, self._received, self._sent, self._used = num_inputs, received, sent, used
+        self._is_last = is_last
+        self.training = module.training
+
+    def forward(self, *values: torch.Tensor, **batch: Any) -> Any:
+        """Run the stage with the values it received in the place of its parameters."""
+        parameters = dict(zip(self._received, values[self._num_inputs :], strict=True))
+        given = {name: parameters[k] for k, names in self._used.items() for name in names}
+        inner = self.__dict__["inner"]
+        inner.training = self.training
+        result = functional_call(inner, given, values[: self._num_inputs], batch, tie_weights=False)
+        if self._is_last:
+            return result
+        # a copy: what is sent is a result of this stage, and not the leaf that gradients are collected in
+        own = {k: self.get_parameter(name).clone() for k, name in self.kept.items()}
+        return (*result, *({**parameters, **own}[k] for k in self._sent))
+
+
+def _without(module: nn.Module, names: Sequence[str]) -> nn.Module:
+    """A copy of the tree around some parameters, with empty buffers in their places."""
+    copies: dict[int, nn.Module] = {}
+    top = _copied(module, copies)
+    for name in names:
+        *outer, last = name.split(".")
+        holder = top
+        for each in outer:
+            holder._modules[each] = holder = _copied(holder._modules[each], copies)
+        parameter = holder._parameters.pop(last)
+        if parameter is not None:
+            holder.register_buffer(last, torch.empty_like(parameter, device="meta"), persistent=False)
+    return top
+
+
+def _copied(module: nn.Module | None, copies: dict[int, nn.Module]) -> nn.Module:
+    assert module is not None
+    if id(module) in copies:
+        return copies[id(module)]
+    copied: nn.Module = object.__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    for table in _TABLES:
+        copied.__dict__[table] = module.__dict__[table].copy()
+    copies[id(module)] = copies[id(copied)] = copied
+    return copied
