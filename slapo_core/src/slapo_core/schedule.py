@@ -44,12 +44,13 @@ class ScheduleMetadata:
 
     Args:
         tie_weights: Top module only: each parameter held at several places.
-        param_tags: Attributes that ``annotate`` put on parameters of this module.
+        param_tags: Names of attributes of parameters, ``annotate``'s and those added here; a parameter of the model that takes
+            the place of one that has such an attribute gets it too.
         primitives: Primitive name to the state it keeps for this module; a key means "was applied here".
     """
 
     tie_weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    param_tags: frozenset[str] = frozenset()
+    param_tags: set[str] = field(default_factory=set)
     primitives: dict[str, Any] = field(default_factory=dict)
 
 

@@ -17,13 +17,13 @@ from slapo_core.parameters import facts
 from slapo_core.paths import find
 from slapo_core.program import Boundary, Program, Stage
 from slapo_core.schedule import Schedule
-from slapo_core.ties import tie_groups
 from slapo_core.tracing.structures import difference, fingerprint
 
 from ._torch_pipe import Name, StageCalls, flatten, stage_calls, unflatten
 from .arguments import apart, by_name
 from .cut_pipeline_stage import cuts
 from .partition import pipeline_ranks
+from .tie_groups import tie_groups
 from .tree import divide, prune
 
 _TABLES = ("_parameters", "_buffers")
