@@ -12,7 +12,9 @@ MODULES = (
     "primitives",
     "random",
     "schedule",
+    "sharding",
     "tracer",
+    "utils",
 )
 """Documented submodules of ``slapo``."""
 

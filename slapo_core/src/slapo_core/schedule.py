@@ -44,8 +44,7 @@ class ScheduleMetadata:
 
     Args:
         tie_weights: Top module only: each parameter held at several places.
-        param_tags: Names of attributes of parameters, ``annotate``'s and those added here; a parameter of the model that takes
-            the place of one that has such an attribute gets it too.
+        param_tags: Names of attributes, of ``annotate`` or added here, that go on to what takes a parameter's place.
         primitives: Primitive name to the state it keeps for this module; a key means "was applied here".
     """
 

@@ -1,13 +1,17 @@
 """The classic modules, where ``slapo-kernels`` is installed."""
 
+from slapo_sharding.cross_entropy import ParallelCrossEntropy
+
 try:
     from slapo_kernels.op import (
         FlashAttention,
+        FlashAttentionOp,
         FusedMLP,
         FusedQKV,
         LinearWithAct,
         LinearWithDropout,
         LinearWithSeparateBias,
+        LinearWithSyncFunc,
         Print,
     )
 except ModuleNotFoundError as err:
@@ -17,10 +21,13 @@ except ModuleNotFoundError as err:
 
 __all__ = [
     "FlashAttention",
+    "FlashAttentionOp",
     "FusedMLP",
     "FusedQKV",
     "LinearWithAct",
     "LinearWithDropout",
     "LinearWithSeparateBias",
+    "LinearWithSyncFunc",
+    "ParallelCrossEntropy",
     "Print",
 ]
