@@ -20,7 +20,8 @@ from .schedule import Schedule
 from .weights import Initialiser, materialize
 
 _OF_THIS_RANK = r"( at)? 0x[0-9a-f]+|(?<=cuda):\d+"
-_DEFAULTS: dict[str, Any] = {"optimizer": None, "loss_fn": None, "microbatches": 1, "precision": "fp32", "clip": 0.0}
+DEFAULTS: dict[str, Any] = {"optimizer": None, "loss_fn": None, "microbatches": 1, "precision": "fp32", "clip": 0.0}
+"""Options that mean the same to every dialect."""
 
 
 def build(
@@ -67,7 +68,7 @@ def build(
         BuildError: the schedule and the engine do not go together, another rank failed, or has another schedule; nothing was
             built. After an error of ``slapo_after_build`` the schedule counts as built, and takes a new one to try again.
     """
-    common: dict[str, Any] = dict(zip(_DEFAULTS, (optimizer, loss_fn, microbatches, precision, clip), strict=True))
+    common: dict[str, Any] = dict(zip(DEFAULTS, (optimizer, loss_fn, microbatches, precision, clip), strict=True))
     if not isinstance(sch, Schedule):
         raise BuildError(f"cannot build a {type(sch).__name__}; give what create_schedule returned")
     root, error = sch._root, None
@@ -81,7 +82,7 @@ def build(
             raise BuildError(
                 f"init_weights is False, and {empty[0]!r} has no values, which target {target!r} needs; leave it out"
             )
-        dialect, program, fillers = _prepare(sch, target, common, config)
+        dialect, program, fillers = prepare(sch, target, common, config)
         planned = [*_planned(target, common, program), *(line for fill in fillers for line in getattr(fill, "agreed", list)())]
     except Exception as err:
         error = err
@@ -125,10 +126,17 @@ def _planned(target: str | None, common: dict[str, Any], program: Program) -> li
     return [f"build({target!r}) with {options}", *stages, *parameters]
 
 
-def _prepare(
+def prepare(
     sch: Schedule, target: str | None, common: dict[str, Any], config: dict[str, Any]
 ) -> tuple[type[Dialect] | None, Program, list[Callable[..., Any]]]:
-    """The dialect, the program and what gives it values, or an error; nothing is built and nothing communicated."""
+    """Give the dialect, the program and what gives it values, or an error; nothing is built and nothing communicated.
+
+    Args:
+        sch: Any handle of the schedule.
+        target: As for ``build``.
+        common: Every option of ``DEFAULTS``.
+        config: The others; what plugins take is taken out of it.
+    """
     if sch._root.target is not None:
         raise BuildError(f"the schedule was built for {sch._root.target!r} already; start a new schedule to build again")
     dialect = sch._root.registry.dialect(target) if target is not None else None
@@ -136,7 +144,7 @@ def _prepare(
     program = build_program(sch)
     if dialect is not None:
         return dialect, dialect.check(program, **common, **config) or program, fillers
-    if unused := [*(key for key, value in common.items() if value != _DEFAULTS[key]), *config]:
+    if unused := [*(key for key, value in common.items() if value != DEFAULTS[key]), *config]:
         raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
     return None, program, fillers
 
