@@ -90,16 +90,19 @@ class DocumentedModulePattern:
 
 
 MODULES = {
-    "framework_dialect": {"get_dialect_cls"},
+    "framework_dialect": {"get_all_dialects", "get_dialect_cls"},
     "initialization": {"init_empty_weights"},
     "logger": {"get_logger"},
     "op": {
         "FlashAttention",
+        "FlashAttentionOp",
         "FusedMLP",
         "FusedQKV",
         "LinearWithAct",
         "LinearWithDropout",
         "LinearWithSeparateBias",
+        "LinearWithSyncFunc",
+        "ParallelCrossEntropy",
         "Print",
     },
     "pattern": {"ModulePattern", "Pattern", "call_module"},
@@ -119,7 +122,17 @@ MODULES = {
     "primitives": {"Primitive", "register_primitive"},
     "random": {"get_cuda_rng_tracker", "is_random_seed_set", "set_random_seed"},
     "schedule": {"Schedule", "ScheduleMetadata", "create_schedule", "list_primitives"},
+    "sharding": {
+        "all_gather_forward_output",
+        "reduce_backward_grad",
+        "reduce_forward_output",
+        "reduce_scatter_forward_output",
+        "register_shard_method",
+        "scatter_forward_output",
+        "sync_ops",
+    },
     "tracer": {"trace", "trace_module"},
+    "utils": {"decoder_flops", "get_hooks", "profile_perf", "report_memory", "report_time", "transfer_hooks"},
 }
 """Documented submodule to names in it."""
 

@@ -1,19 +1,11 @@
 """The classic modules, where ``slapo-kernels`` is installed."""
 
-from slapo_sharding.cross_entropy import ParallelCrossEntropy
-
 try:
-    from slapo_kernels.op import (
-        FlashAttention,
-        FlashAttentionOp,
-        FusedMLP,
-        FusedQKV,
-        LinearWithAct,
-        LinearWithDropout,
-        LinearWithSeparateBias,
-        LinearWithSyncFunc,
-        Print,
-    )
+    from .attention import FlashAttention, FlashAttentionOp
+    from .cross_entropy import ParallelCrossEntropy
+    from .linear import FusedQKV, LinearWithAct, LinearWithDropout, LinearWithSeparateBias, LinearWithSyncFunc
+    from .mlp import FusedMLP
+    from .printing import Print
 except ModuleNotFoundError as err:
     if err.name not in ("slapo_kernels", "slapo_kernels.op"):
         raise
