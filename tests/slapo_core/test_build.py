@@ -23,6 +23,7 @@ from slapo_core import (
     create_schedule,
     get_dialect_cls,
     hookimpl,
+    init_empty_weights,
     init_target_engine,
     make,
 )
@@ -177,6 +178,57 @@ def test_classes_of_a_dialect() -> None:
     assert get_dialect_cls("log_parser", "toy", allow_none=True) is None
     with pytest.raises(UnknownNameError, match="no dialect class 'log_parser' of target 'toy'; available: runtime_engine"):
         get_dialect_cls("log_parser", "toy")
+
+
+@pytest.mark.usefixtures("plugin")
+def test_an_unknown_target_is_the_plain_one_where_none_will_do() -> None:
+    plain = get_dialect_cls("runtime_engine", "tensorflow", allow_none=True)
+    top = model()
+    assert type(build(create_schedule(top))) is plain
+    assert tuple(plain(top)) == (top, None)
+    assert get_dialect_cls("runtime_engine", None) is plain
+    assert get_dialect_cls("log_parser", "tensorflow", allow_none=True) is None
+    with pytest.raises(UnknownNameError, match="no dialect 'tensorflow'"):
+        get_dialect_cls("runtime_engine", "tensorflow")
+    with pytest.raises(UnknownNameError, match="no dialect 'None'"):
+        get_dialect_cls("log_parser", None)
+
+
+def of_ones(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+def empty() -> nn.Sequential:
+    with init_empty_weights():
+        return model()
+
+
+@pytest.mark.usefixtures("plugin")
+def test_weights_get_values_or_not_as_init_weights_says() -> None:
+    own, left, ones = (build(create_schedule(empty()), init_weights=given).module for given in (True, False, of_ones))
+    assert torch.equal(own[0].weight, build(create_schedule(empty())).module[0].weight)
+    assert left[0].weight.is_meta
+    assert bool((ones[0].weight == 1).all())
+    assert bool((build(create_schedule(empty()), None, of_ones).module[0].weight == 1).all())
+    assert build(create_schedule(empty()), "toy", init_weights=of_ones).module[0].weight.sum() == 16
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize(
+    ("target", "given", "message"),
+    [
+        (None, {"init_weights": 3}, "init_weights is 3; give a bool, or a function of a module"),
+        (None, {"init_weights": of_ones, "param_init_fn": of_ones}, "init_weights is <function of_ones.*and no param_init_fn"),
+        ("toy", {"init_weights": False}, "init_weights is False, and '0.weight' has no values, which target 'toy' needs"),
+    ],
+)
+def test_what_init_weights_cannot_be(target: str | None, given: dict[str, Any], message: str) -> None:
+    sch = create_schedule(empty())
+    with pytest.raises(BuildError, match=message):
+        build(sch, target, **given)
+    assert sch.mod[0].weight.is_meta
+    assert build(create_schedule(model()), "toy", init_weights=False).module[0].weight.sum() != 0  # it has values
 
 
 class RefusesOnRankOne:

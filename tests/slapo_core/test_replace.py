@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -141,6 +143,30 @@ def test_replace_all_is_undone_when_a_module_cannot_be_made() -> None:
     assert all(isinstance(module, nn.GELU) for module in model)
 
 
+def sized(path: str, old: nn.Linear, *, bias: bool) -> nn.Module:
+    """As a classic script writes it."""
+    made = nn.Linear(old.in_features, old.out_features, bias=bias)
+    made.path = path
+    return made
+
+
+def test_replace_all_gives_a_function_of_two_the_path_and_both_its_keywords() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 4)))
+    sch = create_schedule(nn.Sequential(model))
+    sch["0"].replace_all(nn.Linear, sized, bias=False)
+    assert [(each.path, each.out_features, each.bias) for each in (model[0], model[1][0])] == [("0", 2, None), ("1.0", 4, None)]
+    sch.undo()
+    assert model[0].bias is not None
+
+
+@pytest.mark.parametrize("make", [sized, lambda: nn.ReLU()], ids=["a keyword missing", "no argument"])
+def test_replace_all_refuses_a_function_that_cannot_be_called_so(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    with pytest.raises(ScheduleError, match=r"is called with \(module\) or \(path, module\), and with scale by name; give a"):
+        create_schedule(model).replace_all(nn.Linear, make, scale=2)
+    assert isinstance(model[0], nn.Linear)
+
+
 def test_an_annotation_stays_with_the_parameter() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     sch = create_schedule(model)
@@ -149,6 +175,31 @@ def test_an_annotation_stays_with_the_parameter() -> None:
     assert sch["0"].metadata.param_tags == {"no_decay"}
     sch.undo()
     assert not hasattr(model[0].weight, "no_decay")
+
+
+def test_tags_are_a_set_that_one_adds_to_and_go_on_to_the_parameter_that_comes_in_the_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.no_decay, model[0].bias.scratch, model[1].weight.no_decay = True, 1, "own"
+    sch = create_schedule(model)
+    sch["0"].metadata.param_tags.add("no_decay")
+    new = nn.Linear(4, 4)
+    sch["0"].replace(new)
+    assert new.weight.no_decay is True
+    assert not hasattr(new.bias, "scratch")  # nobody said that it matters
+    sch.undo()
+    assert not hasattr(new.weight, "no_decay")
+    kept = nn.Linear(4, 4)
+    kept.weight.no_decay = False
+    sch["1"].replace(kept)
+    assert kept.weight.no_decay is False
+
+
+def test_a_tag_that_is_added_after_a_step_outlives_its_undo() -> None:
+    sch = create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    sch["0"].annotate("weight", "expert", True)
+    sch["0"].metadata.param_tags.add("no_decay")
+    sch.undo()
+    assert sch["0"].metadata.param_tags == {"no_decay"}
 
 
 @pytest.mark.parametrize(

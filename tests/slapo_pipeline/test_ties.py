@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from slapo_core.program import TieGroup
-from slapo_core.ties import analyze_tie_weights, tie_groups
+from slapo_core.ties import analyze_tie_weights
+from slapo_pipeline.tie_groups import tie_groups
 
 
 def _tied() -> nn.ModuleDict:

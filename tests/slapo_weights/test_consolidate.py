@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,55 @@ def test_each_rank_gets_its_part_of_the_same_numbers(layout: dict[str, int]) -> 
         assert [name for name in built if not torch.equal(consolidated_before[name], expected[name])] == []
         assert held < 0.7 * total
         assert said == "BuildError: consolidate_model: the schedule was built for 'torch' already; call it before build"
+
+
+def stage_values(rank: int, target: str) -> dict[str, torch.Tensor]:
+    """What this rank has values of after consolidating for its stage."""
+    sch = slapo.create_schedule(empty(), mesh=mesh_of(pp=2), example_inputs=batches(1)[0])
+    sch.pipeline(2)
+    slapo.consolidate_model(sch, target, optimizer=adamw, microbatches=2, check=False)
+    return {name: parameter.detach() for name, parameter in sch.mod.named_parameters() if not parameter.is_meta}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch",
+        pytest.param("deepspeed", marks=[pytest.mark.needs("deepspeed"), pytest.mark.slow]),
+        pytest.param("megatron", marks=[pytest.mark.needs("megatron-core"), pytest.mark.slow]),
+    ],
+)
+def test_each_stage_gets_its_own_for_any_target_with_the_options_of_the_build(target: str) -> None:
+    expected = dict(slapo.build(slapo.create_schedule(empty())).module.named_parameters())
+    first, second = run_distributed(stage_values, 2, target)
+    assert first.keys() | second.keys() == expected.keys()
+    assert first.keys() != second.keys()
+    for name, value in [*first.items(), *second.items()]:
+        assert torch.equal(value, expected[name])
+
+
+def test_values_from_files(tmp_path: Path) -> None:
+    trained = small("gpt2")
+    trained.save_pretrained(tmp_path)
+    sch = slapo.create_schedule(empty())
+    slapo.consolidate_model(sch, "torch", weights=tmp_path)
+    assert all(torch.equal(value, trained.state_dict()[name]) for name, value in sch.mod.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("target", "option", "message"),
+    [
+        (None, {"microbatches": 2}, "target=None gives a plain module and has no use for microbatches"),
+        (None, {"zero": 1}, "target=None gives a plain module and has no use for zero"),
+        ("torch", {"zero": 1}, "no option 'zero' of target 'torch'"),
+    ],
+)
+def test_an_option_without_use_is_an_error(target: str | None, option: dict[str, Any], message: str) -> None:
+    sch = slapo.create_schedule(empty())
+    with pytest.raises(BuildError, match=message):
+        slapo.consolidate_model(sch, target, **option)
+    assert sch["lm_head"].mod.weight.is_meta
 
 
 def failing_on_one(rank: int) -> tuple[str, bool]:

@@ -14,7 +14,9 @@ MODULES = (
     "primitives",
     "random",
     "schedule",
+    "sharding",
     "tracer",
+    "utils",
 )
 """Documented submodules of ``slapo``."""
 

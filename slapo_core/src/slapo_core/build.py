@@ -12,7 +12,7 @@ import torch
 from .agreement import agree, compare
 from .dialect import Dialect
 from .engine import Engine, PlainEngine
-from .errors import BuildError
+from .errors import BuildError, UnknownNameError
 from .parameters import facts, shard_spec
 from .program import Program, Stage
 from .registry import Registry, default_registry
@@ -20,12 +20,14 @@ from .schedule import Schedule
 from .weights import Initialiser, materialize
 
 _OF_THIS_RANK = r"( at)? 0x[0-9a-f]+|(?<=cuda):\d+"
-_DEFAULTS: dict[str, Any] = {"optimizer": None, "loss_fn": None, "microbatches": 1, "precision": "fp32", "clip": 0.0}
+DEFAULTS: dict[str, Any] = {"optimizer": None, "loss_fn": None, "microbatches": 1, "precision": "fp32", "clip": 0.0}
+"""Options that mean the same to every dialect."""
 
 
 def build(
     sch: Schedule,
     target: str | None = None,
+    init_weights: bool | Initialiser = True,
     *,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -44,13 +46,15 @@ def build(
     Args:
         sch: Any handle of the schedule.
         target: Name of an installed dialect, e.g. ``"torch"``; None gives the plain module.
+        init_weights: Whether weights on the meta device get values, which an engine needs, or the initialiser that gives them:
+            called with each module, children first; see ``slapo_core.weights.materialize``.
         optimizer: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters.
         loss_fn: ``loss_fn(outputs, labels)``, the mean over a micro-batch; None takes the loss from the model's output.
         microbatches: Equal parts a batch is cut into along dimension 0.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         clip: Largest gradient norm over all ranks; 0 is off.
-        param_init_fn: Initialiser for weights on the meta device; see ``slapo_core.weights.materialize``.
-        seed: Its seed.
+        param_init_fn: Another name for the initialiser.
+        seed: Of weights that get their values now.
         **config: For the plugins and the dialect. All that train take ``lr_scheduler``, a factory ``optimizer -> ...`` of
             ``torch.optim.lr_scheduler``, and ``ignore_index``, the label value that the loss leaves out; ``slapo_weights``
             takes ``weights``, a folder of safetensors for weights on the meta device. What else a dialect takes, ``config`` for
@@ -64,14 +68,21 @@ def build(
         BuildError: the schedule and the engine do not go together, another rank failed, or has another schedule; nothing was
             built. After an error of ``slapo_after_build`` the schedule counts as built, and takes a new one to try again.
     """
-    common: dict[str, Any] = dict(zip(_DEFAULTS, (optimizer, loss_fn, microbatches, precision, clip), strict=True))
+    common: dict[str, Any] = dict(zip(DEFAULTS, (optimizer, loss_fn, microbatches, precision, clip), strict=True))
     if not isinstance(sch, Schedule):
         raise BuildError(f"cannot build a {type(sch).__name__}; give what create_schedule returned")
     root, error = sch._root, None
     ranks = (root.mesh, sch.group if root.mesh is None else root.group)
     compare(written_steps(sch), *ranks)
     try:
-        dialect, program, fillers = _prepare(sch, target, common, config)
+        initialise = param_init_fn if isinstance(init_weights, bool) else init_weights
+        if not (callable(init_weights) or isinstance(init_weights, bool)) or (param_init_fn and init_weights is not True):
+            raise BuildError(f"init_weights is {init_weights!r}; give a bool, or a function of a module and no param_init_fn")
+        if target and not init_weights and (empty := [name for name, p in root.module.named_parameters() if p.is_meta]):
+            raise BuildError(
+                f"init_weights is False, and {empty[0]!r} has no values, which target {target!r} needs; leave it out"
+            )
+        dialect, program, fillers = prepare(sch, target, common, config)
         planned = [*_planned(target, common, program), *(line for fill in fillers for line in getattr(fill, "agreed", list)())]
     except Exception as err:
         error = err
@@ -84,7 +95,8 @@ def build(
             for fill in fillers:
                 if undo := fill(program, held, device):
                     filled.push(undo)
-            materialize(program.module, held, param_init_fn=param_init_fn, seed=seed, device=device)
+            if init_weights:
+                materialize(program.module, held, param_init_fn=initialise, seed=seed, device=device)
         except Exception as err:
             error = err
         agree(error, *ranks)
@@ -114,22 +126,27 @@ def _planned(target: str | None, common: dict[str, Any], program: Program) -> li
     return [f"build({target!r}) with {options}", *stages, *parameters]
 
 
-def _prepare(
+def prepare(
     sch: Schedule, target: str | None, common: dict[str, Any], config: dict[str, Any]
 ) -> tuple[type[Dialect] | None, Program, list[Callable[..., Any]]]:
-    """The dialect, the program and what gives it values, or an error; nothing is built and nothing communicated."""
+    """Give the dialect, the program and what gives it values, or an error; nothing is built and nothing communicated.
+
+    Args:
+        sch: Any handle of the schedule.
+        target: As for ``build``.
+        common: Every option of ``DEFAULTS``.
+        config: The others; what plugins take is taken out of it.
+    """
     if sch._root.target is not None:
         raise BuildError(f"the schedule was built for {sch._root.target!r} already; start a new schedule to build again")
     dialect = sch._root.registry.dialect(target) if target is not None else None
-    if dialect is None and (unused := [key for key, value in common.items() if value != _DEFAULTS[key]]):
-        raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
     fillers: list[Callable[..., Any]] = sch._root.registry.hook.slapo_before_build(schedule=sch, target=target, config=config)
-    if dialect is None and config:
-        raise BuildError(f"target=None has no use for {', '.join(config)}")
     program = build_program(sch)
     if dialect is not None:
-        program = dialect.check(program, **common, **config) or program
-    return dialect, program, fillers
+        return dialect, dialect.check(program, **common, **config) or program, fillers
+    if unused := [*(key for key, value in common.items() if value != DEFAULTS[key]), *config]:
+        raise BuildError(f"target=None gives a plain module and has no use for {', '.join(unused)}")
+    return None, program, fillers
 
 
 def build_program(sch: Schedule) -> Program:
@@ -156,17 +173,24 @@ def init_target_engine(sch: Schedule, target: str | None, **kwargs: Any) -> Engi
     return build(sch, target, **kwargs)
 
 
-def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False, plugins: Registry | None = None) -> type | None:
+def get_dialect_cls(
+    cls_type: str, target: str | None, allow_none: bool = False, plugins: Registry | None = None
+) -> type | None:
     """A dialect's class of a classic kind.
 
     Args:
         cls_type: One of ``"pipeline_stage"``, ``"pipeline_engine"``, ``"runtime_engine"``, ``"log_parser"``.
-        target: Name of the dialect.
-        allow_none: Give None instead of an error where the dialect has no such class.
+        target: Name of the dialect; None is the plain one, whose only class is the ``"runtime_engine"``.
+        allow_none: Take the plain one where there is no such dialect, and give None where there is no such class.
         plugins: Registry to look in; default: all installed plugins.
 
     Raises:
-        UnknownNameError: no such dialect, or, without ``allow_none``, no such class.
+        UnknownNameError: no such dialect or class, without ``allow_none``.
     """
-    dialect: type[Dialect] = (plugins or default_registry()).dialect(target)
-    return None if allow_none and cls_type not in dialect.classes else dialect.get(cls_type)
+    try:
+        dialect = (plugins or default_registry()).dialect(target or "None")
+    except UnknownNameError:
+        if not allow_none and (target is not None or cls_type != "runtime_engine"):
+            raise
+        return PlainEngine if cls_type == "runtime_engine" else None
+    return dialect.classes.get(cls_type) if allow_none else dialect.get(cls_type)

@@ -23,24 +23,28 @@ DeviceStates = dict[str, torch.Tensor]
 
 
 class RNGTracker:
-    """Named generator states beside the default one."""
+    """Named generator states beside the default one.
+
+    Attributes:
+        seeds: What each of them started from.
+    """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget all states."""
-        self._seeds: dict[str, int] = {}
+        self.seeds: dict[str, int] = {}
         self._states: dict[str, DeviceStates] = {}
         self._forks: list[tuple[str, DeviceStates]] = []
 
     def add(self, name: str, seed: int) -> None:
         """Add a state that starts from ``seed``; a name or a seed that is there already is a ``ValueError``."""
-        if name in self._seeds:
+        if name in self.seeds:
             raise ValueError(f"random state {name!r} exists already; reset() forgets all of them")
-        if seed in self._seeds.values():
+        if seed in self.seeds.values():
             raise ValueError(f"seed {seed} is taken by another random state; equal seeds give equal numbers")
-        self._seeds[name] = seed
+        self.seeds[name] = seed
         self._states[name] = {}
 
     def get_states(self) -> dict[str, DeviceStates]:
@@ -49,9 +53,9 @@ class RNGTracker:
 
     def set_states(self, states: Mapping[str, DeviceStates]) -> None:
         """Put back what ``get_states`` gave; names that were added since are kept as they are."""
-        unknown = sorted(set(states) - set(self._seeds))
+        unknown = sorted(set(states) - set(self.seeds))
         if unknown:
-            raise KeyError(f"no random state {unknown[0]!r}; add it first, known: {', '.join(self._seeds) or 'none'}")
+            raise KeyError(f"no random state {unknown[0]!r}; add it first, known: {', '.join(self.seeds) or 'none'}")
         self._states.update({name: dict(devices) for name, devices in states.items()})
 
     @contextmanager
@@ -63,7 +67,7 @@ class RNGTracker:
         Raises:
             KeyError: Nobody added that name; ``set_random_seed`` adds the default one.
         """
-        if name not in self._seeds:
+        if name not in self.seeds:
             raise KeyError(f"no random state {name!r}; call set_random_seed(...) or get_cuda_rng_tracker().add({name!r}, seed)")
         active = [forked for forked, _ in self._forks]
         if active and active[-1] == name:
@@ -72,7 +76,7 @@ class RNGTracker:
         if name in active:
             raise ValueError(f"random state {name!r} is forked again inside a fork of {active[-1]!r}; it would repeat numbers")
         self._forks.append((name, _device_states()))
-        _restore(self._states[name], self._seeds[name])
+        _restore(self._states[name], self.seeds[name])
         try:
             yield
         finally:

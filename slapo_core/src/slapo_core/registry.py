@@ -209,16 +209,6 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def using(registry: Registry) -> Iterator[Registry]:
-    """Let ``registry`` be the default one for a while."""
-    before, _Default.registry = _Default.registry, registry
-    try:
-        yield registry
-    finally:
-        _Default.registry = before
-
-
 def register_primitive() -> Callable[[PrimitiveClass], PrimitiveClass]:
     """A class decorator that registers a primitive in this process, for notebooks and tests; plugins use the hook."""
 

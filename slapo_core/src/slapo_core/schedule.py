@@ -44,14 +44,14 @@ class ScheduleMetadata:
 
     Args:
         tie_weights: Top module only: each parameter held at several places.
-        param_tags: Attributes that ``annotate`` put on parameters of this module.
+        param_tags: Names of attributes, of ``annotate`` or added here, that go on to what takes a parameter's place.
         primitives: Primitive name to the state it keeps for this module; a key means "was applied here". Of the top module
             ``"cut_pipeline_stage"`` has the paths of all cuts, in order.
         partition_idx: Pipeline stage of the module, where one was noted.
     """
 
     tie_weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    param_tags: frozenset[str] = frozenset()
+    param_tags: set[str] = field(default_factory=set)
     primitives: dict[str, Any] = field(default_factory=dict)
     partition_idx: int | None = None
 
@@ -376,7 +376,8 @@ class Schedule:
             program: The stages.
         """
         root, journal = self._root, self._root.journal.sealed_copy()
-        made = replace(root, module=module, journal=journal, holders=Holders(), children=[], program=program, whole=program.module)
+        fresh = {"module": module, "journal": journal, "holders": Holders(), "children": []}
+        made = replace(root, **fresh, program=program, whole=program.module)
         made.metadata[module] = root.metadata_of(root.module)
         return Schedule._of(made)
 

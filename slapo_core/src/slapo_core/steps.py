@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import ScheduleError
 from .journal import Step
 from .primitive import Primitive
-from .transaction import Transaction
+from .transaction import Memory, Transaction
 
 if TYPE_CHECKING:
     from .holders import Holders
@@ -106,15 +106,21 @@ def _applied(schedule: Schedule, name: str) -> str | None:
     return next((handle.path for _, handle in schedule.named_schedules() if name in handle.metadata.primitives), None)
 
 
-class _Restored:
+class _Restored(Memory):
     """What comes last when a step is undone. One object: the garbage collector goes through what is kept of all steps."""
 
     def __init__(self, holders: Holders, metadata: ScheduleMetadata) -> None:
-        self.holders, self.metadata, self.tags = holders, metadata, metadata.param_tags
+        super().__init__(metadata)
+        self.holders, self.tags = holders, set(metadata.param_tags)
         self.primitives = {name: copy.copy(value) for name, value in metadata.primitives.items()}
 
-    def __call__(self) -> None:
+    def settle(self) -> bool:
+        """Tags that are added from now on stay."""
+        self.settled, self.tags = True, self.tags ^ self.subject.param_tags
+        return True
+
+    def put_back(self) -> None:
         self.holders.drop()
-        self.metadata.primitives.clear()
-        self.metadata.primitives.update(self.primitives)
-        self.metadata.param_tags = self.tags
+        self.subject.primitives.clear()
+        self.subject.primitives.update(self.primitives)
+        self.subject.param_tags ^= self.tags

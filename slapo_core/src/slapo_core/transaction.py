@@ -36,7 +36,7 @@ class Transaction:
 
     def absorb(self, inner: Transaction) -> None:
         """Take over what a nested step recorded."""
-        self._inverses += [it for it in inner._inverses if not (isinstance(it, _Memory) and _key(it.subject) in self._seen)]
+        self._inverses += [it for it in inner._inverses if not (isinstance(it, Memory) and _key(it.subject) in self._seen)]
         self._seen |= inner._seen
 
     def touch(self, module: nn.Module) -> None:
@@ -60,7 +60,7 @@ class Transaction:
 
     def settled(self) -> list[Callable[[], None]]:
         """The step is done: what undoes it, but for what it left as it was, so that nothing others do from now on is undone."""
-        return [it for it in self._inverses if not isinstance(it, _Memory) or it.settle()]
+        return [it for it in self._inverses if not isinstance(it, Memory) or it.settle()]
 
     def wrote_in_place(self) -> bool:
         """Whether the step changed values of a parameter or buffer where they are, which nothing can put back."""
@@ -99,7 +99,7 @@ def _key(subject: Any) -> int:
     return id(vars(subject)) if isinstance(subject, nn.Module) else id(subject)
 
 
-class _Memory:
+class Memory:
     """What one object was like. Calling it puts back what differs; after ``settle``, what differed by then."""
 
     def __init__(self, subject: Any) -> None:
@@ -118,7 +118,7 @@ class _Memory:
         raise NotImplementedError
 
 
-class _ModuleMemory(_Memory):
+class _ModuleMemory(Memory):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.cls: type | None = type(module)
@@ -151,7 +151,7 @@ class _ModuleMemory(_Memory):
                 live[:] = former
 
 
-class _TensorMemory(_Memory):
+class _TensorMemory(Memory):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
         self.attributes = tensor.__dict__.copy()

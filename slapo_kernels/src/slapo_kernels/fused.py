@@ -9,7 +9,7 @@ from torch import nn
 
 from slapo_core.parameters import facts, is_part
 
-from .linear import activation_named
+from .linear import activation_named, check_probability
 from .registry import run
 
 
@@ -24,13 +24,25 @@ class FusedMLP(nn.Module):
         intermediate_size: Width between.
         orig_act: The activation, as ``LinearWithAct`` names it.
         resid_pdrop: Of the dropout at the end.
+        use_torchscript: Taken for scripts that name a compiler, and without effect: the table of kernels chooses the
+            implementation of ``bias_act``, ``SLAPO_KERNELS=bias_act=...`` forces one.
 
     Raises:
-        ValueError: there is no such activation.
+        ValueError: there is no such activation, ``resid_pdrop`` is no probability, or ``use_torchscript`` is no bool.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, orig_act: str, resid_pdrop: float = 0.0) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        orig_act: str,
+        resid_pdrop: float = 0.0,
+        use_torchscript: bool = False,
+    ) -> None:
         super().__init__()
+        check_probability("resid_pdrop", resid_pdrop)
+        if not isinstance(use_torchscript, bool):
+            raise ValueError(f"use_torchscript is {use_torchscript!r}; give a bool, or choose by SLAPO_KERNELS=bias_act=...")
         self.orig_act, self.activation = orig_act, activation_named(orig_act)
         self.fc_in = nn.Linear(hidden_size, intermediate_size)
         self.fc_out = nn.Linear(intermediate_size, hidden_size)

@@ -53,6 +53,14 @@ class LinearWithSeparateBias(nn.Linear):
         return x if self.bias is None else x + self.bias
 
 
+class LinearWithSyncFunc(LinearWithSeparateBias):
+    """``sync_fn(product) + bias``, by its established name; arguments as ``LinearWithSeparateBias``."""
+
+    def extra_repr(self) -> str:
+        """With the function."""
+        return f"{super().extra_repr()}, sync_fn={getattr(self.sync_fn, '__name__', self.sync_fn)}"
+
+
 class LinearWithAct(LinearWithSeparateBias):
     """``activation(linear(x))``, the activation in one with the bias by the kernel ``bias_act``.
 

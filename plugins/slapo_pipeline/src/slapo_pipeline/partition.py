@@ -17,12 +17,10 @@ from slapo_core.parameters import facts, shard_spec
 from slapo_core.paths import find
 from slapo_core.program import Boundary, Program, Stage
 from slapo_core.schedule import Schedule
-from slapo_core.ties import tie_groups
 from slapo_core.tracing.attributes import Attributes
 from slapo_core.tracing.regions import autocast_state
 from slapo_core.tracing.structures import fingerprint
 from slapo_core.tracing.traced_module import guard_of
-from slapo_core.wrapping import is_opaque
 
 from .arguments import apart, by_name
 from .assignment import Assignment
@@ -33,6 +31,7 @@ from .kept_trace import KeptTrace
 from .opened import Opened
 from .stage_module import read_from_batch, stage_module
 from .state import State
+from .tie_groups import tie_groups
 from .tree import divide
 from .whole_hooks import carry_hooks, hooks_aside, is_whole
 

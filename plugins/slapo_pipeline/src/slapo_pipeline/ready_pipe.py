@@ -18,7 +18,6 @@ from slapo_core.parameters import facts
 from slapo_core.paths import find
 from slapo_core.program import Boundary, Program, Stage
 from slapo_core.schedule import Schedule
-from slapo_core.ties import tie_groups
 from slapo_core.tracing.structures import difference, fingerprint
 
 from ._torch_pipe import Name, StageCalls, flatten, stage_calls, unflatten
@@ -26,6 +25,7 @@ from .arguments import apart, by_name
 from .cut_pipeline_stage import cuts
 from .partition import pipeline_ranks
 from .pipe import Pipe
+from .tie_groups import tie_groups
 from .transmitted import TransmittingStage
 from .tree import divide, prune
 

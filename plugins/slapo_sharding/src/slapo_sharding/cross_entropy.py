@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from . import collectives
 from .dealing import share
@@ -74,6 +76,44 @@ def parallel_cross_entropy(
     elif reduction == "sum":
         losses = losses.sum()
     return losses.to(logits.dtype)
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    label_smoothing: float = 0.0,
+    group: collectives.Group = None,
+    *,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """The loss of each target, by its established name: ``parallel_cross_entropy`` without a reduction.
+
+    Args:
+        vocab_parallel_logits: ``(..., vocabulary / n)``: this rank's columns.
+        target: ``(...)``: ids out of the whole vocabulary, the same on every rank.
+        label_smoothing: Share of the target that is spread over the vocabulary.
+        group: The ranks; None is the whole world, as in torch.
+        ignore_index: Targets whose loss is 0.
+    """
+    ranks = dist.group.WORLD if group is None and dist.is_initialized() else group
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "ignore_index": ignore_index, "reduction": "none"}
+    return parallel_cross_entropy(vocab_parallel_logits, target, ranks, **options)
+
+
+class ParallelCrossEntropy(nn.Module):
+    """``vocab_parallel_cross_entropy`` as a module: of logits whose vocabulary is sharded, the loss of each target.
+
+    Args:
+        group: The ranks; None is the whole world, as in torch.
+    """
+
+    def __init__(self, group: collectives.Group = None) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """``(..., vocabulary / n)`` and ``(...)`` to ``(...)``; take the mean of it for what ``cross_entropy`` gives."""
+        return vocab_parallel_cross_entropy(outputs, labels, group=self.group)
 
 
 def _highest(values: torch.Tensor, width: int, group: collectives.Group, same: bool) -> torch.Tensor:

@@ -117,8 +117,24 @@ def rules_of(schedule: Schedule) -> Rulebook:
     registry = schedule.registry
     book = _books.get(registry)
     if book is None:
-        book = _books[registry] = Rulebook(list(_load(registry)))
+        book = _books[registry] = Rulebook([*reversed(_added.get(registry, {}).values()), *_load(registry)])
     return book
+
+
+_added: WeakKeyDictionary[Registry, dict[type[nn.Module], tuple[ShardingRule, str]]] = WeakKeyDictionary()
+
+
+def add_rule(registry: Registry, module_cls: type[nn.Module], rule: Any, owner: str) -> None:
+    """Put a rule of this process in front of those of the plugins; the newest comes first, and one of a class replaces its.
+
+    Raises:
+        PluginError: it is no rule.
+    """
+    _check(rule, owner)
+    added = _added.setdefault(registry, {})
+    added.pop(module_cls, None)
+    added[module_cls] = rule, owner
+    _books.pop(registry, None)
 
 
 def _load(registry: Registry) -> Iterator[tuple[ShardingRule, str]]:
@@ -132,10 +148,14 @@ def _load(registry: Registry) -> Iterator[tuple[ShardingRule, str]]:
         if not isinstance(given, (list, tuple)):
             raise PluginError(f"slapo_shard_rules of {owner} returned {given!r}; return a list of rules", owner=owner)
         for rule in [rule for entry in given for rule in _imported(entry, owner)]:
-            if problem := next(_problems(rule), None):
-                label = repr(rule.kind if isinstance(rule, ShardingRule) else rule)
-                raise PluginError(f"sharding rule {label} of {owner} cannot be used: {problem}", owner=owner)
+            _check(rule, owner)
             yield rule, owner
+
+
+def _check(rule: Any, owner: str) -> None:
+    if problem := next(_problems(rule), None):
+        label = repr(rule.kind if isinstance(rule, ShardingRule) else rule)
+        raise PluginError(f"sharding rule {label} of {owner} cannot be used: {problem}", owner=owner)
 
 
 def _imported(given: Any, owner: str) -> Sequence[Any]:

@@ -63,6 +63,8 @@ class SyncPrimitive(Primitive):
         backward: For ``all_gather``: ``"split"`` where what follows is replicated or declares its own syncs (default after
             the module), ``"reduce_scatter"`` where each rank goes on to use its own shard (default before the module).
         of: For ``bwd_post``: paths below this module of those whose inputs are meant, instead of the module's own.
+        tensor_parallel_output_grad: The established name of ``backward``: True where the output's gradient is partial, as in a
+            tensor-parallel region, which is ``"reduce_scatter"``; False where it is whole, which is ``"split"``.
 
     Raises:
         ScheduleError: unknown mode or operation, one that this mode does not take, a missing axis, a function with other
@@ -81,8 +83,11 @@ class SyncPrimitive(Primitive):
         *,
         backward: str | None = None,
         of: Sequence[str] | None = None,
+        tensor_parallel_output_grad: bool | None = None,
     ) -> Sync:
         """Make the hook."""
+        if tensor_parallel_output_grad is not None:
+            backward = _backward(schedule.path, sync_op_or_fn, backward, tensor_parallel_output_grad)
         return _make(schedule, mode, sync_op_or_fn, axis, backward, of)
 
     @staticmethod
@@ -94,6 +99,7 @@ class SyncPrimitive(Primitive):
         *,
         backward: str | None = None,
         of: Sequence[str] | None = None,
+        tensor_parallel_output_grad: bool | None = None,
     ) -> None:
         """Register the hook."""
         sync: Sync = schedule.checked
@@ -161,6 +167,15 @@ def _make(
     if mode == "bwd_post":
         shared = SharedSum(schedule.group, 1 if of is None else len(of))
     return Sync(mode, op, axis, schedule.group, backward or default, shared=shared, new_axis=new_axis, path=schedule.path)
+
+
+def _backward(path: str, op: Any, backward: str | None, is_partial: Any) -> str:
+    """The backward that ``tensor_parallel_output_grad`` asks for."""
+    if not isinstance(is_partial, bool) or op != "all_gather" or backward is not None:
+        asked = f"tensor_parallel_output_grad is {is_partial!r} for {op!r} with backward={backward!r}"
+        message = f"{asked}; give True or False for 'all_gather', without backward"
+        raise ScheduleError(message, path=path, primitive="sync")
+    return "reduce_scatter" if is_partial else "split"
 
 
 def _reshard(

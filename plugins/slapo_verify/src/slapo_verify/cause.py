@@ -19,6 +19,7 @@ from . import hints
 from .blame import steps_to_blame
 from .compare import Computed, Task, compare, compute, numbers, put_together
 from .meeting import Ranks, StrandedError
+from .meta_values import fill_scheduled
 from .modules import differing, outputs_of
 from .replay import replay
 from .report import Blame
@@ -56,6 +57,7 @@ class Models(NamedTuple):
             ScheduleError: they cannot be taken again, or not without those that are left out.
         """
         sch = replay(self.fresh(), [self.steps[number] for number in numbers])
+        fill_scheduled(sch, self.reference)
         if self.in_float32:
             sch.mod.float()
         return sch

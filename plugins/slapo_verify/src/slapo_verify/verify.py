@@ -24,6 +24,7 @@ from slapo_core.testing.leaves import leaves_of
 from .cause import Models
 from .compare import LEVELS, Loss, OptimizerFactory, Task
 from .meeting import Ranks
+from .meta_values import device_for, give_values, is_empty, with_values
 from .plain_steps import sgd
 from .replay import fresh_schedule
 from .report import Report, short
@@ -52,7 +53,8 @@ def verify(
     Collective over the ranks of the schedule: every rank gives the same arguments and gets the same report.
 
     Args:
-        reference: The unmodified model, with the weights that the schedule's had.
+        reference: The unmodified model, with the weights that the schedule's had. Of the two models one that is on the meta
+            device is verified as a copy with the weights of the other, or, where both are, of the model's own initialiser.
         sch: The schedule.
         inputs: One call's arguments, as the example inputs of ``create_schedule``; default: these.
         level: ``"outputs"``; ``"grads"``: the loss and all gradients too; ``"step"``: what an optimizer's step adds to the
@@ -70,9 +72,15 @@ def verify(
     """
     top = _top(sch)
     ranks = Ranks.of(top.mesh, top.group)
-    task = ranks.alike(lambda: _task(reference, top, inputs, level, loss, optimizer, tolerance, eval_mode))
-    _check_alike(reference, top, task, tolerance, blame)
-    models = Models(reference, top, lambda: fresh_schedule(reference, top), top.journal.steps, tolerance, ranks)
+
+    def prepared() -> tuple[nn.Module, Schedule, Task]:
+        is_model = isinstance(reference, nn.Module) and reference is not top.mod
+        before, sch = with_values(reference, top, device_for(top.mod, None)) if is_model else (reference, top)
+        return before, sch, _task(before, sch, inputs, level, loss, optimizer, tolerance, eval_mode)
+
+    before, sch, task = ranks.alike(prepared)
+    _check_alike(before, sch, task, tolerance, blame)
+    models = Models(before, sch, lambda: fresh_schedule(before, sch), sch.journal.steps, tolerance, ranks)
     return verified(models, task, blame)
 
 
@@ -82,7 +90,8 @@ class Verify:
     Args:
         sch: The schedule; what it computes on entering is what it has to compute on leaving.
         example_inputs: As ``inputs`` of ``verify``.
-        device: Where the inputs go; default: where they are.
+        device: Where the inputs go, which is where the model is: ``"cuda"`` is the GPU that it is on, or else its own place. A
+            model on the meta device gets its values there, on a GPU where there is one.
         eval_mode: As for ``verify``.
         enable: False makes this do nothing.
         level: As for ``verify``.
@@ -97,7 +106,7 @@ class Verify:
         self,
         sch: Schedule,
         example_inputs: Any = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | None = "cuda",
         eval_mode: bool = True,
         enable: bool = True,
         *,
@@ -110,18 +119,21 @@ class Verify:
         self._inputs, self._device, self._eval_mode = example_inputs, device, eval_mode
         self.report: Report | None = None
         self._before: Schedule | None = None
+        self._place = torch.device("cpu")
         self._steps: Sequence[Step] = ()
 
     def __enter__(self) -> Verify:
         if self._enable:
             if self._before is not None:
                 raise VerifyError("this Verify is entered already; make another one for the steps within it")
-            if self._device is not None:
-                given = self._top.example_inputs if self._inputs is None else self._inputs
-                self._inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.to(self._device), given)
+            self._place = device_for(self._top.mod, self._device)
+            given = self._top.example_inputs if self._inputs is None else self._inputs
+            self._inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.to(self._place), given)
             with torch.inference_mode(False):
                 before = copy.deepcopy(self._top)
-            self._task(before.mod)
+                if is_empty(before.mod):
+                    give_values(before.mod, self._top.mod, self._place)
+                self._task(*with_values(before.mod, self._top, self._place))
             self._before, self._steps = before, tuple(self._top.journal.steps)
         return self
 
@@ -130,19 +142,20 @@ class Verify:
         if before is None or error is not None:
             return
         ranks = Ranks.of(self._top.mesh, self._top.group)
-        task = ranks.alike(lambda: self._task(before.mod))
-        _check_alike(before.mod, self._top, task, self._tolerance, True)
+        reference, top = ranks.alike(lambda: with_values(before.mod, self._top, self._place))
+        task = ranks.alike(lambda: self._task(reference, top))
+        _check_alike(reference, top, task, self._tolerance, True)
         steps = self._top.journal.steps
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(self._steps, steps, strict=False)))
         undone = None if kept == len(self._steps) else "a step from before the block was undone in it"
         models = Models(
-            before.mod, self._top, lambda: copy.deepcopy(before), steps[kept:], self._tolerance, ranks, kept, unknown=undone
+            reference, top, lambda: copy.deepcopy(before), steps[kept:], self._tolerance, ranks, kept, unknown=undone
         )
         self.report = verified(models, task, True)
         self.report.check()
 
-    def _task(self, before: nn.Module) -> Task:
-        return _task(before, self._top, self._inputs, self._level, self._loss, None, self._tolerance, self._eval_mode)
+    def _task(self, before: nn.Module, top: Schedule) -> Task:
+        return _task(before, top, self._inputs, self._level, self._loss, None, self._tolerance, self._eval_mode)
 
 
 def _check_alike(reference: nn.Module, top: Schedule, task: Task, tolerance: Tolerance | None, blame: bool) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
-from slapo_core.agreement import agree
-from slapo_core.build import build_program
+from slapo_core.agreement import agree, compare
+from slapo_core.build import DEFAULTS, prepare
 from slapo_core.errors import BuildError
 from slapo_core.schedule import Schedule
 from slapo_core.weights import materialize
@@ -34,35 +35,46 @@ def consolidate_model(
         param_init_fn: Called with each module, children first. Default: the model's own ``_init_weights``, as models of
             Transformers have it, else each module's ``reset_parameters``.
         seed: Of the numbers; default: the one of ``set_random_seed``'s default. ``build(seed=)`` gives the same.
-        **kwargs: What ``build`` will be given for this target, e.g. ``pipeline_schedule`` and ``microbatches``.
+        **kwargs: What ``build`` will be given, e.g. ``pipeline_schedule`` and ``microbatches``; or ``weights``, a folder of
+            values.
 
     Returns:
         The schedule.
 
     Raises:
         UnknownNameError: no such target.
-        BuildError: the schedule was built already, does not go with the target, or an initialiser leaves a parameter without
-            values; a rank failed. Nothing has changed on the ranks that did.
+        BuildError: the schedule was built already, does not go with the target and its options, or an initialiser leaves a
+            parameter without values; a rank failed. Nothing has changed on the ranks that did.
     """
     if not isinstance(sch, Schedule):
         raise BuildError(f"consolidate_model: cannot give values to a {type(sch).__name__}; give what create_schedule returned")
-    mesh, error = sch.mesh, None
+    ranks, error = (sch.mesh, sch.group if sch.mesh is None else None), None
+    agreed: list[str] = []
     try:
         if sch._root.target is not None:
             raise BuildError(
                 f"consolidate_model: the schedule was built for {sch._root.target!r} already; call it before build"
             )
-        dialect = sch.registry.dialect(target) if target is not None else None
-        if any(parameter.is_meta for parameter in sch.root_module.parameters()):
-            program = build_program(sch)
-            if dialect is not None:
-                program = dialect.check(program, **kwargs) or program
-            own = program.axis_rank("pp")
-            held = [stage.module for stage in program.stages if program.rank_of(stage.index) == own]
-            device = mesh.device_type if mesh is not None else "cpu"
-            materialize(program.module, held, param_init_fn=param_init_fn, seed=seed, device=device)
-            sch.journal.seal()
+        unchecked = {"check": False} if "shard" in sch.registry.primitive_names() else {}  # steps may follow
+        config: dict[str, Any] = {**unchecked, **kwargs}
+        common = {name: config.pop(name, default) for name, default in DEFAULTS.items()}
+        _, program, fillers = prepare(sch, target, common, config)
+        agreed = [line for fill in fillers for line in getattr(fill, "agreed", list)()]
     except Exception as err:
         error = err
-    agree(error, mesh, sch.group if mesh is None else None)
+    agree(error, *ranks)
+    compare(agreed, *ranks)
+    if any(parameter.is_meta for parameter in sch.root_module.parameters()):
+        held = [stage.module for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
+        device = sch.mesh.device_type if sch.mesh is not None else "cpu"
+        with ExitStack() as filled:
+            try:
+                for fill in fillers:
+                    if undo := fill(program, held, device):
+                        filled.push(undo)
+                materialize(program.module, held, param_init_fn=param_init_fn, seed=seed, device=device)
+            except Exception as err:
+                error = err
+            agree(error, *ranks)
+        sch.journal.seal()
     return sch

@@ -40,7 +40,7 @@ class AnnotatePrimitive(Primitive):
     def apply(schedule: Schedule, name: str, key: str, value: Any) -> None:
         """Set the attribute."""
         setattr(_tensor(schedule, name), key, value)
-        schedule.metadata.param_tags |= {key}
+        schedule.metadata.param_tags.add(key)
 
 
 def _tensor(schedule: Schedule, name: str) -> Any:

@@ -14,15 +14,8 @@ from ..primitive import Primitive
 if TYPE_CHECKING:
     from ..schedule import Schedule
 
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+_HOOKS = "_forward_pre_hooks _forward_pre_hooks_with_kwargs _forward_hooks _forward_hooks_with_kwargs".split()
+_HOOKS += "_forward_hooks_always_called _backward_pre_hooks _backward_hooks".split()
 
 
 class ReplacePrimitive(Primitive):
@@ -33,8 +26,9 @@ class ReplacePrimitive(Primitive):
         sch.replace(new, match):          y = a(b(x))       -->  y = new(x)
 
     A replaced module's hooks, training mode and ``requires_grad`` carry over, each parameter of ``new`` with the name and
-    shape of an old one takes its original name, unless the old one lives on inside of ``new``, and a module that several places
-    share is replaced at all of them. Replacing one holder of a tied parameter ends the tie there.
+    shape of an old one takes its original name and the attributes in ``param_tags``, unless the old one lives on inside of
+    ``new``, and a module that several places share is replaced at all of them. Replacing one holder of a tied parameter ends
+    the tie there.
 
     ``new`` runs where the subgraph's last operation was. If it draws random numbers, dropouts between the subgraph's
     operations draw before it: their masks are other ones than the unmodified model's for the same seed, and as random.
@@ -114,6 +108,7 @@ def as_matches(schedule: Schedule, subgraph: Any) -> list[Any]:
 def _carry_parameters(schedule: Schedule, old: nn.Module, new: nn.Module) -> None:
     """The parameters of ``new`` take over from those they replaced, but not from one that lives on inside of ``new``."""
     former = dict(old.named_parameters(remove_duplicate=False))
+    tags = {tag for known in schedule._root.metadata.values() for tag in known.param_tags}
     kept = {id(parameter) for parameter in new.parameters()}
     for name, parameter in new.named_parameters(remove_duplicate=False):
         was = former.get(name)
@@ -121,6 +116,8 @@ def _carry_parameters(schedule: Schedule, old: nn.Module, new: nn.Module) -> Non
             continue
         if not facts(parameter).names and was.shape == parameter.shape:
             _carry_names(schedule, was, parameter)
+            for tag in tags & vars(was).keys() - vars(parameter).keys():
+                setattr(parameter, tag, vars(was)[tag])
         if parameter.is_floating_point():
             parameter.requires_grad_(was.requires_grad)
 

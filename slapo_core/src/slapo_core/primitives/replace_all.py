@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,7 +27,9 @@ class ReplaceAllPrimitive(Primitive):
 
     Args:
         target: A module class (subclasses do not count) or a glob of paths, ``**`` crosses dots.
-        make: Called with each old module, returns the new one. Give an importable function or class to save the schedule.
+        make: Called with each old module, returns the new one; a function of two arguments with the path below this module
+            and the old module. Give an importable function or class to save the schedule.
+        **kwargs: For ``make``.
 
     Raises:
         ScheduleError: nothing matches, or ``make`` does not return a module.
@@ -34,36 +39,36 @@ class ReplaceAllPrimitive(Primitive):
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule, target: type[nn.Module] | str, make: Callable[[nn.Module], nn.Module]) -> None:
-        """Refuse a target that matches nothing."""
+    def check(schedule: Schedule, target: type[nn.Module] | str, make: Callable[..., nn.Module], **kwargs: Any) -> int:
+        """Refuse a target that matches nothing; the number of arguments of ``make``."""
         if not callable(make):
             raise ScheduleError(f"{make!r} cannot be called to make a module", path=schedule.path, primitive="replace_all")
         if not _targets(schedule, target):
             raise ScheduleError(f"nothing below matches {target!r}", path=schedule.path, primitive="replace_all")
+        for count in (1, 2):
+            with suppress(TypeError):
+                inspect.signature(make).bind(*range(count), **kwargs)
+                return count
+        wanted = f"is called with (module) or (path, module), and with {', '.join(kwargs) or 'nothing'} by name"
+        raise ScheduleError(f"{make!r} {wanted}; give a function of these", path=schedule.path, primitive="replace_all")
 
     @staticmethod
-    def apply(schedule: Schedule, target: type[nn.Module] | str, make: Callable[[nn.Module], nn.Module]) -> None:
+    def apply(schedule: Schedule, target: type[nn.Module] | str, make: Callable[..., nn.Module], **kwargs: Any) -> None:
         """Make and swap each; several places of one module get one new module."""
-        for handle in _targets(schedule, target):
+        for path, handle in _targets(schedule, target).items():
             for module in handle.mod.modules():
                 schedule.touch(module)  # make may change the old module instead of making a new one
-            new = make(handle.mod)
+            new = make(*(path, handle.mod)[-schedule.checked :], **kwargs)
             check_module(handle, new, "replace_all")
             swap(handle, new)
 
 
-def _targets(schedule: Schedule, target: type[nn.Module] | str) -> list[Schedule]:
-    if isinstance(target, str):
-        names = [name for name, _ in paths.select(schedule.mod, target)]
-    else:
-        names = [name for name, module in schedule.mod.named_modules() if name and type(module) is target]
-    outermost: dict[str, None] = {}
+def _targets(schedule: Schedule, target: type[nn.Module] | str) -> dict[str, Schedule]:
+    outermost: dict[str, Schedule] = {}
     seen: set[int] = set()
-    for name in sorted(set(names), key=lambda path: path.count(".")):
-        parts = name.split(".")
-        inside = any(".".join(parts[:end]) in outermost for end in range(1, len(parts)))
-        module = paths.find(schedule.mod, name)
-        if not inside and id(module) not in seen:
-            outermost[name] = None
+    for name, module in paths.select(schedule.mod, target) if isinstance(target, str) else schedule.mod.named_modules():
+        is_inside = not outermost.keys().isdisjoint(accumulate(name.split("."), paths.join))
+        if name and (isinstance(target, str) or type(module) is target) and not is_inside and id(module) not in seen:
+            outermost[name] = schedule[name]
             seen.add(id(module))
-    return [schedule[name] for name in names if name in outermost]
+    return outermost

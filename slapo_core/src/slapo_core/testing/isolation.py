@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..registry import Registry, using
+from ..registry import Registry, _Default
+
+
+@contextmanager
+def using(registry: Registry) -> Iterator[Registry]:
+    """Let ``registry`` be the default one for a while."""
+    before, _Default.registry = _Default.registry, registry
+    try:
+        yield registry
+    finally:
+        _Default.registry = before
 
 
 @contextmanager

@@ -1,15 +1,11 @@
 """The classic modules, where ``slapo-kernels`` is installed."""
 
 try:
-    from slapo_kernels.op import (
-        FlashAttention,
-        FusedMLP,
-        FusedQKV,
-        LinearWithAct,
-        LinearWithDropout,
-        LinearWithSeparateBias,
-        Print,
-    )
+    from .attention import FlashAttention, FlashAttentionOp
+    from .cross_entropy import ParallelCrossEntropy
+    from .linear import FusedQKV, LinearWithAct, LinearWithDropout, LinearWithSeparateBias, LinearWithSyncFunc
+    from .mlp import FusedMLP
+    from .printing import Print
 except ModuleNotFoundError as err:
     if err.name not in ("slapo_kernels", "slapo_kernels.op"):
         raise
@@ -17,10 +13,13 @@ except ModuleNotFoundError as err:
 
 __all__ = [
     "FlashAttention",
+    "FlashAttentionOp",
     "FusedMLP",
     "FusedQKV",
     "LinearWithAct",
     "LinearWithDropout",
     "LinearWithSeparateBias",
+    "LinearWithSyncFunc",
+    "ParallelCrossEntropy",
     "Print",
 ]

@@ -1,0 +1,7 @@
+"""Dialects: how a schedule is handed to a training framework."""
+
+from slapo_core import Dialect
+
+from .registry import get_all_dialects, get_dialect_cls
+
+__all__ = ["Dialect", "get_all_dialects", "get_dialect_cls"]

@@ -1,0 +1,5 @@
+"""Attention."""
+
+from slapo_kernels.op import FlashAttention, FlashAttentionOp
+
+__all__ = ["FlashAttention", "FlashAttentionOp"]

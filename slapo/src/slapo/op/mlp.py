@@ -1,0 +1,5 @@
+"""MLPs."""
+
+from slapo_kernels.op import FusedMLP
+
+__all__ = ["FusedMLP"]

@@ -1,0 +1,153 @@
+"""Memory and time, as one line on the first rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
+
+from slapo_core.tracing.tracers import split_inputs
+
+_MIB = 2**20
+
+
+def report_memory(msg: str = "", report_gc: bool = False) -> int:
+    """Print how much memory is in use, and how much was at most.
+
+    Args:
+        msg: What stands in front.
+        report_gc: Whether to collect garbage first and to print every tensor that is left.
+
+    Returns:
+        Bytes in use: what torch has allocated on the current GPU, or, where there is none, what the process has resident.
+    """
+    if report_gc:
+        gc.collect()
+    where = "GPU" if torch.cuda.is_available() else "CPU"
+    used, most = _gpu_memory() if torch.cuda.is_available() else _cpu_memory()
+    _say(f"{f'{msg}: ' if msg else ''}{where} memory {used / _MIB:.1f} MiB, at most {most / _MIB:.1f} MiB")
+    if report_gc:
+        for tensor in [found for found in gc.get_objects() if _is_tensor(found)]:
+            _say(f"{type(tensor).__name__} {list(tensor.shape)} {tensor.dtype} on {tensor.device}")
+    return used
+
+
+class Times(NamedTuple):
+    """Seconds of one run, the median of several.
+
+    Args:
+        forward: Of the forward.
+        backward: Of the backward; None where it was not run.
+    """
+
+    forward: float
+    backward: float | None
+
+
+def report_time(model: nn.Module, inputs: Any, backward: bool = False, repeat: int = 5) -> Times:
+    """Print how long a model takes, after one run that does not count; its gradients are as before.
+
+    Args:
+        model: Run as it is, in the mode it is in.
+        inputs: A dict of keyword arguments, a tuple or list of positional ones, or the only one.
+        backward: Whether to run the backward of the sum of all outputs that have a gradient.
+        repeat: How many runs count.
+
+    Raises:
+        ValueError: ``repeat`` is below 1, or no output has a gradient.
+    """
+    if repeat < 1:
+        raise ValueError(f"repeat is {repeat}; give at least 1")
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    try:
+        forward, back = zip(*(_timed(model, inputs, backward) for _ in range(repeat + 1)), strict=True)
+    finally:
+        for parameter, grad in gradients.items():
+            parameter.grad = grad
+    times = Times(_median(forward[1:]), _median(back[1:]) if backward else None)
+    behind = "" if times.backward is None else f", backward {times.backward * 1e3:.2f} ms"
+    _say(f"{type(model).__name__}: forward {times.forward * 1e3:.2f} ms{behind}, the median of {repeat}")
+    return times
+
+
+def profile_perf(model: nn.Module, inputs: Any, backward: bool = False, row_limit: int = 100) -> str:
+    """Print the operators of one run that take most time, by torch's profiler; arguments as ``report_time``.
+
+    Returns:
+        The table.
+    """
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    try:
+        with profile(activities=activities, record_shapes=True) as found:
+            _timed(model, inputs, backward)
+    finally:
+        for parameter, grad in gradients.items():
+            parameter.grad = grad
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    table: str = found.key_averages().table(sort_by=f"{kind}_time_total", row_limit=row_limit)
+    _say(table)
+    return table
+
+
+def _timed(model: nn.Module, inputs: Any, backward: bool) -> tuple[float, float]:
+    args, kwargs = split_inputs(inputs)
+    for parameter in model.parameters() if backward else ():
+        parameter.grad = None
+    out, forward = _seconds(lambda: model(*args, **kwargs))
+    if not backward:
+        return forward, 0.0
+    values = [out.to_tuple() if hasattr(out, "to_tuple") else out]
+    totals = [leaf.sum() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not totals:
+        raise ValueError(f"no output of {type(model).__name__} has a gradient; leave backward out")
+    return forward, _seconds(lambda: torch.autograd.backward(totals))[1]
+
+
+def _seconds(run: Callable[[], Any]) -> tuple[Any, float]:
+    _wait()
+    start = time.perf_counter()
+    found = run()
+    _wait()
+    return found, time.perf_counter() - start
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _median(values: tuple[float, ...]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _gpu_memory() -> tuple[int, int]:
+    return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+
+
+def _cpu_memory() -> tuple[int, int]:
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # no Linux
+        used = most
+    return used, max(used, most)
+
+
+def _is_tensor(found: Any) -> bool:
+    return isinstance(type(found), type) and issubclass(type(found), torch.Tensor)
+
+
+def _say(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)

@@ -1,0 +1,14 @@
+"""Reports of memory and time, FLOPs, and hooks; a documented path."""
+
+from .common import get_hooks, has_hook, transfer_hooks
+from .report import decoder_flops, profile_perf, report_memory, report_time
+
+__all__ = [
+    "decoder_flops",
+    "get_hooks",
+    "has_hook",
+    "profile_perf",
+    "report_memory",
+    "report_time",
+    "transfer_hooks",
+]
