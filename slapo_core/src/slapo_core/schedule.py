@@ -376,8 +376,8 @@ class Schedule:
             program: The stages.
         """
         root, journal = self._root, self._root.journal.sealed_copy()
-        fresh = {"module": module, "journal": journal, "holders": Holders(), "children": []}
-        made = replace(root, **fresh, program=program, whole=program.module)
+        made = replace(root, module=module, journal=journal, holders=Holders(), children=[])
+        made.program, made.whole = program, program.module
         made.metadata[module] = root.metadata_of(root.module)
         return Schedule._of(made)
 

@@ -14,6 +14,7 @@ from torch import fx, nn
 from slapo_core.inputs import by_position, named_inputs, signature_of
 from slapo_core.program import Program, Stage
 from slapo_core.tracing import TracedModule
+from slapo_core.tracing.traced_module import input_check_of
 
 from .stage_module import StageGuard, laid_out
 
@@ -162,7 +163,7 @@ def _parts(program: Program) -> list[_Part]:
 def _part(stage: Stage, sent: list[str] | None) -> _Part:
     received = [value.name for value in stage.inputs]
     module = stage.module
-    guard = getattr(module, "guard", None)
+    guard = input_check_of(module)
     if not isinstance(module, TracedModule) or not isinstance(guard, StageGuard):
         return _Part(stage.index, module, received, stage.batch_inputs, sent, True)
     inputs = dict(zip(received, module.graph.find_nodes(op="placeholder"), strict=False))
@@ -170,7 +171,7 @@ def _part(stage: Stage, sent: list[str] | None) -> _Part:
     gives = None if sent is None else [name for name in sent if name not in received]
     graph = _without(module.graph, {inputs[name] for name in received if name not in reads}, sent, gives)
     kept = tuple(each for name, each in zip(received, guard.received, strict=True) if name in reads)
-    made = TracedModule(module, graph, dataclasses.replace(guard, received=kept))  # type: ignore[arg-type]
+    made = TracedModule(module, graph, dataclasses.replace(guard, received=kept))
     for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook"):
         made.__dict__[name] = module.__dict__[name]
     for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"):
@@ -188,7 +189,7 @@ def _without(graph: fx.Graph, passed: set[fx.Node], sent: list[str] | None, give
     copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     result = copied.graph_copy(graph, copies)
     if sent is not None and gives is not None:
-        by_name = dict(zip(sent, result, strict=True))  # type: ignore[arg-type]
+        by_name = dict(zip(sent, result, strict=True))
         values = tuple(by_name[name] for name in gives)
         result = values[0] if len(values) == 1 else values
     copied.output(result)

@@ -171,6 +171,12 @@ def guard_of(module: nn.Module) -> Guard | None:
     return variants.guard if variants is not None else None
 
 
+def input_check_of(module: nn.Module) -> InputCheck | None:
+    """What checks the inputs of a traced module that no other forward stands behind."""
+    variants = variants_of(module)
+    return variants.input_check if variants is not None else None
+
+
 def _show_signature(module: TracedModule) -> None:
     """Let ``inspect.signature(module.forward)`` be that of the forward that was traced."""
 
