@@ -141,10 +141,20 @@ class _Session(TorchFunctionMode):
 
     def run_recorded(self, recorder: Recorder, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module whose operations are recorded. One that is traced is no other than before, but for its rewrites."""
-        variants = variants_of(module)
-        if variants is None:
+        if not isinstance(module, TracedModule):
             return call(module, *args, **kwargs)
-        assert isinstance(module, TracedModule)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run_traced(recorder, module, args, kwargs)
+
+        if call is type(module).forward:
+            return forward(*args, **kwargs)
+        with innermost_forward(module, forward):
+            return call(module, *args, **kwargs)
+
+    def _run_traced(self, recorder: Recorder, module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        variants = variants_of(module)
+        assert variants is not None
         if not variants.is_rewritten:
             original = variants.former(module)
             recorder.add_alias(original, module)
