@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from ..errors import TraceError
 from ..logger import get_logger
-from ..wrapping import is_opaque
+from ..wrapping import carry_around, is_opaque
 from . import _torch_private as private
 from .attributes import OF_TORCH, Attributes
 from .guard import Call, Guard, argument_values, plain_signature
@@ -71,7 +71,10 @@ def trace_fx(
     )
     names = {id(each): path for path, each in source.named_modules()}
     guard.attributes = Attributes(module, {(names[key], name) for key, name in reads if key in names}, {})
-    return TracedModule(module, graph, guard, inner=_inner(module, graph, plan, tracer), opened=opened)
+    traced = TracedModule(module, graph, guard, inner=_inner(module, graph, plan, tracer), opened=opened)
+    if is_opaque(module):
+        carry_around(module, traced)
+    return traced
 
 
 def _division(module: nn.Module, parameters: Any, example: Any, concrete: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:

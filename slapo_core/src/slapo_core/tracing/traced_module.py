@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
-from ..wrapping import HOOKS, WRAPPING, carry_around, is_opaque
+from ..wrapping import HOOKS, WRAPPING
 from . import _torch_private as private
 from .guard import Guard, InputCheck
 from .structures import TABLES as _TABLES
@@ -76,8 +76,6 @@ class TracedModule(fx.GraphModule):
                 self.__dict__[name] = value
         self.__dict__.setdefault("_traced_class", nn.Module if isinstance(root, fx.GraphModule) else type(root))
         self.__dict__["_version"] = root._version
-        if is_opaque(root):
-            carry_around(root, self)
 
     def _add_constants(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
         """Hold the constants of another graph under names that are free, which the graph then has."""

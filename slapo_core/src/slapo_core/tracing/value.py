@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import TraceError
-from ..wrapping import innermost_forward, is_opaque
+from ..wrapping import carry_around, innermost_forward, is_opaque
 from . import _torch_private as private
 from .attributes import OF_TORCH, Attributes, facts_of
 from .calls import is_open, model_source
@@ -345,13 +345,14 @@ def _run(
 
 def _assemble(root: nn.Module, session: _Session) -> TracedModule:
     """Traced modules from the inside out: each holds the ones inside it in place of the originals."""
-    made: dict[str, nn.Module] = {}
+    made: dict[str, TracedModule] = {}
     for path, (recorder, guard) in sorted(session.graphs.items(), key=lambda item: -len(item[0])):
         prefix = f"{path}." if path else ""
         inner = {name.removeprefix(prefix): module for name, module in made.items() if name.startswith(prefix)}
         module = root.get_submodule(path)
         guard.attributes = Attributes(module, *recorder.attributes(session.filled))
-        made[path] = TracedModule(module, recorder.graph, guard, recorder.constants, inner, recorder.opened)
-    traced = made[session.request.target]
-    assert isinstance(traced, TracedModule)
-    return traced
+        traced = TracedModule(module, recorder.graph, guard, recorder.constants, inner, recorder.opened)
+        if is_opaque(module):
+            carry_around(module, traced)
+        made[path] = traced
+    return made[session.request.target]
