@@ -333,6 +333,7 @@ def test_a_schedule_is_built_with_it() -> None:
             slapo.pipeline.program_of_pipe(other, sch)
 
 
+@pytest.mark.slow
 def test_importing_it_does_not_import_torch_s() -> None:
     code = "import slapo.pipeline, sys; assert 'torch.distributed.pipelining' not in sys.modules; slapo.pipeline.SplitPoint"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+import slapo
 from slapo_core.build import build, build_program
 from slapo_core.errors import BuildError, ScheduleError
 from slapo_core.replay import load_schedule
@@ -151,6 +153,38 @@ def test_a_partitioned_schedule_is_built() -> None:
     staged.undo()
     module, _ = build(staged)
     assert module is schedule.mod
+
+
+class Drops(nn.Module):
+    """Does other things in training, in its own forward and in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop, self.b = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.a(x))
+        return self.b(F.dropout(x, 0.5, self.training)) * (2 if self.training else 1)
+
+
+def test_the_mode_is_that_of_the_model() -> None:
+    schedule = cut(Drops(), X, "a")
+    top, model = generate_pipeline_partition(schedule).mod, schedule.mod
+    plain = copy.deepcopy(model)
+    for switched, mode in [(top, False), (top, True), (model, False), (top, True), (top, False), (model, True)]:
+        switched.train(mode)
+        plain.train(mode)
+        torch.manual_seed(3)
+        found = top(X)
+        torch.manual_seed(3)
+        assert_same(found, plain(X), f"mode {mode}")
+        assert top.training is switched.training or switched is model
+
+
+def test_a_partitioned_schedule_is_verified() -> None:
+    schedule = pair("encoder", "decoder.block.0")
+    plain = copy.deepcopy(schedule.mod)
+    assert slapo.verify(plain, generate_pipeline_partition(schedule))
 
 
 def test_structured_results_and_several_of_them() -> None:

@@ -177,3 +177,14 @@ def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
 
 
 nn.Parameter.__deepcopy__ = _deepcopy  # type: ignore[method-assign,assignment]
+
+
+def name_parameters(root: nn.Module) -> list[torch.Tensor]:
+    """Write each parameter's and buffer's names into its facts; returns the tied ones. Linear in the model."""
+    named: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for walk in (root.named_parameters, root.named_buffers):
+        for name, tensor in walk(remove_duplicate=False):
+            named.setdefault(id(tensor), (tensor, []))[1].append(name)
+    for tensor, names in named.values():
+        facts(tensor).names = tuple(names)
+    return [tensor for tensor, names in named.values() if len(names) > 1]

@@ -32,6 +32,16 @@ def select(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
     yield from _select(root, "", tuple(pattern.split(".")))
 
 
+def nearby(root: nn.Module, path: str) -> list[str]:
+    """At most a dozen modules: those whose path ends so, else those below the last one on the way that holds any."""
+    if same := [name for name, _ in root.named_modules() if name.endswith(f".{path}")]:
+        return same[:12]
+    head = split(path)[0]
+    while not (inside := [module for _, module in select(root, head) if module._modules] if head else [root]):
+        head = split(head)[0]
+    return [join(head, name) for name, _ in inside[0].named_children()][:12]
+
+
 def _select(module: nn.Module, path: str, parts: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
     if not parts:
         yield path, module

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import matching, paths
+from . import finding, paths
 from .errors import ScheduleError, UnknownNameError
 from .gather import full_state
 from .holders import Holders, Place
 from .journal import Journal, Step
-from .parameters import facts
+from .parameters import facts, name_parameters
 from .registry import Registry, default_registry
 from .steps import take_step
 from .transaction import Transaction
@@ -250,7 +250,7 @@ class Schedule:
         """
         handle = self._at(path)
         if paths.find(self._root.module, handle._path) is None:
-            near = [paths.join(self._path, name) for name in _nearby(self.mod, path)]
+            near = [paths.join(self._path, name) for name in paths.nearby(self.mod, path)]
             raise UnknownNameError.of("module", handle._path, near)
         return handle
 
@@ -270,7 +270,7 @@ class Schedule:
         """
         found = dict(paths.select(self.mod, pattern))
         if not found:
-            known = UnknownNameError.of("module", pattern, _nearby(self.mod, pattern))
+            known = UnknownNameError.of("module", pattern, paths.nearby(self.mod, pattern))
             raise ScheduleError(f"{known}", path=self._path, primitive="select")
         return [self._at(name) for name in found]
 
@@ -367,17 +367,14 @@ class Schedule:
         return self._root.holders.of(self._root.module, value, known)
 
     def of_stages(self, module: nn.Module, program: Program) -> Schedule:
-        """Return a schedule of ``module``, which holds the stages of this one's top module; this one stays as it is.
+        """Return a schedule of ``module``, whose children are the program's stages, on the very parameters of this one's model.
 
         Its journal has the steps so far, which only this schedule can undo. Both know the same of each module.
-
-        Args:
-            module: A module whose children are the stages, with the very parameters of the model.
-            program: The stages.
         """
         root, journal = self._root, self._root.journal.sealed_copy()
-        made = replace(root, module=module, journal=journal, holders=Holders(), children=[])
-        made.program, made.whole = program, program.module
+        made = replace(
+            root, module=module, journal=journal, holders=Holders(), children=[], program=program, whole=program.module
+        )
         made.metadata[module] = root.metadata_of(root.module)
         return Schedule._of(made)
 
@@ -399,18 +396,16 @@ class Schedule:
     # ---- finding in traced modules
 
     def find_node(self, regex_or_pattern_fn: str | Callable[..., bool]) -> list[tuple[str, Any]]:
-        """Nodes of the traced modules from here down: see ``slapo_core.matching.find_node``."""
-        return matching.find_node(self.mod, regex_or_pattern_fn, prefix=self._path)
+        """Nodes of the graphs from here down, which is traced first where it is not: see ``finding.find_node``."""
+        return finding.find_node(self, regex_or_pattern_fn)
 
     def find_subgraph(self, pattern_fn: Any) -> list[Any]:
-        """Subgraphs of the traced modules from here down: see ``slapo_core.matching.find_subgraph``."""
-        return matching.find_subgraph(self.mod, pattern_fn, prefix=self._path)
+        """Subgraphs from here down, which is traced first where it is not: see ``finding.find_subgraph``."""
+        return finding.find_subgraph(self, pattern_fn)
 
     def find(self, regex_or_pattern_fn: Any) -> list[Any]:
         """``find_node`` for a regular expression, ``find_subgraph`` for a function or ``Pattern``."""
-        if isinstance(regex_or_pattern_fn, str):
-            return self.find_node(regex_or_pattern_fn)
-        return self.find_subgraph(regex_or_pattern_fn)
+        return (self.find_node if isinstance(regex_or_pattern_fn, str) else self.find_subgraph)(regex_or_pattern_fn)
 
     # ---- weights
 
@@ -485,7 +480,7 @@ def create_schedule(
     registry = plugins if plugins is not None else default_registry()
     shared = Root(root, type(root).__qualname__, name, registry, group, mesh, example_inputs)
     try:
-        ties = _name_parameters(root)
+        ties = name_parameters(root)
     except RecursionError as err:
         raise refused("a module of the model contains itself; take it out of its inside") from err
     shared.metadata_of(root).tie_weights = {tensor: tensor for tensor in ties if isinstance(tensor, nn.Parameter)}
@@ -502,24 +497,3 @@ def is_module_list(module: nn.Module, name: str = "", parent: Schedule | None = 
     """
     names = list(module._modules)
     return isinstance(module, nn.ModuleList) or (type(module) is nn.Module and bool(names) and all(map(str.isdigit, names)))
-
-
-def _name_parameters(root: nn.Module) -> list[torch.Tensor]:
-    """Write each parameter's and buffer's names into its facts; returns the tied ones. Linear in the model."""
-    named: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for walk in (root.named_parameters, root.named_buffers):
-        for name, tensor in walk(remove_duplicate=False):
-            named.setdefault(id(tensor), (tensor, []))[1].append(name)
-    for tensor, names in named.values():
-        facts(tensor).names = tuple(names)
-    return [tensor for tensor, names in named.values() if len(names) > 1]
-
-
-def _nearby(root: nn.Module, path: str) -> list[str]:
-    """At most a dozen modules: those whose path ends so, else those below the last one on the way that holds any."""
-    if same := [name for name, _ in root.named_modules() if name.endswith(f".{path}")]:
-        return same[:12]
-    head = paths.split(path)[0]
-    while not (inside := [module for _, module in paths.select(root, head) if module._modules] if head else [root]):
-        head = paths.split(head)[0]
-    return [paths.join(head, name) for name, _ in inside[0].named_children()][:12]

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from slapo_core import graph_edit
 from slapo_core.errors import ScheduleError
+from slapo_core.finding import matches_of
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import is_opaque
@@ -31,8 +32,8 @@ class FusePrimitive(Primitive):
     layers and hooks put on them later are those of the time of the call; with a hook the region runs uncompiled.
 
     Args:
-        subgraph: One match, or a list of matches, of ``sch.find`` in this traced module: one operation behind the other or
-            several side by side. Equal matches share what is compiled.
+        subgraph: One match, or a list of matches, of ``sch.find``, or what that takes: one operation behind the other or several
+            side by side. Equal matches share what is compiled.
         compiler: ``"inductor"``: ``torch.compile``, with the dropout masks of the unmodified model.
             ``"inductor_fast_dropout"``: the same with masks that are equal in distribution alone.
             ``"torchscript"``: ``torch.jit.script``. ``"one_matmul"``: Linear layers of one input, as one product with all
@@ -54,7 +55,7 @@ class FusePrimitive(Primitive):
             raise _error(schedule, f"name is {name!r}; give a name a submodule can have")
         make = eager if compiler is None else compiler_of(schedule, compiler)
         prepared = []
-        for match in _matches(schedule, subgraph):
+        for match in matches_of(schedule, subgraph, "fuse"):
             traced = graph_edit.traced_module_of(schedule, match)
             _check_layers(schedule, traced, match)
             graph_edit.check_replace(schedule, match, lambda *inputs: inputs)
@@ -130,24 +131,6 @@ class Fused(nn.Module):
         called = [each for each in (*args, *self.children()) if isinstance(each, nn.Module)]
         is_as_compiled = torch.compiler.is_compiling() or not any(map(is_opaque, called))
         return (self._function.make() if is_as_compiled and not is_dry_run() else self._function.region)(*args)
-
-
-def _matches(schedule: Schedule, subgraph: Any) -> list[Any]:
-    """One match or several as a list."""
-    given = [[subgraph]] if _is_node(subgraph) else [subgraph] if _is_match(subgraph) else subgraph
-    if not isinstance(given, (list, tuple)) or not all(map(_is_match, given)):
-        raise _error(schedule, f"{subgraph!r:.60} is no subgraph; give what sch.find() returned")
-    if not given or not all(given):
-        raise _error(schedule, "the subgraph is empty; give what sch.find() returned")
-    return list(given)
-
-
-def _is_match(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(_is_node, value))
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], fx.Node)
 
 
 def _check_apart(schedule: Schedule, matches: Sequence[Any]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
 
 from slapo_core import graph_edit
 from slapo_core.errors import ScheduleError
+from slapo_core.finding import matches_of
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import wrap_forward
@@ -36,8 +38,8 @@ class CheckpointPrimitive(Primitive):
     are other ones than the unmodified model's for the same seed, as random and as independent.
 
     Args:
-        subgraph: One match, or a list of matches, of ``sch.find`` in this traced module. Each becomes a submodule
-            ``checkpointed``; modules in it must have no weights, as these would change their names.
+        subgraph: One match, or a list of matches, of ``sch.find``, or what that takes. Each becomes a submodule ``checkpointed``;
+            modules in it must have no weights, as these would change their names.
         policy: What is kept all the same. None: nothing. ``"matmuls"``: the results of products of matrices, convolutions and
             ``scaled_dot_product_attention``, so that the cheap rest is recomputed. Operators, one
             or a list, as ``torch.ops.aten.mm``, of all overloads or one, or by name, ``"aten.mm"``, which a schedule that is
@@ -61,8 +63,8 @@ class CheckpointPrimitive(Primitive):
     @staticmethod
     def check(
         schedule: Schedule, subgraph: Any = None, *, policy: Any = None, ratio: float | None = None, budget: Any = None
-    ) -> list[tuple[Schedule, Any]]:
-        """The modules, each with its policy."""
+    ) -> list[Any]:
+        """The modules, each with its policy, or the matches."""
         try:
             contexts_of(policy)
             allowed = None if budget is None else parse(budget)
@@ -79,22 +81,29 @@ class CheckpointPrimitive(Primitive):
         for name, option in (("ratio", ratio), ("budget", budget)):
             if option is not None:
                 raise _error(schedule, f"a {name} is of modules; leave it out beside a subgraph")
-        for match in _matches(schedule, subgraph):
+        matches = [list(match) for match in matches_of(schedule, subgraph, "checkpoint")]  # the inputs are the body's
+        for match in matches:
             _check_subgraph(schedule, match)
-        return []
+        return matches
 
     @staticmethod
     def apply(
         schedule: Schedule, subgraph: Any = None, *, policy: Any = None, ratio: float | None = None, budget: Any = None
     ) -> None:
-        for chosen, kept in schedule.checked:
+        for chosen, kept in schedule.checked if subgraph is None else ():
             schedule.touch(chosen.mod)
             wrap_forward(chosen.mod, Checkpointed(kept, chosen.path))
-        wrapper = Checkpointed(policy, schedule.path)
-        for match in [] if subgraph is None else _matches(schedule, subgraph):
-            body = graph_edit.extract(graph_edit.traced_module_of(schedule, match), match)
-            wrap_forward(body, wrapper)
-            graph_edit.replace_subgraph(schedule, match, body, name="checkpointed")
+        remake = partial(_body, Checkpointed(policy, schedule.path))
+        for match in () if subgraph is None else schedule.checked:
+            body = remake(graph_edit.traced_module_of(schedule, match), match)
+            graph_edit.replace_subgraph(schedule, match, body, name="checkpointed", remake=remake)
+
+
+def _body(wrapper: Checkpointed, traced: fx.GraphModule, nodes: Any) -> nn.Module:
+    """The nodes as a checkpointed module."""
+    body = graph_edit.extract(traced, nodes)
+    wrap_forward(body, wrapper)
+    return body
 
 
 def _chosen(schedule: Schedule, ratio: float | None) -> list[Schedule]:
@@ -138,24 +147,6 @@ def _check_subgraph(schedule: Schedule, match: list[tuple[str, fx.Node]]) -> Non
             advice = "checkpoint a module that contains it, or a subgraph of operations"
             raise _error(schedule, f"the weights of {node.target!r} in the subgraph would change their names; {advice}")
     graph_edit.check_replace(schedule, match, lambda *inputs: inputs)
-
-
-def _matches(schedule: Schedule, subgraph: Any) -> list[list[tuple[str, fx.Node]]]:
-    """One match or several as a list; as plain nodes, since the inputs are the body's and not the pattern's."""
-    found = [[subgraph]] if _is_node(subgraph) else [subgraph] if _is_match(subgraph) else subgraph
-    if not isinstance(found, (list, tuple)) or not all(map(_is_match, found)):
-        raise _error(schedule, f"{subgraph!r:.60} is no subgraph; give what sch.find() returned")
-    if not found or not all(found):
-        raise _error(schedule, "the subgraph is empty; give what sch.find() returned")
-    return [list(match) for match in found]
-
-
-def _is_match(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(_is_node, value))
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], fx.Node)
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

@@ -67,19 +67,28 @@ class PartitionedModule(fx.GraphModule):
         del cls.forward
         return code
 
+    def train(self, mode: bool = True) -> PartitionedModule:
+        """Set the mode of the stages and of the model, whose modules they share."""
+        super().train(mode)
+        for module in (self.program.module, *(stage.module for stage in self.program.stages)):
+            module.train(mode)
+        return self
+
     def forward(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run all stages in turn."""
         program = self.program
         if len(program.stages) == 1 and program.replan is None:
             return getattr(self, self.name_of(0))(*args, **kwargs)
         batch = named_inputs(program.module, args, kwargs)
-        now = program if program.replan is None else program.replan(self.training, batch)
+        now = program if program.replan is None else program.replan(program.module.training, batch)
         module: Any = self
         if now is not program:
             known = self.__dict__["_others"].get(id(now))
             if known is None:
                 known = self.__dict__["_others"][id(now)] = PartitionedModule(now, self.name_of)
             module = known
+        for child in module.children():
+            child.training = program.module.training
         names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
         return module.run_stages(**{name: batch[name] for name in names if name in batch})
 

@@ -20,11 +20,9 @@ _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_back
 @contextmanager
 def hooks_aside(root: nn.Module) -> Iterator[None]:
     """Take the hooks of the whole model off, but those that are traced with its forward, and put them back at the end."""
-    tables = {name: root.__dict__[name] for name in _TABLES}
-    traced = {
-        name: OrderedDict((key, hook) for key, hook in table.items() if _is_traced(hook)) for name, table in tables.items()
-    }
-    root.__dict__.update(traced)
+    tables = {name: root.__dict__[name] for name in _TABLES if not all(map(_is_traced, root.__dict__[name].values()))}
+    for name, table in tables.items():
+        root.__dict__[name] = OrderedDict((key, hook) for key, hook in table.items() if _is_traced(hook))
     try:
         yield
     finally:

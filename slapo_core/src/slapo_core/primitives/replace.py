@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import fx, nn
+from torch import nn
 
-from .. import graph_edit
+from .. import finding, graph_edit
 from ..errors import ScheduleError
 from ..parameters import facts
 from ..primitive import Primitive
@@ -24,6 +24,7 @@ class ReplacePrimitive(Primitive):
     Rewrite:
         sch["act"].replace(new):          parent(act=old)   -->  parent(act=new)
         sch.replace(new, match):          y = a(b(x))       -->  y = new(x)
+        sch.replace(new, pattern):        every y = a(b(x)) -->  y = new(x)
 
     A replaced module's hooks, training mode and ``requires_grad`` carry over, each parameter of ``new`` with the name and
     shape of an old one takes its original name and the attributes in ``param_tags``, unless the old one lives on inside of
@@ -35,8 +36,8 @@ class ReplacePrimitive(Primitive):
 
     Args:
         new: The module; for a subgraph also a function of the subgraph's inputs.
-        subgraph: One match, or a list of matches, of ``sch.find``. Several matches share ``new``, which must then hold no
-            parameters and no buffers.
+        subgraph: One match, or a list of matches, of ``sch.find``; or what ``sch.find`` takes, for all that it finds. Several
+            matches share ``new``, which must then hold no parameters and no buffers.
         name: Name of the new submodule in the traced module; default: made from its class.
 
     Raises:
@@ -47,19 +48,20 @@ class ReplacePrimitive(Primitive):
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule, new: Any, subgraph: Any = None, *, name: str | None = None) -> None:
-        """Refuse what cannot stand in this place."""
+    def check(schedule: Schedule, new: Any, subgraph: Any = None, *, name: str | None = None) -> list[Any]:
+        """Refuse what cannot stand in this place; find the matches."""
         if subgraph is None:
             check_module(schedule, new, "replace")
-            return
+            return []
         if not (isinstance(new, nn.Module) or callable(new)):
             raise ScheduleError(f"{new!r} is neither a module nor a function", path=schedule.path, primitive="replace")
-        matches = as_matches(schedule, subgraph)
+        matches = finding.matches_of(schedule, subgraph, "replace")
         if len(matches) > 1 and isinstance(new, nn.Module) and [*new.parameters(), *new.buffers()]:
             shared = f"{len(matches)} subgraphs would share the weights of one {type(new).__name__}"
             raise ScheduleError(f"{shared}; replace each with its own module", path=schedule.path, primitive="replace")
         for match in matches:
             graph_edit.check_replace(schedule, match, new)
+        return matches
 
     @staticmethod
     def apply(schedule: Schedule, new: Any, subgraph: Any = None, *, name: str | None = None) -> None:
@@ -67,7 +69,7 @@ class ReplacePrimitive(Primitive):
         if subgraph is None:
             swap(schedule, new)
             return
-        for match in as_matches(schedule, subgraph):
+        for match in schedule.checked:
             graph_edit.replace_subgraph(schedule, match, new, name=name)
 
 
@@ -94,15 +96,6 @@ def swap(schedule: Schedule, new: nn.Module) -> None:
         new.train(old.training)
     schedule.replace_module(new)
     _carry_parameters(schedule, old, new)
-
-
-def as_matches(schedule: Schedule, subgraph: Any) -> list[Any]:
-    """One match or several, as a list of matches."""
-    if isinstance(subgraph, tuple) and len(subgraph) == 2 and isinstance(subgraph[1], fx.Node):
-        return [[subgraph]]
-    if not isinstance(subgraph, list) or not subgraph:
-        raise ScheduleError("the subgraph is empty; give what sch.find() returned", path=schedule.path, primitive="replace")
-    return [subgraph] if isinstance(subgraph[0], tuple) else subgraph
 
 
 def _carry_parameters(schedule: Schedule, old: nn.Module, new: nn.Module) -> None:
