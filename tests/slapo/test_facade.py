@@ -46,6 +46,7 @@ DOCUMENTED = {
 
 
 MODULES = {
+    "autotune": {"Database", "Space", "Symbol"},
     "framework_dialect": {"get_all_dialects", "get_dialect_cls"},
     "initialization": {"init_empty_weights"},
     "logger": {"get_logger"},

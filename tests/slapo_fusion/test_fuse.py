@@ -270,7 +270,7 @@ def test_what_cannot_be_fused_is_refused_and_nothing_changes(
     assert str(sch.mod.graph) == code
 
 
-@pytest.mark.parametrize("subgraph", [3, "x", ["x"], [3], ("", 3), [("a", "b")], None, True], ids=str)
+@pytest.mark.parametrize("subgraph", [3, ["x"], [3], ("", 3), [("a", "b")], None, True], ids=str)
 def test_what_is_no_match_is_refused(subgraph: object) -> None:
     _, sch = traced()
     with pytest.raises(ScheduleError, match=r"fuse\(''\): .* is no subgraph; give what sch.find\(\) returned"):

@@ -96,14 +96,14 @@ def test_a_part_with_weights_is_refused_as_their_names_would_change() -> None:
     assert str(sch.mod.graph) == code
 
 
-@pytest.mark.parametrize("nothing", [[], [[]]])
-def test_an_empty_match_is_an_error(nothing: list[object]) -> None:
+@pytest.mark.parametrize("nothing", [[], [[]], "x", lambda x: x.tan().tan()])
+def test_an_empty_match_is_an_error(nothing: object) -> None:
     _, sch = traced()
     with pytest.raises(ScheduleError, match="the subgraph is empty"):
         sch.checkpoint(nothing)
 
 
-@pytest.mark.parametrize("subgraph", [3, "x", ["x"], [3], ("", 3), [("a", "b")], {"a": 1}, object], ids=str)
+@pytest.mark.parametrize("subgraph", [3, ["x"], [3], ("", 3), [("a", "b")], {"a": 1}, object], ids=str)
 def test_what_is_no_match_is_refused(subgraph: object) -> None:
     _, sch = traced()
     with pytest.raises(ScheduleError, match=r"checkpoint\(''\): .* is no subgraph; give what sch.find\(\) returned"):

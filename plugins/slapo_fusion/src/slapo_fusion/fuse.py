@@ -32,8 +32,8 @@ class FusePrimitive(Primitive):
     layers and hooks put on them later are those of the time of the call; with a hook the region runs uncompiled.
 
     Args:
-        subgraph: One match, or a list of matches, of ``sch.find``, or what that takes: one operation behind the other or several
-            side by side. Equal matches share what is compiled.
+        subgraph: One match, or a list of matches, of ``sch.find``, or what that takes: one operation behind the other or
+            several side by side. Equal matches share what is compiled.
         compiler: ``"inductor"``: ``torch.compile``, with the dropout masks of the unmodified model.
             ``"inductor_fast_dropout"``: the same with masks that are equal in distribution alone.
             ``"torchscript"``: ``torch.jit.script``. ``"one_matmul"``: Linear layers of one input, as one product with all

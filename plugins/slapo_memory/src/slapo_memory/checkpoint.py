@@ -38,8 +38,8 @@ class CheckpointPrimitive(Primitive):
     are other ones than the unmodified model's for the same seed, as random and as independent.
 
     Args:
-        subgraph: One match, or a list of matches, of ``sch.find``, or what that takes. Each becomes a submodule ``checkpointed``;
-            modules in it must have no weights, as these would change their names.
+        subgraph: One match, or a list of matches, of ``sch.find``, or what that takes. Each becomes a submodule
+            ``checkpointed``; modules in it must have no weights, as these would change their names.
         policy: What is kept all the same. None: nothing. ``"matmuls"``: the results of products of matrices, convolutions and
             ``scaled_dot_product_attention``, so that the cheap rest is recomputed. Operators, one
             or a list, as ``torch.ops.aten.mm``, of all overloads or one, or by name, ``"aten.mm"``, which a schedule that is

@@ -196,7 +196,7 @@ def is_read(node: fx.Node) -> bool:
 def _without(graph: fx.Graph, passed: set[fx.Node], sent: list[str] | None, gives: list[str] | None) -> fx.Graph:
     """A copy of a stage's graph without what passes through it."""
     copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    result = copied.graph_copy(graph, copies)
+    result: Any = copied.graph_copy(graph, copies)
     if sent is not None and gives is not None:
         by_name = dict(zip(sent, result, strict=True))
         values = tuple(by_name[name] for name in gives)
