@@ -9,8 +9,9 @@ from torch import fx, nn
 
 from ..errors import TraceError
 from ..logger import get_logger
-from ..wrapping import carry_around, is_opaque
+from ..wrapping import is_opaque
 from . import _torch_private as private
+from .around import carry_around
 from .attributes import OF_TORCH, Attributes
 from .guard import Call, Guard, argument_values, plain_signature
 from .regions import autocast_state

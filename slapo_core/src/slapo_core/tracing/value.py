@@ -12,10 +12,12 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import TraceError
-from ..wrapping import carry_around, innermost_forward, is_opaque
+from ..wrapping import is_opaque
 from . import _torch_private as private
+from .around import carry_around, innermost_forward
 from .attributes import OF_TORCH, Attributes, facts_of
 from .calls import is_open, model_source
+from .codegen import run_graph
 from .graph_ops import expect
 from .guard import Call, Guard, plain_signature
 from .recorder import Recorder
@@ -23,7 +25,6 @@ from .sandbox import OtherRandomNumbers, Sandbox
 from .state import Change, Repeat, changes
 from .structures import distinct, has_tensor, map_tensors, replace_tensors
 from .traced_module import TracedModule, variants_of
-from .variants import run_graph
 
 Kind = Literal["leaf", "inline", "graph"]
 Plan = Callable[[str, nn.Module], Kind]

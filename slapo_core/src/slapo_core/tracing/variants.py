@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_aggregate
 
 from ..errors import ScheduleError, TraceError
 from ..logger import get_logger
-from ..wrapping import is_hooked, is_opaque
+from ..wrapping import is_opaque
 from . import _torch_private as private
 from . import regions
+from .around import is_hooked
 from .codegen import compile_graph
+from .graph_comparison import graph_data, same_graph, twins
 from .graph_ops import UnexpectedAnswer, expect
 from .guard import Call, Guard, InputCheck, device_of
 from .sandbox import Sandbox
-from .structures import Hidden, fingerprint, shallow_copy
+from .structures import Hidden, shallow_copy
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -278,9 +279,9 @@ class Variants(Hidden):
         variant.pristine = data
         module._add_constants(graph, constants)
         if self.rewrites:
-            twins = _twins(first or [], graph)
+            pairs = twins(first or [], graph)
             for rewrite in self.rewrites:
-                rewrite.redo(module, graph, twins)
+                rewrite.redo(module, graph, pairs)
             self._check_targets(graph)
         self.others.append(variant)
         return guard, variant
@@ -291,38 +292,6 @@ class Variants(Hidden):
             raise ScheduleError(
                 f"the forward calls {lost[0]!r} in this call, which was replaced together with other operations"
             )
-
-
-def run_graph(
-    module: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], around: Callable[[fx.Node], AbstractContextManager[None]]
-) -> Any:
-    """Run a graph node by node.
-
-    Args:
-        module: Holds what the targets name.
-        graph: The graph.
-        inputs: Values of the placeholders.
-        around: Context in which each node runs.
-    """
-    values: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-        target: Any = node.target
-        if node.op == "output":
-            return args[0]
-        if node.op == "placeholder":
-            values[node] = inputs[target] if target in inputs else args[0]
-            continue
-        *parents, name = str(target).split(".")
-        with around(node):
-            if node.op == "call_function":
-                values[node] = target(*args, **kwargs)
-            elif node.op == "call_method":
-                values[node] = getattr(args[0], target)(*args[1:], **kwargs)
-            else:
-                found = getattr(module.get_submodule(".".join(parents)), name)
-                values[node] = found if node.op == "get_attr" else found(*args, **kwargs)
-    raise AssertionError("a graph without output")
 
 
 def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
@@ -346,79 +315,6 @@ def on_meta(module: nn.Module) -> nn.Module:
         copied._buffers[name] = buffer if buffer is None else empty(buffer)
     copied._modules.update({name: child and on_meta(child) for name, child in copied._modules.items()})
     return copied
-
-
-class _Index(int):
-    """Stands for a node: its place in the graph."""
-
-
-class _Constant:
-    """A tensor that the graph holds."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Constant):
-            return False
-        one, two = self.tensor, other.tensor
-        same = (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
-        return one is two or (same and not one.is_meta and torch.equal(one, two))
-
-    def __hash__(self) -> int:
-        return hash((self.tensor.shape, self.tensor.dtype))
-
-
-def graph_data(graph: fx.Graph, constants: Any) -> list[Any]:
-    """What a graph computes, in a form that can be compared, copied and pickled: name, what is called, and with what.
-
-    Args:
-        graph: The graph.
-        constants: The module that holds the tensors of ``_tensor_constant`` nodes, or a mapping that has them.
-    """
-    place = {node: _Index(index) for index, node in enumerate(graph.nodes)}
-    held = constants if isinstance(constants, Mapping) else constants._buffers
-
-    def called(node: fx.Node) -> Any:
-        constant = held.get(str(node.target)) if node.op == "get_attr" and "_tensor_constant" in str(node.target) else None
-        return node.target if constant is None else _Constant(constant)
-
-    return [
-        (
-            node.name if node.op != "placeholder" else str(node.target),
-            (node.op, called(node) if node.op not in ("placeholder", "output") else None, node.meta.get("module", "")),
-            map_arg((node.args, node.kwargs), lambda other: place[other]),
-            node.meta.get("draws", False),
-        )
-        for node in graph.nodes
-    ]
-
-
-def same_graph(one: list[Any] | None, two: list[Any] | None) -> bool:
-    """Whether two graphs compute the same, operation by operation."""
-    if one is None or two is None or len(one) != len(two):
-        return False
-    for (name, called, args, _), (other, also, given, _) in zip(one, two, strict=True):
-        if called != also or (called[0] == "placeholder" and name != other):
-            return False
-        if fingerprint(args, id) != fingerprint(given, id):
-            return False
-    return True
-
-
-def _twins(first: list[Any], graph: fx.Graph) -> dict[str, fx.Node]:
-    """Name of a node of the first graph to the node of another graph that has its part there; others are left out.
-
-    Nodes that call the same from the same module are paired in order where there are as many in both graphs.
-    """
-    nodes = list(graph.nodes)
-    places: list[dict[Any, list[int]]] = [{}, {}]
-    for table, data in zip(places, (first, graph_data(graph, {})), strict=True):
-        for place, (name, called, *_) in enumerate(data):
-            table.setdefault((called, name if called[0] == "placeholder" else ""), []).append(place)
-    ours, theirs = places
-    alike = [(here, theirs[key]) for key, here in ours.items() if len(here) == len(theirs.get(key, ()))]
-    return {first[one][0]: nodes[other] for here, there in alike for one, other in zip(here, there, strict=True)}
 
 
 def _is_closed(root: nn.Module, path: str, cls: type) -> bool:
