@@ -61,7 +61,7 @@ class _Session(TorchFunctionMode):
         recorder = self.stack[-1]
         if recorder is None:
             if module is not self.target or self.graphs:
-                return call(module, *args, **kwargs)
+                return self.run_around(call, module, args, kwargs)
             with private.unrecorded():
                 return self.record_target(call, args, kwargs)
         if id(module) not in recorder.modules:
@@ -76,6 +76,20 @@ class _Session(TorchFunctionMode):
         with private.unrecorded():
             run = self.record if kind == "graph" else self.run_whole
             return recorder.call_module(module, args, kwargs, lambda: run(call, module, args, kwargs))
+
+    def run_around(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module unrecorded; one whose graph may have taken the target in runs as it did before it was traced."""
+        variants = variants_of(module)
+        if (
+            self.graphs
+            or variants is None
+            or variants.is_rewritten
+            or all(child is not self.target for child in module.modules())
+        ):
+            return call(module, *args, **kwargs)
+        assert isinstance(module, TracedModule)
+        with innermost_forward(module, variants.original(module)):
+            return call(module, *args, **kwargs)
 
     def run_whole(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module unrecorded; random numbers of Python and NumPy it draws are its own."""
