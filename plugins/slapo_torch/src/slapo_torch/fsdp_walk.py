@@ -46,6 +46,7 @@ class Walk:
         for index, unit in enumerate(self._units):
             module = root.get_submodule(unit.path)
             before, behind = (_uncompiled(partial(hook, index)) for hook in (self._before, self._behind))
+            before.of_engine = behind.of_engine = True  # type: ignore[attr-defined]  # a trace leaves them out
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
             self._hooks.append(module.register_forward_hook(behind, with_kwargs=True))
 

@@ -143,15 +143,30 @@ def unobserved() -> Iterator[None]:
 
 def fake_like(mode: FakeMode, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """A fake of ``tensor`` without its autograd history, on ``device`` where given: a sixth of ``from_tensor``'s cost."""
+    if (whole := whole_shape(tensor)) is not None:
+        empty = torch.empty(whole, dtype=tensor.dtype, device="meta")
+        return mode.fake(empty, device or tensor.device).requires_grad_(tensor.requires_grad)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return mode.fake(empty, device or tensor.device).requires_grad_(tensor.requires_grad)
 
 
+def whole_shape(tensor: torch.Tensor) -> torch.Size | None:
+    """The shape of a weight of which this rank has a part alone, and no more of it while nothing that uses it runs."""
+    shape: torch.Size | None = getattr(tensor, "ds_shape", None)  # ZeRO's
+    distributed = sys.modules.get("torch.distributed.tensor")  # takes half a second to import
+    return tensor.shape if shape is None and distributed and isinstance(tensor, distributed.DTensor) else shape
+
+
+def is_apart(tensor: torch.Tensor) -> bool:
+    """Whether an engine has given each rank a part of a weight."""
+    return whole_shape(tensor) is not None
+
+
 def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """Let ``fake`` pass for ``real``: an ``nn.Parameter`` where that is one, with its attributes."""
-    fake.__dict__.update(real.__dict__)
+    fake.__dict__.update({name: value for name, value in real.__dict__.items() if not name.startswith("ds_")})
     if isinstance(real, nn.Parameter):
         fake._is_param = True
     return fake

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -43,6 +45,35 @@ def rebind(module: nn.Module) -> None:
     """Let the wrappers that another object of the same attributes was given run the forward of this one."""
     if WRAPPERS in module.__dict__:
         module.__dict__["forward"] = WrappedForward(wrapped_forward, module)
+
+
+_ENGINES = ("deepspeed.", "megatron.", "torch.distributed.")
+
+
+@contextmanager
+def engines_aside(root: nn.Module) -> Iterator[None]:
+    """Meanwhile no hook of an engine runs, FSDP's or ZeRO's say, which gather and free the weights of what is called."""
+    former: list[tuple[dict[str, Any], str, Any]] = []
+    for module in root.modules():
+        for name in HOOKS:
+            hooks = module.__dict__[name]
+            if isinstance(hooks, dict) and any(map(_is_engines, hooks.values())):
+                former.append((module.__dict__, name, hooks))
+                module.__dict__[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_engines(hook))
+    try:
+        yield
+    finally:
+        for attributes, name, hooks in former:
+            attributes[name] = hooks
+
+
+def _is_engines(hook: Any) -> bool:
+    """Whether a hook is an engine's: by its module, or as a true attribute ``of_engine`` says."""
+    if getattr(hook, "of_engine", False):
+        return True
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith(_ENGINES)
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -114,6 +114,12 @@ class Guard:
                     source = None if of is None else str(of.target)
                     self.expectations += (Expectation(answer, str(name), source, tuple(asked), dict(node.kwargs)),)
 
+    def share_attributes(self, other: Guard | None, module: nn.Module) -> None:
+        """Watch the attributes by the record of another guard, where that watches the same ones and they have not changed."""
+        known = other.attributes if other is not None else None
+        if self.attributes is not None and known is not None and self.attributes.names == known.names:
+            self.attributes = known if known.changed(module) is None else self.attributes
+
     def problem(self, module: nn.Module, call: Call) -> str | None:
         """Why the graph is not good for a call; None where it is."""
         if call.training != self.training:

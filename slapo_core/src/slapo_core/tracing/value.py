@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import TraceError
 from ..wrapping import is_opaque
 from . import _torch_private as private
-from .around import carry_around, innermost_forward
+from .around import carry_around, engines_aside, innermost_forward
 from .attributes import OF_TORCH, Attributes, facts_of
 from .calls import is_open, model_source
 from .codegen import run_graph
@@ -308,7 +308,8 @@ def trace_again(module: nn.Module, args: Any, kwargs: Any, opened: frozenset[str
         opened: Paths of the modules whose forwards become part of the graph.
     """
     plan: Plan = lambda path, child: "inline" if path in opened else "leaf"  # noqa: E731
-    session = _with_modes(module, args, dict(kwargs), Request("", plan, symbolic=True))
+    with engines_aside(module):
+        session = _with_modes(module, args, dict(kwargs), Request("", plan, symbolic=True))
     recorder, guard = session.graphs[""]
     guard.attributes = Attributes(module, *recorder.attributes(session.filled))
     return recorder.graph, guard, recorder.constants
@@ -329,7 +330,8 @@ def _attempt(root: nn.Module, args: Any, kwargs: Any, request: Request, *, grad:
     try:
         return _run(root, args, kwargs, request, fake=True, grad=grad)
     except TraceError as failed:
-        if failed.__cause__ is None or any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
+        weights = [*root.parameters(), *root.buffers()]
+        if failed.__cause__ is None or any(tensor.is_meta or private.is_apart(tensor) for tensor in weights):
             raise
         return _run(root, args, kwargs, request, fake=False, grad=grad)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .traced_module import TracedModule
 
 _MOST_GRAPHS = 32
-_MOST_CALLS = 1024
+_MOST_CALLS = 256
 
 
 class Rewrite(Protocol):
@@ -237,7 +237,7 @@ class Variants(Hidden):
 
     def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
         try:
-            guard, variant = self._traced(module, args, kwargs)
+            guard, variant = self._traced(module, args, kwargs, call.closed)
         except (TraceError, ScheduleError) as err:
             if self.is_rewritten:
                 closed = f"{call.closed[0]!r} was wrapped, got hooks or was replaced" if call.closed else None
@@ -245,6 +245,7 @@ class Variants(Hidden):
                 raise TraceError(f"{problem}, and the rewritten graph of the {self.label} has no other form: {err}") from err
             get_logger().warning("the traced %s runs its own forward for calls like this, no graph: %s", self.label, err)
             guard, variant = Guard.of(module, args, kwargs), None
+        guard.share_attributes(self.guard, module)
         if len(self.calls) >= _MOST_CALLS:
             self.calls.clear()
         self.recent = None if call.closed else (guard, variant)
@@ -252,7 +253,7 @@ class Variants(Hidden):
         del self.calls[call.key][_MOST_GRAPHS:]
         return guard, variant
 
-    def _traced(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
+    def _traced(self, module: TracedModule, args: Any, kwargs: Any, closed: Sequence[str]) -> tuple[Guard, Variant | None]:
         from .value import trace_again  # noqa: PLC0415  it makes traced modules
 
         if self.edited_by_hand:
@@ -263,7 +264,7 @@ class Variants(Hidden):
             raise TraceError("the class that it was traced from is not known")
         with private.unobserved():
             former = with_modules(self.former(module, bare=True), self.dropped)
-            graph, guard, constants = trace_again(former, args, kwargs, frozenset(self.opened))
+            graph, guard, constants = trace_again(former, args, kwargs, frozenset(self.opened).difference(closed))
         data = graph_data(graph, constants)
         first = self.pristine if self.rewrites else graph_data(module.graph, module)
         if same_graph(first, data):
