@@ -24,10 +24,11 @@ from ..wrapping import is_hooked, is_opaque
 from . import _torch_private as private
 from . import regions
 from .codegen import compile_graph
+from .graph_data import Twins, graph_data, same_graph
 from .graph_ops import UnexpectedAnswer, expect
 from .guard import Call, Guard, InputCheck, device_of
 from .sandbox import Sandbox
-from .structures import Hidden, fingerprint, shallow_copy
+from .structures import Hidden, shallow_copy
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -39,7 +40,7 @@ _MOST_CALLS = 1024
 class Rewrite(Protocol):
     """An edit of the first graph that can be made on another one."""
 
-    def redo(self, module: TracedModule, graph: fx.Graph, twins: dict[str, fx.Node]) -> None:
+    def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
         """Make the edit on ``graph``, where ``twins`` has its node for the name of each node of the first graph."""
 
 
@@ -132,9 +133,14 @@ class Variants(Hidden):
             self.pristine = graph_data(module.graph, module)
 
     @property
+    def is_changed(self) -> bool:
+        """Whether the first graph is another one than was given."""
+        return bool(self.rewrites) or self.edited_by_hand
+
+    @property
     def is_rewritten(self) -> bool:
         """Whether the first graph does other things than the forward that was traced, or stands for none."""
-        return bool(self.rewrites) or self.edited_by_hand or self.guard is None
+        return self.is_changed or self.guard is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variants:
         return _restored({key: copy.deepcopy(value, memo) for key, value in self._state().items()})
@@ -278,7 +284,7 @@ class Variants(Hidden):
         variant.pristine = data
         module._add_constants(graph, constants)
         if self.rewrites:
-            twins = _twins(first or [], graph)
+            twins = Twins(first or [], graph)
             for rewrite in self.rewrites:
                 rewrite.redo(module, graph, twins)
             self._check_targets(graph)
@@ -336,6 +342,13 @@ def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module
     return root
 
 
+def with_dropped(module: TracedModule) -> TracedModule:
+    """A traced module that has the submodules that rewrites removed, which graphs without these rewrites call."""
+    copied = with_modules(module, module._variants.dropped)
+    assert isinstance(copied, type(module))
+    return copied
+
+
 def on_meta(module: nn.Module) -> nn.Module:
     """A copy of a module and all in it, with weights on the meta device."""
     copied = shallow_copy(module)
@@ -346,79 +359,6 @@ def on_meta(module: nn.Module) -> nn.Module:
         copied._buffers[name] = buffer if buffer is None else empty(buffer)
     copied._modules.update({name: child and on_meta(child) for name, child in copied._modules.items()})
     return copied
-
-
-class _Index(int):
-    """Stands for a node: its place in the graph."""
-
-
-class _Constant:
-    """A tensor that the graph holds."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Constant):
-            return False
-        one, two = self.tensor, other.tensor
-        same = (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
-        return one is two or (same and not one.is_meta and torch.equal(one, two))
-
-    def __hash__(self) -> int:
-        return hash((self.tensor.shape, self.tensor.dtype))
-
-
-def graph_data(graph: fx.Graph, constants: Any) -> list[Any]:
-    """What a graph computes, in a form that can be compared, copied and pickled: name, what is called, and with what.
-
-    Args:
-        graph: The graph.
-        constants: The module that holds the tensors of ``_tensor_constant`` nodes, or a mapping that has them.
-    """
-    place = {node: _Index(index) for index, node in enumerate(graph.nodes)}
-    held = constants if isinstance(constants, Mapping) else constants._buffers
-
-    def called(node: fx.Node) -> Any:
-        constant = held.get(str(node.target)) if node.op == "get_attr" and "_tensor_constant" in str(node.target) else None
-        return node.target if constant is None else _Constant(constant)
-
-    return [
-        (
-            node.name if node.op != "placeholder" else str(node.target),
-            (node.op, called(node) if node.op not in ("placeholder", "output") else None, node.meta.get("module", "")),
-            map_arg((node.args, node.kwargs), lambda other: place[other]),
-            node.meta.get("draws", False),
-        )
-        for node in graph.nodes
-    ]
-
-
-def same_graph(one: list[Any] | None, two: list[Any] | None) -> bool:
-    """Whether two graphs compute the same, operation by operation."""
-    if one is None or two is None or len(one) != len(two):
-        return False
-    for (name, called, args, _), (other, also, given, _) in zip(one, two, strict=True):
-        if called != also or (called[0] == "placeholder" and name != other):
-            return False
-        if fingerprint(args, id) != fingerprint(given, id):
-            return False
-    return True
-
-
-def _twins(first: list[Any], graph: fx.Graph) -> dict[str, fx.Node]:
-    """Name of a node of the first graph to the node of another graph that has its part there; others are left out.
-
-    Nodes that call the same from the same module are paired in order where there are as many in both graphs.
-    """
-    nodes = list(graph.nodes)
-    places: list[dict[Any, list[int]]] = [{}, {}]
-    for table, data in zip(places, (first, graph_data(graph, {})), strict=True):
-        for place, (name, called, *_) in enumerate(data):
-            table.setdefault((called, name if called[0] == "placeholder" else ""), []).append(place)
-    ours, theirs = places
-    alike = [(here, theirs[key]) for key, here in ours.items() if len(here) == len(theirs.get(key, ()))]
-    return {first[one][0]: nodes[other] for here, there in alike for one, other in zip(here, there, strict=True)}
 
 
 def _is_closed(root: nn.Module, path: str, cls: type) -> bool:
