@@ -19,11 +19,12 @@ from torch.fx.node import map_arg
 from . import paths
 from .errors import ScheduleError
 from .matching import Match, Place
-from .tracing.graph_data import Twins
+from .tracing.around import is_hooked
+from .tracing.graph_comparison import Twins
 from .tracing.regions import is_region_node, write_regions
 from .tracing.traced_module import TracedModule, compile_anew, subtree, variants_of
 from .tracing.variants import Variants, on_meta, with_dropped
-from .wrapping import forward_wrappers, is_hooked
+from .wrapping import forward_wrappers
 
 if TYPE_CHECKING:
     from .schedule import Schedule

@@ -7,8 +7,7 @@ repeat the collectives its hooks do.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,36 +18,28 @@ from .parameters import is_part
 Wrapper = Callable[..., Any]
 """``wrapper(call, *args, **kwargs)``: ``call`` is the forward inside; a picklable function or object."""
 
-_WRAPPERS = "_slapo_wrappers"
-_INNER = "_slapo_inner_forward"
-WRAPPING = ("forward", _WRAPPERS, _INNER)
-"""Attributes in which a module's wrappers are kept."""
+WRAPPERS = "_slapo_wrappers"
+INNER = "_slapo_inner_forward"
 
 
 def wrap_forward(module: nn.Module, wrapper: Wrapper) -> None:
     """Put ``wrapper`` around the module's forward, outside the wrappers it already has."""
     state = module.__dict__
-    if _WRAPPERS not in state:
+    if WRAPPERS not in state:
         if "forward" in state:  # somebody's own instance-level forward stays the innermost
-            state[_INNER] = state["forward"]
-        state["forward"] = _Forward(_wrapped_forward, module)  # unlike a method of a module, this can be pickled
-    state[_WRAPPERS] = (*state.get(_WRAPPERS, ()), wrapper)
-
-
-def rebind(module: nn.Module) -> None:
-    """Let the wrappers that another object of the same attributes was given run the forward of this one."""
-    if _WRAPPERS in module.__dict__:
-        module.__dict__["forward"] = _Forward(_wrapped_forward, module)
+            state[INNER] = state["forward"]
+        state["forward"] = WrappedForward(wrapped_forward, module)  # unlike a method of a module, this can be pickled
+    state[WRAPPERS] = (*state.get(WRAPPERS, ()), wrapper)
 
 
 def forward_wrappers(module: nn.Module) -> tuple[Wrapper, ...]:
     """The wrappers around the module's forward, innermost first."""
-    return module.__dict__.get(_WRAPPERS, ())  # type: ignore[no-any-return]
+    return module.__dict__.get(WRAPPERS, ())  # type: ignore[no-any-return]
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that this very module has been given, wrapped or not; None where it has its class's."""
-    return module.__dict__.get(_INNER if _WRAPPERS in module.__dict__ else "forward")
+    return module.__dict__.get(INNER if WRAPPERS in module.__dict__ else "forward")
 
 
 def is_opaque(module: nn.Module) -> bool:
@@ -67,44 +58,12 @@ def is_opaque(module: nn.Module) -> bool:
     )
 
 
-HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
-)
-"""Attributes in which torch keeps the hooks of a module."""
-
-
-def carry_around(old: nn.Module, new: nn.Module) -> None:
-    """Let hooks and wrappers of ``old`` run around the forward of ``new``, which takes its place."""
-    for name in HOOKS:
-        new.__dict__[name] = old.__dict__[name]  # the same objects: handles that remove a hook refer to them
-    for wrapper in forward_wrappers(old):
-        wrap_forward(new, wrapper)
-
-
-@contextmanager
-def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """``forward`` runs in the place of the module's own one, inside of its hooks and wrappers."""
-    name = _INNER if _WRAPPERS in module.__dict__ else "forward"
-    module.__dict__[name] = forward
-    try:
-        yield
-    finally:
-        del module.__dict__[name]
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether any hook runs when the module is called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
-
-
-def _wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    call = self.__dict__.get(_INNER) or types.MethodType(type(self).forward, self)
-    for wrapper in self.__dict__[_WRAPPERS]:
+def wrapped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    call = self.__dict__.get(INNER) or types.MethodType(type(self).forward, self)
+    for wrapper in self.__dict__[WRAPPERS]:
         call = partial(wrapper, call)
     return call(*args, **kwargs)
 
 
-class _Forward(partial[Any]):
-    __code__ = _wrapped_forward.__code__  # torch's compiler asks for that of a GraphModule's forward
+class WrappedForward(partial[Any]):
+    __code__ = wrapped_forward.__code__  # torch's compiler asks for that of a GraphModule's forward

@@ -177,7 +177,14 @@ def _stacks(schedule: Schedule, derived: Derived) -> list[str]:
 def _traced_flat(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
     inputs = schedule.example_inputs
     with _training(schedule.mod):
-        return trace(schedule.root_module, flatten=True, leaf_modules=layers, target=schedule.path, example_inputs=inputs)
+        return trace(
+            schedule.root_module,
+            flatten=True,
+            leaf_modules=layers,
+            target=schedule.path,
+            example_inputs=inputs,
+            symbolic=False,
+        )
 
 
 def _borders(schedule: Schedule) -> list[tuple[str, nn.Module]]:

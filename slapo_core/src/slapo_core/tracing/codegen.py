@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 import linecache
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
+from torch.fx.node import map_arg
 
 _serial = itertools.count()
 
@@ -89,3 +92,35 @@ class _Writer:
         if node.op == "call_module":
             return f"{holder}._modules[{name!r}]({', '.join([*arguments, *named])})"
         return f"getattr({holder}, {name!r})"
+
+
+def run_graph(
+    module: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], around: Callable[[fx.Node], AbstractContextManager[None]]
+) -> Any:
+    """Run a graph node by node.
+
+    Args:
+        module: Holds what the targets name.
+        graph: The graph.
+        inputs: Values of the placeholders.
+        around: Context in which each node runs.
+    """
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        target: Any = node.target
+        if node.op == "output":
+            return args[0]
+        if node.op == "placeholder":
+            values[node] = inputs[target] if target in inputs else args[0]
+            continue
+        *parents, name = str(target).split(".")
+        with around(node):
+            if node.op == "call_function":
+                values[node] = target(*args, **kwargs)
+            elif node.op == "call_method":
+                values[node] = getattr(args[0], target)(*args[1:], **kwargs)
+            else:
+                found = getattr(module.get_submodule(".".join(parents)), name)
+                values[node] = found if node.op == "get_attr" else found(*args, **kwargs)
+    raise AssertionError("a graph without output")

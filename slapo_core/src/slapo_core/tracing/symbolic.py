@@ -9,8 +9,9 @@ from torch import fx, nn
 
 from ..errors import TraceError
 from ..logger import get_logger
-from ..wrapping import carry_around, is_opaque
+from ..wrapping import is_opaque
 from . import _torch_private as private
+from .around import carry_around
 from .attributes import OF_TORCH, Attributes
 from .guard import Call, Guard, argument_values, plain_signature
 from .regions import autocast_state
@@ -60,8 +61,8 @@ def trace_fx(
     opened: set[str] = set()
     graph = _graph(source, plan, concrete, tracer, reads, opened)
     for node in list(graph.find_nodes(op="placeholder")):
-        if str(node.target).removeprefix("*") not in placeholders and not node.users:
-            graph.erase_node(node)
+        if str(node.target).removeprefix("*") not in placeholders:
+            _erase(graph, node)
     guard = SymbolicGuard(
         parameters,
         module.training,
@@ -75,6 +76,13 @@ def trace_fx(
     if is_opaque(module):
         carry_around(module, traced)
     return traced
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Take a node out with what uses it: of an argument that is part of the graph fx checks that it has that value."""
+    for user in list(node.users):
+        _erase(graph, user)
+    graph.erase_node(node)
 
 
 def _division(module: nn.Module, parameters: Any, example: Any, concrete: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:

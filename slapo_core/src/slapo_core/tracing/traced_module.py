@@ -13,8 +13,8 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
-from ..wrapping import HOOKS, WRAPPING
 from . import _torch_private as private
+from .around import HOOKS, WRAPPING
 from .guard import Guard, InputCheck
 from .structures import TABLES as _TABLES
 from .structures import shallow_copy

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..wrapping import rebind
+from .around import rebind
 from .traced_module import TracedModule, as_original, variants_of
 
 if TYPE_CHECKING:

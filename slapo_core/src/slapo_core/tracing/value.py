@@ -12,10 +12,12 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import TraceError
-from ..wrapping import carry_around, innermost_forward, is_opaque
+from ..wrapping import is_opaque
 from . import _torch_private as private
+from .around import carry_around, innermost_forward
 from .attributes import OF_TORCH, Attributes, facts_of
 from .calls import is_open, model_source
+from .codegen import run_graph
 from .graph_ops import expect
 from .guard import Call, Guard, plain_signature
 from .recorder import Recorder
@@ -23,7 +25,6 @@ from .sandbox import OtherRandomNumbers, Sandbox
 from .state import Change, Repeat, changes
 from .structures import distinct, has_tensor, map_tensors, replace_tensors
 from .traced_module import TracedModule, variants_of
-from .variants import run_graph
 
 Kind = Literal["leaf", "inline", "graph"]
 Plan = Callable[[str, nn.Module], Kind]
@@ -60,7 +61,7 @@ class _Session(TorchFunctionMode):
         recorder = self.stack[-1]
         if recorder is None:
             if module is not self.target or self.graphs:
-                return call(module, *args, **kwargs)
+                return self.run_around(call, module, args, kwargs)
             with private.unrecorded():
                 return self.record_target(call, args, kwargs)
         if id(module) not in recorder.modules:
@@ -75,6 +76,20 @@ class _Session(TorchFunctionMode):
         with private.unrecorded():
             run = self.record if kind == "graph" else self.run_whole
             return recorder.call_module(module, args, kwargs, lambda: run(call, module, args, kwargs))
+
+    def run_around(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module unrecorded; one whose graph may have taken the target in runs as it did before it was traced."""
+        variants = variants_of(module)
+        if (
+            self.graphs
+            or variants is None
+            or variants.is_rewritten
+            or all(child is not self.target for child in module.modules())
+        ):
+            return call(module, *args, **kwargs)
+        assert isinstance(module, TracedModule)
+        with innermost_forward(module, variants.original(module)):
+            return call(module, *args, **kwargs)
 
     def run_whole(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module unrecorded; random numbers of Python and NumPy it draws are its own."""

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_aggregate
 
 from ..errors import ScheduleError, TraceError
 from ..logger import get_logger
-from ..wrapping import is_hooked, is_opaque
+from ..wrapping import is_opaque
 from . import _torch_private as private
 from . import regions
+from .around import is_hooked
 from .codegen import compile_graph
-from .graph_data import Twins, graph_data, same_graph
+from .graph_comparison import Twins, graph_data, same_graph
 from .graph_ops import UnexpectedAnswer, expect
 from .guard import Call, Guard, InputCheck, device_of
 from .sandbox import Sandbox
@@ -297,38 +297,6 @@ class Variants(Hidden):
             raise ScheduleError(
                 f"the forward calls {lost[0]!r} in this call, which was replaced together with other operations"
             )
-
-
-def run_graph(
-    module: nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], around: Callable[[fx.Node], AbstractContextManager[None]]
-) -> Any:
-    """Run a graph node by node.
-
-    Args:
-        module: Holds what the targets name.
-        graph: The graph.
-        inputs: Values of the placeholders.
-        around: Context in which each node runs.
-    """
-    values: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-        target: Any = node.target
-        if node.op == "output":
-            return args[0]
-        if node.op == "placeholder":
-            values[node] = inputs[target] if target in inputs else args[0]
-            continue
-        *parents, name = str(target).split(".")
-        with around(node):
-            if node.op == "call_function":
-                values[node] = target(*args, **kwargs)
-            elif node.op == "call_method":
-                values[node] = getattr(args[0], target)(*args[1:], **kwargs)
-            else:
-                found = getattr(module.get_submodule(".".join(parents)), name)
-                values[node] = found if node.op == "get_attr" else found(*args, **kwargs)
-    raise AssertionError("a graph without output")
 
 
 def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:

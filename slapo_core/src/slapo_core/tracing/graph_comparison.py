@@ -1,4 +1,4 @@
-"""Graphs as data: compare two of them, and find the node of one that has the part of another's."""
+"""Graphs as data: to compare two of them, and to find in one the node that has the part of another one's."""
 
 from __future__ import annotations
 

@@ -1,0 +1,50 @@
+"""Hooks and wrappers around a forward that is traced: they stay where they are, and run around the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..wrapping import INNER, WRAPPERS, WrappedForward, forward_wrappers, wrap_forward, wrapped_forward
+
+WRAPPING = ("forward", WRAPPERS, INNER)
+"""Attributes in which a module's wrappers are kept."""
+HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+)
+"""Attributes in which torch keeps the hooks of a module."""
+
+
+def carry_around(old: nn.Module, new: nn.Module) -> None:
+    """Let hooks and wrappers of ``old`` run around the forward of ``new``, which takes its place."""
+    for name in HOOKS:
+        new.__dict__[name] = old.__dict__[name]  # the same objects: handles that remove a hook refer to them
+    for wrapper in forward_wrappers(old):
+        wrap_forward(new, wrapper)
+
+
+@contextmanager
+def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """``forward`` runs in the place of the module's own one, inside of its hooks and wrappers."""
+    name = INNER if WRAPPERS in module.__dict__ else "forward"
+    module.__dict__[name] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__[name]
+
+
+def rebind(module: nn.Module) -> None:
+    """Let the wrappers that another object of the same attributes was given run the forward of this one."""
+    if WRAPPERS in module.__dict__:
+        module.__dict__["forward"] = WrappedForward(wrapped_forward, module)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether any hook runs when the module is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
