@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,9 +19,12 @@ from torch.fx.node import map_arg
 from . import paths
 from .errors import ScheduleError
 from .matching import Match, Place
+from .tracing.around import is_hooked
+from .tracing.graph_comparison import Twins
 from .tracing.regions import is_region_node, write_regions
 from .tracing.traced_module import TracedModule, compile_anew, subtree, variants_of
-from .tracing.variants import Variants, on_meta
+from .tracing.variants import Variants, on_meta, with_dropped
+from .wrapping import forward_wrappers
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -53,7 +56,7 @@ def replace_subgraph(
         new: A module or a function; returns what the subgraph returns: a tensor, or a tuple when there are several outputs.
         name: What to call the new submodule; a name that is taken gets a number.
         layers: Paths of submodules of the traced module that are passed after the inputs.
-        remake: Makes the module anew for the same nodes in the graph of another call, where they may have other constants.
+        remake: Makes the module anew for the same nodes in the graph of another call, where these have other constants.
 
     Returns:
         The path of the new module in the traced module; of a function, the name of the node.
@@ -80,7 +83,7 @@ def replace_subgraph(
         op, target = "call_module", _add_module(schedule, gm.get_submodule(part.prefix()), part.prefix(), label, new)
     call = _Call(op, target, label, tuple(layers))
     part.replace(call, made)
-    rewrite.add(call, [node.name for node in made])
+    rewrite.add(call, [node.name for node in made], gm)
     if variants is not None:
         variants.rewrites.append(rewrite)
     _drop_modules(schedule, gm, {str(node.target) for node in part.nodes if node.op == "call_module"})
@@ -102,60 +105,110 @@ Remake = Callable[[TracedModule, "Part"], nn.Module]
 
 
 class _Replacement:
-    """An edit that can be made on the graph of another call: see ``variants.Rewrite``."""
+    """An edit that can be made on the graph of another call: see ``variants.Rewrite``.
+
+    Args:
+        part: The nodes that are replaced.
+        remake: See ``replace_subgraph``.
+    """
 
     def __init__(self, part: Part, remake: Remake | None) -> None:
-        self.nodes = {node.name: _constants(node) for node in part.nodes}
+        labels = _labels(part.inputs, {node.name: node for node in part.nodes})
+        self.nodes = {node.name: _form(node, labels) for node in part.nodes}
         self.draws = {node.name for node in part.nodes if node.meta.get("draws")}
-        self.inputs = [_Named(value.name) if isinstance(value, fx.Node) else value for value in part.inputs]
+        self.inputs = [_Input.of(value, part) if isinstance(value, fx.Node) else value for value in part.inputs]
         self.outputs = [node.name for node in part.outputs]
         self.remake = remake
 
-    def add(self, call: _Call, made: list[str]) -> None:
+    def add(self, call: _Call, made: list[str], gm: fx.GraphModule) -> None:
         """Note what was put in the place of the nodes."""
         self.call, self.made = call, made
+        self.tree = _tree(gm, call)
 
-    def redo(self, module: TracedModule, graph: fx.Graph, twins: dict[str, fx.Node]) -> None:
+    def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
         """Make the edit on another graph.
 
         Raises:
             ScheduleError: the graph has no such nodes, or they compute something else.
         """
-        if lost := [name for name in (*self.nodes, *map(str, self.inputs)) if name in self._names() and name not in twins]:
-            raise ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {lost[0]!r}")
-        inputs = [twins[value] if isinstance(value, _Named) else value for value in self.inputs]
-        part = Part(graph, [twins[name] for name in self.nodes], inputs, [twins[name] for name in self.outputs])
-        call = self.call
-        if self.remake is not None:
-            path, name = paths.split(str(call.target))
-            parent = module.get_submodule(path)
-            target = _free_name(parent, name)
-            parent._modules[target] = self.remake(module, part).train(module.training)
-            call = call._replace(target=paths.join(path, target))
-        else:
-            self._check(twins)
+        inputs = [value.in_other(twins, self) if isinstance(value, _Input) else value for value in self.inputs]
+        if lost := [name for name in self.nodes if name not in twins]:
+            raise self.missing(lost[0])
+        nodes = {name: twins[name] for name in self.nodes}
+        part = Part(graph, nodes.values(), inputs, [twins[name] for name in self.outputs])
+        labels = _labels(inputs, nodes)
+        changed = {name: form for name in self.nodes if (form := _form(nodes[name], labels)) != self.nodes[name]}
+        call = self._remade(module, part) if changed and self.remake is not None else self.call
+        for name, form in changed.items() if self.remake is None else ():
+            # what a node computes may differ in whether it drops values, which the new module has a mode for
+            if name not in self.draws and not nodes[name].meta.get("draws"):
+                what = f"{name!r} computes something else in this call, with {form} for {self.nodes[name]}"
+                raise ScheduleError(f"{self.call.label}: {what}")
         made: list[fx.Node] = []
         part.replace(call, made)
         twins.update(zip(self.made, made, strict=True))
 
-    def _names(self) -> set[str]:
-        return {*self.nodes, *(value for value in self.inputs if isinstance(value, _Named))}
+    def missing(self, name: str) -> ScheduleError:
+        """The error for a node without a twin."""
+        return ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {name!r}")
 
-    def _check(self, twins: dict[str, fx.Node]) -> None:
-        """What a node computes may differ in whether it drops values, which the new module has a mode for, and in no more."""
-        for name, constants in self.nodes.items():
-            if name not in self.draws and not twins[name].meta.get("draws") and _constants(twins[name]) != constants:
-                what = f"{name!r} has other constants in this call, {_constants(twins[name])} for {constants}"
-                raise ScheduleError(f"{self.call.label}: {what}")
+    def _remade(self, module: TracedModule, part: Part) -> _Call:
+        assert self.remake is not None
+        if _tree(module, self.call) != self.tree:
+            what = f"{self.call.target!r} was changed since, and this call needs another one"
+            raise ScheduleError(f"{self.call.label}: {what}")
+        path, name = paths.split(str(self.call.target))
+        parent = module.get_submodule(path)
+        free = _free_name(parent, name)
+        parent._modules[free] = self.remake(with_dropped(module), part).train(module.training)
+        return self.call._replace(target=paths.join(path, free))
 
 
-class _Named(str):
-    """The name of a node."""
+class _Input(NamedTuple):
+    """A value from outside: the node that makes it, and the first place where the replaced nodes use it."""
+
+    maker: str
+    user: str
+    number: int
+
+    @classmethod
+    def of(cls, value: fx.Node, part: Part) -> _Input:
+        """The input of a part."""
+        users = (node for node in part.nodes if value in node.all_input_nodes)
+        user = next(users, None)
+        return cls(value.name, user.name if user else "", user.all_input_nodes.index(value) if user else 0)
+
+    def in_other(self, twins: Twins, rewrite: _Replacement) -> fx.Node:
+        """The same input in another graph: what goes where it went, if that is certain, else what its maker's twin makes."""
+        given = twins[self.user].all_input_nodes if self.user and rewrite.nodes.keys() <= twins.unique else []
+        if self.number < len(given):
+            return given[self.number]
+        if self.maker not in twins:
+            raise rewrite.missing(self.maker)
+        return twins[self.maker]
 
 
-def _constants(node: fx.Node) -> str:
-    """The arguments of a node that are no nodes, in words."""
-    return repr(map_arg((node.args, node.kwargs), lambda other: None))
+def _labels(inputs: Iterable[Any], nodes: Mapping[str, fx.Node]) -> dict[fx.Node, str]:
+    """What the nodes of a subgraph and its inputs are called in ``_form``, the same in the graphs of all calls."""
+    outside = {value: f"input {number}" for number, value in enumerate(inputs) if isinstance(value, fx.Node)}
+    return outside | {node: name for name, node in nodes.items()}
+
+
+def _form(node: fx.Node, labels: Mapping[fx.Node, str]) -> str:
+    """The arguments of a node in words."""
+    return repr(map_arg((node.args, node.kwargs), lambda other: labels.get(other, "?")))
+
+
+def _tree(module: nn.Module, call: _Call) -> list[Any]:
+    """The modules that a call runs and what is around them, to compare."""
+    if call.op != "call_module":
+        return []
+    found = module.get_submodule(str(call.target)).named_modules()
+    traced = ((path, each, variants_of(each)) for path, each in found)
+    return [
+        (path, id(each), len(forward_wrappers(each)), is_hooked(each), variants is not None and variants.is_changed)
+        for path, each, variants in traced
+    ]
 
 
 def _forget(variants: Variants | None, rewrite: _Replacement) -> None:

@@ -70,16 +70,31 @@ def same_graph(one: list[Any] | None, two: list[Any] | None) -> bool:
     return True
 
 
-def twins(first: list[Any], graph: fx.Graph) -> dict[str, fx.Node]:
+class Twins(dict[str, fx.Node]):
     """Name of a node of the first graph to the node of another graph that has its part there; others are left out.
 
     Nodes that call the same from the same module are paired in order where there are as many in both graphs.
+
+    Args:
+        first: Data of the first graph.
+        graph: The other graph.
+
+    Attributes:
+        unique: Names of those whose twin is certain: nothing else in either graph calls the same.
     """
-    nodes = list(graph.nodes)
-    places: list[dict[Any, list[int]]] = [{}, {}]
-    for table, data in zip(places, (first, graph_data(graph, {})), strict=True):
-        for place, (name, called, *_) in enumerate(data):
-            table.setdefault((called, name if called[0] == "placeholder" else ""), []).append(place)
-    ours, theirs = places
-    alike = [(here, theirs[key]) for key, here in ours.items() if len(here) == len(theirs.get(key, ()))]
-    return {first[one][0]: nodes[other] for here, there in alike for one, other in zip(here, there, strict=True)}
+
+    def __init__(self, first: list[Any], graph: fx.Graph) -> None:
+        super().__init__()
+        nodes = list(graph.nodes)
+        ours, theirs = _places(first), _places(graph_data(graph, {}))
+        alike = [(here, theirs[key]) for key, here in ours.items() if len(here) == len(theirs.get(key, ()))]
+        self.update((first[one][0], nodes[other]) for here, there in alike for one, other in zip(here, there, strict=True))
+        self.unique = {first[here[0]][0] for here, _ in alike if len(here) == 1}
+
+
+def _places(data: list[Any]) -> dict[Any, list[int]]:
+    """Where in a graph each operation is called."""
+    places: dict[Any, list[int]] = {}
+    for place, (name, called, *_) in enumerate(data):
+        places.setdefault((called, name if called[0] == "placeholder" else ""), []).append(place)
+    return places

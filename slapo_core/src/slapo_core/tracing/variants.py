@@ -24,7 +24,7 @@ from . import _torch_private as private
 from . import regions
 from .around import is_hooked
 from .codegen import compile_graph
-from .graph_comparison import graph_data, same_graph, twins
+from .graph_comparison import Twins, graph_data, same_graph
 from .graph_ops import UnexpectedAnswer, expect
 from .guard import Call, Guard, InputCheck, device_of
 from .sandbox import Sandbox
@@ -40,7 +40,7 @@ _MOST_CALLS = 256
 class Rewrite(Protocol):
     """An edit of the first graph that can be made on another one."""
 
-    def redo(self, module: TracedModule, graph: fx.Graph, twins: dict[str, fx.Node]) -> None:
+    def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
         """Make the edit on ``graph``, where ``twins`` has its node for the name of each node of the first graph."""
 
 
@@ -133,9 +133,14 @@ class Variants(Hidden):
             self.pristine = graph_data(module.graph, module)
 
     @property
+    def is_changed(self) -> bool:
+        """Whether the first graph is another one than was given."""
+        return bool(self.rewrites) or self.edited_by_hand
+
+    @property
     def is_rewritten(self) -> bool:
         """Whether the first graph does other things than the forward that was traced, or stands for none."""
-        return bool(self.rewrites) or self.edited_by_hand or self.guard is None
+        return self.is_changed or self.guard is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variants:
         return _restored({key: copy.deepcopy(value, memo) for key, value in self._state().items()})
@@ -280,9 +285,9 @@ class Variants(Hidden):
         variant.pristine = data
         module._add_constants(graph, constants)
         if self.rewrites:
-            pairs = twins(first or [], graph)
+            twins = Twins(first or [], graph)
             for rewrite in self.rewrites:
-                rewrite.redo(module, graph, pairs)
+                rewrite.redo(module, graph, twins)
             self._check_targets(graph)
         self.others.append(variant)
         return guard, variant
@@ -304,6 +309,13 @@ def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module
             holder._modules[parent] = holder = shallow_copy(holder.get_submodule(parent))
         holder._modules[name] = module
     return root
+
+
+def with_dropped(module: TracedModule) -> TracedModule:
+    """A traced module that has the submodules that rewrites removed, which graphs without these rewrites call."""
+    copied = with_modules(module, module._variants.dropped)
+    assert isinstance(copied, type(module))
+    return copied
 
 
 def on_meta(module: nn.Module) -> nn.Module:
