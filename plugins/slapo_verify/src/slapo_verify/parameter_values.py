@@ -50,7 +50,7 @@ class Values(NamedTuple):
 
 
 def values_of(model: nn.Module, what: str, read: Read, expected: Expected | None) -> Values:
-    """Read all parameters. One that is tied stands under each of its names, a fused one under those of its parts. Collective."""
+    """Read all parameters: one that is tied under each of its names, a fused one under those of its parts. Collective."""
     named: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         named.setdefault(parameter, []).append(name)
