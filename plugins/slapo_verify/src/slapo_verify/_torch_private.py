@@ -1,4 +1,4 @@
-"""Private names of torch, behind plain functions. Tests tell when they move: ``test_threads.py``, ``test_meeting.py``, ``test_verify.py``.
+"""Private names of torch, behind plain functions; ``test_threads.py``, ``test_meeting.py``, ``test_verify.py`` tell of moves.
 
 They are the process groups of threads of torch's own tests; the store that the default process group was made with; the
 operators that collectives are to its dispatcher; and the modes that this is in.
