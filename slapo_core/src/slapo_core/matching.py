@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from . import paths
 from .errors import ScheduleError
-from .operators import COMMUTATIVE, bound_arguments, operator_of, signatures_of
+from .operators import COMMUTATIVE, bound_arguments, default_arguments, operator_of, signatures_of
 from .patterns import ModulePattern, Pattern, PatternTracer, call_module
 from .wrapping import is_opaque
 
@@ -246,6 +246,9 @@ class _Search:
             signatures = signatures_of(node, module)
             theirs = bound_arguments(signatures, node.args, node.kwargs)
             ours = bound_arguments(signatures if module is not None else signatures_of(wanted, None), args, kwargs)
+            if any(isinstance(ours[name], fx.Node) for name in ours.keys() - theirs.keys()):  # an argument may be the default
+                defaults = default_arguments(signatures, node.args, node.kwargs)
+                theirs = {**{name: defaults[name] for name in ours.keys() & defaults.keys()}, **theirs}
             for exchanged in _orders(key, theirs):
                 yield from self._values(ours, exchanged, {**bound, wanted: node})
 
