@@ -231,7 +231,8 @@ def test_arguments_of_module_calls() -> None:
         (lambda x: call_module("scale", x, 2.0), 1),
         (lambda x: call_module("scale", x, factor=1.0), 1),
         (lambda x: call_module("scale", x, 3.0), 0),
-        (lambda x, f: call_module("scale", x, f), 1),
+        (lambda x, f: call_module("scale", x, f), 2),
+        (lambda x, f: call_module("scale", x, f, shift=1.0), 0),
     ]:
         assert len(find_subgraph(traced, pattern)) == count
 
@@ -255,6 +256,18 @@ def test_many_commutative_operands_are_no_explosion() -> None:
     assert len(found(lambda self, x: (x.sin() + x.cos()) * (x.exp() + x.tan()), pattern)) == 1
 
 
+def test_an_argument_of_a_pattern_may_be_what_a_call_leaves_out() -> None:
+    def pattern(x: Any, p: Any, training: Any) -> Any:
+        return F.dropout(x, p, training)
+
+    for call in (lambda self, x: F.dropout(x), lambda self, x: F.dropout(x, 0.5, training=True)):
+        (match,) = find_subgraph(trace(call), pattern)
+        assert match.inputs[1:] == [0.5, True]
+    graph = trace(lambda self, x: F.scaled_dot_product_attention(x, x, x, attn_mask=None))
+    assert len(find_subgraph(graph, lambda x, mask: F.scaled_dot_product_attention(x, x, x, attn_mask=mask))) == 1
+    assert find_subgraph(graph, lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)) == []
+
+
 def test_handles_are_pairs_of_path_and_node() -> None:
     ((path, node),) = find_node(trace(lambda self, x: self.fc1(x)), "fc1")
     assert path == ""
@@ -269,6 +282,7 @@ def test_matches_can_be_written_down_and_found_again() -> None:
     (match,) = find_subgraph(holder.root_module, lambda y, p, x: F.dropout(x, p, True) - y)
     again = find_by_name(holder, json.loads(json.dumps(match_data(match))))
     assert again == match
+    assert " at 0x" not in json.dumps(match_data(match))  # it is found in other processes too
     assert (again.inputs, again.outputs) == (match.inputs, match.outputs)  # type: ignore[attr-defined]
     assert find_by_name(holder, match_data(list(match))) == list(match)
     holder.root_module = trace(lambda self, x: F.dropout(self.fc1(x), 0.25, True) + x)

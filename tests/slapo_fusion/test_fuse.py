@@ -79,7 +79,7 @@ def tail(x: Any) -> Any:
     return call_module(r"layers\.\d\.drop", call_module(r"layers\.\d\.act", x))
 
 
-@pytest.mark.parametrize("compiler", ["inductor", "torchscript", None])
+@pytest.mark.parametrize("compiler", ["inductor", "torchscript", "TorchScript", None])
 def test_operations_are_one_call_in_every_layer(compiler: str | None) -> None:
     before, sch = traced()
     names = list(sch.mod.state_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from itertools import permutations
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from slapo_core.build import build
-from slapo_core.errors import ScheduleError
+from slapo_core.errors import BuildError, ScheduleError
 from slapo_core.grad_norm import clip_grad_norm_
 from slapo_core.parameters import facts, shard_spec
 from slapo_core.registry import Registry
@@ -127,6 +128,42 @@ def test_correctness_06_sharding_twice_or_differently_is_refused():
     assert "already sharded" in messages["both twice"]
     assert "already sharded, along 0" in messages["another axis"]
     assert "'weight' of the tied 'stranger' is in a Module, which no sharding rule covers" in messages["stranger"]
+
+
+class Head(nn.Module):
+    """Keeps the bias of the layer inside of it, as the heads of BERT and RoBERTa do."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.decoder, self.reads = nn.Linear(4, 12), reads
+        self.bias = self.decoder.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(x) + (self.bias.mean() if self.reads else 0)
+
+
+def _kept_around(rank: int) -> str:
+    torch.manual_seed(0)
+    for reads in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), Head(reads))
+        before = copy.deepcopy(model)
+        sch = _schedule(model)
+        decoder = sch["1.decoder"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        decoder.sync("fwd_post", "all_gather", axis=-1)
+        assert model[1].bias is model[1].decoder.bias
+        build(sch)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        if not reads:
+            assert_equivalent(before, model, x)
+    with pytest.raises(BuildError) as caught:
+        model(x)
+    return str(caught.value)
+
+
+def test_a_module_around_may_keep_what_a_layer_inside_shards_but_not_read_it() -> None:
+    first, second = run_distributed(_kept_around, 2)
+    assert first == second
+    assert re.match("Head '1' uses '1.bias = 1.decoder.bias' in mean at .*, but this rank has only its part of it", first)
 
 
 def _facts(rank: int) -> None:

@@ -175,7 +175,6 @@ def test_what_is_given_wrongly(given: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"batch": [X]}, "give a dict of the model's keyword arguments"),
         ({"steps": True}, "steps is True; give a whole number from 1 on"),
         ({"tolerance": 0.1}, "tolerance is 0.1; give a Tolerance"),
         ({"against": 3}, "against is 3; give the name of an engine"),
@@ -183,7 +182,7 @@ def test_what_is_given_wrongly(given: dict[str, Any], said: str) -> None:
         ({"optimizer": 3}, "optimizer is 3; give a function"),
         ({"loss_fn": nn.functional.mse_loss}, "give 'labels' in the batch"),
     ],
-    ids=["batch", "steps", "tolerance", "against", "loss", "optimizer", "no labels"],
+    ids=["steps", "tolerance", "against", "loss", "optimizer", "no labels"],
 )
 def test_what_an_engine_is_given_wrongly(given: dict[str, Any], said: str) -> None:
     with pytest.raises(VerifyError, match=said):

@@ -16,6 +16,7 @@ from slapo_core.errors import VerifyError
 from slapo_core.random import rng_state
 from slapo_core.testing.equivalence import Tolerance
 from slapo_verify import Verify, verify
+from slapo_weights import made_of
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -213,3 +214,87 @@ def test_what_rounding_a_large_weight_does_to_its_update_is_allowed() -> None:
     assert report.largest.what == "output"
     updated = verify(reference, sch, level="step", tolerance=Tolerance(1e-8, 1e-4, 1e-4), blame=False)
     assert {each.what for each in updated.differences} == {"update of '0.weight'"}
+
+
+class Attention(nn.Module):
+    """Three projections of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+
+
+class Fused(nn.Module):
+    """The three as one product."""
+
+    def __init__(self, layers: list[nn.Linear], says: bool = False, scale: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.cat([each.weight.detach() for each in layers]) * scale)
+        self.bias = nn.Parameter(torch.cat([each.bias.detach() for each in layers]))
+        for name, parameter in self.named_parameters() if says else ():
+            made_of(parameter, [getattr(each, name) for each in layers])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return nn.functional.linear(x, self.weight, self.bias).chunk(3, -1)
+
+
+def fuse(sch: slapo.Schedule, **options: Any) -> None:
+    def projections(x: Any) -> Any:
+        return tuple(slapo.call_module(name, x) for name in ("query", "key", "value"))
+
+    sch.trace()
+    layers = [sch[name].mod for name in ("query", "key", "value")]
+    sch.replace(Fused(layers, **options), sch.find(projections))  # type: ignore[arg-type]
+
+
+def test_a_fused_parameter_is_compared_by_what_it_is_made_of() -> None:
+    reference = Attention()
+    for options, compared in (({}, 2), ({"says": True}, 8)):
+        sch = scheduled(reference)
+        fuse(sch, **options)
+        report = verify(reference, sch, level="step").check()
+        assert report.compared == {"weights": compared, "outputs": 1, "gradients": compared, "updates": compared}
+        assert ("it has no 'query.weight' and 5 more any more" in str(report)) is not options.get("says", False)
+
+
+@pytest.mark.parametrize("options", [{}, {"says": True}], ids=str)
+def test_a_fault_in_a_fused_parameter_is_found(options: dict[str, bool]) -> None:
+    reference = Attention()
+    sch = scheduled(reference)
+    fuse(sch, scale=1.01, **options)
+    report = verify(reference, sch)
+    assert report.blame is not None
+    assert report.blame.step is not None
+    assert report.blame.step.startswith("2: sch.replace(")
+    assert [each.what for each in report.differences][:1] == (["weight of 'query.weight'"] if options else ["output"])
+
+
+def test_what_is_gone_without_anything_new_in_its_place_is_a_difference() -> None:
+    reference = Attention()
+    sch = scheduled(reference)
+    with torch.no_grad():
+        for each in (reference, sch.mod):
+            each.first.bias.zero_()
+    bare = nn.Linear(8, 8, bias=False)
+    bare.weight = sch["first"].mod.weight
+    sch["first"].replace(bare)
+    report = verify(reference, sch)
+    assert (
+        report.differences[0].message == "weight of 'first.bias': after has no parameter of this original name, 1 are missing"
+    )
+
+
+def test_what_a_trace_for_another_mode_runs_is_not_looked_at() -> None:
+    reference = Attention()
+    sch = scheduled(reference)
+    sch.trace()  # in training; evaluation traces again
+    (found,) = sch.find(lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v))
+    sch.replace(lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v) * 1.5, [found])
+    report = verify(reference, sch)
+    assert report.blame is not None
+    assert report.blame.module is None

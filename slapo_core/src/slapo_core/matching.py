@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from . import paths
 from .errors import ScheduleError
-from .operators import COMMUTATIVE, bound_arguments, operator_of, signatures_of
+from .operators import COMMUTATIVE, bound_arguments, default_arguments, operator_of, signatures_of
 from .patterns import ModulePattern, Pattern, PatternTracer, call_module
 from .wrapping import is_opaque
 
@@ -85,7 +85,7 @@ def find_subgraph(root: nn.Module, pattern: Callable[..., Any] | Pattern, prefix
 
 def match_data(match: Sequence[Handle]) -> dict[str, Any]:
     """A match as plain data that ``find_by_name`` understands; constants among its inputs are as they are."""
-    data: dict[str, Any] = {"nodes": [[path, node.name, node.op, str(node.target)] for path, node in match]}
+    data: dict[str, Any] = {"nodes": [[path, node.name, node.op, _target(node)] for path, node in match]}
     if isinstance(match, Match):
         data["inputs"] = [{"of": v.node.name, "input": v.number} if isinstance(v, Place) else v for v in match.inputs]
         data["outputs"] = [node.name for node in match.outputs]
@@ -102,7 +102,7 @@ def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
     for path, name, op, target in data["nodes"]:
         module = paths.find(schedule.root_module, path)
         named = {node.name: node for node in module.graph.nodes} if isinstance(module, fx.GraphModule) else {}
-        if name not in named or (named[name].op, str(named[name].target)) != (op, target):
+        if name not in named or (named[name].op, _target(named[name])) != (op, target):
             raise ScheduleError(
                 f"the graph of {path!r} has no node {name!r} that calls {target}; trace as when it was found", path=path
             )
@@ -111,6 +111,11 @@ def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
         return [(path, nodes[name]) for path, name, *_ in data["nodes"]]
     inputs = [Place(nodes[v["of"]], v["input"]) if isinstance(v, dict) else v for v in data["inputs"]]
     return Match(data["nodes"][0][0], nodes.values(), inputs, [nodes[name] for name in data["outputs"]])
+
+
+def _target(node: fx.Node) -> str:
+    """What the node calls, the same in every process: a function's text has its address."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(node.target))
 
 
 class _Wanted(NamedTuple):
@@ -241,6 +246,9 @@ class _Search:
             signatures = signatures_of(node, module)
             theirs = bound_arguments(signatures, node.args, node.kwargs)
             ours = bound_arguments(signatures if module is not None else signatures_of(wanted, None), args, kwargs)
+            if any(isinstance(ours[name], fx.Node) for name in ours.keys() - theirs.keys()):  # an argument may be the default
+                defaults = default_arguments(signatures, node.args, node.kwargs)
+                theirs = {**{name: defaults[name] for name in ours.keys() & defaults.keys()}, **theirs}
             for exchanged in _orders(key, theirs):
                 yield from self._values(ours, exchanged, {**bound, wanted: node})
 

@@ -50,16 +50,27 @@ def signatures_of(node: fx.Node, module: nn.Module | None) -> Sequence[Signature
 
 def bound_arguments(signatures: Sequence[Signature], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by parameter name, those equal to the default left out."""
-    named = {("self" if key == "input" else key): value for key, value in kwargs.items()}
+    named = _named(kwargs)
     for signature in signatures:
         bound = _bind(signature, list(args), named)
         if bound is not None:
-            return bound
+            known = {p.name: p.default for p in signature}
+            return {name: value for name, value in bound.items() if not _is_default(value, known[name])}
     return {**{str(index): arg for index, arg in enumerate(args)}, **named}
 
 
+def default_arguments(signatures: Sequence[Signature], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of a call's parameters by name; none where no signature fits."""
+    fitting = (signature for signature in signatures if _bind(signature, list(args), _named(kwargs)) is not None)
+    return {p.name: p.default for p in next(fitting, ()) if p.default is not p.empty}
+
+
+def _named(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {("self" if key == "input" else key): value for key, value in kwargs.items()}
+
+
 def _bind(signature: Signature, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Arguments by parameter name without defaults; None when they do not fit."""
+    """Arguments by parameter name; None when they do not fit."""
     positional = [p for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
     known = {p.name: p for p in signature}
     if len(args) > len(positional):
@@ -75,7 +86,7 @@ def _bind(signature: Signature, args: list[Any], kwargs: dict[str, Any]) -> dict
     for name, value in bound.items():
         if "List" in str(known[name].annotation) and isinstance(value, int):
             bound[name] = [value]
-    return {name: value for name, value in bound.items() if not _is_default(value, known[name].default)}
+    return bound
 
 
 def _is_default(value: Any, default: Any) -> bool:

@@ -154,7 +154,7 @@ def call_layer(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def compiler_of(schedule: Schedule, name: object) -> Compiler:
-    """The compiler of this name, imported now.
+    """The compiler of this name, imported now. Where there is none, the case of letters does not count: ``"TorchScript"``.
 
     Raises:
         ScheduleError: no plugin registers it.
@@ -166,12 +166,14 @@ def compiler_of(schedule: Schedule, name: object) -> Compiler:
         record = records[id(implementation.plugin)]
         for each, compiler in _registered(implementation.function, str(record)).items():
             found.setdefault(each, []).append(Entry("compiler", each, compiler, record))
-    if not isinstance(name, str) or name not in found:
+    lowered = str(name).lower()
+    known = [each for each in found if each == name] or [each for each in found if each.lower() == lowered]
+    if not isinstance(name, str) or len(known) != 1:
         unknown = UnknownNameError.of("compiler", str(name), found, ["None compiles nothing"])
         raise ScheduleError(str(unknown), path=schedule.path, primitive="fuse")
-    entry, *others = found[name]
+    entry, *others = found[known[0]]
     if others:
-        raise conflict(found[name])
+        raise conflict(found[known[0]])
     return entry.load()  # type: ignore[no-any-return]
 
 

@@ -36,9 +36,9 @@ class FusePrimitive(Primitive):
             several side by side. Equal matches share what is compiled.
         compiler: ``"inductor"``: ``torch.compile``, with the dropout masks of the unmodified model.
             ``"inductor_fast_dropout"``: the same with masks that are equal in distribution alone.
-            ``"torchscript"``: ``torch.jit.script``. ``"one_matmul"``: Linear layers of one input, as one product with all
-            their weights. None: nothing is compiled, and a chain of modules without weights is an ``nn.Sequential``.
-            Others come from plugins, by ``slapo_compilers``.
+            ``"torchscript"``, also ``"TorchScript"``: ``torch.jit.script``. ``"one_matmul"``: Linear layers of one input, as
+            one product with all their weights. None: nothing is compiled, and a chain of modules without weights is an
+            ``nn.Sequential``. Others come from plugins, by ``slapo_compilers``.
         name: Of the new submodules, ``fused`` by default; one that is taken gets a number.
 
     Raises:

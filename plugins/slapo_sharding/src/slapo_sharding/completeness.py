@@ -15,7 +15,7 @@ from . import attention
 from .cutting import user_code
 from .foreign_reads import watch
 from .moves import MOVING, OFF, check_moves
-from .rules import AppliedCut, applied_cut, split_of
+from .rules import AppliedCut, applied_cut, is_kept_for_inside, split_of
 from .syncing import REDUCING, Sync, sums_gradient, syncs_of
 
 _LONGEST = 200  # of a step's arguments, which may be a whole plan
@@ -89,7 +89,7 @@ def cut_modules(root: nn.Module) -> list[nn.Module]:
 
 def _check_unawares(name: str, module: nn.Module) -> None:
     for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-        if is_part(tensor):
+        if is_part(tensor) and not is_kept_for_inside(module, tensor):
             raise BuildError(f"{name} holds {own!r} that is sharded elsewhere; shard it here in the same way")
 
 

@@ -34,7 +34,7 @@ from .followed import makes_new, tensors_in
 from .moves import OFF
 from .own_gradients import OwnGradients
 from .reentrant import with_graph
-from .rules import split_of
+from .rules import holds, is_kept_for_inside, split_of
 from .sharded_values import ShardedValues, is_ours
 from .syncing import REDUCING, map_output, syncs_of
 
@@ -223,7 +223,7 @@ class _Reads(TorchFunctionMode):
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         reader = self.running[-1]
-        return any(held is tensor for held in [*reader._parameters.values(), *reader._buffers.values()])
+        return holds(reader, tensor) and not is_kept_for_inside(reader, tensor)
 
     def _path(self, module: nn.Module) -> str:
         path = next((path for path, other in self.running[0].named_modules() if other is module), "")

@@ -112,6 +112,18 @@ def split_of(module: nn.Module) -> AppliedCut | None:
     return applied if applied is not None and applied.spec.num_shards > 1 else None
 
 
+def is_kept_for_inside(module: nn.Module, tensor: torch.Tensor) -> bool:
+    """Whether a module that is whole only keeps this part of a tensor for a layer inside, as BERT's head does a bias."""
+    return split_of(module) is None and any(
+        split_of(inside) is not None and holds(inside, tensor) for inside in module.modules() if inside is not module
+    )
+
+
+def holds(module: nn.Module, tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter or buffer of the module's own."""
+    return any(held is tensor for held in [*module._parameters.values(), *module._buffers.values()])
+
+
 def record_cut(module: nn.Module, applied: AppliedCut) -> None:
     """Note on the module how it was cut."""
     module.__dict__[_CUT] = applied

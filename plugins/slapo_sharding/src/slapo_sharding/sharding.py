@@ -190,8 +190,10 @@ class Sharder:
                 raise self._error(f"{name} of the {kind} is {value}, not divisible by {self.size} ranks; use fewer ranks")
 
     def _others(self, tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+        """The other holders, but for modules around that keep the tensor for a layer inside, as BERT's head does a bias."""
         for holder, other in self.schedule.places_of(tensor, (module, name)):
-            if holder is not module or other != name:
+            is_around = holder is not module and rules_of(self.schedule).find(holder) is None and module in {*holder.modules()}
+            if (holder is not module or other != name) and not is_around:
                 yield holder, other
 
     def _spec(self, module: nn.Module, cut: Cut, name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> ShardSpec:

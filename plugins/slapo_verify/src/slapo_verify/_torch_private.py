@@ -1,7 +1,7 @@
-"""Private names of torch, behind plain functions. ``test_threads.py`` and ``test_meeting.py`` tell when they move.
+"""Private names of torch, behind plain functions; ``test_threads.py``, ``test_meeting.py``, ``test_verify.py`` tell of moves.
 
-They are the process groups of threads of torch's own tests; the store that the default process group was made with; and the
-operators that collectives are to its dispatcher.
+They are the process groups of threads of torch's own tests; the store that the default process group was made with; the
+operators that collectives are to its dispatcher; and the modes that this is in.
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 T = TypeVar("T")
 BACKEND = "threaded"
 """Name of the backend; it is there inside of ``threaded_groups``."""
+
+
+def is_dry_run() -> bool:
+    """Whether tensors are without numbers, as while a model is traced."""
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextmanager

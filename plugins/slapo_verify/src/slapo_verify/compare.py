@@ -28,6 +28,7 @@ from slapo_core.testing.equivalence import (
 from slapo_core.testing.leaves import dense
 
 from .dropouts import same_random_state
+from .fused_parameters import new_names
 from .left_alone import left_alone
 from .meeting import ALONE, Ranks
 from .parameter_values import SAME, Expected, Named, Values, part_of, values_of
@@ -73,6 +74,7 @@ class Computed:
         draws: Whether it drew random numbers.
         largest: The largest error of parameters' values that are near and were not put together.
         buffers: What training leaves in those that are saved and whole, by name.
+        new: Trainable parameters that a step brought in, and that do not say what they are made of.
     """
 
     weights: dict[str, torch.Tensor | None]
@@ -81,16 +83,18 @@ class Computed:
     draws: bool = False
     largest: Difference | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    new: frozenset[str] = frozenset()
 
     def counts(self, other: Computed) -> dict[str, int]:
         """How many tensors of each kind are compared with what another model computed."""
         outputs = [value for _, value in self.run.outputs if isinstance(value, torch.Tensor)]
-        gradients = [value for value in self.run.param_grads.values() if value is not None]
+        gradients = {name for name, value in self.run.param_grads.items() if value is not None}
+        gone = {*replaced(self, other)}
         found = {
-            "weights": len(self.weights),
+            "weights": len(self.weights.keys() - gone),
             "outputs": len(outputs),
-            "gradients": len(gradients),
-            "updates": len(self.updates),
+            "gradients": len(gradients - gone),
+            "updates": len(self.updates.keys() - gone),
             "buffers": len(self.buffers.keys() & other.buffers.keys()),
         }
         return {what: count for what, count in found.items() if count}
@@ -135,7 +139,7 @@ def compute(
             found.append(_updates(model, task, gradients, known(expected.updates if expected else None, task.tolerance)))
         near = max((each.largest for each in found if each.largest), key=lambda each: each.absolute or 0.0, default=None)
         updates = found[2].whole if task.level == "step" else {}
-        return Computed(found[0].whole, run, updates, draws, near, left)
+        return Computed(found[0].whole, run, updates, draws, near, left, new_names(model))
 
 
 @contextmanager
@@ -172,11 +176,17 @@ def _shared(gradients: Values) -> dict[nn.Parameter, torch.Tensor]:
 
 def compare(expected: Computed, actual: Computed, tolerance: Tolerance) -> Iterator[Difference]:
     """What differs, weights first, then outputs."""
-    run, now = expected.run, actual.run
-    yield from of_named("weight", _not_shown(expected.weights, actual.weights), actual.weights, SAME)
-    known = replace(run, param_grads=_not_shown(run.param_grads, now.param_grads))
+    run, now, gone = expected.run, actual.run, replaced(expected, actual)
+
+    def shown(before: Named, after: Named) -> dict[str, torch.Tensor | None]:
+        """All but those that have been found near, or that others have replaced."""
+        found = {name: one for name, one in before.items() if one is None or one is not after.get(name)}
+        return {name: one for name, one in found.items() if name not in gone}
+
+    yield from of_named("weight", shown(expected.weights, actual.weights), actual.weights, SAME)
+    known = replace(run, param_grads=shown(run.param_grads, now.param_grads))
     yield from differences(known, now, tolerance)
-    yield from of_named("update", _not_shown(expected.updates, actual.updates), actual.updates, tolerance)
+    yield from of_named("update", shown(expected.updates, actual.updates), actual.updates, tolerance)
     common = expected.buffers.keys() & actual.buffers.keys()  # what takes a module's place may keep others
     yield from of_named("buffer", {name: expected.buffers[name] for name in sorted(common)}, actual.buffers, tolerance)
 
@@ -188,9 +198,9 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.detach().clone() for name, buffer in named}
 
 
-def _not_shown(expected: Named, actual: Named) -> dict[str, torch.Tensor | None]:
-    """All but those that have been found near."""
-    return {name: one for name, one in expected.items() if one is None or one is not actual.get(name)}
+def replaced(expected: Computed, actual: Computed) -> list[str]:
+    """Parameters that the scheduled model has no more, and new ones instead: what a step that fuses projections does."""
+    return [name for name in expected.weights if name not in actual.weights] if actual.new else []
 
 
 def largest(expected: Computed, actual: Computed) -> Difference | None:

@@ -11,12 +11,14 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from slapo_core.testing.equivalence import Tolerance
 
+from ._torch_private import is_dry_run
+
 Outputs = list[tuple[str, int, list[torch.Tensor]]]
 """Path, number of the call, and the tensors that came out, in the order in which modules returned."""
 
 
 def outputs_of(model: nn.Module, run: Callable[[], Any]) -> Outputs:
-    """What each module returns while ``run`` runs the model; not what is inside of a compiled region.
+    """What each module returns while ``run`` runs the model; not what is inside of a compiled region, nor what a trace runs.
 
     No module gets its first hook: some compute otherwise where something is hooked to them. One that has hooks, syncs say, is
     looked at behind them.
@@ -26,6 +28,8 @@ def outputs_of(model: nn.Module, run: Callable[[], Any]) -> Outputs:
     calls: dict[str, int] = {}
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
+        if is_dry_run():  # a traced module traces itself again for a call that it has not seen
+            return
         path = paths[module]
         calls[path] = calls.get(path, -1) + 1
         leaves = torch.utils._pytree.tree_leaves(output)

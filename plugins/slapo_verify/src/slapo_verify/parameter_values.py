@@ -13,6 +13,7 @@ from slapo_core.gather import over_group
 from slapo_core.parameters import facts, plain, shard_spec
 from slapo_core.testing.equivalence import Difference, Tolerance, difference
 
+from .fused_parameters import is_fused, taken_apart
 from .meeting import Ranks
 
 Named = Mapping[str, torch.Tensor | None]
@@ -49,7 +50,7 @@ class Values(NamedTuple):
 
 
 def values_of(model: nn.Module, what: str, read: Read, expected: Expected | None) -> Values:
-    """Read all parameters. One that is tied stands under each of its names. Collective."""
+    """Read all parameters: one that is tied under each of its names, a fused one under those of its parts. Collective."""
     named: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         named.setdefault(parameter, []).append(name)
@@ -57,14 +58,18 @@ def values_of(model: nn.Module, what: str, read: Read, expected: Expected | None
     held = {parameter: plain(read(parameter)) for parameter in named}
     near, largest = _near(what, held, names, expected) if expected is not None else ({}, None)
     found: dict[str, torch.Tensor | None] = {}
+    fused: dict[nn.Parameter, torch.Tensor | None] = {}
     for parameter, own in names.items():
         if parameter in near:
             value = near[parameter]
             found.update({name: value for name in own if name not in found})
         else:  # of two parameters of one name the one that is far off
             value = over_group(parameter, lambda _, local=held[parameter]: local)  # type: ignore[misc]
-            found.update(dict.fromkeys(own, value))
-    return Values(found, near, largest)
+            if is_fused(parameter):
+                fused[parameter] = value
+            else:
+                found.update(dict.fromkeys(own, value))
+    return Values({**taken_apart(fused), **found}, near, largest)
 
 
 def part_of(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from slapo_core.logger import get_logger
-from slapo_core.parameters import facts, is_part
+from slapo_core.parameters import is_part
 from slapo_core.testing.equivalence import Difference
 from slapo_core.testing.leaves import Unopened
 from slapo_core.testing.stages import Staged, as_built
 
 from .cause import Models, cause_of, step_of
-from .compare import Computed, Task, autocast, compare, compute, largest, put_together
+from .compare import Computed, Task, autocast, compare, compute, largest, put_together, replaced
 from .dropouts import switched_off
+from .fused_parameters import new_names
 from .meeting import StrandedError
 from .once import once
 from .report import Report
@@ -67,7 +68,7 @@ def _compared(models: Models, task: Task, blame: bool, notes: list[str]) -> Repo
     found = _of_first(models, own)
     far = models.ranks.gather(largest(expected, actual))
     furthest = max((each for each in far if each), key=lambda each: each.absolute or 0.0, default=None)
-    notes += [*_not_compared(task, expected, parts), *_only_in_one(models.reference, runs, task)]
+    notes += [*_not_compared(task, expected, parts), *_only_in_one(models.reference, runs, task, replaced(expected, actual))]
     if found is None and wide is not None and not wide.ok:
         return replace(wide, notes=(*notes, "rounding hides it; this is of both models in float32"))
     if found is None:
@@ -99,17 +100,21 @@ def _not_compared(task: Task, expected: Computed, parts: Sequence[str]) -> Itera
         yield f"{parts[0]}{more} of the scheduled model is a part on each rank; they are put together here"
 
 
-def _only_in_one(reference: nn.Module, runs: nn.Module, task: Task) -> Iterator[str]:
+def _only_in_one(reference: nn.Module, runs: nn.Module, task: Task, gone: Sequence[str]) -> Iterator[str]:
     """Notes of what one model alone has."""
-    new = [name for name, each in runs.named_parameters() if not facts(each).names and each.requires_grad]
-    if new:
-        more = f" and {len(new) - 1} more" if new[1:] else ""
-        yield f"the scheduled model trains {new[0]!r}{more} besides, which the unmodified one has not"
+    if new := sorted(new_names(runs)):
+        yield f"the scheduled model trains {_first(new)} besides, which the unmodified one has not"
+    if gone:
+        yield f"it has no {_first(gone)} any more, which are not compared: slapo_weights.made_of says what a new one is made of"
     now = dict(runs.named_buffers())
     lost = [name for name, _ in reference.named_buffers() if name not in now] if task.training else []
     if lost:
-        more = f" and {len(lost) - 1} more" if lost[1:] else ""
-        yield f"the scheduled model has no buffer {lost[0]!r}{more}"
+        yield f"the scheduled model has no buffer {_first(lost)}"
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first name, and how many there are besides."""
+    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
 def _expected(models: Models, task: Task) -> tuple[Computed, Task]:

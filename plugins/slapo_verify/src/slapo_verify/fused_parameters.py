@@ -1,0 +1,80 @@
+"""Parameters that a step made of the unmodified model's: of several, as a fused projection, or of a part of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from slapo_core.parameters import facts
+
+_ATTRIBUTE = "slapo_made_of"
+"""What ``slapo_weights.made_of`` sets: the dimension, and of each part its name, range and whole size along it."""
+
+
+class _Piece(NamedTuple):
+    """A range of one of the unmodified model's parameters.
+
+    Args:
+        dim: Dimension of the range.
+        start: Where it begins.
+        stop: Where it ends.
+        size: Of the whole parameter along the dimension.
+        value: What lies there.
+    """
+
+    dim: int
+    start: int
+    stop: int
+    size: int
+    value: torch.Tensor | None
+
+
+def is_fused(parameter: torch.Tensor) -> bool:
+    """Whether it says what it is made of."""
+    return not facts(parameter).names and getattr(parameter, _ATTRIBUTE, None) is not None
+
+
+def new_names(model: nn.Module) -> frozenset[str]:
+    """Trainable parameters that a step brought in, and that do not say what they are made of."""
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, each in named if each.requires_grad and not facts(each).names and not is_fused(each))
+
+
+def taken_apart(values: Mapping[nn.Parameter, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Return the values of fused parameters under the unmodified model's names, as far as they are whole there.
+
+    Args:
+        values: Of each fused parameter the whole value; None where it has none, as a gradient.
+    """
+    pieces: dict[str, list[_Piece]] = {}
+    for parameter, value in values.items():
+        for name, piece in _pieces(parameter, value):
+            pieces.setdefault(name, []).append(piece)
+    return {name: _joined(found) for name, found in pieces.items() if _is_whole(found)}
+
+
+def _pieces(parameter: nn.Parameter, value: torch.Tensor | None) -> Iterator[tuple[str, _Piece]]:
+    dim, parts, *_ = getattr(parameter, _ATTRIBUTE)
+    at = 0
+    for name, (start, stop), size in parts:
+        here = value.narrow(dim, at, stop - start) if value is not None else None
+        yield name, _Piece(dim, start, stop, size, here)
+        at += stop - start
+
+
+def _is_whole(pieces: Iterable[_Piece]) -> bool:
+    at, size = 0, 0
+    for piece in sorted(pieces, key=lambda each: each.start):
+        if piece.start != at:
+            return False
+        at, size = piece.stop, piece.size
+    return at == size
+
+
+def _joined(pieces: list[_Piece]) -> torch.Tensor | None:
+    found = [piece.value for piece in sorted(pieces, key=lambda each: each.start)]
+    known = [value for value in found if value is not None]
+    return torch.cat(known, pieces[0].dim) if len(known) == len(found) else None
