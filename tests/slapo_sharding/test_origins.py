@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 def _nodes(model: nn.Module) -> list[fx.Node]:
     with remembered(model, 2):
-        graph = trace(model, flatten=True, example_inputs=(torch.randn(2, 3, 64),)).graph
+        graph = trace(model, flatten=True, example_inputs=(torch.randn(2, 3, 64),), symbolic=False).graph
     forget(graph)
     return [node for node in graph.nodes if node.op.startswith("call")]
 

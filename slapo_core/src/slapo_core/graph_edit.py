@@ -22,6 +22,7 @@ from .matching import Match, Place
 from .tracing.around import is_hooked
 from .tracing.graph_comparison import Twins
 from .tracing.regions import is_region_node, write_regions
+from .tracing.sizes import SIZE
 from .tracing.traced_module import TracedModule, compile_anew, subtree, variants_of
 from .tracing.variants import Variants, on_meta, with_dropped
 from .wrapping import forward_wrappers
@@ -244,6 +245,10 @@ def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Part) -> TracedModule:
             placeholder.meta.update(value.meta)
     prefix = part.prefix()
     for node in part.nodes:
+        if lost := [other.name for other in node.all_input_nodes if other not in values]:
+            raise ScheduleError(
+                f"the subgraph also needs the size {lost[0]!r}, which is no argument of the pattern; make it one"
+            )
         values[node] = graph.node_copy(node, values.__getitem__)
         if node.op == "call_module":
             values[node].target = str(node.target).removeprefix(f"{prefix}.")
@@ -353,7 +358,7 @@ class Part:
             what = f"the value {node.name!r} inside the subgraph is also used outside, by {outside[0]!r}"
             raise ScheduleError(f"{what}; make it an output of the pattern")
         for other in node.all_input_nodes:
-            if other not in self.inside and other not in self.inputs:
+            if other not in self.inside and other not in self.inputs and SIZE not in other.meta:  # the match knows sizes
                 what = f"the subgraph also needs the value {other.name!r}, which is no argument of the pattern"
                 raise ScheduleError(f"{what}; make it one")
 

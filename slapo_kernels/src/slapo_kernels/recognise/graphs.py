@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 
 from slapo_core import graph_edit
 from slapo_core.errors import ScheduleError
 from slapo_core.matching import Match, traced_modules
 from slapo_core.operators import bound_arguments, operator_of, signatures_of
 from slapo_core.schedule import Schedule
+from slapo_core.tracing.sizes import SIZE
 from slapo_core.wrapping import is_opaque
 
 from ..swapped import KernelCall
@@ -187,7 +189,7 @@ def _rotation(cat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, list[fx
     x = front.args[0]
     half = x.meta["val"].shape[-1] // 2 if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor) else 0
     ends = [(Ellipsis, slice(half, None, None)), (Ellipsis, slice(None, half, None))]
-    if _op(back) != "getitem" or back.args[0] is not x or [back.args[1], front.args[1]] != ends or not half:
+    if _op(back) != "getitem" or back.args[0] is not x or _plain([back.args[1], front.args[1]]) != ends or not half:
         return None
     total = _only_user(times)
     sin = next((each for each in times.all_input_nodes if each is not cat), None)
@@ -198,6 +200,11 @@ def _rotation(cat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, list[fx
         return None
     cos = next((each for each in other.all_input_nodes if each is not x), None)
     return (x, total, cos, sin, [back, minus, front, cat, times, other, total]) if cos is not None else None
+
+
+def _plain(value: Any) -> Any:
+    """The arguments of a node with sizes as they were in the trace."""
+    return map_arg(value, lambda node: node.meta.get(SIZE, node))
 
 
 def _gates(kernel: str, traced: fx.GraphModule) -> Iterator[_Nodes]:
