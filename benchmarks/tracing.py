@@ -1,4 +1,4 @@
-"""Tracing against ``torch.export``; finding and replacing subgraphs in large graphs."""
+"""Tracing against ``torch.export``; calls of traced modules against plain ones; subgraphs in large graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from slapo_core import create_schedule, graph_edit
 from slapo_core.matching import find_subgraph
 from slapo_core.patterns import call_module
-from slapo_core.tracing import TracedModule, trace_module
+from slapo_core.tracing import TracedModule, trace, trace_module
 
 SEQ = 64
 
@@ -66,6 +66,46 @@ def chain(num_nodes: int) -> TracedModule:
     return trace_module(Chain(num_nodes // 3), (torch.zeros(1, 2),), leaf=lambda path, module: isinstance(module, nn.Linear))
 
 
+def small(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A Llama's layer or a GPT-2 of four layers, so small that what Python does between the operators shows, and a call."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config = GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=64, n_positions=64, use_cache=False)
+        return GPT2LMHeadModel(config).train(), {"input_ids": torch.randint(5, 64, (2, 12))}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes)).train().model
+    x = torch.randn(2, 12, 32)
+    rotary = model.rotary_emb(x, torch.arange(12)[None])
+    return model.layers[0], {"hidden_states": x, "attention_mask": None, "position_embeddings": rotary}
+
+
+def resized(call: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The call for another number of rows."""
+    return {
+        key: value[:1].expand(rows, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
+        for key, value in call.items()
+    }
+
+
+def calls() -> None:
+    """Print what a call of a traced module costs beside one of the plain module, the first of each shape included."""
+    print("\n## Calls of a traced module (forward, no gradients, hidden size 32)\n")
+    print("| module | traced | modules with a graph | plain (us) | traced (us) | ratio | first of a shape (ms) |")
+    print("|---|---|---|---|---|---|---|")
+    for name in ("llama layer", "gpt2"):
+        for how in ("one graph", "each module"):
+            model, call = small(name)
+            traced = trace(model, example_inputs=call, flatten=how == "one graph")
+            with torch.no_grad():
+                first = [seconds(lambda: traced(**resized(call, rows)), 1) for rows in (3, 4, 5)]  # noqa: B023
+                both = [seconds(lambda: [each(**call) for _ in range(20)], 40) / 20 * 1e6 for each in (model, traced)]  # noqa: B023
+            count = sum(isinstance(module, TracedModule) for module in traced.modules())
+            ratio, new = both[1] / both[0], min(first) * 1e3
+            print(f"| {name} | {how} | {count} | {both[0]:.0f} | {both[1]:.0f} | {ratio:.2f} | {new:.1f} |", flush=True)
+
+
 def main() -> None:
     """Print the tables."""
     logging.disable(logging.WARNING)
@@ -82,6 +122,8 @@ def main() -> None:
             f"| {num_layers} | {ours:.3f} | {f'{peer:.3f}' if peer else '-'} | {f'{ours / peer:.3f}' if peer else '-'} |",
             flush=True,
         )
+
+    calls()
 
     print("\n## find of a 3-operation pattern\n")
     print("| nodes | matches | find (s) | microseconds per node |\n|---|---|---|---|")
