@@ -66,7 +66,7 @@ def find_node(root: nn.Module, wanted: str | Callable[[fx.Node], bool], prefix: 
         prefix: Where ``root`` is; put in front of the paths returned.
     """
     if isinstance(wanted, str):
-        fits = re.compile(wanted).fullmatch
+        fits = _expression(wanted).fullmatch
         return find_node(root, lambda node: node.op == "call_module" and bool(fits(str(node.target))), prefix)
     return [(where, node) for where, module in traced_modules(root, prefix) for node in module.graph.nodes if wanted(node)]
 
@@ -113,6 +113,13 @@ def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
     return Match(data["nodes"][0][0], nodes.values(), inputs, [nodes[name] for name in data["outputs"]])
 
 
+def _expression(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as err:
+        raise ScheduleError(f"find: {text!r} is no regular expression: {err}; escape what is meant literally") from err
+
+
 def _target(node: fx.Node) -> str:
     """What the node calls, the same in every process: a function's text has its address."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(node.target))
@@ -151,7 +158,7 @@ class _Compiled:
 
 def _wanted(node: fx.Node, root: nn.Module) -> _Wanted:
     if node.target is call_module:
-        return _Wanted(re.compile(str(node.args[0])), node.args[1:], node.kwargs)
+        return _Wanted(_expression(str(node.args[0])), node.args[1:], node.kwargs)
     if node.op == "call_module":
         return _Wanted(root.get_submodule(str(node.target)), node.args, node.kwargs)
     return _Wanted(operator_of(node), node.args, node.kwargs)
