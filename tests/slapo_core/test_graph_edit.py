@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slapo_core import create_schedule, graph_edit
-from slapo_core.errors import ScheduleError
+from slapo_core.errors import ScheduleError, TraceError
 from slapo_core.matching import Match, find_node, find_subgraph
 from slapo_core.patterns import call_module
 from slapo_core.schedule import Schedule
@@ -390,3 +390,31 @@ def test_undo_at_the_very_beginning_of_a_graph_that_another_undo_has_made_anew()
     edits.undo()
     assert str(gm.graph) == before
     torch.testing.assert_close(gm(), torch.ones(2).exp())
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(self.a(x) + self.b(x), 0.5, self.training)
+
+
+def test_a_constant_that_a_function_is_given_is_not_kept_for_another_mode() -> None:
+    sch = create_schedule(Dropped(), example_inputs=(torch.ones(2, 4),))
+    dropout = torch.nn.functional.dropout
+    sch.replace(lambda x, p, on: dropout(x, p, on) * 1.0, lambda x, p, on: dropout(x, p, on))
+    sch.mod(torch.ones(2, 4))
+    sch.mod.eval()
+    with pytest.raises(TraceError, match="computes something else in this call"):
+        sch.mod(torch.ones(2, 4))
+
+
+def test_one_result_in_the_place_of_two_is_refused() -> None:
+    sch = create_schedule(Dropped(), example_inputs=(torch.ones(2, 4),))
+    sch.trace()
+    sch.replace(lambda x: x * 2, sch.find("a|b"))
+    with pytest.raises(ScheduleError, match="returns a Tensor, but the subgraph that it replaced has 2 outputs"):
+        sch.mod(torch.ones(2, 4))
+    assert "expect_outputs" in str(sch.mod)

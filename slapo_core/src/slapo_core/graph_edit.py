@@ -21,6 +21,7 @@ from .errors import ScheduleError
 from .matching import Match, Place
 from .tracing.around import is_hooked
 from .tracing.graph_comparison import Twins
+from .tracing.graph_ops import expect_outputs
 from .tracing.regions import is_region_node, write_regions
 from .tracing.sizes import SIZE
 from .tracing.traced_module import TracedModule, compile_anew, subtree, variants_of
@@ -140,9 +141,10 @@ class _Replacement:
         labels = _labels(inputs, nodes)
         changed = {name: form for name in self.nodes if (form := _form(nodes[name], labels)) != self.nodes[name]}
         call = self._remade(module, part) if changed and self.remake is not None else self.call
+        # a node may drop values in one mode alone, and so may a new module; a constant that it is given stays what it was
+        has_modes = self.call.op == "call_module" and all(isinstance(value, _Input) for value in self.inputs)
         for name, form in changed.items() if self.remake is None else ():
-            # what a node computes may differ in whether it drops values, which the new module has a mode for
-            if name not in self.draws and not nodes[name].meta.get("draws"):
+            if not has_modes or (name not in self.draws and not nodes[name].meta.get("draws")):
                 what = f"{name!r} computes something else in this call, with {form} for {self.nodes[name]}"
                 raise ScheduleError(f"{self.call.label}: {what}")
         made: list[fx.Node] = []
@@ -335,6 +337,8 @@ class Part:
         if len(self.outputs) > 1:
             node.meta.pop("val", None)
             get = operator.getitem
+            insert("call_function", expect_outputs, (node, len(self.outputs), call.label), None, self.outputs[0])
+            made[-1].meta.pop("val", None)
             results = [insert("call_function", get, (node, index), None, out) for index, out in enumerate(self.outputs)]
         for late, place in zip(self.late, [made[-1], *self.late], strict=False):
             place.append(late)
