@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from . import paths
 from .errors import ScheduleError
-from .matching import Match, Place
+from .matching import CompiledPattern, Match, Place, match_at
 from .tracing.around import is_hooked
 from .tracing.graph_comparison import Twins
 from .tracing.graph_ops import expect_outputs
@@ -120,7 +120,7 @@ class _Replacement:
         self.draws = {node.name for node in part.nodes if node.meta.get("draws")}
         self.inputs = [_Input.of(value, part) if isinstance(value, fx.Node) else value for value in part.inputs]
         self.outputs = [node.name for node in part.outputs]
-        self.remake = remake
+        self.remake, self.pattern = remake, part.pattern
 
     def add(self, call: _Call, made: list[str], gm: fx.GraphModule) -> None:
         """Note what was put in the place of the nodes."""
@@ -133,6 +133,11 @@ class _Replacement:
         Raises:
             ScheduleError: the graph has no such nodes, or they compute something else.
         """
+        if (match := self._match(module, twins)) is not None:
+            made: list[fx.Node] = []
+            Part.of(graph, match).replace(self.call, made)
+            twins.update(zip(self.made, made, strict=True))
+            return
         inputs = [value.in_other(twins, self) if isinstance(value, _Input) else value for value in self.inputs]
         if lost := [name for name in self.nodes if name not in twins]:
             raise self.missing(lost[0])
@@ -147,9 +152,18 @@ class _Replacement:
             if not has_modes or (name not in self.draws and not nodes[name].meta.get("draws")):
                 what = f"{name!r} computes something else in this call, with {form} for {self.nodes[name]}"
                 raise ScheduleError(f"{self.call.label}: {what}")
-        made: list[fx.Node] = []
+        made = []
         part.replace(call, made)
         twins.update(zip(self.made, made, strict=True))
+
+    def _match(self, module: TracedModule, twins: Twins) -> Match | None:
+        """The same occurrence of the pattern in another graph: its arguments may be other constants, or values, there."""
+        end = twins.get(self.outputs[0])
+        if self.pattern is None or self.remake is not None or end is None:
+            return None
+        match = match_at(self.pattern, with_dropped(module), end)
+        known = {twins[name] for name in self.nodes if name in twins}
+        return match if match is not None and known <= {node for _, node in match} else None
 
     def missing(self, name: str) -> ScheduleError:
         """The error for a node without a twin."""
@@ -297,10 +311,18 @@ class Part:
         inputs: Values from outside.
         outputs: Those of the nodes that are used outside.
         late: Nodes outside that stand between them and need an output, and so must come after the call.
+        pattern: What they are an occurrence of, if that is known.
     """
 
-    def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node], inputs: list[Any], outputs: list[fx.Node]) -> None:
-        self.graph, self.nodes, self.inputs, self.outputs = graph, sorted(nodes), inputs, outputs
+    def __init__(
+        self,
+        graph: fx.Graph,
+        nodes: Iterable[fx.Node],
+        inputs: list[Any],
+        outputs: list[fx.Node],
+        pattern: CompiledPattern | None = None,
+    ) -> None:
+        self.graph, self.nodes, self.inputs, self.outputs, self.pattern = graph, sorted(nodes), inputs, outputs, pattern
         self.inside = set(self.nodes)
         if not self.outputs:
             raise ScheduleError("nothing uses the results of the subgraph; it can be left out of the model instead")
@@ -317,7 +339,7 @@ class Part:
         if isinstance(nodes, Match):
             known = dict(zip((node for _, node in nodes), now, strict=True))
             given = [known[v.node].all_input_nodes[v.number] if isinstance(v, Place) else v for v in nodes.inputs]
-            return cls(graph, now, given, [known[node] for node in nodes.outputs])
+            return cls(graph, now, given, [known[node] for node in nodes.outputs], nodes.pattern)
         inputs = dict.fromkeys(other for node in sorted(now) for other in node.all_input_nodes)
         outside = [node for node in sorted(now) if any(user not in now for user in node.users)]
         return cls(graph, now, [other for other in inputs if other not in now], outside)
