@@ -20,6 +20,7 @@ from . import paths
 from .errors import ScheduleError
 from .matching import CompiledPattern, Match, Place, match_at
 from .tracing.around import is_hooked
+from .tracing.calls import function_name
 from .tracing.graph_comparison import Twins
 from .tracing.graph_ops import expect_outputs
 from .tracing.regions import is_region_node, write_regions
@@ -212,8 +213,14 @@ def _labels(inputs: Iterable[Any], nodes: Mapping[str, fx.Node]) -> dict[fx.Node
 
 
 def _form(node: fx.Node, labels: Mapping[fx.Node, str]) -> str:
-    """The arguments of a node in words."""
-    return repr(map_arg((node.args, node.kwargs), lambda other: labels.get(other, "?")))
+    """The arguments of a node in words; of a size, which need be no input, how it is computed."""
+
+    def label(other: fx.Node) -> str:
+        if other in labels:
+            return labels[other]
+        return f"{other.target} of {_form(other, labels)}" if SIZE in other.meta else function_name(other)
+
+    return repr(map_arg((node.args, node.kwargs), label))
 
 
 def _tree(module: nn.Module, call: _Call) -> list[Any]:

@@ -202,12 +202,29 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
 def quiet() -> Iterator[None]:
     """Fake tensors log a traceback of every operator they cannot do."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+    before, logger.disabled = logger.disabled, True  # a level would empty the caches of all loggers
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.disabled = before
+
+
+_tables: dict[str, tuple[Any, dict[str, Any], int, list[str]]] = {}
+
+
+def _askers() -> list[tuple[dict[str, Any], str]]:
+    """Tables of modules that have a function of ``MODES`` for a global, and its name.
+
+    To search the thousands of tables took a fifth of the time of a trace: only those that are new or have grown are searched.
+    """
+    found = []
+    for module_name, module in list(sys.modules.items()):
+        known = _tables.get(module_name)
+        if known is None or known[0] is not module or len(known[1]) != known[2]:
+            table = getattr(module, "__dict__", {})
+            known = _tables[module_name] = (module, table, len(table), [name for name in MODES if name in table])
+        found += [(known[1], name) for name in known[3] if known[1].get(name) is MODES[name]]
+    return found
 
 
 @contextmanager
@@ -233,8 +250,7 @@ def intercept(module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: 
     def getattribute(module: nn.Module, name: str) -> Any:
         return read(module, name, object.__getattribute__(module, name))
 
-    spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
-    askers = [(space, name) for space in spaces for name, answer in MODES.items() if space.get(name) is answer]
+    askers = _askers()
     for space, name in askers:
         space[name] = partial(ask_mode, name, MODES[name])
     nn.Module.__call__ = patched_call  # type: ignore[method-assign]

@@ -31,9 +31,9 @@ class Attributes:
     """
 
     def __init__(self, root: nn.Module, names: Collection[tuple[str, str]], filled: Mapping[tuple[str, str], Any]) -> None:
-        self._names: dict[tuple[str, ...], list[str]] = {}
+        self._keys: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         for path, name in sorted(names):
-            self._names.setdefault(tuple(path.split(".")) if path else (), []).append(name)
+            self._keys.setdefault(tuple(path.split(".")) if path else (), []).append((path, name))
         self._filled = filled
         self._original: weakref.ref[nn.Module] | None = weakref.ref(root)
         self._take(self._read(root))
@@ -56,7 +56,7 @@ class Attributes:
             TraceError: An attribute is another one now.
         """
         original = self._original() if self._original is not None else None
-        if original is None or original.__dict__ is module.__dict__:
+        if original is None or original.__dict__ is module.__dict__ or self._is_same(original, in_any_mode=True):
             return
         there = {
             key: part for key, part in self._read(original).items() if key[1] != "training" and part is not self._values[key]
@@ -68,10 +68,10 @@ class Attributes:
 
     def changed(self, root: nn.Module) -> str | None:
         """The first attribute that is another one now, in words."""
-        values = self._read(root)
         every = bool(self._inside.changed())
-        if not every and all(part is self._values[key] for key, part in values.items()):
+        if not every and self._is_same(root):
             return None
+        values = self._read(root)
         found = self._difference(values, every)
         if found is None:
             self._take({**self._values, **values})
@@ -89,17 +89,25 @@ class Attributes:
     @property
     def names(self) -> list[tuple[str, str]]:
         """Path and name of each attribute."""
-        return [(".".join(path), name) for path, names in self._names.items() for name in names]
+        return [key for keys in self._keys.values() for key in keys]
 
     def _read(self, root: nn.Module) -> dict[tuple[str, str], Any]:
-        values: dict[tuple[str, str], Any] = {}
-        for path, names in self._names.items():
-            module: nn.Module | None = root
-            for child in path:
-                module = module and module._modules.get(child)
-            for name in names if module is not None else ():
-                values[".".join(path), name] = module.__dict__.get(name, _NONE)
-        return values
+        return {
+            key: module.__dict__.get(key[1], _NONE)
+            for path, keys in self._keys.items()
+            if (module := _inside(root, path)) is not None
+            for key in keys
+        }
+
+    def _is_same(self, root: nn.Module, in_any_mode: bool = False) -> bool:
+        """Whether all are the very objects that they were; this is asked at every call."""
+        for path, keys in self._keys.items():
+            module = _inside(root, path) if path else root
+            for key in keys if module is not None else ():
+                same = module.__dict__.get(key[1], _NONE) is self._values[key]
+                if not same and not (in_any_mode and key[1] == "training"):
+                    return False
+        return True
 
     def _take(self, values: dict[tuple[str, str], Any]) -> None:
         self._values, self._inside = values, Snapshot(values)
@@ -114,6 +122,13 @@ class Attributes:
         self.__dict__.update(state)
         self._take(self._values)
         self._note()  # a copy has tensors of its own
+
+
+def _inside(root: nn.Module, path: tuple[str, ...]) -> nn.Module | None:
+    module: nn.Module | None = root
+    for name in path:
+        module = None if module is None else module._modules.get(name)
+    return module
 
 
 def facts_of(value: Any) -> Any:

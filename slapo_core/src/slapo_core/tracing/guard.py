@@ -20,19 +20,67 @@ from .structures import difference, fingerprint, is_input, tensors
 
 def device_of(value: Any) -> torch.device | None:
     """Device of the first tensor inside."""
+    for each in value.values() if type(value) is dict else ():
+        if isinstance(each, torch.Tensor):
+            return each.device
+        if each is not None:
+            break
     return next((tensor.device for tensor in tensors(value)), None)
 
 
-def plain_signature(module: nn.Module) -> inspect.Signature:
+class Parameters(inspect.Signature):
+    """The parameters of a forward, which binds the arguments of most calls in a fifth of the time that ``bind`` takes."""
+
+    @cached_property
+    def _named(self) -> tuple[list[str], list[Any], int, bool]:
+        """Names and defaults of those that have names, how many can be given by position, and whether any others are taken."""
+        each = list(self.parameters.values())
+        named = [p for p in each if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return (
+            [p.name for p in named],
+            [p.default for p in named],
+            sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in named) if len(each) - len(named) == self._takes_others else -1,
+            self._takes_others,
+        )
+
+    @property
+    def _takes_others(self) -> bool:
+        return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+
+    def values_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """See ``argument_values``; None where it takes ``bind`` to know, as for ``*args`` and wrong calls."""
+        names, defaults, positional, others = self._named
+        if len(args) > positional:
+            return None
+        values = dict(zip(names, args, strict=False))
+        found = 0
+        for name, default in zip(names[len(args) :], defaults[len(args) :], strict=True):
+            if name in kwargs:
+                values[name] = kwargs[name]
+                found += 1
+            elif default is inspect.Parameter.empty:
+                return None
+            else:
+                values[name] = default
+        if found < len(kwargs):
+            if not others or not kwargs.keys().isdisjoint(names[: len(args)]):
+                return None
+            values.update((name, value) for name, value in kwargs.items() if name not in values)
+        return values
+
+
+def plain_signature(module: nn.Module) -> Parameters:
     """The parameters of a module's own forward without annotations, which may not be copied or pickled."""
-    return inspect.Signature([p.replace(annotation=p.empty) for p in signature_of(module).parameters.values()])
+    return Parameters([p.replace(annotation=p.empty) for p in signature_of(module).parameters.values()])
 
 
-def argument_values(parameters: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def argument_values(parameters: Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Argument name to value, defaults included; those of ``**kwargs`` under their own names."""
+    if (values := parameters.values_of(args, kwargs)) is not None:
+        return values
     bound = parameters.bind(*args, **kwargs)
     bound.apply_defaults()
-    values: dict[str, Any] = {}
+    values = {}
     for name, value in bound.arguments.items():
         several = parameters.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
         values.update(value if several else {name: value})
@@ -49,7 +97,7 @@ class Call:
         kwargs: Keyword arguments.
     """
 
-    def __init__(self, parameters: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
+    def __init__(self, parameters: Parameters, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
         self.training, self.autocast = module.training, regions.autocast_state()
         self.values = argument_values(parameters, args, kwargs)
         self.given = {name: fingerprint(value) for name, value in self.values.items()}
@@ -86,7 +134,7 @@ class Guard:
         expectations: What it asked of its inputs and of torch's modes.
     """
 
-    parameters: inspect.Signature
+    parameters: Parameters
     training: bool
     autocast: regions.State
     traced: dict[str, Any] = field(default_factory=dict)

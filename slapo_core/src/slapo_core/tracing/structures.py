@@ -43,11 +43,21 @@ def contents(value: Any) -> dict[Any, Any] | None:
         return dict(value)
     if isinstance(value, torch.Tensor) or by_reference(value):
         return None
+    parts = _parts(value)
+    return None if parts is None else dict(parts)
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """The same of what is no dict; of an object its own table, as a config may have a slow way to get attributes."""
     if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))
     if isinstance(value, (set, frozenset)):
         return dict.fromkeys(value)
-    return dict(vars(value)) if hasattr(value, "__dict__") else None
+    try:
+        table: dict[Any, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return table
 
 
 def fill(value: Any, parts: dict[Any, Any]) -> None:
@@ -102,7 +112,7 @@ class Snapshot:
 
 
 def _same(part: Any, old: dict[Any, Any]) -> bool:
-    new = part if type(part) is dict else contents(part) or {}
+    new = part if isinstance(part, dict) else _parts(part) or {}
     return len(new) == len(old) and all(map(operator.is_, new.values(), old.values())) and new.keys() == old.keys()
 
 
@@ -138,7 +148,8 @@ def fingerprint(value: Any, tensor: Callable[[torch.Tensor], Any] = _shape, seen
         tensor: What of a tensor counts instead.
         seen: Objects met on the way, numbered.
     """
-    seen = {} if seen is None else seen
+    if type(value) in _ATOM_TYPES:
+        return type(value), value
     if isinstance(value, torch.Tensor):
         return torch.Tensor, tensor(value)
     if isinstance(value, ATOMS):
@@ -146,6 +157,7 @@ def fingerprint(value: Any, tensor: Callable[[torch.Tensor], Any] = _shape, seen
     parts = contents(value)
     if parts is None:
         return type(value), value.tobytes() if hasattr(value, "tobytes") else value
+    seen = {} if seen is None else seen
     if id(value) in seen:
         return "seen", seen[id(value)]
     seen[id(value)] = len(seen)

@@ -56,12 +56,17 @@ class Variant(Hidden):
         self.graph, self.name = graph, name
         self.function: Callable[..., Any] | None = None
         self.source = ""
+        self.switches = False
+        """Whether the graph switches gradients or autocast."""
         self.pristine: list[Any] | None = None
 
     def run(self, module: TracedModule, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
         """Run the graph on a module that holds what its targets name."""
         if self.function is None:
             self.function, self.source = compile_graph(self.graph, self.name)
+            self.switches = any(map(regions.is_region_node, self.graph.nodes))
+        if not self.switches:
+            return module.through(self.function)(module, *args, **inputs)
         before = regions.current()
         try:
             return module.through(self.function)(module, *args, **inputs)
