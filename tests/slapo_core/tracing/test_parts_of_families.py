@@ -26,7 +26,10 @@ OWN_FORWARD = {"led": {"LEDEncoder"}}
 """Classes whose own forward runs for some calls: with a mask it asks for values, whether any token is global."""
 
 LONG = frozenset(
-    "convbert deberta deepseek_v3 gemma layoutlm led longt5 mobilebert qwen2_moe qwen3_moe roformer swin switch_transformers".split()
+    (
+        "convbert deberta deepseek_v3 gemma layoutlm led longt5 mobilebert qwen2_moe qwen3_moe roformer swin "
+        "switch_transformers"
+    ).split()
 )
 EACH = [pytest.param(name, marks=pytest.mark.slow if name in VARIATIONS | LONG else ()) for name in sorted(FAMILIES)]
 

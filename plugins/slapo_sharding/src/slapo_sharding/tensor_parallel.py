@@ -241,7 +241,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         if steps.get(path) != "moe_tp_experts":
             raise error(f"{key!r} is a parameter of {path!r}, which has no style 'moe_tp_experts'; give the module a style")
     if not steps and isinstance(schedule.mod, fx.GraphModule):
-        raise error("the model's graph was rewritten, and its plan is found on the model itself; call tensor_parallel before trace")
+        raise error("its graph was rewritten, and its plan is found on the model itself; call tensor_parallel before trace")
     if not steps:
         raise error(
             f"no plan is known for {type(schedule.mod).__name__}; give example_inputs to create_schedule, from which one is "
