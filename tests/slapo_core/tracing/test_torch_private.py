@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -195,6 +195,25 @@ def test_fake_tensors_log_to_a_known_logger() -> None:
     with private.quiet():
         assert not logger.isEnabledFor(logging.ERROR)
     assert logger.level == before
+
+
+def test_who_compiles_a_graph() -> None:
+    class Inner(fx.GraphModule):
+        def recompile(self) -> Any:
+            seen.append(private.is_recompiled_with_parent())
+            return super().recompile()
+
+    seen: list[bool] = []
+    graph = fx.symbolic_trace(nn.Identity()).graph
+    inner = Inner({}, graph)
+    inner.recompile()
+    assert seen == [False, False]
+    holder = nn.Module()
+    holder.inner = inner
+    calls = fx.Graph()
+    calls.output(calls.call_module("inner", (calls.placeholder("x"),)))
+    fx.GraphModule(holder, calls)
+    assert seen == [False, False, True]
 
 
 def test_pytree_paths() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._C import DisableTorchFunction, _EnableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
@@ -196,6 +196,11 @@ def _key(part: Any) -> Any:
 def unflatten(leaves: list[Any], spec: Any) -> Any:
     """The containers that ``torch.export`` took apart."""
     return _pytree.tree_unflatten(leaves, spec)
+
+
+def is_recompiled_with_parent() -> bool:
+    """Whether the caller, a ``recompile``, is called since a ``GraphModule`` that holds the module is compiled."""
+    return sys._getframe(2).f_code is fx.GraphModule._recompile_submodules.__code__
 
 
 @contextmanager

@@ -105,7 +105,7 @@ class TracedModule(fx.GraphModule):
 
     def recompile(self) -> Any:
         """Mark the code stale, after an edit by hand."""
-        if (variants := self.__dict__.get("_variants")) is not None:
+        if (variants := self.__dict__.get("_variants")) is not None and not private.is_recompiled_with_parent():
             variants.edited_by_hand = True
             variants.start_from(self.graph)
 

@@ -317,8 +317,8 @@ def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module
 
 
 def with_dropped(module: TracedModule) -> TracedModule:
-    """A traced module that has the submodules that rewrites removed, which graphs without these rewrites call."""
-    copied = with_modules(module, module._variants.dropped)
+    """A traced module that has copies of the submodules that rewrites removed, which graphs without these rewrites call."""
+    copied = with_modules(module, {path: on_meta(dropped) for path, dropped in module._variants.dropped.items()})
     assert isinstance(copied, type(module))
     return copied
 
