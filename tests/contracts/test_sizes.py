@@ -25,7 +25,17 @@ def test_no_file_is_over_500_lines() -> None:
     assert [f"{file.relative_to(TOP)}: {lines(file)}" for file in FILES if lines(file) > 500] == []
 
 
-GRAPHS = ("tracing", "finding.py", "matching.py", "operators.py", "patterns.py", "graph_edit.py", "trace.py", "trace_until.py")
+GRAPHS = (
+    "tracing",
+    "finding.py",
+    "matching.py",
+    "operators.py",
+    "patterns.py",
+    "graph_edit.py",
+    "subgraph.py",
+    "trace.py",
+    "trace_until.py",
+)
 """The part of core that works on graphs."""
 
 
@@ -41,7 +51,7 @@ def code_lines(file: Path) -> int:
     return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documentation)
 
 
-@pytest.mark.parametrize(("graphs", "limit"), [(False, 2580), (True, 3300)])
+@pytest.mark.parametrize(("graphs", "limit"), [(False, 2580), (True, 3400)])
 def test_core_stays_small(graphs: bool, limit: int) -> None:
     """Schedules, plugins, weights and build on one side; tracing, matching and editing of graphs on the other."""
     core = SOURCES["slapo-core"] / "slapo_core"

@@ -106,7 +106,7 @@ def train(rank: int, seed: int, target: str, layout: tuple[int, int]) -> tuple[l
 @pytest.mark.parametrize(
     "target", ["torch", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("megatron", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("seed", seeds(2, 30))
+@pytest.mark.parametrize("seed", seeds(1, 30))
 def test_an_order_trains_on_an_engine(seed: int, target: str) -> None:
     layout = [(1, 2), (2, 1), (2, 2)][seed % 3]
     losses, expected, refused = run_distributed(train, layout[0] * layout[1], seed, target, layout, timeout=100)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slapo_core import create_schedule, graph_edit
-from slapo_core.errors import ScheduleError
+from slapo_core.errors import ScheduleError, TraceError
 from slapo_core.matching import Match, find_node, find_subgraph
 from slapo_core.patterns import call_module
 from slapo_core.schedule import Schedule
@@ -390,3 +391,57 @@ def test_undo_at_the_very_beginning_of_a_graph_that_another_undo_has_made_anew()
     edits.undo()
     assert str(gm.graph) == before
     torch.testing.assert_close(gm(), torch.ones(2).exp())
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(self.a(x) + self.b(x), 0.5, self.training)
+
+
+def twice_dropped(x: torch.Tensor, p: float, on: bool) -> torch.Tensor:
+    return torch.nn.functional.dropout(x, p, on)
+
+
+class Masked(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask, dropout_p=0.0 if self.training else 0.0) + x
+
+
+class Core(nn.Module):
+    def forward(self, q: torch.Tensor, mask: torch.Tensor | None, p: float) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=p) * 2
+
+
+def test_an_argument_of_a_pattern_may_be_none_in_one_call_and_a_tensor_in_another() -> None:
+    x, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool).tril()
+    for first in ((x,), (x, mask)):
+        sch = create_schedule(Masked(), example_inputs=first)
+        sch.trace()
+        sch.replace(Core(), sch.find(lambda q, m, p: F.scaled_dot_product_attention(q, q, q, attn_mask=m, dropout_p=p)))
+        for args in ((x,), (x, mask), (x[:, :1],)):
+            given = args[1] if len(args) > 1 else None
+            torch.testing.assert_close(sch.mod(*args), Core()(args[0], given, 0.0) + args[0])
+
+
+def test_a_constant_that_a_function_is_given_is_not_kept_for_another_mode() -> None:
+    sch = create_schedule(Dropped(), example_inputs=(torch.ones(2, 4),))
+    dropout = torch.nn.functional.dropout
+    sch.replace(twice_dropped, lambda x, p, on: dropout(x, p, on))
+    sch.mod(torch.ones(2, 4))
+    assert (sch.mod.eval()(torch.ones(2, 4)) != 0).all()
+    forgotten = pickle.loads(pickle.dumps(sch.mod.train()))  # noqa: S301  a pattern may be any function, and stays behind
+    with pytest.raises(TraceError, match="computes something else in this call"):
+        forgotten.eval()(torch.ones(2, 4))
+
+
+def test_one_result_in_the_place_of_two_is_refused() -> None:
+    sch = create_schedule(Dropped(), example_inputs=(torch.ones(2, 4),))
+    sch.trace()
+    sch.replace(lambda x: x * 2, sch.find("a|b"))
+    with pytest.raises(ScheduleError, match="returns a Tensor, but the subgraph that it replaced has 2 outputs"):
+        sch.mod(torch.ones(2, 4))
+    assert "expect_outputs" in str(sch.mod)

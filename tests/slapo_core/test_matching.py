@@ -243,6 +243,9 @@ def test_patterns_that_are_none() -> None:
         find_subgraph(traced, lambda x: x)
     with pytest.raises(ScheduleError, match="the pattern cannot be traced: TraceError"):
         find_subgraph(traced, lambda x: x if x else x.sin())
+    for wrong in (lambda: find_node(traced, "("), lambda: find_subgraph(traced, lambda x: call_module("(", x))):
+        with pytest.raises(ScheduleError, match=r"find: '\(' is no regular expression: missing \)"):
+            wrong()
     with pytest.raises(TypeError, match="a function or a Pattern, not int"):
         find_subgraph(traced, 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="for pattern functions"):

@@ -6,19 +6,17 @@ The cost of an edit follows the nodes it touches, not the graph. Every edit regi
 from __future__ import annotations
 
 import inspect
-import operator
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import fx, nn
 from torch.fx.node import map_arg
 
 from . import paths
 from .errors import ScheduleError
-from .matching import Match, Place
+from .matching import Match, match_at
+from .subgraph import NAMES, Call, Part, is_in, node_now
 from .tracing.around import is_hooked
 from .tracing.calls import function_name
 from .tracing.graph_comparison import Twins
@@ -83,7 +81,7 @@ def replace_subgraph(
             schedule.touch(module)
             module.training = gm.training
         op, target = "call_module", _add_module(schedule, gm.get_submodule(part.prefix()), part.prefix(), label, new)
-    call = _Call(op, target, label, tuple(layers))
+    call = Call(op, target, label, tuple(layers))
     part.replace(call, made)
     rewrite.add(call, [node.name for node in made], gm)
     if variants is not None:
@@ -91,15 +89,6 @@ def replace_subgraph(
     _drop_modules(schedule, gm, {str(node.target) for node in part.nodes if node.op == "call_module"})
     compile_anew(gm)
     return target if op == "call_module" else made[len(layers)].name
-
-
-class _Call(NamedTuple):
-    """What takes the place of a subgraph."""
-
-    op: str
-    target: Any
-    label: str
-    layers: tuple[str, ...]
 
 
 Remake = Callable[[TracedModule, "Part"], nn.Module]
@@ -120,9 +109,9 @@ class _Replacement:
         self.draws = {node.name for node in part.nodes if node.meta.get("draws")}
         self.inputs = [_Input.of(value, part) if isinstance(value, fx.Node) else value for value in part.inputs]
         self.outputs = [node.name for node in part.outputs]
-        self.remake = remake
+        self.remake, self.pattern = remake, part.pattern
 
-    def add(self, call: _Call, made: list[str], gm: fx.GraphModule) -> None:
+    def add(self, call: Call, made: list[str], gm: fx.GraphModule) -> None:
         """Note what was put in the place of the nodes."""
         self.call, self.made = call, made
         self.tree = _tree(gm, call)
@@ -133,6 +122,11 @@ class _Replacement:
         Raises:
             ScheduleError: the graph has no such nodes, or they compute something else.
         """
+        if (match := self._match(module, twins)) is not None:
+            made: list[fx.Node] = []
+            Part.of(graph, match).replace(self.call, made)
+            twins.update(zip(self.made, made, strict=True))
+            return
         inputs = [value.in_other(twins, self) if isinstance(value, _Input) else value for value in self.inputs]
         if lost := [name for name in self.nodes if name not in twins]:
             raise self.missing(lost[0])
@@ -141,20 +135,30 @@ class _Replacement:
         labels = _labels(inputs, nodes)
         changed = {name: form for name in self.nodes if (form := _form(nodes[name], labels)) != self.nodes[name]}
         call = self._remade(module, part) if changed and self.remake is not None else self.call
+        # a node may drop values in one mode alone, and so may a new module; a constant that it is given stays what it was
+        has_modes = self.call.op == "call_module" and all(isinstance(value, _Input) for value in self.inputs)
         for name, form in changed.items() if self.remake is None else ():
-            # what a node computes may differ in whether it drops values, which the new module has a mode for
-            if name not in self.draws and not nodes[name].meta.get("draws"):
+            if not has_modes or (name not in self.draws and not nodes[name].meta.get("draws")):
                 what = f"{name!r} computes something else in this call, with {form} for {self.nodes[name]}"
                 raise ScheduleError(f"{self.call.label}: {what}")
-        made: list[fx.Node] = []
+        made = []
         part.replace(call, made)
         twins.update(zip(self.made, made, strict=True))
+
+    def _match(self, module: TracedModule, twins: Twins) -> Match | None:
+        """The same occurrence of the pattern in another graph: its arguments may be other constants, or values, there."""
+        end = twins.get(self.outputs[0])
+        if self.pattern is None or self.remake is not None or end is None:
+            return None
+        match = match_at(self.pattern, with_dropped(module), end)
+        known = {twins[name] for name in self.nodes if name in twins}
+        return match if match is not None and known <= {node for _, node in match} else None
 
     def missing(self, name: str) -> ScheduleError:
         """The error for a node without a twin."""
         return ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {name!r}")
 
-    def _remade(self, module: TracedModule, part: Part) -> _Call:
+    def _remade(self, module: TracedModule, part: Part) -> Call:
         assert self.remake is not None
         if _tree(module, self.call) != self.tree:
             what = f"{self.call.target!r} was changed since, and this call needs another one"
@@ -207,7 +211,7 @@ def _form(node: fx.Node, labels: Mapping[fx.Node, str]) -> str:
     return repr(map_arg((node.args, node.kwargs), label))
 
 
-def _tree(module: nn.Module, call: _Call) -> list[Any]:
+def _tree(module: nn.Module, call: Call) -> list[Any]:
     """The modules that a call runs and what is around them, to compare."""
     if call.op != "call_module":
         return []
@@ -266,135 +270,6 @@ def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Part) -> TracedModule:
     return TracedModule(subtree(gm.get_submodule(prefix), called), graph)
 
 
-def resolve(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
-    """The nodes of ``gm`` now that the handles mean: by name where an undo has made them anew.
-
-    Raises:
-        ScheduleError: A node is no longer in the graph.
-    """
-    return [_now(gm.graph, node) for _, node in nodes]
-
-
-_NAMES: WeakKeyDictionary[fx.Graph, dict[str, fx.Node]] = WeakKeyDictionary()
-
-
-def _is_in(graph: fx.Graph, node: fx.Node) -> bool:
-    return node.graph is graph and node.prev.next is node
-
-
-def _now(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    if _is_in(graph, node):
-        return node
-    found = _NAMES.get(graph, {}).get(node.name)
-    if found is None or not _is_in(graph, found) or found.name != node.name:
-        _NAMES[graph] = {other.name: other for other in graph.nodes}
-        found = _NAMES[graph].get(node.name)
-    if found is None:
-        raise ScheduleError(f"node {node.name!r} is no longer in the graph; find it again")
-    return found
-
-
-class Part:
-    """Some nodes of a graph that can be one call, seen from outside.
-
-    Attributes:
-        nodes: Themselves, in graph order.
-        inputs: Values from outside.
-        outputs: Those of the nodes that are used outside.
-        late: Nodes outside that stand between them and need an output, and so must come after the call.
-    """
-
-    def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node], inputs: list[Any], outputs: list[fx.Node]) -> None:
-        self.graph, self.nodes, self.inputs, self.outputs = graph, sorted(nodes), inputs, outputs
-        self.inside = set(self.nodes)
-        if not self.outputs:
-            raise ScheduleError("nothing uses the results of the subgraph; it can be left out of the model instead")
-        for node in self.nodes:
-            self._check(node)
-        if len({node.meta.get("regions", ()) for node in self.nodes}) > 1:
-            raise ScheduleError("the subgraph is partly inside a no_grad or autocast region; take nodes of one region")
-        self.late = self._late()
-
-    @classmethod
-    def of(cls, graph: fx.Graph, nodes: Sequence[Any]) -> Part:
-        """The part that a match, or handles of nodes, stand for."""
-        now = [_now(graph, node) for _, node in nodes]
-        if isinstance(nodes, Match):
-            known = dict(zip((node for _, node in nodes), now, strict=True))
-            given = [known[v.node].all_input_nodes[v.number] if isinstance(v, Place) else v for v in nodes.inputs]
-            return cls(graph, now, given, [known[node] for node in nodes.outputs])
-        inputs = dict.fromkeys(other for node in sorted(now) for other in node.all_input_nodes)
-        outside = [node for node in sorted(now) if any(user not in now for user in node.users)]
-        return cls(graph, now, [other for other in inputs if other not in now], outside)
-
-    def replace(self, call: _Call, made: list[fx.Node]) -> None:
-        """Put a call in the place of the nodes; all nodes that are new go to ``made``, that of the call behind the layers'."""
-
-        def insert(op: str, target: Any, args: tuple[Any, ...], name: str | None, like: fx.Node) -> fx.Node:
-            with self.graph.inserting_after([self.nodes[-1], *made][-1]):
-                made.append(self.graph.create_node(op, target, args, {}, name))
-            made[-1].meta.update({key: like.meta[key] for key in ("source", "regions", "val") if key in like.meta})
-            return made[-1]
-
-        layers = [self._layer(path, made) for path in call.layers]
-        node = insert(call.op, call.target, (*self.inputs, *layers), call.label, self.outputs[0])
-        results = [node]
-        if len(self.outputs) > 1:
-            node.meta.pop("val", None)
-            get = operator.getitem
-            results = [insert("call_function", get, (node, index), None, out) for index, out in enumerate(self.outputs)]
-        for late, place in zip(self.late, [made[-1], *self.late], strict=False):
-            place.append(late)
-        for output, result in zip(self.outputs, results, strict=True):
-            output.replace_all_uses_with(result, delete_user_cb=lambda user: user not in self.inside)
-        for each in reversed(self.nodes):
-            self.graph.erase_node(each)
-        if self.late:
-            write_regions(self.graph)
-
-    def _layer(self, path: str, made: list[fx.Node]) -> fx.Node:
-        with self.graph.inserting_after([self.nodes[-1], *made][-1]):
-            made.append(self.graph.create_node("get_attr", path))
-        return made[-1]
-
-    def _check(self, node: fx.Node) -> None:
-        if not node.op.startswith("call"):
-            raise ScheduleError(f"node {node.name!r} is a {node.op}; a subgraph consists of operations and module calls")
-        outside = [user.name for user in node.users if user not in self.inside]
-        if outside and node not in self.outputs:
-            what = f"the value {node.name!r} inside the subgraph is also used outside, by {outside[0]!r}"
-            raise ScheduleError(f"{what}; make it an output of the pattern")
-        for other in node.all_input_nodes:
-            if other not in self.inside and other not in self.inputs and SIZE not in other.meta:  # the match knows sizes
-                what = f"the subgraph also needs the value {other.name!r}, which is no argument of the pattern"
-                raise ScheduleError(f"{what}; make it one")
-
-    def _late(self) -> list[fx.Node]:
-        span = [self.nodes[0]]
-        while span[-1] is not self.nodes[-1]:
-            span.append(span[-1].next)
-        late: dict[fx.Node, None] = {}
-        for node in span:
-            needed = [other for other in node.all_input_nodes if other in late]
-            if node in self.inside and needed:
-                what = f"a result of the subgraph comes back into it over nodes outside, at {node.name!r}"
-                raise ScheduleError(f"{what}; include those nodes")
-            if needed or (node not in self.inside and any(output in node.all_input_nodes for output in self.outputs)):
-                late[node] = None
-        for value in self.inputs:
-            if isinstance(value, fx.Node) and (value in late or value in self.inside):
-                what = f"the input {value.name!r} is made from a result of the subgraph"
-                raise ScheduleError(f"{what}; include the nodes between")
-        if len(span) > len(self.nodes) and any(node.meta.get("mutates") for node in span):
-            raise ScheduleError("an operation in place keeps the subgraph from being one call; take fewer nodes")
-        return list(late)
-
-    def prefix(self) -> str:
-        """Path of the innermost module that holds every module the nodes call."""
-        parents = [str(node.target).split(".")[:-1] for node in self.nodes if node.op == "call_module"]
-        return ".".join(os.path.commonprefix(parents))
-
-
 def _check_call(new: Any, inputs: list[Any]) -> None:
     try:
         signature = inspect.signature(new.forward if isinstance(new, nn.Module) else new)
@@ -423,16 +298,16 @@ def _put_back(gm: fx.GraphModule, part: Part, made: list[fx.Node]) -> Callable[[
 
     def put_back() -> None:
         graph = gm.graph
-        now = partial(_now, graph)
+        now = partial(node_now, graph)
         for node, before in places:
-            if _is_in(graph, node):
+            if is_in(graph, node):
                 now(before).append(node)
                 continue
             with graph.inserting_after(now(before)):
                 new = graph.create_node(node.op, node.target)
             new.name = node.name
             new.meta.update(node.meta)
-            _NAMES.setdefault(graph, {})[new.name] = new
+            NAMES.setdefault(graph, {})[new.name] = new
         for node, former in arguments:
             now(node).args, now(node).kwargs = map_arg(former, now)
         for node in reversed(made):

@@ -39,11 +39,19 @@ class Match(list[Handle]):
         inputs: Values of the pattern's arguments, in their order: constants, or places (a node of the match and the number of
             its input), as the node that makes a value may be replaced before this match is.
         outputs: Nodes of the pattern's results, in their order.
+        pattern: What was looked for; None where the match was written down meanwhile.
     """
 
-    def __init__(self, path: str, nodes: Iterable[fx.Node], inputs: list[Any], outputs: list[fx.Node]) -> None:
+    def __init__(
+        self,
+        path: str,
+        nodes: Iterable[fx.Node],
+        inputs: list[Any],
+        outputs: list[fx.Node],
+        pattern: CompiledPattern | None = None,
+    ) -> None:
         super().__init__((path, node) for node in sorted(nodes))
-        self.path, self.outputs = path, outputs
+        self.path, self.outputs, self.pattern = path, outputs, pattern
         self.inputs = [self._place(value) if isinstance(value, fx.Node) else value for value in inputs]
 
     def _place(self, value: fx.Node) -> Place:
@@ -66,7 +74,7 @@ def find_node(root: nn.Module, wanted: str | Callable[[fx.Node], bool], prefix: 
         prefix: Where ``root`` is; put in front of the paths returned.
     """
     if isinstance(wanted, str):
-        fits = re.compile(wanted).fullmatch
+        fits = _expression(wanted).fullmatch
         return find_node(root, lambda node: node.op == "call_module" and bool(fits(str(node.target))), prefix)
     return [(where, node) for where, module in traced_modules(root, prefix) for node in module.graph.nodes if wanted(node)]
 
@@ -79,7 +87,7 @@ def find_subgraph(root: nn.Module, pattern: Callable[..., Any] | Pattern, prefix
         pattern: A function of tensors or a ``Pattern``; its arguments are the inputs, what it returns the outputs.
         prefix: Where ``root`` is; put in front of the paths returned.
     """
-    compiled = _Compiled(pattern)
+    compiled = CompiledPattern(pattern)
     return [match for where, module in traced_modules(root, prefix) for match in _Search(compiled, where, module).matches()]
 
 
@@ -113,6 +121,18 @@ def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
     return Match(data["nodes"][0][0], nodes.values(), inputs, [nodes[name] for name in data["outputs"]])
 
 
+def match_at(pattern: CompiledPattern, module: fx.GraphModule, node: fx.Node) -> Match | None:
+    """The occurrence of a pattern whose first output is this node, of any graph of the module."""
+    return _Search(pattern, "", module, node.graph).match_at(node)
+
+
+def _expression(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as err:
+        raise ScheduleError(f"find: {text!r} is no regular expression: {err}; escape what is meant literally") from err
+
+
 def _target(node: fx.Node) -> str:
     """What the node calls, the same in every process: a function's text has its address."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(node.target))
@@ -127,8 +147,14 @@ class _Wanted(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _Compiled:
-    """A pattern as a graph."""
+class CompiledPattern:
+    """A pattern as a graph, which nothing changes."""
+
+    def __deepcopy__(self, memo: Any) -> CompiledPattern:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a pattern may be any function; without it nodes are told by what they call
 
     def __init__(self, pattern: Callable[..., Any] | Pattern) -> None:
         if not isinstance(pattern, (Pattern, FunctionType)):
@@ -151,7 +177,7 @@ class _Compiled:
 
 def _wanted(node: fx.Node, root: nn.Module) -> _Wanted:
     if node.target is call_module:
-        return _Wanted(re.compile(str(node.args[0])), node.args[1:], node.kwargs)
+        return _Wanted(_expression(str(node.args[0])), node.args[1:], node.kwargs)
     if node.op == "call_module":
         return _Wanted(root.get_submodule(str(node.target)), node.args, node.kwargs)
     return _Wanted(operator_of(node), node.args, node.kwargs)
@@ -172,28 +198,34 @@ def _alike(module: nn.Module, wanted: nn.Module) -> bool:
 
 
 class _Search:
-    """All occurrences of one pattern in one graph."""
+    """All occurrences of one pattern in one graph: that of the module, or one for another of its calls."""
 
-    def __init__(self, pattern: _Compiled, path: str, module: fx.GraphModule) -> None:
+    def __init__(self, pattern: CompiledPattern, path: str, module: fx.GraphModule, graph: fx.Graph | None = None) -> None:
         self.pattern, self.path, self.module = pattern, path, module
+        self.graph = module.graph if graph is None else graph
         self.used: set[fx.Node] = set()
 
     def matches(self) -> Iterator[Match]:
         """Occurrences in the order of the nodes that make their first output."""
+        for candidate in self._candidates(self.pattern.outputs[0]):
+            if (match := self.match_at(candidate)) is not None:
+                yield match
+
+    def match_at(self, candidate: fx.Node) -> Match | None:
+        """The occurrence whose first output is this node."""
         anchor, *rest = self.pattern.outputs
-        for candidate in self._candidates(anchor):
-            for bound in self._node(anchor, candidate, {}):
-                complete = next(self._outputs(rest, bound), None)
-                if complete is None:
-                    continue
-                nodes = [complete[node] for node in self.pattern.calls if node in complete]
-                self.used.update(nodes)
-                inputs = [complete.get(node) for node in self.pattern.inputs]
-                yield Match(self.path, nodes, inputs, [complete[node] for node in self.pattern.outputs])
-                break
+        for bound in self._node(anchor, candidate, {}):
+            complete = next(self._outputs(rest, bound), None)
+            if complete is None:
+                continue
+            nodes = [complete[node] for node in self.pattern.calls if node in complete]
+            self.used.update(nodes)
+            inputs = [complete.get(node) for node in self.pattern.inputs]
+            return Match(self.path, nodes, inputs, [complete[node] for node in self.pattern.outputs], self.pattern)
+        return None
 
     def _candidates(self, wanted: fx.Node) -> list[fx.Node]:
-        return [node for node in self.module.graph.nodes if self._fits(wanted, node)]
+        return [node for node in self.graph.nodes if self._fits(wanted, node)]
 
     def _fits(self, wanted: fx.Node, node: fx.Node) -> bool:
         key = self.pattern.calls[wanted].key

@@ -15,6 +15,7 @@ from slapo_core.errors import ScheduleError
 from slapo_core.finding import matches_of
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
+from slapo_core.subgraph import Part, resolve
 from slapo_core.wrapping import is_opaque
 
 from ._torch_private import is_dry_run
@@ -143,7 +144,7 @@ def _check_apart(schedule: Schedule, matches: Sequence[Any]) -> None:
 
 
 def _check_layers(schedule: Schedule, traced: fx.GraphModule, match: Any) -> None:
-    for node in graph_edit.resolve(traced, match):
+    for node in resolve(traced, match):
         if node.op == "call_module" and is_opaque(traced.get_submodule(str(node.target))):
             raise _error(
                 schedule, f"{node.target!r} in the subgraph is sharded, hooked or wrapped; leave it out, or fuse first"
@@ -152,7 +153,7 @@ def _check_layers(schedule: Schedule, traced: fx.GraphModule, match: Any) -> Non
 
 def _region(traced: fx.GraphModule, match: Any) -> tuple[fx.GraphModule, list[str]]:
     """The nodes as a module without weights, and the paths of the layers it takes as further arguments."""
-    nodes = match.nodes if isinstance(match, graph_edit.Part) else graph_edit.resolve(traced, match)
+    nodes = match.nodes if isinstance(match, Part) else resolve(traced, match)
     paths = [str(node.target) for node in nodes if node.op == "call_module"]
     weighted = [path for path in dict.fromkeys(paths) if traced.get_submodule(path).state_dict()]
     body = graph_edit.extract(traced, match)

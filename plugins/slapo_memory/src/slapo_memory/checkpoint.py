@@ -12,6 +12,7 @@ from slapo_core.errors import ScheduleError
 from slapo_core.finding import matches_of
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
+from slapo_core.subgraph import resolve
 from slapo_core.wrapping import wrap_forward
 
 from .budget import parse, plans
@@ -137,7 +138,7 @@ def _check_module(schedule: Schedule) -> None:
 
 def _check_subgraph(schedule: Schedule, match: list[tuple[str, fx.Node]]) -> None:
     traced = graph_edit.traced_module_of(schedule, match)
-    for node in graph_edit.resolve(traced, match):
+    for node in resolve(traced, match):
         if node.op != "call_module":
             continue
         module = traced.get_submodule(str(node.target))

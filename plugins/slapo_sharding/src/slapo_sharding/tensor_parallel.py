@@ -204,7 +204,7 @@ def _check_derivable(schedule: Schedule, plan: Mapping[str, str] | None) -> None
     if plan is not None:
         message = "a plan that splits the sequence is derived from the model; leave out plan, or sequence_parallel"
     elif isinstance(schedule.mod, fx.GraphModule):
-        message = "the model's graph was rewritten; call tensor_parallel before that"
+        message = "the model's graph was rewritten; call tensor_parallel before trace"
     elif schedule.example_inputs is None:
         message = "where the sequence can be split shows when the model runs; give example_inputs to create_schedule"
     if message is not None:
@@ -241,7 +241,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         if steps.get(path) != "moe_tp_experts":
             raise error(f"{key!r} is a parameter of {path!r}, which has no style 'moe_tp_experts'; give the module a style")
     if not steps and isinstance(schedule.mod, fx.GraphModule):
-        raise error("the model's graph was rewritten, and its plan is found on the model itself; call tensor_parallel before")
+        raise error("its graph was rewritten, and its plan is found on the model itself; call tensor_parallel before trace")
     if not steps:
         raise error(
             f"no plan is known for {type(schedule.mod).__name__}; give example_inputs to create_schedule, from which one is "

@@ -58,7 +58,8 @@ class ReplacePrimitive(Primitive):
         matches = finding.matches_of(schedule, subgraph, "replace")
         if len(matches) > 1 and isinstance(new, nn.Module) and [*new.parameters(), *new.buffers()]:
             shared = f"{len(matches)} subgraphs would share the weights of one {type(new).__name__}"
-            raise ScheduleError(f"{shared}; replace each with its own module", path=schedule.path, primitive="replace")
+            hint = "replace each with its own module, or find them together, by a pattern that returns all their results"
+            raise ScheduleError(f"{shared}; {hint}", path=schedule.path, primitive="replace")
         for match in matches:
             graph_edit.check_replace(schedule, match, new)
         return matches

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import TraceError
+from ..errors import ScheduleError, TraceError
 from .structures import contents, fill, getter
 
 
@@ -23,6 +23,17 @@ def set_state(root: Any, path: tuple[Any, ...], content: dict[Any, Any], drop: l
     """Change parts of an object as the forward did: attributes or items of what lies at ``path`` inside ``root``."""
     target = reduce(lambda holder, key: getter(holder)(holder, key), path, root)
     fill(target, {key: part for key, part in (contents(target) or {}).items() if key not in drop} | content)
+
+
+def expect_outputs(result: Any, count: int, label: str) -> None:
+    """Check that what replaced a subgraph of several outputs returns as many.
+
+    Raises:
+        ScheduleError: It returns something else.
+    """
+    if not isinstance(result, (tuple, list)) or len(result) != count:
+        kind = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, (tuple, list)) else "")
+        raise ScheduleError(f"{label} returns {kind}, but the subgraph that it replaced has {count} outputs; return a tuple")
 
 
 class UnexpectedAnswer(TraceError):

@@ -114,6 +114,10 @@ class TracedModule(fx.GraphModule):
         """The Python code of the first graph."""
         return self._variants.first.code
 
+    @property
+    def _code(self) -> str:
+        return self.code  # what fx prints
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph of the call."""
         return self._variants(self, args, kwargs)
