@@ -218,7 +218,7 @@ def _tree(module: nn.Module, call: Call) -> list[Any]:
     found = module.get_submodule(str(call.target)).named_modules()
     traced = ((path, each, variants_of(each)) for path, each in found)
     return [
-        (path, id(each), len(forward_wrappers(each)), is_hooked(each), variants is not None and variants.is_changed)
+        (path, each, len(forward_wrappers(each)), is_hooked(each), variants is not None and variants.is_changed)
         for path, each, variants in traced
     ]
 

@@ -35,8 +35,8 @@ EACH = [pytest.param(name, marks=pytest.mark.slow if name in VARIATIONS | LONG e
 
 def shallow(family: Family) -> Reference:
     """A model of one layer, and what it computes in the example and in a call that differs in all that it can."""
-    batches = calls(family, "example", "others" if family.inputs == "image" else "others, padding")
-    keys = [*((True, name) for name in batches), (False, list(batches)[-1])]
+    other = "others" if family.inputs == "image" else "others, padding"
+    batches, keys = calls(family, "example", other), [(True, "example"), (False, other)]
     return Reference(family.model(dropout=0.1, depth=None if family.name == "gpt_neo" else 1), batches, keys)
 
 

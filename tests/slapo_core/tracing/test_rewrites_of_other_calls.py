@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -304,6 +305,16 @@ def test_the_value_comes_from_elsewhere(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fuse", "checkpoint"])
 def test_other_constants_for_a_module_that_the_graph_has_lost(kind: str) -> None:
     assert check(Flipped, "part", PLAIN, [Edit(kind, DROPOUT_OF_ACT)], [EVAL, PADDED]) == ["same"] * 4
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
+def test_copies_are_edited_in_other_calls(make: Any) -> None:
+    plain, edits = Model(Flipped()), [Edit("fuse", DROPOUT_OF_ACT), Edit("checkpoint", SUB)]
+    schedule, made = edited(plain, PLAIN, "part", edits)
+    assert made == edits
+    copied = make(schedule.mod)
+    for call in (PLAIN, PADDED, EVAL):
+        assert_close(run(copied, call), run(plain, call))
 
 
 def test_an_edit_inside_of_what_another_made() -> None:
