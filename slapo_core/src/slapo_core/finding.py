@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from torch import fx
+from torch import fx, nn
 
 from . import matching
 from .errors import ScheduleError, TraceError
 from .logger import get_logger
 from .patterns import Pattern
+from .tracing.tracers import is_container, trace_in_place
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -25,22 +27,34 @@ def find_node(schedule: Schedule, wanted: str | Callable[[fx.Node], bool]) -> li
         wanted: A regular expression that the path of a called module matches fully, or a function of a node.
 
     Raises:
+        ScheduleError: no regular expression and no function.
         TraceError: the module is not traced and cannot be.
     """
+    matching.check_wanted(wanted)
     return _found(schedule, wanted, lambda: matching.find_node(schedule.mod, wanted, schedule.path))
 
 
 def find_subgraph(schedule: Schedule, pattern: Callable[..., Any] | Pattern) -> list[matching.Match]:
     """Occurrences of a pattern in the same graphs; they never overlap.
 
+    Where nothing was traced before, and only a graph of everything has the pattern, as it goes from one module into another,
+    ``trace(flatten=True)`` is applied.
+
     Args:
         schedule: Of the module.
         pattern: A function of tensors or a ``Pattern``.
 
     Raises:
+        ScheduleError: the pattern cannot be looked for.
         TraceError: the module is not traced and cannot be.
     """
-    return _found(schedule, pattern, lambda: matching.find_subgraph(schedule.mod, pattern, schedule.path))
+    compiled = matching.CompiledPattern(pattern)
+    return _found(
+        schedule,
+        pattern,
+        lambda: matching.find_subgraph(schedule.mod, compiled, schedule.path),
+        in_flat=lambda flat: len(matching.find_subgraph(flat, compiled)),
+    )
 
 
 def matches_of(schedule: Schedule, subgraph: Any, primitive: str) -> list[Any]:
@@ -49,10 +63,17 @@ def matches_of(schedule: Schedule, subgraph: Any, primitive: str) -> list[Any]:
     Raises:
         ScheduleError: none of these, or nothing is found.
     """
-    if isinstance(subgraph, str):
-        subgraph = [[handle] for handle in find_node(schedule, subgraph)]
-    elif isinstance(subgraph, (FunctionType, Pattern)):
-        subgraph = find_subgraph(schedule, subgraph)
+    wanted = subgraph
+    if isinstance(wanted, str):
+        subgraph = [[handle] for handle in find_node(schedule, wanted)]
+    elif isinstance(wanted, (FunctionType, Pattern)):
+        subgraph = find_subgraph(schedule, wanted)
+    if wanted is not subgraph and not subgraph:
+        raise ScheduleError(
+            f"{_label(wanted)} matches nothing; print(sch.mod.graph) shows what is there",
+            path=schedule.path,
+            primitive=primitive,
+        )
     given = [[subgraph]] if _is_node(subgraph) else [subgraph] if _is_match(subgraph) and subgraph else subgraph
     if not isinstance(given, (list, tuple)) or not all(map(_is_match, given)):
         raise ScheduleError(
@@ -63,6 +84,10 @@ def matches_of(schedule: Schedule, subgraph: Any, primitive: str) -> list[Any]:
     return list(given)
 
 
+def _label(wanted: Any) -> str:
+    return wanted.__name__ if isinstance(wanted, FunctionType) else repr(wanted)
+
+
 def _is_match(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(map(_is_node, value))
 
@@ -71,18 +96,41 @@ def _is_node(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], fx.Node)
 
 
-def _found(schedule: Schedule, wanted: Any, search: Callable[[], list[Any]]) -> list[Any]:
-    if not any(True for _ in matching.traced_modules(schedule.mod)):
+def _found(
+    schedule: Schedule,
+    wanted: Any,
+    search: Callable[[], list[Any]],
+    in_flat: Callable[[nn.Module], int] = lambda flat: 0,
+) -> list[Any]:
+    is_ours = not any(True for _ in matching.traced_modules(schedule.mod))
+    if is_ours:
         _trace(schedule)
     found = search()
-    if not found and not isinstance(schedule.mod, fx.GraphModule):  # only parts of it were traced
+    if not found and not _is_traced(schedule.mod):  # only parts of it were
         _trace(schedule)
         found = search()
-    if not found:
-        count = sum(1 for _ in matching.traced_modules(schedule.mod))
-        what = f"find({schedule.path!r}): {wanted!r} matches nothing in {count} graph{'s' if count > 1 else ''}"
-        get_logger().warning("%s; print(sch.mod.graph) shows what is there", what)
+    if found:
+        return found
+    count = sum(1 for _ in matching.traced_modules(schedule.mod))
+    flat = _flat_count(schedule, in_flat)
+    if flat and is_ours:
+        schedule.apply("trace", flatten=True)
+        return search()
+    what = f"find({schedule.path!r}): {_label(wanted)} matches nothing in {count} graph{'s' if count > 1 else ''}"
+    hint = f"trace(flatten=True) makes one of all, which has {flat}" if flat else "print(sch.mod.graph) shows what is there"
+    get_logger().warning("%s; %s", what, hint)
     return found
+
+
+def _is_traced(module: nn.Module) -> bool:
+    return all(map(_is_traced, module.children())) if is_container(module) else isinstance(module, fx.GraphModule)
+
+
+def _flat_count(schedule: Schedule, in_flat: Callable[[nn.Module], int]) -> int:
+    """How many a graph of everything would have."""
+    with suppress(TraceError, ScheduleError):
+        return 0 if is_container(schedule.mod) else in_flat(trace_in_place(schedule, None, flatten=True))
+    return 0
 
 
 def _trace(schedule: Schedule) -> None:

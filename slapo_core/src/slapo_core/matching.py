@@ -79,7 +79,15 @@ def find_node(root: nn.Module, wanted: str | Callable[[fx.Node], bool], prefix: 
     return [(where, node) for where, module in traced_modules(root, prefix) for node in module.graph.nodes if wanted(node)]
 
 
-def find_subgraph(root: nn.Module, pattern: Callable[..., Any] | Pattern, prefix: str = "") -> list[Match]:
+def check_wanted(wanted: Any) -> None:
+    """Raise ``ScheduleError`` for what ``find_node`` does not take."""
+    if isinstance(wanted, str):
+        _expression(wanted)
+    elif not callable(wanted):
+        raise ScheduleError(f"find: {wanted!r:.60} is neither a regular expression nor a function of a node")
+
+
+def find_subgraph(root: nn.Module, pattern: Callable[..., Any] | Pattern | CompiledPattern, prefix: str = "") -> list[Match]:
     """Occurrences of a pattern in the graphs of ``root`` and the traced modules in it; they never overlap.
 
     Args:
@@ -87,7 +95,7 @@ def find_subgraph(root: nn.Module, pattern: Callable[..., Any] | Pattern, prefix
         pattern: A function of tensors or a ``Pattern``; its arguments are the inputs, what it returns the outputs.
         prefix: Where ``root`` is; put in front of the paths returned.
     """
-    compiled = CompiledPattern(pattern)
+    compiled = pattern if isinstance(pattern, CompiledPattern) else CompiledPattern(pattern)
     return [match for where, module in traced_modules(root, prefix) for match in _Search(compiled, where, module).matches()]
 
 

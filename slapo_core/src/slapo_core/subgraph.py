@@ -102,6 +102,7 @@ class Part:
             with self.graph.inserting_after([self.nodes[-1], *made][-1]):
                 made.append(self.graph.create_node(op, target, args, {}, name))
             made[-1].meta.update({key: like.meta[key] for key in ("source", "regions", "val") if key in like.meta})
+            made[-1].meta["is_rewrite"] = True
             return made[-1]
 
         layers = [self._layer(path, made) for path in call.layers]

@@ -12,6 +12,7 @@ from torch import nn
 
 from slapo_core import create_schedule
 from slapo_core.errors import ScheduleError, TraceError, UnknownNameError
+from slapo_core.testing import assert_equivalent
 from slapo_core.tracing import TracedModule, trace, trace_module
 from tests.slapo_core.tracing.same import assert_same
 from tests.zoo.families import FAMILIES
@@ -199,7 +200,11 @@ def test_export_of_structures_and_a_transformer() -> None:
         ("", {"tracer": "symbolic"}, UnknownNameError, "no tracer 'symbolic'"),
         ("unused", {}, TraceError, "'unused' is not called when the model runs"),
         ("middle", {"tracer": "export"}, ScheduleError, "tracer 'export' runs the module; give its example_inputs"),
-        ("", {"tracer": "fx", "concrete_args": {"y": 1}}, TraceError, "the forward of Outer takes no 'y'"),
+        ("", {"leaf_modules": "Outer2"}, ScheduleError, "leaf_modules: 'Outer2' is no class and no path"),
+        ("middle", {"leaf_modules": "Outer2"}, ScheduleError, r"trace\('middle'\): leaf_modules: 'Outer2' is no class"),
+        ("", {"leaf_modules": [3]}, ScheduleError, "leaf_modules: 3 is neither a class nor a name"),
+        ("", {"concrete_args": {"y": 1}}, TraceError, "the forward of Outer takes no 'y'; it takes x"),
+        ("", {"tracer": "fx", "concrete_args": {"y": 1}}, TraceError, "the forward of Outer takes no 'y'; it takes x"),
     ],
 )
 def test_refusals_change_nothing(path: str, options: dict[str, Any], error: type[Exception], what: str) -> None:
@@ -211,6 +216,41 @@ def test_refusals_change_nothing(path: str, options: dict[str, Any], error: type
     assert sch.mod is model
     assert traced_paths(model) == set()
     assert len(sch.journal) == 0
+
+
+@pytest.mark.parametrize("leaves", ["Inner", Inner, {Inner}])
+def test_one_leaf_needs_no_list(leaves: Any) -> None:
+    sch = create_schedule(Outer(), example_inputs=(X,))
+    sch.trace(leaf_modules=leaves)
+    assert traced_paths(sch.mod) == {"", "middle"}
+    sch = create_schedule(Outer(), example_inputs=(X,))
+    sch.trace_until("middle", leaf_modules=leaves)
+    assert traced_paths(sch.mod) == {""}
+
+
+@pytest.mark.parametrize("container", ["list", "dict"])
+def test_each_member_of_a_list_is_traced(container: str) -> None:
+    members = {"a": Middle(), "b": Middle()}
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(members.values()) if container == "list" else nn.ModuleDict(members)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts.children():
+                x = x + part(x)
+            return x
+
+    holder = Holder()
+    sch = create_schedule(copy.deepcopy(holder), example_inputs=(X,))
+    sch["parts"].trace(flatten=True)
+    assert traced_paths(sch.mod) == {f"parts.{name}" for name, _ in holder.parts.named_children()}
+    assert_equivalent(holder, sch.mod, X)
+    sch.undo()
+    assert traced_paths(sch.mod) == set()
+    with pytest.raises(ScheduleError, match=r"trace\('parts'\): the Module(List|Dict) is not called; its members are"):
+        sch["parts"].trace(example_inputs=(X,))
 
 
 def test_no_example_inputs() -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
+from slapo_core.tracing.around import carry_around
 from slapo_core.wrapping import is_opaque
 
 
@@ -31,8 +32,8 @@ class DecomposePrimitive(Primitive):
             keys and values, 2 for gate and up; or the sizes of these. None: the bias apart.
 
     Raises:
-        ScheduleError: another layer, one without bias, padded otherwise than with zeros, or sharded, hooked or wrapped; parts
-            that do not make up the outputs.
+        ScheduleError: another layer, one without bias, padded otherwise than with zeros, with a forward of its own or a
+            wrapped one; parts that do not make up the outputs, or of a layer that is sharded or hooked.
     """
 
     name = "decompose"
@@ -41,9 +42,11 @@ class DecomposePrimitive(Primitive):
     @staticmethod
     def check(schedule: Schedule, parts: int | Sequence[int] | None = None) -> None:
         module: Any = schedule.mod
-        if is_opaque(module):
-            raise _error(schedule, "it is sharded, hooked or wrapped; decompose it first")
+        if not getattr(vars(module).get("forward"), "computes_as_class", "forward" not in vars(module)):
+            raise _error(schedule, "its forward is another one or wrapped, by a shard of its inputs say; decompose it first")
         if parts is not None:
+            if is_opaque(module):
+                raise _error(schedule, "it is sharded or hooked, and its parts would not be; decompose it first")
             _sizes(schedule, parts)
             return
         cls = _class_for(module)
@@ -63,6 +66,8 @@ class DecomposePrimitive(Primitive):
         vars(new).update(
             {name: value.copy() if isinstance(value, dict) else value for name, value in vars(schedule.mod).items()}
         )
+        vars(new).pop("forward", None)
+        carry_around(schedule.mod, new)
         if parts is not None:
             new.parts = _sizes(schedule, parts)
         schedule.replace_module(new)
@@ -71,6 +76,8 @@ class DecomposePrimitive(Primitive):
 class LinearWithSeparateBias(nn.Linear):
     """A Linear: ``(..., in_features)`` to ``(..., out_features)``."""
 
+    _slapo_layer_class = nn.Linear
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``input @ weight.T + bias``, in two operations."""
         return F.linear(input, self.weight) + self.bias
@@ -78,6 +85,8 @@ class LinearWithSeparateBias(nn.Linear):
 
 class Conv1dWithSeparateBias(nn.Conv1d):
     """A Conv1d: ``(N, C, L)`` or ``(C, L)``."""
+
+    _slapo_layer_class = nn.Conv1d
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The convolution, then the bias."""
@@ -89,6 +98,8 @@ class Conv1dWithSeparateBias(nn.Conv1d):
 class Conv2dWithSeparateBias(nn.Conv2d):
     """A Conv2d: ``(N, C, H, W)`` or ``(C, H, W)``."""
 
+    _slapo_layer_class = nn.Conv2d
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The convolution, then the bias."""
         assert self.bias is not None
@@ -99,6 +110,7 @@ class Conv2dWithSeparateBias(nn.Conv2d):
 class _Transposed:
     """What the Conv1D of Transformers, whose weight is ``(in, out)``, computes."""
 
+    _slapo_layer_class: type[nn.Module]
     weight: torch.Tensor
     bias: torch.Tensor
 
@@ -117,7 +129,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 def _class_for(module: nn.Module) -> type[nn.Module] | None:
     cls = type(module)
     if _is_transposed(cls) and cls not in _CLASSES:
-        _CLASSES[cls] = type("Conv1DWithSeparateBias", (_Transposed, cls), {"__module__": __name__})
+        _CLASSES[cls] = type("Conv1DWithSeparateBias", (_Transposed, cls), {"__module__": __name__, "_slapo_layer_class": cls})
     return _CLASSES.get(cls)
 
 

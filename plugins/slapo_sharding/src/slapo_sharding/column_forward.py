@@ -13,14 +13,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from slapo_core.wrapping import is_taken_apart
+
 from . import collectives, started
 from .layers import is_conv1d, is_linear
 from .linear_forwards import only_input
 
 
 def overlaps(module: nn.Module) -> bool:
-    """Whether a layer's forward is one that can be split in two."""
-    return (is_linear(module) or is_conv1d(module)) and "forward" not in module.__dict__
+    """Whether a layer's forward is one that can be split in two; one whose operations are traced is to stay as it is."""
+    is_layer = is_linear(module) or is_conv1d(module)
+    return is_layer and "forward" not in module.__dict__ and not is_taken_apart(module)
 
 
 def overlap(module: nn.Module) -> None:
@@ -41,6 +44,9 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if found is not None and _wants_gradient(module, args[0]):
             return _apart(module, args[0], found)
     return type(module).forward(module, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+_forward.computes_as_class = True  # type: ignore[attr-defined]  # see ``slapo_fusion.decompose``, which leaves it out
 
 
 def _wants_gradient(module: nn.Module, x: torch.Tensor) -> bool:

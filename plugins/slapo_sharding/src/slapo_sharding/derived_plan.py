@@ -261,6 +261,13 @@ def _tell(schedule: Schedule, derived: Derived) -> None:
         tell("tensor_parallel: %s stays whole on every rank: %s", path, reason)
         told.update([what] if loud else [])
     tell_whole_attentions(schedule, derived.reasons, "none of its layers can be split", told)
+    graph, rules = derived.layouts.graph, rules_of(schedule)
+    called = {str(node.target) for node in graph.find_nodes(op="call_module")}
+    read = {str(node.target).rpartition(".")[0] for node in graph.find_nodes(op="get_attr")} - called
+    opened = {kind(path): path for path in sorted(read, reverse=True) if rules.is_layer(schedule.mod.get_submodule(path))}
+    for path in opened.values():
+        what = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
+        get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, what)
 
 
 def tell_whole_attentions(schedule: Schedule, reasons: Mapping[str, str], otherwise: str, told: Collection[str] = ()) -> None:

@@ -20,13 +20,14 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from slapo_core.errors import BuildError
 from slapo_core.parameters import facts, is_part
 from slapo_core.tracing.calls import SHAPES, is_metadata, name_of
+from slapo_core.wrapping import is_taken_apart
 
 from . import failures, own_gradients, same_weights, sharded_values
 from ._torch_autograd import no_functions
@@ -207,9 +208,14 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [*tensors_in(args), *tensors_in(kwargs)]
+        owner = None
         for tensor in tensors[:1] if name_of(func) in _TYPES else tensors:
             if is_part(tensor) and not self._is_own(tensor) and not _is_harmless(func):
-                raise BuildError(self._message(func, tensor))
+                owner = self._traced_owner(tensor)
+                if owner is None:
+                    raise BuildError(self._message(func, tensor))
+        if owner is not None:
+            return self.values.call_of(owner, func, args, kwargs)
         if split_of(self.running[-1]) is not None:
             return self.values.call(func, args, kwargs, tensors, self.running)
         gradient = self.gradients.call(func, tensors, is_ours)
@@ -224,6 +230,19 @@ class _Reads(TorchFunctionMode):
     def _is_own(self, tensor: torch.Tensor) -> bool:
         reader = self.running[-1]
         return holds(reader, tensor) and not is_kept_for_inside(reader, tensor)
+
+    def _traced_owner(self, tensor: torch.Tensor) -> nn.Module | None:
+        """The module that holds a tensor, where its forward is in the graph that runs and alone uses the tensor there."""
+        graphs = [module for module in reversed(self.running) if isinstance(module, fx.GraphModule)]
+        inside: list[tuple[fx.Graph, str, nn.Module]] = [(g.graph, *named) for g in graphs for named in g.named_modules()]
+        return next(
+            (
+                module
+                for graph, path, module in inside
+                if is_taken_apart(module) and holds(module, tensor) and _is_alone(graph, path)
+            ),
+            None,
+        )
 
     def _path(self, module: nn.Module) -> str:
         path = next((path for path, other in self.running[0].named_modules() if other is module), "")
@@ -247,6 +266,12 @@ class _Reads(TorchFunctionMode):
             "has only its part of it, which its own module alone can use; call that module instead, or leave the parameter "
             f"whole; {OFF}"
         )
+
+
+def _is_alone(graph: fx.Graph, path: str) -> bool:
+    """Whether a graph uses the tensors of the module at this path in its forward alone, or in rewrites of that."""
+    held = (node for node in graph.find_nodes(op="get_attr") if str(node.target).rpartition(".")[0] == path)
+    return all(user.meta.get("is_rewrite") or user.meta.get("module") == path for node in held for user in node.users)
 
 
 def _is_harmless(func: Any) -> bool:

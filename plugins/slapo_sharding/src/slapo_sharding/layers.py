@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from slapo_core.wrapping import as_layer
+
 from .linear_forwards import computes_linear, only_input
 from .rules import Cut, ShardingRule, applied_cut, computes_as
 
@@ -24,7 +26,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Transformers' Conv1D, a linear layer that keeps ``weight[in, out]``; told by its name, as nothing here imports it."""
-    cls = type(module)
+    cls = type(as_layer(module))
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -24,7 +24,8 @@ _POLYNOMIAL = {
     *(torch.Tensor.t, torch.Tensor.transpose, torch.Tensor.swapaxes),
     *(torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__, torch.Tensor.add, torch.Tensor.__add__),
 }
-_STATE = {*vars(nn.Linear(1, 1, device="meta")), "_is_hf_initialized", "forward"}
+_OF_TRACES = {*vars(fx.GraphModule({}, fx.Graph())), "_traced_class", "_variants", "_version"}
+_STATE = {*vars(nn.Linear(1, 1, device="meta")), *_OF_TRACES, "_is_hf_initialized", "forward"}
 
 
 def computes_linear(module: nn.Linear) -> bool:

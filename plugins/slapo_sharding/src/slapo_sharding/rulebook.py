@@ -14,6 +14,7 @@ from slapo_core.causes import reason
 from slapo_core.errors import PluginError
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule
+from slapo_core.wrapping import as_layer
 
 from .rules import Cut, ShardingRule, applied_cut, tensor_of
 
@@ -33,7 +34,8 @@ class Rulebook:
         return next((rule for rule, _ in self._matching(module)), None)
 
     def _matching(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
-        return ((rule, owner) for rule, owner in self.rules if _ask(rule, owner, rule.matches, module))
+        layer = as_layer(module)
+        return ((rule, owner) for rule, owner in self.rules if _ask(rule, owner, rule.matches, layer))
 
     def ways(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
         """The cuts of a module that is given and returns such values; none without a rule."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from torch import fx
 
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
+from slapo_core.tracing.untraced import untraced
 
 from .cutting import ShardStep, carry_out
 from .sharding import Blocks, Sharder
@@ -60,7 +64,8 @@ class ShardPrimitive(Primitive):
         uneven: bool = False,
     ) -> ShardStep:
         """Plan the step."""
-        return Sharder(schedule, name, axis, blocks, gathered=gathered, uneven=uneven).plan()
+        with _untraced(schedule):
+            return Sharder(schedule, name, axis, blocks, gathered=gathered, uneven=uneven).plan()
 
     @staticmethod
     def apply(
@@ -73,4 +78,16 @@ class ShardPrimitive(Primitive):
         uneven: bool = False,
     ) -> None:
         """Carry it out."""
-        carry_out(schedule, schedule.checked)
+        with _untraced(schedule) as is_other:
+            step = schedule.checked
+            if is_other:
+                step = Sharder(schedule, name, axis, blocks, gathered=gathered, uneven=uneven).plan()
+            carry_out(schedule, step)
+
+
+@contextmanager
+def _untraced(schedule: Schedule) -> Iterator[bool]:
+    """Let the module, and the one around it, be what they were before they were traced; whether they were."""
+    is_traced = any(at is not None and isinstance(at.mod, fx.GraphModule) for at in (schedule, schedule.parent))
+    with untraced(schedule) if is_traced else nullcontext():
+        yield is_traced

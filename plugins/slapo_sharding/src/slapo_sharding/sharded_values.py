@@ -210,6 +210,19 @@ class ShardedValues:
             get_logger().debug("what %s returns is not followed: %s", name, err)
         return result
 
+    def call_of(self, module: nn.Module, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a torch function that is part of the forward of a module that is split, where a graph has that forward.
+
+        Raises:
+            BuildError: the module is given what it was not split for.
+        """
+        value = self.known.get(first_input(args, kwargs))
+        if not isinstance(value, Followed) or value.owner is not module:
+            self.enter(module, args, kwargs)
+        result = func(*args, **kwargs)
+        self.leave(module, result, last=False, is_whole=False)
+        return result
+
     def _run_whole(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the function with what is the same on every rank; what is drawn for it first has to be, too."""
         draw = Draw() if self.unasked is not None and not is_transformed() else None

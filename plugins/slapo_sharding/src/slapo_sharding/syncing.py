@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils import _pytree as pytree
 
 from slapo_core.errors import ScheduleError
+from slapo_core.tracing.structures import Hidden
 
 from . import collectives, started
 from .rules import applied_cut
@@ -24,7 +26,7 @@ REDUCING = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True)
-class Sync:
+class Sync(Hidden):
     """One sync of a module; registered as a hook of torch that is given keyword inputs.
 
     Args:
@@ -51,6 +53,11 @@ class Sync:
     new_axis: int | None = None
     path: str = ""
 
+    @property
+    def traced_with_layer(self) -> bool:
+        """Whether a trace records what this sync does to the inputs of a module, see ``slapo_core.wrapping.is_opaque``."""
+        return self.fn is None and self.mode in ("fwd_pre", "bwd_post")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Sync:
         return self  # groups cannot be copied, and nothing here changes but what a shared sum knows of a running forward
 
@@ -61,12 +68,14 @@ class Sync:
             return self.fn(module, args, kwargs)  # torch calls a backward hook with (module, grad_input, grad_output)
         if self.mode == "bwd_post":
             if len(args) == 1 and isinstance(args[0], torch.Tensor) and not kwargs:
-                return (self._reduce_grad(args[0]),), kwargs
-            return pytree.tree_map_only(torch.Tensor, self._reduce_grad, (args, kwargs))
+                return (synced(args[0], self),), kwargs
+            return pytree.tree_map_only(torch.Tensor, partial(synced, sync=self), (args, kwargs))
         return self._before(module, args, kwargs)
 
     def run(self, x: torch.Tensor, uneven: int | None = None) -> torch.Tensor:
         """The operation on one tensor; ``uneven`` is the size of the whole one where ranks do not have equal parts of it."""
+        if self.mode == "bwd_post":
+            return self._reduce_grad(x)
         if self.op == "all_reduce":
             return collectives.all_reduce(x, self.group)
         assert self.axis is not None
@@ -150,14 +159,21 @@ class Sync:
             side = {"fwd_post all_gather": applied.cut.output, "fwd_pre scatter": applied.cut.input}
             assert self.axis is not None
             if side.get(f"{self.mode} {self.op}") != "sharded":
-                return self.run(x)
+                return synced(x, self)
             if (self.axis - applied.cut.dim) % x.dim():
                 what = f"a {type(module).__name__} is sharded along {applied.cut.dim} there, not along {self.axis}"
                 message = f"{self.mode} {self.op}: {what}; give axis={applied.cut.dim}"
                 raise ScheduleError(message, path=self.path, primitive="sync")
             if applied.spec.dealt is not None:
-                return self.run(x, uneven=applied.spec.full_shape[applied.spec.dim])
-        return self.run(x)
+                return synced(x, self, applied.spec.full_shape[applied.spec.dim])
+        return synced(x, self)
+
+
+def synced(x: torch.Tensor, sync: Sync, uneven: int | None = None) -> torch.Tensor:
+    """What a sync makes of a tensor; a trace that goes into the module has it as one operation. See ``Sync.run``."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(synced, (x,), x, sync, uneven)
+    return sync.run(x, uneven)
 
 
 class GradientSum:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..errors import ScheduleError
 from ..primitive import Primitive
-from ..tracing import trace
-from ..tracing.symbolic import tracer_class
-from ..tracing.tracers import check_traceable, named_leaves
+from ..tracing.tracers import Leaves, check_traceable, is_container, named_leaves, trace_in_place
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 
 class TracePrimitive(Primitive):
     """Replace a module by a traced one, whose graph ``find`` searches and ``replace`` edits. Parameter names stay.
+
+    Of a list or dict of modules each member is traced.
 
     Rewrite:
         Module(forward)  -->  TracedModule(graph of forward), the modules inside likewise
@@ -43,43 +44,41 @@ class TracePrimitive(Primitive):
         schedule: Schedule,
         recursive: bool = True,
         flatten: bool = False,
-        leaf_modules: Iterable[str | type] | None = None,
+        leaf_modules: Leaves = None,
         tracer: Any = None,
         example_inputs: Any = None,
         concrete_args: Mapping[str, Any] | None = None,
     ) -> None:
         """Refuse what can be seen without running the model."""
         check_traceable(schedule.mod, tracer)
-        named_leaves(schedule.mod, leaf_modules or ())
+        named_leaves(schedule.mod, leaf_modules, schedule.path)
+        if is_container(schedule.mod) and example_inputs is not None:
+            what = f"the {type(schedule.mod).__name__} is not called; its members are"
+            raise ScheduleError(f"{what}: give them their example_inputs", path=schedule.path, primitive="trace")
 
     @staticmethod
     def apply(
         schedule: Schedule,
         recursive: bool = True,
         flatten: bool = False,
-        leaf_modules: Iterable[str | type] | None = None,
+        leaf_modules: Leaves = None,
         tracer: Any = None,
         example_inputs: Any = None,
         concrete_args: Mapping[str, Any] | None = None,
     ) -> None:
         """Trace, and put the traced module in the place."""
-        traced = trace_in_place(
-            schedule,
-            example_inputs,
-            recursive=recursive,
-            flatten=flatten,
-            leaf_modules=leaf_modules,
-            tracer=tracer,
-            concrete_args=concrete_args,
-        )
-        install(schedule, traced)
-
-
-def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
-    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's."""
-    if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
-        return trace(schedule.mod, example_inputs=example_inputs, **options)
-    return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
+        options = {
+            "recursive": recursive,
+            "flatten": flatten,
+            "leaf_modules": leaf_modules,
+            "tracer": tracer,
+            "concrete_args": concrete_args,
+        }
+        if is_container(schedule.mod):
+            for name, _ in list(schedule.mod.named_children()):
+                schedule[name].apply("trace", **options)
+            return
+        install(schedule, trace_in_place(schedule, example_inputs, **options))
 
 
 def install(schedule: Schedule, traced: nn.Module) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from .. import paths as module_paths
 from ..errors import ScheduleError, TraceError
 from ..primitive import Primitive
-from .trace import TracePrimitive, install, trace_in_place
+from ..tracing.tracers import listed, trace_in_place
+from .trace import TracePrimitive, install
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -48,7 +49,7 @@ class TraceUntilPrimitive(Primitive):
         parents = {"", *(".".join(path.split(".")[:depth]) for path in named for depth in range(path.count(".") + 1))}
         whole = [path for path, _ in schedule.mod.named_modules() if path not in parents]
         whole += [path for path in named if path in parents]
-        leaves = [*whole, *(kwargs.pop("leaf_modules", None) or ())]
+        leaves = [*whole, *listed(kwargs.pop("leaf_modules", None))]
         traced = trace_in_place(schedule, kwargs.pop("example_inputs", None), flatten=True, leaf_modules=leaves, **kwargs)
         called = {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
         missing = [

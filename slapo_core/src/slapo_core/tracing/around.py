@@ -52,7 +52,10 @@ _ENGINES = ("deepspeed.", "megatron.", "torch.distributed.")
 
 @contextmanager
 def engines_aside(root: nn.Module) -> Iterator[None]:
-    """Meanwhile no hook of an engine runs, FSDP's or ZeRO's say, which gather and free the weights of what is called."""
+    """Meanwhile no hook of an engine runs, FSDP's or ZeRO's say, which gather and free the weights of what is called.
+
+    Nor does a hook that is there for another trace, see ``is_opaque``.
+    """
     former: list[tuple[dict[str, Any], str, Any]] = []
     for module in root.modules():
         for name in HOOKS:
@@ -68,8 +71,8 @@ def engines_aside(root: nn.Module) -> Iterator[None]:
 
 
 def _is_engines(hook: Any) -> bool:
-    """Whether a hook is an engine's: by its module, or as a true attribute ``of_engine`` says."""
-    if getattr(hook, "of_engine", False):
+    """Whether a hook is an engine's, by its module or a true attribute ``of_engine``, or there for a trace."""
+    if getattr(hook, "of_engine", False) or getattr(hook, "traced", False):
         return True
     while isinstance(hook, partial):
         hook = hook.func

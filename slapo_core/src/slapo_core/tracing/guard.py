@@ -101,13 +101,13 @@ class Call:
         self.training, self.autocast = module.training, regions.autocast_state()
         self.values = argument_values(parameters, args, kwargs)
         self.given = {name: fingerprint(value) for name, value in self.values.items()}
-        self.closed: tuple[str, ...] = ()
-        """Paths of modules that a graph calls whole in this call and not in others."""
+        self.changed: dict[str, tuple[Any, ...] | None] = {}
+        """See ``Variants``: modules inside that are called otherwise than in the first graph."""
 
     @cached_property
     def key(self) -> Any:
         """Equal for calls with the same arguments, as far as a graph can tell, in the same mode."""
-        return self.training, self.autocast, self.closed, _hashable(self.given)
+        return self.training, self.autocast, _hashable(self.changed), _hashable(self.given)
 
 
 class InputCheck(Protocol):

@@ -73,6 +73,8 @@ class Recorder:
         """Paths of the modules that were inlined."""
         self.inside = [""]
         """Paths of the inlined modules that run now, outermost first."""
+        self.is_rewrite = False
+        """Whether what runs now was put into a graph by a rewrite."""
         self.baseline = regions.current()
         self.grad_switches = 0
 
@@ -99,9 +101,11 @@ class Recorder:
             yield
         finally:
             self.inside.pop()
+            self.is_rewrite = False
 
     def inside_of(self, path: str, node: fx.Node) -> AbstractContextManager[None]:
         """What is recorded meanwhile belongs where a node does in the graph of the module at ``path``."""
+        self.is_rewrite = node.meta.get("is_rewrite", False)
         return self._at(".".join(filter(None, (path, node.meta.get("module", "")))))
 
     def add_alias(self, other: nn.Module, module: nn.Module) -> None:
@@ -239,7 +243,7 @@ class Recorder:
 
     def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
         node = self.graph.create_node(op, target, args, kwargs)
-        node.meta.update(source=model_source(), module=self.inside[-1])
+        node.meta.update(source=model_source(), module=self.inside[-1], is_rewrite=self.is_rewrite)
         node.meta.update(regions=regions.current(self.baseline, self.grad_switches > 0))
         if isinstance(value, torch.Tensor):
             node.meta["val"] = self.sandbox.fake_of(value)

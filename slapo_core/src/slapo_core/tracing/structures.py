@@ -11,6 +11,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
@@ -29,6 +30,7 @@ _BY_REFERENCE = (
     *ATOMS,
     *(type, enum.Enum, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
     *(torch.Generator, range, type(Ellipsis), fx.Graph, fx.Node, Hidden),
+    *([dist.ProcessGroup] if dist.is_available() else []),
 )
 
 

@@ -87,8 +87,6 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
 
 def _division(module: nn.Module, parameters: Any, example: Any, concrete: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Arguments that are part of the graph, and names of those that are inputs."""
-    if unknown := concrete.keys() - parameters.parameters.keys():
-        raise TraceError(f"concrete_args: the forward of {type(module).__name__} takes no {min(unknown)!r}")
     if example is None:
         defaults = {name: each.default for name, each in parameters.parameters.items() if each.default is not each.empty}
         values = {**defaults, **concrete}
@@ -131,8 +129,8 @@ def _graph(
             return graph
     except Exception as err:  # symbolic values may break any code
         raise TraceError(
-            f"tracer 'fx' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}; give example_inputs, with which "
-            "the default tracer runs the forward"
+            f"tracer 'fx' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}; give example_inputs and no tracer, "
+            "and the forward is run instead"
         ) from err
 
 

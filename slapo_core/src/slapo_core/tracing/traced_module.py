@@ -18,7 +18,7 @@ from .around import HOOKS, WRAPPING
 from .guard import Guard, InputCheck
 from .structures import TABLES as _TABLES
 from .structures import shallow_copy
-from .variants import Variants
+from .variants import Opened, Variants
 
 _KEPT = ("training", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
@@ -54,7 +54,7 @@ class TracedModule(fx.GraphModule):
         inner: Mapping[str, nn.Module] | None = None,
         opened: Iterable[str] | None = None,
     ) -> None:
-        super().__init__({}, fx.Graph(), f"Traced{type(root).__name__}")
+        super().__init__({}, fx.Graph(), f"Traced{root.__dict__.get('_traced_class', type(root)).__name__}")
         self._adopt(root)
         for name, tensor in (constants or {}).items():
             self.register_buffer(name, tensor, persistent=False)
@@ -152,8 +152,8 @@ def _variants(
         inner = root._shell() if before.is_rewritten else before.inner
     cls = module.__dict__["_traced_class"]
     can_trace = opened is not None and not (cls is nn.Module and inner is None)
-    classes = {path: type(module.get_submodule(path)) for path in opened or ()} if can_trace else None
-    return Variants(module.graph, cls.__name__, guard, classes, inner)
+    known = {path: Opened.of(module.get_submodule(path)) for path in opened or ()} if can_trace else None
+    return Variants(module.graph, cls.__name__, guard, known, inner)
 
 
 def variants_of(module: nn.Module) -> Variants | None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
 from ..errors import ScheduleError, TraceError, UnknownNameError
-from ..inputs import split_inputs
+from ..inputs import signature_of, split_inputs
 from ..wrapping import is_opaque, own_forward
 from .exported import trace_export
 from .symbolic import trace_fx, tracer_class
 from .traced_module import TracedModule
 from .value import Kind, Plan, trace_value
 
+if TYPE_CHECKING:
+    from ..schedule import Schedule
+
 Leaf = Callable[[str, nn.Module], bool]
+Leaves = str | type | Iterable[str | type] | None
+"""Classes, class names or globs of paths, or one of these."""
 TRACERS = ("value", "fx", "export", "pytorch", "huggingface")
 """``"pytorch"`` is another name of ``"fx"``, ``"huggingface"`` one of ``"value"``, which traces the models of Transformers."""
 
@@ -92,7 +97,7 @@ def trace(
     example_inputs: Any = None,
     recursive: bool = True,
     flatten: bool = False,
-    leaf_modules: Iterable[str | type] | None = None,
+    leaf_modules: Leaves = None,
     tracer: Any = None,
     concrete_args: Mapping[str, Any] | None = None,
     target: str = "",
@@ -107,7 +112,7 @@ def trace(
         example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``; None: ``torch.fx`` traces symbolically.
         recursive: Submodules are traced too, each into a graph of its own.
         flatten: One graph of everything instead.
-        leaf_modules: Classes, class names or globs of paths below the traced module, to be kept whole.
+        leaf_modules: Classes, class names or globs of paths below the traced module, to be kept whole; or one of these.
         tracer: ``"value"`` records one run on fake tensors, ``"fx"`` (or ``"pytorch"``, or a subclass of ``torch.fx.Tracer``)
             traces symbolically, ``"export"`` makes one graph by ``torch.export``. Default: ``"value"`` where there are example
             inputs, else ``"fx"``.
@@ -121,7 +126,8 @@ def trace(
     """
     module = model.get_submodule(target)
     check_traceable(module, tracer)
-    kept = named_leaves(module, leaf_modules or ())
+    kept = named_leaves(module, leaf_modules, target)
+    check_concrete(module, concrete_args or {})
     tracer = tracer or ("fx" if example_inputs is None else "value")
 
     def plan(path: str, child: nn.Module) -> Kind:
@@ -136,19 +142,50 @@ def trace(
         what = f"tracer {tracer!r} runs the module; give its example_inputs"
         raise ScheduleError(f"{what}, here or to create_schedule", path=target, primitive="trace")
     args, kwargs = split_inputs(example_inputs, model)
+    kwargs = kwargs if target else {**kwargs, **(concrete_args or {})}
     if tracer == "export":
-        return trace_export(module, args, {**kwargs, **(concrete_args or {})})
-    return trace_value(model, args, {**kwargs, **(concrete_args or {})}, plan, target, symbolic)
+        return trace_export(module, args, kwargs)
+    return trace_value(model, args, kwargs, plan, target, symbolic)
 
 
-def named_leaves(module: nn.Module, leaves: Iterable[str | type]) -> set[int]:
-    """Ids of the modules inside ``module`` that the leaves name."""
+def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
+    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's."""
+    if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
+        return trace(schedule.mod, example_inputs=example_inputs, **options)
+    return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others, and is never called."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
+def check_concrete(module: nn.Module, concrete_args: Mapping[str, Any]) -> None:
+    """Raise ``TraceError`` where the forward of a module takes no such argument by name."""
+    known = [name for name, each in signature_of(module).parameters.items() if each.kind is not each.VAR_KEYWORD]
+    if unknown := concrete_args.keys() - {*known}:
+        what = f"concrete_args: the forward of {type(module).__name__} takes no {min(unknown)!r}"
+        raise TraceError(f"{what}; it takes {', '.join(known) or 'none'}")
+
+
+def listed(leaves: Leaves) -> list[str | type]:
+    """The leaves one by one."""
+    found = [leaves] if isinstance(leaves, (str, type)) else [] if leaves is None else list(leaves)
+    if wrong := [leaf for leaf in found if not isinstance(leaf, (str, type))]:
+        raise ScheduleError(f"leaf_modules: {wrong[0]!r:.60} is neither a class nor a name", primitive="trace")
+    return found
+
+
+def named_leaves(module: nn.Module, leaves: Leaves, path: str = "") -> set[int]:
+    """Ids of the modules inside ``module``, which is at ``path``, that the leaves name."""
     found: set[int] = set()
     inside = [(path, child) for path, child in module.named_modules() if path]
-    for leaf in leaves:
+    for leaf in listed(leaves):
         named = {id(child) for path, child in inside if _names(leaf, path, child)}
         if not named:
-            raise ScheduleError(f"leaf_modules: {leaf!r} is no class and no path of a module below", primitive="trace")
+            raise ScheduleError(
+                f"leaf_modules: {leaf!r} is no class and no path of a module below", path=path, primitive="trace"
+            )
         found |= named
     return found
 

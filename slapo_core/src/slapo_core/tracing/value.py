@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from .. import paths
 from ..errors import TraceError
 from ..wrapping import is_opaque
 from . import _torch_private as private
@@ -67,7 +68,8 @@ class _Session(TorchFunctionMode):
         if id(module) not in recorder.modules:
             return call(module, *args, **kwargs)
         path = self.paths[id(module)]
-        kind = "leaf" if is_opaque(module) else self.plan(path, module)
+        kind = self.plan(path, module)
+        kind = "leaf" if is_opaque(module, inlined=kind == "inline") else kind
         if kind == "leaf":
             self.whole[id(module)] = module
         if kind == "inline":
@@ -177,6 +179,7 @@ class _Session(TorchFunctionMode):
         with self._unrecorded():
             graph, inputs, reads = variants.graph_for(module, args, kwargs)
         inside = recorder.modules[id(module)][0]
+        recorder.opened |= {paths.join(inside, path) for path in variants.opened_in(graph)}
         for path, name in reads:
             recorder.reads.add((id(module.get_submodule(path)), name))
         return run_graph(module, graph, inputs, lambda node: recorder.inside_of(inside, node))

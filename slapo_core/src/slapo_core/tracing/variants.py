@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import fx, nn
@@ -42,6 +42,45 @@ class Rewrite(Protocol):
 
     def redo(self, module: TracedModule, graph: fx.Graph, twins: Twins) -> None:
         """Make the edit on ``graph``, where ``twins`` has its node for the name of each node of the first graph."""
+
+
+_SAME = ("as before",)
+
+
+class Opened(NamedTuple):
+    """A module whose forward is part of the graphs.
+
+    Attributes:
+        cls: Its class.
+        hooks: Its hooks, which are recorded with the forward.
+    """
+
+    cls: type
+    hooks: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Opened:
+        """A module as it is now."""
+        return cls(type(module), _hooks_of(module) if is_hooked(module) else ())
+
+    def now(self, root: nn.Module, path: str) -> tuple[Any, ...] | None:
+        """The module's hooks, where they are recorded and others; None where it is to be called whole; else ``_SAME``."""
+        module: nn.Module | None = root
+        for name in path.split("."):
+            module = module and module._modules.get(name)
+        if module is None or type(module) is not self.cls:
+            return None
+        hooked = is_hooked(module)
+        if ("forward" in module.__dict__ or hooked) and is_opaque(module, inlined=True):
+            return None
+        hooks = _hooks_of(module) if hooked else ()
+        return _SAME if hooks == self.hooks else hooks
+
+
+def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
+    """Its hooks, but for those that change no value."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return tuple(hook for hook in hooks if not getattr(hook, "traced", False))
 
 
 class Variant(Hidden):
@@ -102,7 +141,7 @@ class Variants(Hidden):
         graph: The first graph.
         label: Name of the class that was traced.
         guard: The calls that the first graph is good for; None: any, whose arguments go to the placeholders.
-        opened: Path and class of the modules whose forwards are part of the graph; None: no other call can be traced.
+        opened: The modules whose forwards are part of the graph, by path; None: no other call can be traced.
         inner: The rewritten module that was traced, without what it runs on; None: the class's own forward was.
     """
 
@@ -111,7 +150,7 @@ class Variants(Hidden):
         graph: fx.Graph,
         label: str,
         guard: Guard | InputCheck | None,
-        opened: Mapping[str, type] | None,
+        opened: Mapping[str, Opened] | None,
         inner: TracedModule | None,
     ) -> None:
         self.label, self.opened, self.inner = label, opened, inner
@@ -187,6 +226,11 @@ class Variants(Hidden):
         assert guard is not None
         return variant.graph, forward.args[1], guard.attributes.names if guard.attributes is not None else []
 
+    def opened_in(self, graph: fx.Graph) -> list[str]:
+        """Paths of the modules whose forwards are part of one of the graphs."""
+        called = {str(node.target) for node in graph.find_nodes(op="call_module")}
+        return [path for path in self.opened or () if path not in called]
+
     def resolve(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
         """What runs a call: a graph, with its guard, or the forward that was traced.
 
@@ -198,7 +242,7 @@ class Variants(Hidden):
         if self.guard.attributes is not None:
             self.guard.attributes.check_original(module)
         call = Call(self.guard.parameters, module, args, kwargs)
-        call.closed = self._closed(module)
+        call.changed = self._changed(module)
         found = self._find(module, call)
         if found is None:
             if Sandbox.open_now and not self.is_rewritten:
@@ -232,38 +276,39 @@ class Variants(Hidden):
     def _find(self, module: TracedModule, call: Call) -> tuple[Guard, Variant | None] | None:
         assert self.guard is not None
         first = (self.guard, self.first)
-        for guard, variant in (first, *filter(None, (self.recent,))) if not call.closed else ():
+        for guard, variant in (first, *filter(None, (self.recent,))) if not call.changed else ():
             if guard.problem(module, call) is None:
                 return guard, variant
         for guard, variant in self.calls.get(call.key, ()) if self.calls else ():
             if guard.problem(module, call) is None:
-                self.recent = None if call.closed else (guard, variant)
+                self.recent = None if call.changed else (guard, variant)
                 return guard, variant
         return None
 
-    def _closed(self, module: TracedModule) -> tuple[str, ...]:
-        """Paths of modules whose forwards are part of the graphs, and that are now called for more than their forward."""
-        return tuple(path for path, cls in self.opened.items() if _is_closed(module, path, cls)) if self.opened else ()
+    def _changed(self, module: TracedModule) -> dict[str, tuple[Any, ...] | None]:
+        """The modules whose forwards are part of the graphs, and whose calls are other ones now: with these hooks, or whole."""
+        now = {path: opened.now(module, path) for path, opened in self.opened.items()} if self.opened else {}
+        return {path: hooks for path, hooks in now.items() if hooks is not _SAME}
 
     def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
         try:
-            guard, variant = self._traced(module, args, kwargs, call.closed)
+            guard, variant = self._traced(module, args, kwargs, call.changed)
         except (TraceError, ScheduleError) as err:
             if self.is_rewritten:
-                closed = f"{call.closed[0]!r} was wrapped, got hooks or was replaced" if call.closed else None
-                problem = closed or (self.guard and self.guard.problem(module, call))
+                changed = next((f"{path!r} was wrapped, got hooks or was replaced" for path in call.changed), None)
+                problem = changed or (self.guard and self.guard.problem(module, call))
                 raise TraceError(f"{problem}, and the rewritten graph of the {self.label} has no other form: {err}") from err
             get_logger().warning("the traced %s runs its own forward for calls like this, no graph: %s", self.label, err)
             guard, variant = Guard.of(module, args, kwargs), None
         guard.share_attributes(self.guard, module)
         if len(self.calls) >= _MOST_CALLS:
             self.calls.clear()
-        self.recent = None if call.closed else (guard, variant)
+        self.recent = None if call.changed else (guard, variant)
         self.calls.setdefault(call.key, []).insert(0, (guard, variant))
         del self.calls[call.key][_MOST_GRAPHS:]
         return guard, variant
 
-    def _traced(self, module: TracedModule, args: Any, kwargs: Any, closed: Sequence[str]) -> tuple[Guard, Variant | None]:
+    def _traced(self, module: TracedModule, args: Any, kwargs: Any, changed: Mapping[str, Any]) -> tuple[Guard, Variant | None]:
         from .value import trace_again  # noqa: PLC0415  it makes traced modules
 
         if self.edited_by_hand:
@@ -274,7 +319,8 @@ class Variants(Hidden):
             raise TraceError("the class that it was traced from is not known")
         with private.unobserved():
             former = with_modules(self.former(module, bare=True), self.dropped)
-            graph, guard, constants = trace_again(former, args, kwargs, frozenset(self.opened).difference(closed))
+            opened = frozenset(path for path in self.opened if changed.get(path, ()) is not None)
+            graph, guard, constants = trace_again(former, args, kwargs, opened)
         data = graph_data(graph, constants)
         first = self.pristine if self.rewrites else graph_data(module.graph, module)
         if same_graph(first, data):
@@ -333,15 +379,6 @@ def on_meta(module: nn.Module) -> nn.Module:
         copied._buffers[name] = buffer if buffer is None else empty(buffer)
     copied._modules.update({name: child and on_meta(child) for name, child in copied._modules.items()})
     return copied
-
-
-def _is_closed(root: nn.Module, path: str, cls: type) -> bool:
-    module: nn.Module | None = root
-    for name in path.split("."):
-        module = module and module._modules.get(name)
-    return (
-        module is None or type(module) is not cls or ("forward" in module.__dict__ or is_hooked(module)) and is_opaque(module)
-    )
 
 
 def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
