@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from slapo_core import ScheduleError, create_schedule, load_schedule, make
+from slapo_core.errors import TraceError
 from slapo_core.serialize import decode, encode, to_source
 
 
@@ -283,10 +284,40 @@ def test_a_replaced_subgraph_is_replayed(tmp_path: Path, suffix: str) -> None:
     (found,) = sch.find(relu_twice)
     sch.replace(nn.SiLU(), found)
     sch.save(tmp_path / f"s{suffix}")
-    again = load_schedule(fresh_model, tmp_path / f"s{suffix}", example_inputs=(x,))
+    again = load_schedule(fresh_model, tmp_path / f"s{suffix}", trust=[__name__], example_inputs=(x,))
     assert torch.equal(again.mod(x), sch.mod(x))
     assert not torch.equal(again.mod(x), Gated()(x))
     assert str(again.journal) == str(sch.journal)
+
+
+class Drops(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x.sin(), 0.5, self.training)
+
+
+def dropped(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
+    return nn.functional.dropout(x.sin(), p, training)
+
+
+@pytest.mark.parametrize(("suffix", "trust"), [(".json", [__name__]), (".json", []), (".py", [])])
+def test_a_replayed_match_knows_its_pattern_where_it_may_be_imported(tmp_path: Path, suffix: str, trust: list[str]) -> None:
+    """In eval mode the graph has another constant, which the pattern has as an argument."""
+    x = torch.randn(2, 4)
+    sch = create_schedule(Drops(), example_inputs=(x,))
+    sch.trace()
+    (found,) = sch.find(dropped)
+    sch.replace(nn.functional.alpha_dropout, found)
+    sch.save(tmp_path / f"s{suffix}")
+    again = load_schedule(Drops(), tmp_path / f"s{suffix}", trust=trust, example_inputs=(x,))
+    sch.mod.eval()
+    again.mod.eval()
+    assert torch.equal(sch.mod(x), x)
+    if suffix == ".py" or trust:
+        assert torch.equal(again.mod(x), x)
+        assert str(again.journal) == str(sch.journal)
+    else:
+        with pytest.raises(TraceError, match="traced in train mode, and the rewritten graph of the Drops has no other form"):
+            again.mod(x)
 
 
 class Difference(nn.Module):

@@ -39,7 +39,7 @@ class Match(list[Handle]):
         inputs: Values of the pattern's arguments, in their order: constants, or places (a node of the match and the number of
             its input), as the node that makes a value may be replaced before this match is.
         outputs: Nodes of the pattern's results, in their order.
-        pattern: What was looked for; None where the match was written down meanwhile.
+        pattern: What was looked for; None where the match was written down meanwhile and the pattern could not be.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ def match_data(match: Sequence[Handle]) -> dict[str, Any]:
     if isinstance(match, Match):
         data["inputs"] = [{"of": v.node.name, "input": v.number} if isinstance(v, Place) else v for v in match.inputs]
         data["outputs"] = [node.name for node in match.outputs]
+        data["pattern"] = match.pattern and match.pattern.source
     return data
 
 
@@ -126,7 +127,8 @@ def find_by_name(schedule: Schedule, data: Any) -> list[Handle]:
     if "inputs" not in data:
         return [(path, nodes[name]) for path, name, *_ in data["nodes"]]
     inputs = [Place(nodes[v["of"]], v["input"]) if isinstance(v, dict) else v for v in data["inputs"]]
-    return Match(data["nodes"][0][0], nodes.values(), inputs, [nodes[name] for name in data["outputs"]])
+    pattern = CompiledPattern(data["pattern"]) if data.get("pattern") is not None else None
+    return Match(data["nodes"][0][0], nodes.values(), inputs, [nodes[name] for name in data["outputs"]], pattern)
 
 
 def match_at(pattern: CompiledPattern, module: fx.GraphModule, node: fx.Node) -> Match | None:
@@ -167,6 +169,7 @@ class CompiledPattern:
     def __init__(self, pattern: Callable[..., Any] | Pattern) -> None:
         if not isinstance(pattern, (Pattern, FunctionType)):
             raise TypeError(f"find takes a function or a Pattern, not {type(pattern).__name__}")
+        self.source = pattern
         tracer = PatternTracer()
         one = pattern if isinstance(pattern, ModulePattern) else None
         try:

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from .errors import ScheduleError
+from .logger import get_logger
 from .matching import find_by_name, match_data
 
 _RECIPE = "_slapo_recipe"
@@ -82,6 +83,8 @@ def decode(data: Any, trust: Sequence[str] = (), schedule: Any = None) -> Any:
         return [decode(item, trust, schedule) for item in data]
     if not isinstance(data, dict):
         return data
+    if isinstance(match := data.get("$match"), dict) and "pattern" in match:
+        data = {"$match": {**match, "pattern": _trusted_pattern(match["pattern"], trust)}}
     parts = {key: decode(item, trust, schedule) for key, item in data.items()}
     if not any(key.startswith("$") for key in data):
         return parts
@@ -158,6 +161,25 @@ def _import(path: Any, trust: Sequence[str]) -> Any:
     if not (_is_importable(found) and _at_home(found, module) and fit):
         raise ScheduleError(f"{path!r} is no class or function of {module!r}")
     return found
+
+
+def _match_data(match: Any) -> dict[str, Any]:
+    """A match, with its pattern where that can be imported."""
+    data = match_data(match)
+    try:
+        _import_path(data.get("pattern"))
+    except ScheduleError:
+        data.pop("pattern", None)
+    return data
+
+
+def _trusted_pattern(data: Any, trust: Sequence[str]) -> Any:
+    """What stands for a pattern in a file, or None: without it the nodes of a match are known all the same."""
+    try:
+        return data if inspect.isfunction(decode(data, trust)) else None
+    except ScheduleError as err:
+        get_logger().debug("a match goes without its pattern: %s", err)
+        return None
 
 
 def _resolve(module: str, name: str) -> Any:
@@ -262,7 +284,7 @@ class _Kind(NamedTuple):
 
 _KINDS = {  # tried in this order
     "$float": _Kind(_is_endless, repr, float, lambda data: f"float({data!r})"),
-    "$match": _Kind(_is_match, match_data, lambda parts: None, lambda data: f"slapo_core.match(sch, {to_source(data)})"),
+    "$match": _Kind(_is_match, _match_data, lambda parts: None, lambda data: f"slapo_core.match(sch, {to_source(data)})"),
     "$tuple": _Kind(_one_of(tuple), list, tuple, lambda data: repr(tuple(map(to_source, data)))),
     "$set": _Kind(_one_of(set, frozenset), lambda value: sorted(value, key=repr), set, lambda data: f"set({to_source(data)})"),
     "$dict": _Kind(_is_odd_dict, lambda value: list(map(list, value.items())), dict, lambda data: f"dict({to_source(data)})"),

@@ -37,7 +37,7 @@ class _Mark:
     path: str
     mode: str
     sync: Sync | None = None
-    traced = True
+    traced = of_trace = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> Any:
         try:

@@ -54,7 +54,7 @@ _ENGINES = ("deepspeed.", "megatron.", "torch.distributed.")
 def engines_aside(root: nn.Module) -> Iterator[None]:
     """Meanwhile no hook of an engine runs, FSDP's or ZeRO's say, which gather and free the weights of what is called.
 
-    Nor does a hook that is there for another trace, see ``is_opaque``.
+    Nor does a hook that is there for one trace alone, as a true attribute ``of_trace`` says.
     """
     former: list[tuple[dict[str, Any], str, Any]] = []
     for module in root.modules():
@@ -71,8 +71,8 @@ def engines_aside(root: nn.Module) -> Iterator[None]:
 
 
 def _is_engines(hook: Any) -> bool:
-    """Whether a hook is an engine's, by its module or a true attribute ``of_engine``, or there for a trace."""
-    if getattr(hook, "of_engine", False) or getattr(hook, "traced", False):
+    """Whether a hook is an engine's, by its module or a true attribute ``of_engine``, or there for one trace."""
+    if getattr(hook, "of_engine", False) or getattr(hook, "of_trace", False):
         return True
     while isinstance(hook, partial):
         hook = hook.func

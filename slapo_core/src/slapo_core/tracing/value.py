@@ -175,6 +175,8 @@ class _Session(TorchFunctionMode):
         if not variants.is_rewritten:
             original = variants.former(module)
             recorder.add_alias(original, module)
+            if isinstance(original, TracedModule):
+                return self._run_traced(recorder, original, args, kwargs)
             return type(original).forward(original, *args, **kwargs)
         with self._unrecorded():
             graph, inputs, reads = variants.graph_for(module, args, kwargs)

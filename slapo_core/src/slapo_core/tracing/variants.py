@@ -78,9 +78,9 @@ class Opened(NamedTuple):
 
 
 def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Its hooks, but for those that change no value."""
+    """Its hooks, but for those that are there for one trace."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return tuple(hook for hook in hooks if not getattr(hook, "traced", False))
+    return tuple(hook for hook in hooks if not getattr(hook, "of_trace", False))
 
 
 class Variant(Hidden):
