@@ -148,7 +148,7 @@ def test_replace_takes_a_pattern(pattern: Any) -> None:
     assert [step.name for step in sch.journal] == ["replace"]
     sch.undo()
     assert type(sch.mod) is Net
-    with pytest.raises(ScheduleError, match=r"replace\(''\): the subgraph is empty"):
+    with pytest.raises(ScheduleError, match=r"replace\(''\): the subgraph is empty: nothing was found"):
         sch.replace(nn.Tanh(), lambda x: x.cos().cos())
     assert type(sch.mod) is Net
 
