@@ -42,8 +42,9 @@ def losses(rank: int, kind: str) -> list[list[float]]:
         if checkpointed:
             for layer in schedule.select("*"):
                 layer.checkpoint()
-        options = {"loss_fn": F.mse_loss, "config": {"zero_optimization": {"stage": 3}}}
-        engine = build(schedule, "deepspeed", optimizer=partial(torch.optim.SGD, lr=0.1), **options)
+        config = {"zero_optimization": {"stage": 3}}
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        engine = build(schedule, "deepspeed", optimizer=sgd, loss_fn=F.mse_loss, config=config)
         found.append([engine.train_batch(**batch).item() for _ in range(3)])
         engine.close()
     return found
