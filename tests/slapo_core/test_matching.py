@@ -243,6 +243,8 @@ def test_patterns_that_are_none() -> None:
         find_subgraph(traced, lambda x: x)
     with pytest.raises(ScheduleError, match="the pattern cannot be traced: TraceError"):
         find_subgraph(traced, lambda x: x if x else x.sin())
+    with pytest.raises(ScheduleError, match=r"the pattern cannot be traced: .*call_module\(name, ...\) for a module"):
+        find_subgraph(traced, lambda x: ModulePattern("dropout")(x).sin())
     for wrong in (lambda: find_node(traced, "("), lambda: find_subgraph(traced, lambda x: call_module("(", x))):
         with pytest.raises(ScheduleError, match=r"find: '\(' is no regular expression: missing \)"):
             wrong()

@@ -144,7 +144,7 @@ def test_a_parameter_nothing_initialises_is_an_error() -> None:
 
     with init_empty_weights():
         model = nn.Sequential(Token())
-    with pytest.raises(BuildError, match="the initialiser leaves 0.token, or a part of it, without values"):
+    with pytest.raises(BuildError, match="leaves 0.token, or a part of it, without values; give an initialiser"):
         build(create_schedule(model))
 
 

@@ -159,6 +159,33 @@ def test_the_buffers_stay_the_same_tensors() -> None:
     assert module.num_batches_tracked == 1
 
 
+class Noting(nn.Module):
+    """What DeepSpeed's ZeRO does: the first forward notes what the recompute has to find noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(4, 4)
+        self.inside._external_params = {}
+        self.found: list[list[int]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noted = self.inside._external_params
+        self.found.append([*noted])
+        noted[id(self.inside.weight)] = self.inside.weight
+        return self.inside(x).sin()
+
+
+def test_the_recompute_finds_what_the_forward_noted_for_zero() -> None:
+    module = Noting()
+    seen: list[int] = []
+    module.inside.register_forward_pre_hook(lambda inside, args: seen.append(len(inside._external_params)))
+    before = copy.deepcopy(module.inside._external_params)
+    create_schedule(module).checkpoint()
+    module(torch.ones(2, 4)).sum().backward()
+    assert (before, seen) == ({}, [1, 1])
+    assert [*module.inside._external_params] == [id(module.inside.weight)]
+
+
 def test_two_forwards_before_their_backwards() -> None:
     """As micro-batches in a pipeline: each recompute sees the buffers of its own forward."""
     before = Counter(False)

@@ -243,7 +243,7 @@ def test_it_stops_where_it_is_told(stop_at: str, names: list[str]) -> None:
 
 
 def test_nothing_to_stop_at() -> None:
-    with pytest.raises(ScheduleError, match="no schedule around it is named 'nowhere'"):
+    with pytest.raises(ScheduleError, match="no schedule around 'decoder' is named 'nowhere'"):
         propagate_partition(pair()["decoder"], stop_at="nowhere")
 
 

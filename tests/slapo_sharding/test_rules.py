@@ -143,8 +143,12 @@ def test_a_stranger_s_rule_comes_before_ours():
 def test_rules_are_the_schedule_s_own():
     _sharded()
     sch = create_schedule(Model(), plugins=Registry([plugin]))
-    with pytest.raises(ScheduleError, match="is in a Gated, which no sharding rule covers; there are rules for Linear, "):
+    with pytest.raises(
+        ScheduleError, match="is in a Gated, which no sharding rule covers; there are rules for Linear, "
+    ) as raised:
         sch["gated"].shard("table", axis=1)
+    kinds = str(raised.value).partition("there are rules for ")[2].split(", ")
+    assert len(kinds) == len(set(kinds))
 
 
 def test_hooks_are_called_once_and_when_needed():

@@ -80,7 +80,9 @@ def matches_of(schedule: Schedule, subgraph: Any, primitive: str) -> list[Any]:
             f"{subgraph!r:.60} is no subgraph; give what sch.find() returned", path=schedule.path, primitive=primitive
         )
     if not given or not all(given):
-        raise ScheduleError("the subgraph is empty; give what sch.find() returned", path=schedule.path, primitive=primitive)
+        raise ScheduleError(
+            "the subgraph is empty: nothing was found; give a match of sch.find()", path=schedule.path, primitive=primitive
+        )
     return list(given)
 
 

@@ -175,9 +175,8 @@ class CompiledPattern:
         try:
             self.graph = tracer.trace((lambda x: one.forward(x)) if one is not None else pattern)
         except Exception as err:  # a user's function may raise anything
-            raise ScheduleError(
-                f"find: the pattern cannot be traced: {type(err).__name__}: {err}; use plain operations on its arguments"
-            ) from err
+            advice = "use plain operations on its arguments, and call_module(name, ...) for a module"
+            raise ScheduleError(f"find: the pattern cannot be traced: {type(err).__name__}: {err}; {advice}") from err
         self.inputs = self.graph.find_nodes(op="placeholder")
         result: Any = self.graph.output_node().args[0]
         self.outputs: list[fx.Node] = list(result) if isinstance(result, (tuple, list)) else [result]

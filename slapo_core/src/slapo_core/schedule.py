@@ -396,15 +396,32 @@ class Schedule:
     # ---- finding in traced modules
 
     def find_node(self, regex_or_pattern_fn: str | Callable[..., bool]) -> list[tuple[str, Any]]:
-        """Nodes of the graphs from here down, which is traced first where it is not: see ``finding.find_node``."""
+        """Nodes of the graphs from here down, which is traced first where it is not.
+
+        Args:
+            regex_or_pattern_fn: A regular expression that the path of a called module matches fully, or a function of a node
+                that says whether it is meant.
+
+        Returns:
+            A pair for each node: the path of the traced module, and the node. ``[[node] for node in ...]`` are as many matches
+            for ``replace``; the list itself is one.
+        """
         return finding.find_node(self, regex_or_pattern_fn)
 
     def find_subgraph(self, pattern_fn: Any) -> list[Any]:
-        """Subgraphs from here down, which is traced first where it is not: see ``finding.find_subgraph``."""
+        """Subgraphs from here down, which is traced first where it is not; they never overlap.
+
+        Args:
+            pattern_fn: A function of tensors, with ``slapo.call_module(name, ...)`` for modules in it, or a ``Pattern``.
+
+        Returns:
+            A list for each match: pairs of the traced module's path and a node. ``replace``, ``fuse`` and ``checkpoint`` take
+            one match, or all.
+        """
         return finding.find_subgraph(self, pattern_fn)
 
     def find(self, regex_or_pattern_fn: Any) -> list[Any]:
-        """``find_node`` for a regular expression, ``find_subgraph`` for a function or ``Pattern``."""
+        """``find_node`` for a regular expression, ``find_subgraph`` for a function or ``Pattern``; see their help."""
         return (self.find_node if isinstance(regex_or_pattern_fn, str) else self.find_subgraph)(regex_or_pattern_fn)
 
     # ---- weights

@@ -186,6 +186,7 @@ def _localised(tensor: torch.Tensor, full: torch.Tensor, device: torch.device | 
     gap = _gap(full.dtype)
     if bool((full.isnan() if gap != gap else full == gap).any()) and full.dtype is not torch.bool:
         name = " = ".join(facts(tensor).names) or "a parameter that a step brought in"
-        raise BuildError(f"the initialiser leaves {name}, or a part of it, without values; pass param_init_fn= or real weights")
+        advice = "give an initialiser, param_init_fn=, that fills it, or real weights"
+        raise BuildError(f"the initialiser leaves {name}, or a part of it, without values; {advice}")
     spec = shard_spec(tensor)
     return successor(tensor, (spec.local(full.detach()) if spec else full.detach()).to(device))

@@ -83,11 +83,12 @@ class Checkpointed:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         _check_arguments(self._path, *args, *kwargs.values())
-        region = _Region(call, args, kwargs, _found_in(call, set()) + _generators_in(args, kwargs))
+        found = _found_in(call, set())
+        region = _Region(call, args, kwargs, found + _generators_in(args, kwargs))
         region.check = partial(_check_result, self._path, False)
         contexts = contexts_of(self._policy)
         options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-        if self not in _compared:
+        if self not in _compared and not _partitioned_by_zero(found):
             region.compare = self._compare
             options["early_stop"] = False  # to the result
         offloaded = offloaded_in(call)
@@ -104,6 +105,13 @@ class Checkpointed:
 
 # whose recompute has found what the forward did; beside the wrappers, as these are part of a model
 _compared: WeakSet[Checkpointed] = WeakSet()
+
+
+def _partitioned_by_zero(found: list[Any]) -> bool:
+    """Whether DeepSpeed's ZeRO has parts of the parameters: behind a module's forward, which a recompute that goes on to the
+    result reaches, it frees what the backward of that module waits to use."""
+    modules = (each for each in found if isinstance(each, nn.Module))
+    return any(hasattr(parameter, "ds_status") for module in modules for parameter in module.parameters())
 
 
 def is_checkpointed(module: nn.Module) -> bool:

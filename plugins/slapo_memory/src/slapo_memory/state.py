@@ -19,8 +19,9 @@ from ._torch_private import no_functions, no_modes
 from .randomness import HeldState, generators_in
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
-_TORCHS_OWN = frozenset(nn.Module().__dict__)
-"""Parameters, children and hooks: a wrapper that swaps these in a forward, as sharded data parallelism does, knows why."""
+_WRAPPERS_OWN = frozenset({*nn.Module().__dict__, "_external_params"})
+"""Parameters, children and hooks: a wrapper that swaps these in a forward, as sharded data parallelism does, knows why. In
+the last, DeepSpeed notes in the forward which other modules' parameters ZeRO has to gather for the recompute as well."""
 
 
 class StartState:
@@ -37,7 +38,7 @@ class StartState:
         self._generators = [*generators]
         with no_modes():
             for module in {below for top in modules for below in top.modules()}:
-                self._visit(module.__dict__, _TORCHS_OWN)
+                self._visit(module.__dict__, _WRAPPERS_OWN)
                 self._visit(module._buffers)
         self._drawn = HeldState(self._generators)
         self._modes = [(below, below.training) for top in modules for below in top.modules()]

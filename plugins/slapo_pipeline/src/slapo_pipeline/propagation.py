@@ -151,7 +151,7 @@ def _end(sch: Schedule, stop_at: str | None) -> Schedule:
     while end.parent is not None and (stop_at is None or stop_at not in (end.path, end.name)):
         end = end.parent
     if stop_at not in (None, end.path, end.name):
-        raise ScheduleError(f"no schedule around it is named {stop_at!r}; give a path or name of one", path=sch.path)
+        raise ScheduleError(f"no schedule around {sch.path!r} is named {stop_at!r}; give a path or name of one", path=sch.path)
     return end
 
 
@@ -190,7 +190,9 @@ def _inputs_of(sch: Schedule) -> dict[str, Any]:
         finally:
             handle.remove()
     if not found:
-        raise ScheduleError("it is not called when the model runs on the example inputs; give another module", path=sch.path)
+        raise ScheduleError(
+            f"{sch.path!r} is not called when the model runs on the example inputs; give another module", path=sch.path
+        )
     args, kwargs = tree_map_only(torch.Tensor, _without_numbers, found[0])
     return named_inputs(module, args, kwargs)
 

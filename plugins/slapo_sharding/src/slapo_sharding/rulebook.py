@@ -71,7 +71,7 @@ class Rulebook:
             return applied.cut
         for rule, owner in self._matching(module):
             return _cut(rule, owner, module, name, dim)
-        kinds = ", ".join(rule.kind for rule, _ in self.rules)
+        kinds = ", ".join(dict.fromkeys(rule.kind for rule, _ in self.rules))
         raise LookupError(f"is in a {type(module).__name__}, which no sharding rule covers; there are rules for {kinds}")
 
 

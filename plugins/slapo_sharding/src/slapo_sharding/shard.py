@@ -28,8 +28,13 @@ class ShardPrimitive(Primitive):
     A sharded output stays so for the next layer or wants ``sync("fwd_post", "all_gather", axis=-1)``, and the module
     ``sync("bwd_post", "all_reduce")``; a partial output wants ``sync("fwd_post", "all_reduce")``, which then also adds the
     bias, once. ``build`` checks that these are there. The bias follows a weight that is split along the output, sizes such as
-    ``out_features`` turn local, and so do the counts of heads of an attention module around a projection. A tied
-    parameter is split once, for all who hold it; naming the other holder in the same way afterwards changes nothing.
+    ``out_features`` turn local. A tied parameter is split once, for all who hold it; naming the other holder in the same way
+    afterwards changes nothing.
+
+    So do the counts of heads of an attention module around a projection, where both have names that Transformers uses:
+    ``num_heads``, ``num_attention_heads``, ``n_heads`` or ``n_head``, and ``query``, ``q_proj``, ``q`` and their like. Of
+    another module, set them yourself, ``sch["attn"].mod.heads //= 2`` on two ranks, or take ``tensor_parallel()``, which
+    finds them by the forward; a schedule that is saved does not have what you set.
 
     Where the ranks divide the query heads of an attention but not its fewer key and value heads, each rank holds those that
     its queries need: some are held in copies, whose gradients are summed, so that they stay equal.
