@@ -12,7 +12,7 @@ from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
 
-from .arguments import apart, by_name
+from .arguments import apart, by_name, inputs_of
 from .cut_pipeline_stage import MARKS, refuse_inside_opaque
 from .flat_trace import trace_flat
 from .pipe_split import Marks
@@ -85,9 +85,7 @@ def marks_in(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
 
 def _found(schedule: Schedule) -> list[tuple[str, int]]:
     path = schedule.path
-    if schedule.example_inputs is None:
-        raise _error(schedule, "marks are found by running the model; give create_schedule example_inputs=, one batch")
-    marks = marks_in(schedule.root_module, by_name(schedule.root_module, schedule.example_inputs))
+    marks = marks_in(schedule.root_module, by_name(schedule.root_module, inputs_of(schedule)))
     inside = [found for found in marks if not path or f"{found}.".startswith(f"{path}.")]
     if not inside:
         raise _error(schedule, "the forward runs into no mark; call slapo.pipeline.pipe_split() in it where a stage is to end")

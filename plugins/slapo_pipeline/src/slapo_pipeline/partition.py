@@ -22,7 +22,7 @@ from slapo_core.tracing.regions import autocast_state
 from slapo_core.tracing.structures import fingerprint
 from slapo_core.tracing.traced_module import guard_of
 
-from .arguments import apart, by_name
+from .arguments import apart, by_name, inputs_of
 from .assignment import Assignment
 from .cut_pipeline_stage import cuts
 from .finer import Flat, divided, finer
@@ -62,10 +62,9 @@ def partition(schedule: Schedule) -> Program | None:
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise BuildError(f"{name!r} has no shape before the first call; run the model once before create_schedule")
-    if schedule.example_inputs is None:
-        raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
+    inputs = inputs_of(schedule)
     kept = schedule.metadata.primitives.pop(KEPT_TRACE, None)
-    return Partitioner(root, places, mesh, kept).program(root.training, by_name(root, schedule.example_inputs))
+    return Partitioner(root, places, mesh, kept).program(root.training, by_name(root, inputs))
 
 
 def pipeline_ranks(mesh: DeviceMesh | None) -> int | None:

@@ -17,7 +17,7 @@ from slapo_core.program import Program, Stage
 from slapo_core.schedule import Schedule
 from slapo_core.tracing.sandbox import Sandbox
 
-from .arguments import by_name
+from .arguments import by_name, inputs_of
 from .cut_pipeline_stage import Cut, cuts, where_of
 from .partition import Partitioner
 from .partitioned import PartitionedModule
@@ -72,10 +72,8 @@ def propagate_partition(sch: Schedule, starting_stage_id: int = 0, stop_at: str 
     root = end.mod
     if isinstance(root, PartitionedModule):
         raise ScheduleError("it is partitioned already; give the schedule that it came from", path=end.path)
-    if sch.example_inputs is None:
-        raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
     if places:
-        program = Partitioner(root, places, None).program(root.training, _inputs_of(end))
+        program = Partitioner(root, places, None).program(root.training, _inputs_of(end, inputs_of(sch)))
     else:
         program = Program(root, (Stage(0, root),))
     staged = _of_stages(end, program, starting_stage_id)
@@ -171,21 +169,21 @@ def _is_inside(path: str, outer: str) -> bool:
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
-def _inputs_of(sch: Schedule) -> dict[str, Any]:
+def _inputs_of(sch: Schedule, inputs: Any) -> dict[str, Any]:
     """What the module gets when the model runs on the example inputs, by name."""
     root, module = sch.root_module, sch.mod
     if module is root:
-        return by_name(root, sch.example_inputs)
+        return by_name(root, inputs)
     found: list[tuple[Any, Any]] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         found.append((args, kwargs))
 
-    sandbox = Sandbox(root, sch.example_inputs, fake=True)
+    sandbox = Sandbox(root, inputs, fake=True)
     with sandbox.open(grad=True):
         handle = module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
         try:
-            args, kwargs = tree_map_only(torch.Tensor, sandbox.enter_input, split_inputs(sch.example_inputs, root))
+            args, kwargs = tree_map_only(torch.Tensor, sandbox.enter_input, split_inputs(inputs, root))
             root(*args, **kwargs)
         finally:
             handle.remove()

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from ..errors import ScheduleError, TraceError, UnknownNameError
 from ..inputs import signature_of, split_inputs
+from ..stand_ins import stand_ins
 from ..wrapping import is_opaque, own_forward
 from .exported import trace_export
 from .symbolic import trace_fx, tracer_class
@@ -109,13 +110,14 @@ def trace(
 
     Args:
         model: What runs on the example inputs. It is left as it is.
-        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``; None: ``torch.fx`` traces symbolically.
+        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``; None: ``torch.fx`` traces symbolically,
+            or, where it cannot, the forward is run on ``stand_ins``.
         recursive: Submodules are traced too, each into a graph of its own.
         flatten: One graph of everything instead.
         leaf_modules: Classes, class names or globs of paths below the traced module, to be kept whole; or one of these.
         tracer: ``"value"`` records one run on fake tensors, ``"fx"`` (or ``"pytorch"``, or a subclass of ``torch.fx.Tracer``)
             traces symbolically, ``"export"`` makes one graph by ``torch.export``. Default: ``"value"`` where there are example
-            inputs, else ``"fx"``.
+            inputs, else ``"fx"`` where it can.
         concrete_args: Arguments that are no tensors, and part of the graph, by name.
         target: Path of the module to trace, with the inputs it gets when ``model`` runs.
         symbolic: Sizes are nodes of the graphs, so that one serves every batch and sequence length.
@@ -128,16 +130,23 @@ def trace(
     check_traceable(module, tracer)
     kept = named_leaves(module, leaf_modules, target)
     check_concrete(module, concrete_args or {})
-    tracer = tracer or ("fx" if example_inputs is None else "value")
 
     def plan(path: str, child: nn.Module) -> Kind:
         if id(child) in kept or _is_torch_module(child) or (isinstance(child, fx.GraphModule) and not flatten):
             return "leaf"
         return "inline" if flatten else "graph" if recursive else "leaf"
 
+    if tracer is None and example_inputs is None:
+        try:
+            return trace_fx(module, None, plan, concrete_args or {})
+        except TraceError:
+            if (example_inputs := stand_ins(model)) is None:
+                raise
+    tracer = tracer or "value"
     if tracer_class(tracer) is not None:
         example = None if target or example_inputs is None else split_inputs(example_inputs, module)
         return _traced(module, example, plan, tracer, concrete_args or {})
+    example_inputs = stand_ins(model) if example_inputs is None else example_inputs
     if example_inputs is None or (target and tracer == "export"):
         what = f"tracer {tracer!r} runs the module; give its example_inputs"
         raise ScheduleError(f"{what}, here or to create_schedule", path=target, primitive="trace")
