@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from .kept_trace import KeptTrace
 from .opened import Opened
 from .stage_module import read_from_batch, stage_module
 from .state import State
+from .symbolic_plan import symbolic_parts, symbolic_stage
 from .tie_groups import tie_groups
 from .tree import divide
 from .whole_hooks import carry_hooks, hooks_aside, is_whole
@@ -44,8 +45,8 @@ def partition(schedule: Schedule) -> Program | None:
     """The program in stages, or None when the schedule has no cuts.
 
     Raises:
-        BuildError: the mesh has another number of pipeline ranks; no example inputs; a module around a cut was wrapped since;
-            a parameter of a lazy module has no shape yet.
+        BuildError: the mesh has another number of pipeline ranks; no example inputs, and a forward that ``torch.fx`` cannot
+            trace; a module around a cut was wrapped since; a parameter of a lazy module has no shape yet.
         ScheduleError: a cut leaves a stage without anything to run.
         TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
     """
@@ -62,10 +63,11 @@ def partition(schedule: Schedule) -> Program | None:
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise BuildError(f"{name!r} has no shape before the first call; run the model once before create_schedule")
-    if schedule.example_inputs is None:
-        raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
     kept = schedule.metadata.primitives.pop(KEPT_TRACE, None)
-    return Partitioner(root, places, mesh, kept).program(root.training, by_name(root, schedule.example_inputs))
+    partitioner = Partitioner(root, places, mesh, kept)
+    if schedule.example_inputs is None:
+        return partitioner.symbolic_program()
+    return partitioner.program(root.training, by_name(root, schedule.example_inputs))
 
 
 def pipeline_ranks(mesh: DeviceMesh | None) -> int | None:
@@ -119,6 +121,19 @@ class Partitioner:
         self._programs.move_to_end(key)
         return self._programs[key].program
 
+    def symbolic_program(self) -> Program:
+        """The program of the model's graphs without inputs; its ``replan`` makes those with shapes.
+
+        Raises:
+            BuildError: a forward that takes example inputs to trace.
+        """
+        with hooks_aside(self.root):
+            parts = symbolic_parts(self.root, self.places)
+        used = [_used(nodes) for nodes in parts.nodes]
+        keep = divide(self.root, used)
+        modules = [symbolic_stage(self.root, parts, index, kept) for index, kept in enumerate(keep)]
+        return self._assembled(parts, used, keep, modules)
+
     def _cut(self, inputs: Mapping[str, Any]) -> _Plan:
         kept, self._kept = self._kept and self._kept.take(self.root, inputs, self.places), None
         with hooks_aside(self.root):
@@ -136,13 +151,24 @@ class Partitioner:
         used = [_used(nodes) for nodes in parts.nodes]
         keep = divide(root, used)
         modules = [stage_module(traced, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
+        program = self._assembled(parts, used, keep, modules)
+        guard = guard_of(traced)
+        assert guard is not None
+        assert guard.attributes is not None
+        inside = {str(node.meta.get("module", "")) for nodes in parts.nodes for node in nodes}
+        return _Plan(program, guard.attributes, Opened(root, inside | opened_by(self.places), used, modules))
+
+    def _assembled(
+        self, parts: Assignment, used: list[set[str]], keep: list[set[str]], modules: Sequence[nn.Module]
+    ) -> Program:
+        root = self.root
         self._state.check(parts)
         if self.mesh is not None:
             self._state.check_holders(used, keep)
         stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
         carry_hooks(root, modules, [stage.batch_inputs for stage in stages])
         named = dict(root.named_parameters())
-        program = Program(
+        return Program(
             module=root,
             stages=tuple(stages),
             mesh=self.mesh,
@@ -151,11 +177,6 @@ class Partitioner:
             ties=tie_groups(root, modules),
             replan=self.program,
         )
-        guard = guard_of(traced)
-        assert guard is not None
-        assert guard.attributes is not None
-        inside = {str(node.meta.get("module", "")) for nodes in parts.nodes for node in nodes}
-        return _Plan(program, guard.attributes, Opened(root, inside | opened_by(self.places), used, modules))
 
 
 @contextmanager

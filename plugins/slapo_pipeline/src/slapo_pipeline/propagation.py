@@ -72,12 +72,12 @@ def propagate_partition(sch: Schedule, starting_stage_id: int = 0, stop_at: str 
     root = end.mod
     if isinstance(root, PartitionedModule):
         raise ScheduleError("it is partitioned already; give the schedule that it came from", path=end.path)
-    if sch.example_inputs is None:
-        raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
-    if places:
-        program = Partitioner(root, places, None).program(root.training, _inputs_of(end))
-    else:
+    if not places:
         program = Program(root, (Stage(0, root),))
+    elif sch.example_inputs is None:
+        program = Partitioner(root, places, None).symbolic_program()
+    else:
+        program = Partitioner(root, places, None).program(root.training, _inputs_of(end))
     staged = _of_stages(end, program, starting_stage_id)
     top = staged.mod
     assert isinstance(top, PartitionedModule)
