@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..primitive import Primitive
 from ..tracing import trace
+from ..tracing.dummy_inputs import dummy_inputs
 from ..tracing.symbolic import tracer_class
 from ..tracing.tracers import check_traceable, named_leaves
 
@@ -29,6 +31,7 @@ class TracePrimitive(Primitive):
         tracer: ``"value"``, ``"fx"`` (or ``"pytorch"``, or a subclass of ``torch.fx.Tracer``) or ``"export"``; default:
             ``"value"`` where there are example inputs, else ``"fx"``.
         example_inputs: This module's arguments; default: what it gets when the model runs on the schedule's example inputs.
+            Those of the whole model are the schedule's from then on, where it had none.
         concrete_args: Arguments that are no tensors, and part of the graph, by name.
 
     Raises:
@@ -76,7 +79,15 @@ class TracePrimitive(Primitive):
 
 
 def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
-    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's."""
+    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's.
+
+    The first inputs of the whole model are the schedule's from then on.
+    """
+    if example_inputs is None and schedule.example_inputs is None and options.get("tracer") == "huggingface":
+        example_inputs = dummy_inputs(schedule.mod, options.get("concrete_args"))
+    if not schedule.path and schedule.example_inputs is None and example_inputs is not None:
+        schedule.on_undo(partial(setattr, schedule._root, "example_inputs", None))
+        schedule._root.example_inputs = example_inputs
     if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
         return trace(schedule.mod, example_inputs=example_inputs, **options)
     return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import fx, nn
 from ..errors import ScheduleError, TraceError, UnknownNameError
 from ..inputs import split_inputs
 from ..wrapping import is_opaque, own_forward
+from .dummy_inputs import dummy_inputs
 from .exported import trace_export
 from .symbolic import trace_fx, tracer_class
 from .traced_module import TracedModule
@@ -104,14 +106,16 @@ def trace(
 
     Args:
         model: What runs on the example inputs. It is left as it is.
-        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``; None: ``torch.fx`` traces symbolically.
+        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``; None: ``torch.fx`` traces symbolically, and
+            ``"huggingface"`` takes the model's ``dummy_inputs``.
         recursive: Submodules are traced too, each into a graph of its own.
         flatten: One graph of everything instead.
         leaf_modules: Classes, class names or globs of paths below the traced module, to be kept whole.
         tracer: ``"value"`` records one run on fake tensors, ``"fx"`` (or ``"pytorch"``, or a subclass of ``torch.fx.Tracer``)
             traces symbolically, ``"export"`` makes one graph by ``torch.export``. Default: ``"value"`` where there are example
             inputs, else ``"fx"``.
-        concrete_args: Arguments that are no tensors, and part of the graph, by name.
+        concrete_args: Arguments that are no tensors, and part of the graph, by name. ``inspect.Parameter.empty``, the default
+            of a parameter that has none, counts as not given.
         target: Path of the module to trace, with the inputs it gets when ``model`` runs.
         symbolic: Sizes are nodes of the graphs, so that one serves every batch and sequence length.
 
@@ -122,6 +126,9 @@ def trace(
     module = model.get_submodule(target)
     check_traceable(module, tracer)
     kept = named_leaves(module, leaf_modules or ())
+    concrete_args = {name: value for name, value in (concrete_args or {}).items() if value is not inspect.Parameter.empty}
+    if example_inputs is None and tracer == "huggingface":
+        example_inputs = dummy_inputs(model, None if target else concrete_args)
     tracer = tracer or ("fx" if example_inputs is None else "value")
 
     def plan(path: str, child: nn.Module) -> Kind:
@@ -131,14 +138,14 @@ def trace(
 
     if tracer_class(tracer) is not None:
         example = None if target or example_inputs is None else split_inputs(example_inputs, module)
-        return _traced(module, example, plan, tracer, concrete_args or {})
+        return _traced(module, example, plan, tracer, concrete_args)
     if example_inputs is None or (target and tracer == "export"):
         what = f"tracer {tracer!r} runs the module; give its example_inputs"
         raise ScheduleError(f"{what}, here or to create_schedule", path=target, primitive="trace")
     args, kwargs = split_inputs(example_inputs, model)
     if tracer == "export":
-        return trace_export(module, args, {**kwargs, **(concrete_args or {})})
-    return trace_value(model, args, {**kwargs, **(concrete_args or {})}, plan, target, symbolic)
+        return trace_export(module, args, {**kwargs, **concrete_args})
+    return trace_value(model, args, {**kwargs, **concrete_args}, plan, target, symbolic)
 
 
 def named_leaves(module: nn.Module, leaves: Iterable[str | type]) -> set[int]:
