@@ -6,6 +6,7 @@ The cost of an edit follows the nodes it touches, not the graph. Every edit regi
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -238,6 +239,32 @@ def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule
     if len(where) > 1 or not isinstance(module, fx.GraphModule):
         raise ScheduleError(f"no traced module holds all nodes of the subgraph, but {sorted(where)}", path=schedule.path)
     return module
+
+
+def numbered_path(module: nn.Module, path: str) -> str:
+    """Return the path that ``path`` stands for, where its last name is ``"FusedQKV_1"``: the second of this name or class.
+
+    Args:
+        module: Holds the traced module whose subgraphs were replaced.
+        path: Below it.
+    """
+    parent, name = paths.split(path)
+    stem, _, number = name.rpartition("_")
+    traced = paths.find(module, parent)
+    variants = variants_of(traced) if traced is not None and number.isdigit() else None
+    if traced is None or variants is None or name in traced._modules:
+        return path
+    calls = [rewrite.call for rewrite in variants.rewrites if isinstance(rewrite, _Replacement)]
+    targets = dict.fromkeys(str(call.target) for call in calls if call.op == "call_module")
+    found = [(target, replaced) for target in targets if (replaced := paths.find(traced, target)) is not None]
+    of_stem = [
+        target for target, replaced in found if type(replaced).__name__ == stem or _FREE.sub("", paths.split(target)[1]) == stem
+    ]
+    return paths.join(parent, of_stem[int(number)]) if int(number) < len(of_stem) else path
+
+
+_FREE = re.compile(r"_\d+$")
+"""What ``_free_name`` adds."""
 
 
 def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Part) -> TracedModule:

@@ -106,8 +106,8 @@ def trace(
 
     Args:
         model: What runs on the example inputs. It is left as it is.
-        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``; None: ``torch.fx`` traces symbolically, and
-            ``"huggingface"`` takes the model's ``dummy_inputs``.
+        example_inputs: One call's arguments, see ``slapo_core.inputs.split_inputs``; None: ``torch.fx`` traces symbolically,
+            and ``"huggingface"`` takes the model's ``dummy_inputs``.
         recursive: Submodules are traced too, each into a graph of its own.
         flatten: One graph of everything instead.
         leaf_modules: Classes, class names or globs of paths below the traced module, to be kept whole.
