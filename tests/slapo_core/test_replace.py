@@ -274,6 +274,8 @@ def test_a_subgraph_s_module_is_found_by_its_class_or_name_and_number() -> None:
     gated = sch["0"]
     gated.replace(AddReLU(), lambda x: (x + 1).relu())
     assert (gated["AddReLU_0"].path, "AddReLU_0" in gated, "AddReLU_1" in gated) == ("0.addrelu", True, False)
+    gated["AddReLU_0"].replace(nn.Sequential(AddReLU()))
+    assert sch["0.Sequential_0.0"].path == "0.addrelu.0"
     gated.replace(AddTwoReLU(), gated.find(lambda x: (x + 2).relu()), "Second")
     assert sch["0.AddTwoReLU_0"].mod is sch["0.Second_0"].mod is gated["Second"].mod
     sch.undo()

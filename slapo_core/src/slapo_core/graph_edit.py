@@ -242,25 +242,34 @@ def traced_module_of(schedule: Schedule, nodes: Sequence[Any]) -> fx.GraphModule
 
 
 def numbered_path(module: nn.Module, path: str) -> str:
-    """Return the path that ``path`` stands for, where its last name is ``"FusedQKV_1"``: the second of this name or class.
+    """Return the path that ``path`` stands for: a ``"FusedQKV_1"`` in it is the second replaced subgraph of this name or class.
 
     Args:
-        module: Holds the traced module whose subgraphs were replaced.
+        module: Holds the traced modules whose subgraphs were replaced.
         path: Below it.
     """
-    parent, name = paths.split(path)
-    stem, _, number = name.rpartition("_")
-    traced = paths.find(module, parent)
-    variants = variants_of(traced) if traced is not None and number.isdigit() else None
-    if traced is None or variants is None or name in traced._modules:
+    if paths.find(module, path) is not None:
         return path
+    found = ""
+    for name in path.split("."):
+        holder = paths.find(module, found)
+        known = holder is None or name in holder._modules
+        found = paths.join(found, name if known else _numbered(holder, name))
+    return found
+
+
+def _numbered(traced: nn.Module | None, name: str) -> str:
+    stem, _, number = name.rpartition("_")
+    variants = variants_of(traced) if traced is not None and number.isdigit() else None
+    if traced is None or variants is None:
+        return name
     calls = [rewrite.call for rewrite in variants.rewrites if isinstance(rewrite, _Replacement)]
     targets = dict.fromkeys(str(call.target) for call in calls if call.op == "call_module")
     found = [(target, replaced) for target in targets if (replaced := paths.find(traced, target)) is not None]
     of_stem = [
         target for target, replaced in found if type(replaced).__name__ == stem or _FREE.sub("", paths.split(target)[1]) == stem
     ]
-    return paths.join(parent, of_stem[int(number)]) if int(number) < len(of_stem) else path
+    return of_stem[int(number)] if int(number) < len(of_stem) else name
 
 
 _FREE = re.compile(r"_\d+$")
