@@ -18,7 +18,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_linear_of_op(module: nn.Module) -> bool:
-    """A linear layer of ``slapo.op``, told by its module's name, as nothing here imports it; no dropout, no function of a sum."""
+    """A linear layer of ``slapo.op`` without dropout and ``sync_fn``, told by its module's name, as nothing here imports it."""
     known = isinstance(module, nn.Linear) and type(module).__module__ == "slapo_kernels.linear"
     return known and getattr(module, "sync_fn", None) is None and not getattr(module, "p", 0)
 
