@@ -248,32 +248,21 @@ def numbered_path(module: nn.Module, path: str) -> str:
         module: Holds the traced modules whose subgraphs were replaced.
         path: Below it.
     """
-    if paths.find(module, path) is not None:
-        return path
-    found = ""
+    names: list[str] = []
     for name in path.split("."):
-        holder = paths.find(module, found)
-        known = holder is None or name in holder._modules
-        found = paths.join(found, name if known else _numbered(holder, name))
-    return found
+        holder = paths.find(module, ".".join(names))
+        names.append(name if holder is None or name in holder._modules else _numbered(holder, name))
+    return ".".join(names)
 
 
-def _numbered(traced: nn.Module | None, name: str) -> str:
+def _numbered(traced: nn.Module, name: str) -> str:
     stem, _, number = name.rpartition("_")
-    variants = variants_of(traced) if traced is not None and number.isdigit() else None
-    if traced is None or variants is None:
-        return name
-    calls = [rewrite.call for rewrite in variants.rewrites if isinstance(rewrite, _Replacement)]
+    variants = variants_of(traced) if number.isdigit() else None
+    calls = [rewrite.call for rewrite in variants.rewrites if isinstance(rewrite, _Replacement)] if variants else []
     targets = dict.fromkeys(str(call.target) for call in calls if call.op == "call_module")
-    found = [(target, replaced) for target in targets if (replaced := paths.find(traced, target)) is not None]
-    of_stem = [
-        target for target, replaced in found if type(replaced).__name__ == stem or _FREE.sub("", paths.split(target)[1]) == stem
-    ]
-    return of_stem[int(number)] if int(number) < len(of_stem) else name
-
-
-_FREE = re.compile(r"_\d+$")
-"""What ``_free_name`` adds."""
+    found = {target: type(new).__name__ for target in targets if (new := paths.find(traced, target)) is not None}
+    of_stem = [path for path, kind in found.items() if stem in (kind, re.sub(r"_\d+$", "", paths.split(path)[1]))]
+    return of_stem[int(number)] if of_stem and int(number) < len(of_stem) else name
 
 
 def extract(gm: fx.GraphModule, nodes: Sequence[Any] | Part) -> TracedModule:

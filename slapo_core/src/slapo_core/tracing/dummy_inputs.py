@@ -10,13 +10,8 @@ from torch import nn
 
 from ..inputs import signature_of
 
-_LIKE_TOKENS = {
-    "attention_mask": torch.ones_like,
-    "decoder_attention_mask": torch.ones_like,
-    "token_type_ids": torch.zeros_like,
-    "labels": torch.clone,
-}
-"""Arguments that have the shape of the tokens."""
+_LIKE_TOKENS = dict.fromkeys(("attention_mask", "decoder_attention_mask"), 1) | dict.fromkeys(("token_type_ids", "labels"), 0)
+"""Arguments that have the shape of the tokens, and a value for them."""
 
 
 def dummy_inputs(module: nn.Module, concrete_args: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -26,14 +21,9 @@ def dummy_inputs(module: nn.Module, concrete_args: Mapping[str, Any] | None = No
         module: What is to be traced.
         concrete_args: Arguments that are no inputs. Where any are given, the others are inputs, as far as they are known here.
     """
-    found = getattr(module, "dummy_inputs", None)
-    if not isinstance(found, Mapping):
-        return None
+    found: Mapping[str, Any] = getattr(module, "dummy_inputs", None) or {}
     names = signature_of(module).parameters.keys() - (concrete_args or {}).keys()
     given = {name: value for name, value in found.items() if name in names}
-    tokens = next(
-        (value for value in given.values() if isinstance(value, torch.Tensor) and not value.is_floating_point()), None
-    )
-    if concrete_args and tokens is not None:
-        given.update({name: make(tokens) for name, make in _LIKE_TOKENS.items() if name in names - given.keys()})
+    if concrete_args and isinstance(tokens := given.get("input_ids"), torch.Tensor):
+        given = {name: torch.full_like(tokens, value) for name, value in _LIKE_TOKENS.items() if name in names} | given
     return given or None
