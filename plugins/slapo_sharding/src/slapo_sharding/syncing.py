@@ -106,8 +106,8 @@ class Sync:
         if self.fn is None:
             return map_input(partial(self._along_cut, module), args, kwargs)
         result = self.fn(module, args, kwargs) if self.takes_kwargs else self.fn(module, args)
-        if result is None:
-            return None
+        if result is None or (self.takes_kwargs and not (isinstance(result, tuple) and len(result) == 2)):
+            return result  # torch says what is wrong with it
         found, named = result if self.takes_kwargs else (result, kwargs)
         return whole_vocabulary(module, args, found if isinstance(found, tuple) else (found,)), named
 
