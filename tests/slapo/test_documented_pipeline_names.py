@@ -59,6 +59,11 @@ def _() -> None:
     assert len(parted.child) == 4
     assert [handle.partition_idx for handle in parted.child.values()] == [0, 1, 2, 3]
     same(reference, parted.mod)
+    plain = slapo.create_schedule(copy.deepcopy(reference))  # as the page has it, without example inputs
+    plain["layers.1"].cut_pipeline_stage()
+    parted = slapo.pipeline.generate_pipeline_partition(plain)
+    assert len(parted.child) == 2
+    same(reference, parted.mod)
 
 
 @PIPELINE.row("analyze_pipeline_module", "top_mod")

@@ -21,6 +21,8 @@ def _() -> None:
     model = MLP()
     sch = slapo.schedule.Schedule(model, "top", group=None)
     assert (sch.mod, sch.name, sch.path, sch["fc1"].parent) == (model, "top", "", sch)
+    assert sch["fc1"].parent is sch
+    assert sch["fc1"] is sch.child["fc1"]
 
 
 @SCHEDULE.row("Schedule.named_schedules", "self, prefix=''")

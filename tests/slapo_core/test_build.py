@@ -206,9 +206,10 @@ def empty() -> nn.Sequential:
 
 @pytest.mark.usefixtures("plugin")
 def test_weights_get_values_or_not_as_init_weights_says() -> None:
-    own, left, ones = (build(create_schedule(empty()), init_weights=given).module for given in (True, False, of_ones))
+    own, left, ones = (build(create_schedule(empty()), init_weights=given).module for given in (True, None, of_ones))
     assert torch.equal(own[0].weight, build(create_schedule(empty())).module[0].weight)
     assert left[0].weight.is_meta
+    assert build(create_schedule(empty()), init_weights=False)[0][0].weight.is_meta
     assert bool((ones[0].weight == 1).all())
     assert bool((build(create_schedule(empty()), None, of_ones).module[0].weight == 1).all())
     assert build(create_schedule(empty()), "toy", init_weights=of_ones).module[0].weight.sum() == 16

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import ScheduleError, create_schedule, make
+from slapo_core import ScheduleError, UnknownNameError, create_schedule, make
 from slapo_core.parameters import facts
 
 
@@ -249,3 +249,36 @@ def test_a_tie_that_a_replacement_ends_leaves_each_its_own_name() -> None:
     assert torch.equal(state["1.weight"], model[1].weight)
     sch.undo()
     assert sch.original_names == {"0.weight": ("0.weight", "1.weight")}
+
+
+class Gated(nn.Module):
+    """Two sums that are rewritten alike."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 1).relu() * (x + 2).relu()
+
+
+class AddReLU(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 1).relu()
+
+
+class AddTwoReLU(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 2).relu()
+
+
+def test_a_subgraph_s_module_is_found_by_its_class_or_name_and_number() -> None:
+    sch = create_schedule(nn.Sequential(Gated()))
+    sch.trace()
+    gated = sch["0"]
+    gated.replace(AddReLU(), lambda x: (x + 1).relu())
+    assert (gated["AddReLU_0"].path, "AddReLU_0" in gated, "AddReLU_1" in gated) == ("0.addrelu", True, False)
+    gated["AddReLU_0"].replace(nn.Sequential(AddReLU()))
+    assert sch["0.Sequential_0.0"].path == "0.addrelu.0"
+    gated.replace(AddTwoReLU(), gated.find(lambda x: (x + 2).relu()), "Second")
+    assert sch["0.AddTwoReLU_0"].mod is sch["0.Second_0"].mod is gated["Second"].mod
+    sch.undo()
+    assert "Second_0" not in gated
+    with pytest.raises(UnknownNameError, match="no module '0.Gated_0'"):
+        gated["Gated_0"]

@@ -37,6 +37,17 @@ class Tied(nn.Module):
         return self.head(x)
 
 
+def test_a_module_has_one_schedule() -> None:
+    sch = Schedule(Tied())
+    assert sch["h.1.mlp"].parent is sch["h.1"]
+    assert sch["h"].parent is sch.get_top_schedule() is sch["h.1.mlp"].get_top_schedule() is sch
+    block = sch["h.1"]
+    assert block is sch["h"]["1"] is sch["h"].child["1"] is dict(sch.named_schedules())["h.1"]
+    copied = copy.deepcopy(block)
+    assert copied.parent is not block.parent
+    assert copied.mod is not block.mod
+
+
 def test_a_path_leads_to_the_module_itself() -> None:
     model = Tied()
     sch = create_schedule(model, name="top")

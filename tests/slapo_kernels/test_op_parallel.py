@@ -8,7 +8,7 @@ from torch import nn
 
 import slapo_kernels.plugin
 import slapo_sharding.plugin
-from slapo_core import build, create_schedule
+from slapo_core import ScheduleError, build, create_schedule
 from slapo_core.registry import Registry
 from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_kernels import op
@@ -47,3 +47,30 @@ def split(rank: int) -> None:
 
 def test_on_two_ranks() -> None:
     run_distributed(split, 2)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        op.LinearWithAct(8, 16, act_fn="relu"),
+        op.LinearWithSyncFunc(16, 8),
+        op.LinearWithSeparateBias(8, 16),
+        op.LinearWithSeparateBias(16, 8, bias=False),
+    )
+
+
+def split_layers(rank: int) -> None:
+    sch = create_schedule(layers(), plugins=Registry([slapo_kernels.plugin, slapo_sharding.plugin]))
+    for columns, rows in ("01", "23"):
+        sch[columns].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        sch[rows].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    assert_equivalent(layers(), build(sch).module, torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
+    whole = create_schedule(nn.Sequential(op.LinearWithAct(8, 16), op.LinearWithDropout(8, 8)), plugins=sch.registry)
+    with pytest.raises(ScheduleError, match="'weight' of a LinearWithAct cannot be split along 1; it can split 'bias' along 0"):
+        whole["0"].shard("weight", axis=1)
+    with pytest.raises(ScheduleError, match="'weight' is in a LinearWithDropout, which no sharding rule covers"):
+        whole["1"].shard("weight", axis=0)
+
+
+def test_the_linear_layers_are_split() -> None:
+    run_distributed(split_layers, 2)

@@ -310,3 +310,32 @@ def test_a_container_that_is_no_list_is_an_error() -> None:
     model.both.add_module("blocks", model.blocks)
     with pytest.raises(ScheduleError, match=r"checkpoint\('both'\): a Module has no forward"):
         create_schedule(model)["both"].checkpoint()
+
+
+class Calls(nn.Module):
+    """Gives its block keyword arguments in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(scale=2.0, x=x)
+
+
+def by_position(x: torch.Tensor, scale: float = 1.0) -> tuple[Any, ...]:
+    return x, scale
+
+
+def test_the_order_of_arguments_is_given() -> None:
+    model = Calls().eval()
+    expected = copy.deepcopy(model)
+    sch = create_schedule(model)
+    sch["block"].checkpoint(order_args_fn=by_position)
+    assert_equivalent(expected, model, torch.randn(2, 4))
+    runs = model.block.runs
+    model(torch.randn(2, 4)).sum().backward()
+    assert model.block.runs == runs + 2
+    assert pickle.dumps(model)
+    with pytest.raises(ScheduleError, match="order_args_fn is 'x'; give a function of the forward's arguments"):
+        create_schedule(Calls())["block"].checkpoint(order_args_fn="x")

@@ -218,11 +218,6 @@ def test_two_cuts_at_one_place() -> None:
         build_program(cut(model, {"input": torch.randn(1, 2)}, "0", "0.0"))
 
 
-def test_no_example_inputs() -> None:
-    with pytest.raises(BuildError, match="a model is cut by tracing it; give create_schedule example_inputs="):
-        build_program(cut(Skips(), None, "a"))
-
-
 def test_an_object_that_both_stages_change() -> None:
     with pytest.raises(TraceError, match=r"a Cache is used by stages 0 and 1, but only tensors can cross.*toys.py:\d+"):
         build_program(cut(Stateful(), {"x": torch.randn(2, 8)}, "a"))

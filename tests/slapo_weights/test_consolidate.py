@@ -84,6 +84,30 @@ def test_each_rank_gets_its_part_of_the_same_numbers(layout: dict[str, int]) -> 
         assert said == "BuildError: consolidate_model: the schedule was built for 'torch' already; call it before build"
 
 
+def without_a_mesh(rank: int) -> list[torch.Tensor]:
+    """The parameters of a sharded layer, whatever will build it."""
+    found = []
+    for target in (None, "torch", "deepspeed"):
+        with slapo.init_empty_weights():
+            sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+        sch["0"].shard(["weight", "bias"], axis=0)
+        assert slapo.consolidate_model(sch, target, filled) is sch
+        found.append(sch["0"].mod.weight.detach())
+        assert sch["1"].mod.weight.shape == (4, 8)
+    with pytest.raises(UnknownNameError, match="no dialect 'tensorflow'"):
+        slapo.consolidate_model(slapo.create_schedule(nn.Linear(2, 2)), "tensorflow")
+    return found
+
+
+@pytest.mark.multiproc
+@pytest.mark.needs("deepspeed")
+def test_shards_without_a_mesh_do_not_depend_on_the_target() -> None:
+    (plain, *others), second = run_distributed(without_a_mesh, 2)
+    assert plain.shape == (4, 4)
+    assert all(torch.equal(other, plain) for other in others)
+    assert not torch.equal(second[0], plain)
+
+
 def stage_values(rank: int, target: str) -> dict[str, torch.Tensor]:
     """What this rank has values of after consolidating for its stage."""
     sch = slapo.create_schedule(empty(), mesh=mesh_of(pp=2), example_inputs=batches(1)[0])

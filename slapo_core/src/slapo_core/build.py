@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {"optimizer": None, "loss_fn": None, "microbatches": 
 def build(
     sch: Schedule,
     target: str | None = None,
-    init_weights: bool | Initialiser = True,
+    init_weights: bool | Initialiser | None = True,
     *,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
@@ -47,7 +47,7 @@ def build(
         sch: Any handle of the schedule.
         target: Name of an installed dialect, e.g. ``"torch"``; None gives the plain module.
         init_weights: Whether weights on the meta device get values, which an engine needs, or the initialiser that gives them:
-            called with each module, children first; see ``slapo_core.weights.materialize``.
+            called with each module, children first; see ``slapo_core.weights.materialize``. None counts as False.
         optimizer: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters.
         loss_fn: ``loss_fn(outputs, labels)``, the mean over a micro-batch; None takes the loss from the model's output.
         microbatches: Equal parts a batch is cut into along dimension 0.
@@ -75,6 +75,7 @@ def build(
     ranks = (root.mesh, sch.group if root.mesh is None else root.group)
     compare(written_steps(sch), *ranks)
     try:
+        init_weights = False if init_weights is None else init_weights
         initialise = param_init_fn if isinstance(init_weights, bool) else init_weights
         if not (callable(init_weights) or isinstance(init_weights, bool)) or (param_init_fn and init_weights is not True):
             raise BuildError(f"init_weights is {init_weights!r}; give a bool, or a function of a module and no param_init_fn")

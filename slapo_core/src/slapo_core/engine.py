@@ -54,6 +54,13 @@ class Engine(ABC):
         """Unpack as ``model, optimizer = engine``."""
         return iter((self.module, self.optimizer))
 
+    def __getitem__(self, index: int) -> Any:
+        """``engine[0]`` is the module, ``engine[1]`` the optimizer."""
+        return (self.module, self.optimizer)[index]
+
+    def __len__(self) -> int:
+        return 2
+
 
 class PlainEngine(Engine):
     """``target=None``: the scheduled module as it is; the user trains it."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, update_wrapper
 from types import MethodType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import finding, paths
+from . import finding, graph_edit, paths
 from .errors import ScheduleError, UnknownNameError
 from .gather import full_state
 from .holders import Holders, Place
@@ -76,6 +76,7 @@ class Root:
     program: Program | None = None  # of the last build
     target: str | None = None  # the dialect that has built an engine from the model
     whole: nn.Module | None = None  # the model whose stages the module holds, if it does
+    handles: WeakValueDictionary[str, Schedule] = field(default_factory=WeakValueDictionary)  # one for each path in use
 
     @cached_property
     def mesh_group(self) -> dist.ProcessGroup | None:
@@ -102,7 +103,7 @@ class Schedule:
     Every installed primitive is a method; ``dir(sch)`` lists them. A call returns the schedule, or the primitive's own value.
     """
 
-    __slots__ = ("_path", "_root")
+    __slots__ = ("__weakref__", "_path", "_root")
     _root: Root
     _path: str
 
@@ -118,11 +119,14 @@ class Schedule:
         """Start a schedule; see ``create_schedule``, whose arguments these are."""
         made = create_schedule(mod, name, path, parent, group, **options)
         self._root, self._path = made._root, made._path
+        self._root.handles[self._path] = self
 
     @classmethod
     def _of(cls, root: Root, path: str = "") -> Schedule:
-        handle = object.__new__(cls)
-        handle._root, handle._path = root, path
+        handle = root.handles.get(path)
+        if handle is None:
+            handle = root.handles[path] = object.__new__(cls)
+            handle._root, handle._path = root, path
         return handle
 
     # ---- where it points
@@ -248,14 +252,14 @@ class Schedule:
         Raises:
             UnknownNameError: no such module.
         """
-        handle = self._at(path)
+        handle = self._at(graph_edit.numbered_path(self.mod, path))
         if paths.find(self._root.module, handle._path) is None:
             near = [paths.join(self._path, name) for name in paths.nearby(self.mod, path)]
             raise UnknownNameError.of("module", handle._path, near)
         return handle
 
     def __contains__(self, path: object) -> bool:
-        return isinstance(path, str) and paths.find(self.mod, path) is not None
+        return isinstance(path, str) and paths.find(self.mod, graph_edit.numbered_path(self.mod, path)) is not None
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, Schedule]]:
         """Every schedule from this one down, itself first, with its path below this one (``prefix`` in front)."""
@@ -372,9 +376,8 @@ class Schedule:
         Its journal has the steps so far, which only this schedule can undo. Both know the same of each module.
         """
         root, journal = self._root, self._root.journal.sealed_copy()
-        made = replace(
-            root, module=module, journal=journal, holders=Holders(), children=[], program=program, whole=program.module
-        )
+        made = replace(root, module=module, journal=journal, program=program, whole=program.module)
+        made.holders, made.children, made.handles = Holders(), [], WeakValueDictionary()
         made.metadata[module] = root.metadata_of(root.module)
         return Schedule._of(made)
 
@@ -424,8 +427,6 @@ class Schedule:
         """``find_node`` for a regular expression, ``find_subgraph`` for a function or ``Pattern``; see their help."""
         return (self.find_node if isinstance(regex_or_pattern_fn, str) else self.find_subgraph)(regex_or_pattern_fn)
 
-    # ---- weights
-
     def full_state(self, kind: str = "param") -> dict[str, torch.Tensor | None]:
         """Full tensors under the unmodified model's names, on every rank; collective.
 
@@ -436,8 +437,6 @@ class Schedule:
             Original name to detached tensor; a tied parameter stands under each of its names.
         """
         return full_state(self._root.whole or self._root.module, self._root.program, kind)
-
-    # ---- Python's own
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Schedule) and (self._root, self._path) == (other._root, other._path)

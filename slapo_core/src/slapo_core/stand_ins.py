@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from .logger import get_logger
 
 _MOST_TRIALS = 48
 _LENGTH = 8
+_LIKE_TOKENS = dict.fromkeys(("attention_mask", "decoder_attention_mask"), 1) | dict.fromkeys(("token_type_ids", "labels"), 0)
+"""Arguments that have the shape of the tokens, and a value for them."""
 
 
-def stand_ins(model: nn.Module) -> dict[str, Any] | None:
+def stand_ins(model: nn.Module, concrete_args: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """Inputs by name with which the model runs, or None if none are found.
 
     They are the ``dummy_inputs`` of a model of Transformers, else tensors for the arguments that have no default, of the shapes
@@ -26,9 +28,11 @@ def stand_ins(model: nn.Module) -> dict[str, Any] | None:
 
     Args:
         model: Runs on fake tensors; it is left as it is.
+        concrete_args: Arguments that are no inputs. Where any are given to a model of Transformers, its others are inputs.
     """
-    for inputs in itertools.islice(_candidates(model), _MOST_TRIALS):
-        if _runs(model, inputs):
+    concrete = concrete_args or {}
+    for inputs in itertools.islice(_candidates(model, concrete), _MOST_TRIALS):
+        if _runs(model, {**inputs, **concrete}):
             shown = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in inputs.items())
             get_logger().info("no example_inputs: %s is traced with %s", type(model).__name__, shown)
             return inputs
@@ -46,12 +50,15 @@ def _runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
     return True
 
 
-def _candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
+def _candidates(model: nn.Module, concrete: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    parameters = {name: each for name, each in signature_of(model).parameters.items() if name not in concrete}
     own = _dummy_inputs(model)
-    if isinstance(own, dict) and own and all(isinstance(value, torch.Tensor) for value in own.values()):
-        yield own
-    parameters = signature_of(model).parameters.values()
-    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY, each.POSITIONAL_ONLY)]
+    found = {name: value for name, value in own.items() if name in parameters} if isinstance(own, Mapping) else {}
+    if concrete and isinstance(tokens := found.get("input_ids"), torch.Tensor):
+        found = {name: torch.full_like(tokens, value) for name, value in _LIKE_TOKENS.items() if name in parameters} | found
+    if found:
+        yield found
+    named = [each for each in parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     names = [each.name for each in named if each.default is each.empty] or [each.name for each in named[:1]]
     device = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), torch.device("cpu"))
     values = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype in dict.fromkeys(_taken_by_layers(model))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,8 @@ class CheckpointPrimitive(Primitive):
             run on fake tensors, in train mode, and those operators' outputs are kept that cost most to compute again. They
             are known by which call of their kind they are, so that for other shapes the same are kept, and bytes grow with
             the shapes; a forward that takes another way keeps what has the same numbers there.
+        order_args_fn: ``order_args_fn(*args, **kwargs)`` gives the arguments of each call by position. Keyword arguments are
+            recomputed as they are, so that none is needed for these. Give an importable function to save the schedule.
 
     Raises:
         ScheduleError: already checkpointed, or a container that has no forward; a subgraph that holds weights, is gone, or
@@ -63,7 +66,13 @@ class CheckpointPrimitive(Primitive):
 
     @staticmethod
     def check(
-        schedule: Schedule, subgraph: Any = None, *, policy: Any = None, ratio: float | None = None, budget: Any = None
+        schedule: Schedule,
+        subgraph: Any = None,
+        *,
+        policy: Any = None,
+        ratio: float | None = None,
+        budget: Any = None,
+        order_args_fn: Callable[..., Sequence[Any]] | None = None,
     ) -> list[Any]:
         """The modules, each with its policy, or the matches."""
         try:
@@ -71,6 +80,8 @@ class CheckpointPrimitive(Primitive):
             allowed = None if budget is None else parse(budget)
         except ValueError as error:
             raise _error(schedule, str(error)) from error
+        if order_args_fn is not None and not callable(order_args_fn):
+            raise _error(schedule, f"order_args_fn is {order_args_fn!r}; give a function of the forward's arguments")
         if policy is not None and allowed is not None:
             raise _error(schedule, "a budget chooses what is kept; leave the policy out, or the budget")
         if subgraph is None:
@@ -79,9 +90,9 @@ class CheckpointPrimitive(Primitive):
                 _check_module(each)
             policies = [policy] * len(chosen) if allowed is None else plans(schedule, chosen, allowed)
             return [*zip(chosen, policies, strict=True)]
-        for name, option in (("ratio", ratio), ("budget", budget)):
+        for name, option in (("a ratio", ratio), ("a budget", budget), ("order_args_fn", order_args_fn)):
             if option is not None:
-                raise _error(schedule, f"a {name} is of modules; leave it out beside a subgraph")
+                raise _error(schedule, f"{name} is of modules; leave it out beside a subgraph")
         matches = [list(match) for match in matches_of(schedule, subgraph, "checkpoint")]  # the inputs are the body's
         for match in matches:
             _check_subgraph(schedule, match)
@@ -89,15 +100,27 @@ class CheckpointPrimitive(Primitive):
 
     @staticmethod
     def apply(
-        schedule: Schedule, subgraph: Any = None, *, policy: Any = None, ratio: float | None = None, budget: Any = None
+        schedule: Schedule,
+        subgraph: Any = None,
+        *,
+        policy: Any = None,
+        ratio: float | None = None,
+        budget: Any = None,
+        order_args_fn: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
         for chosen, kept in schedule.checked if subgraph is None else ():
             schedule.touch(chosen.mod)
             wrap_forward(chosen.mod, Checkpointed(kept, chosen.path))
+            if order_args_fn is not None:
+                wrap_forward(chosen.mod, partial(_by_position, order_args_fn))
         remake = partial(_body, Checkpointed(policy, schedule.path))
         for match in () if subgraph is None else schedule.checked:
             body = remake(graph_edit.traced_module_of(schedule, match), match)
             graph_edit.replace_subgraph(schedule, match, body, name="checkpointed", remake=remake)
+
+
+def _by_position(order: Callable[..., Sequence[Any]], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(*order(*args, **kwargs))
 
 
 def _body(wrapper: Checkpointed, traced: fx.GraphModule, nodes: Any) -> nn.Module:

@@ -9,10 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core.errors import BuildError
 from slapo_core.inputs import named_inputs, split_inputs
-from slapo_core.schedule import Schedule
-from slapo_core.stand_ins import stand_ins
 
 
 def by_name(root: nn.Module, inputs: Any) -> dict[str, Any]:
@@ -27,15 +24,3 @@ def apart(inputs: Mapping[str, Any]) -> dict[str, Any]:
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
     return {name: tree_map_only(torch.Tensor, own, value) for name, value in inputs.items()}
-
-
-def inputs_of(schedule: Schedule) -> Any:
-    """The schedule's example inputs, or stand-ins.
-
-    Raises:
-        BuildError: there are neither.
-    """
-    found = stand_ins(schedule.root_module) if schedule.example_inputs is None else schedule.example_inputs
-    if found is None:
-        raise BuildError("a model is cut by tracing it; give create_schedule example_inputs=, one batch")
-    return found

@@ -11,8 +11,9 @@ from torch import nn
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
+from slapo_core.stand_ins import stand_ins
 
-from .arguments import apart, by_name, inputs_of
+from .arguments import apart, by_name
 from .cut_pipeline_stage import MARKS, refuse_inside_opaque
 from .flat_trace import trace_flat
 from .pipe_split import Marks
@@ -85,7 +86,11 @@ def marks_in(root: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
 
 def _found(schedule: Schedule) -> list[tuple[str, int]]:
     path = schedule.path
-    marks = marks_in(schedule.root_module, by_name(schedule.root_module, inputs_of(schedule)))
+    root = schedule.root_module
+    inputs = stand_ins(root) if schedule.example_inputs is None else by_name(root, schedule.example_inputs)
+    if inputs is None:
+        raise _error(schedule, "marks are found by running the model; give create_schedule example_inputs=, one batch")
+    marks = marks_in(root, inputs)
     inside = [found for found in marks if not path or f"{found}.".startswith(f"{path}.")]
     if not inside:
         raise _error(schedule, "the forward runs into no mark; call slapo.pipeline.pipe_split() in it where a stage is to end")

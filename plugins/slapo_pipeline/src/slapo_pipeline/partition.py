@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,12 +17,13 @@ from slapo_core.parameters import facts, shard_spec
 from slapo_core.paths import find
 from slapo_core.program import Boundary, Program, Stage
 from slapo_core.schedule import Schedule
+from slapo_core.stand_ins import stand_ins
 from slapo_core.tracing.attributes import Attributes
 from slapo_core.tracing.regions import autocast_state
 from slapo_core.tracing.structures import fingerprint
 from slapo_core.tracing.traced_module import guard_of
 
-from .arguments import apart, by_name, inputs_of
+from .arguments import apart, by_name
 from .assignment import Assignment
 from .cut_pipeline_stage import cuts
 from .finer import Flat, divided, finer
@@ -31,6 +32,7 @@ from .kept_trace import KeptTrace
 from .opened import Opened
 from .stage_module import read_from_batch, stage_module
 from .state import State
+from .symbolic_plan import symbolic_parts, symbolic_stage
 from .tie_groups import tie_groups
 from .tree import divide
 from .whole_hooks import carry_hooks, hooks_aside, is_whole
@@ -44,8 +46,8 @@ def partition(schedule: Schedule) -> Program | None:
     """The program in stages, or None when the schedule has no cuts.
 
     Raises:
-        BuildError: the mesh has another number of pipeline ranks; no example inputs; a module around a cut was wrapped since;
-            a parameter of a lazy module has no shape yet.
+        BuildError: the mesh has another number of pipeline ranks; no example inputs, and a forward that ``torch.fx`` cannot
+            trace; a module around a cut was wrapped since; a parameter of a lazy module has no shape yet.
         ScheduleError: a cut leaves a stage without anything to run.
         TraceError: the model cannot be traced, or something that is no tensor would have to cross a boundary.
     """
@@ -62,9 +64,9 @@ def partition(schedule: Schedule) -> Program | None:
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise BuildError(f"{name!r} has no shape before the first call; run the model once before create_schedule")
-    inputs = inputs_of(schedule)
     kept = schedule.metadata.primitives.pop(KEPT_TRACE, None)
-    return Partitioner(root, places, mesh, kept).program(root.training, by_name(root, inputs))
+    inputs = None if schedule.example_inputs is None else by_name(root, schedule.example_inputs)
+    return Partitioner(root, places, mesh, kept).first_program(inputs)
 
 
 def pipeline_ranks(mesh: DeviceMesh | None) -> int | None:
@@ -118,6 +120,28 @@ class Partitioner:
         self._programs.move_to_end(key)
         return self._programs[key].program
 
+    def first_program(self, inputs: Mapping[str, Any] | None) -> Program:
+        """The program for example inputs; without any, that of the model's graphs, whose ``replan`` makes those with shapes.
+
+        Raises:
+            BuildError: a forward that takes example inputs to trace.
+        """
+        if inputs is None:
+            try:
+                return self._symbolic_program()
+            except BuildError:
+                if (inputs := stand_ins(self.root)) is None:
+                    raise
+        return self.program(self.root.training, inputs)
+
+    def _symbolic_program(self) -> Program:
+        with hooks_aside(self.root):
+            parts = symbolic_parts(self.root, self.places)
+        used = [_used(nodes) for nodes in parts.nodes]
+        keep = divide(self.root, used)
+        modules = [symbolic_stage(self.root, parts, index, kept) for index, kept in enumerate(keep)]
+        return self._assembled(parts, used, keep, modules)
+
     def _cut(self, inputs: Mapping[str, Any]) -> _Plan:
         kept, self._kept = self._kept and self._kept.take(self.root, inputs, self.places), None
         with hooks_aside(self.root):
@@ -135,13 +159,24 @@ class Partitioner:
         used = [_used(nodes) for nodes in parts.nodes]
         keep = divide(root, used)
         modules = [stage_module(traced, root, parts, index, kept, inputs) for index, kept in enumerate(keep)]
+        program = self._assembled(parts, used, keep, modules)
+        guard = guard_of(traced)
+        assert guard is not None
+        assert guard.attributes is not None
+        inside = {str(node.meta.get("module", "")) for nodes in parts.nodes for node in nodes}
+        return _Plan(program, guard.attributes, Opened(root, inside | opened_by(self.places), used, modules))
+
+    def _assembled(
+        self, parts: Assignment, used: list[set[str]], keep: list[set[str]], modules: Sequence[nn.Module]
+    ) -> Program:
+        root = self.root
         self._state.check(parts)
         if self.mesh is not None:
             self._state.check_holders(used, keep)
         stages = [_stage(index, module, parts) for index, module in enumerate(modules)]
         carry_hooks(root, modules, [stage.batch_inputs for stage in stages])
         named = dict(root.named_parameters())
-        program = Program(
+        return Program(
             module=root,
             stages=tuple(stages),
             mesh=self.mesh,
@@ -150,11 +185,6 @@ class Partitioner:
             ties=tie_groups(root, modules),
             replan=self.program,
         )
-        guard = guard_of(traced)
-        assert guard is not None
-        assert guard.attributes is not None
-        inside = {str(node.meta.get("module", "")) for nodes in parts.nodes for node in nodes}
-        return _Plan(program, guard.attributes, Opened(root, inside | opened_by(self.places), used, modules))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from slapo_core.program import Program, Stage
 from slapo_core.schedule import Schedule
 from slapo_core.tracing.sandbox import Sandbox
 
-from .arguments import by_name, inputs_of
+from .arguments import by_name
 from .cut_pipeline_stage import Cut, cuts, where_of
 from .partition import Partitioner
 from .partitioned import PartitionedModule
@@ -72,10 +72,10 @@ def propagate_partition(sch: Schedule, starting_stage_id: int = 0, stop_at: str 
     root = end.mod
     if isinstance(root, PartitionedModule):
         raise ScheduleError("it is partitioned already; give the schedule that it came from", path=end.path)
-    if places:
-        program = Partitioner(root, places, None).program(root.training, _inputs_of(end, inputs_of(sch)))
-    else:
+    if not places:
         program = Program(root, (Stage(0, root),))
+    else:
+        program = Partitioner(root, places, None).first_program(_inputs_of(end))
     staged = _of_stages(end, program, starting_stage_id)
     top = staged.mod
     assert isinstance(top, PartitionedModule)
@@ -169,9 +169,11 @@ def _is_inside(path: str, outer: str) -> bool:
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
-def _inputs_of(sch: Schedule, inputs: Any) -> dict[str, Any]:
-    """What the module gets when the model runs on the example inputs, by name."""
-    root, module = sch.root_module, sch.mod
+def _inputs_of(sch: Schedule) -> dict[str, Any] | None:
+    """What the module gets when the model runs on the example inputs, by name; None without such."""
+    root, module, inputs = sch.root_module, sch.mod, sch.example_inputs
+    if inputs is None:
+        return None
     if module is root:
         return by_name(root, inputs)
     found: list[tuple[Any, Any]] = []

@@ -76,7 +76,7 @@ def stage_module(
         inputs: The model's arguments it was traced with.
     """
     names = _names(parts.received[index], read_from_batch(parts.nodes[index]))
-    graph, batch = _stage_graph(parts, index, names)
+    graph, batch = stage_graph(parts, index, names)
     traced = guard_of(flat)
     assert traced is not None
     values = [node.meta["val"] for node in parts.received[index]]
@@ -99,8 +99,8 @@ def _names(received: Sequence[fx.Node], batch: Sequence[str]) -> list[str]:
     return names
 
 
-def _stage_graph(parts: Assignment, index: int, names: Sequence[str]) -> tuple[fx.Graph, list[str]]:
-    """The stage's graph, with these names for what it receives, and the model's arguments it reads."""
+def stage_graph(parts: Assignment, index: int, names: Sequence[str]) -> tuple[fx.Graph, list[str]]:
+    """Return the stage's graph, with these names for what it receives, and the model's arguments it reads."""
     graph, env = fx.Graph(), {}
     nodes = parts.nodes[index]
     for node, name in zip(parts.received[index], names, strict=True):

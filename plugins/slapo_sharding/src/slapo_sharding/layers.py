@@ -19,6 +19,17 @@ def is_linear(module: nn.Module) -> bool:
     return computes_as(module, nn.Linear) or (isinstance(module, nn.Linear) and computes_linear(module))
 
 
+def is_linear_of_op(module: nn.Module) -> bool:
+    """A linear layer of ``slapo.op`` without dropout and ``sync_fn``, told by its module's name, as nothing here imports it."""
+    known = isinstance(module, nn.Linear) and type(module).__module__ == "slapo_kernels.linear"
+    return known and getattr(module, "sync_fn", None) is None and not getattr(module, "p", 0)
+
+
+def has_activation(module: nn.Module) -> bool:
+    """A linear layer of ``slapo.op`` with an activation, which is of the whole sum."""
+    return is_linear_of_op(module) and hasattr(module, "activation")
+
+
 def is_embedding(module: nn.Module) -> bool:
     """An Embedding, or a subclass that computes the same."""
     return computes_as(module, nn.Embedding)
@@ -76,6 +87,8 @@ LINEAR = ShardingRule(
         Cut({"weight": 1}, "sharded", "partial", ("in_features",), linear_without_bias, late_bias=True, uneven=True),
     ),
 )
+LINEAR_WITH_ACT = ShardingRule("LinearWithAct", has_activation, LINEAR.cuts[:1])
+LINEAR_OF_OP = ShardingRule("LinearWithSeparateBias", is_linear_of_op, LINEAR.cuts)
 EMBEDDING = ShardingRule(
     "Embedding",
     is_embedding,
@@ -93,4 +106,4 @@ CONV1D = ShardingRule(
         Cut({"weight": 0}, "sharded", "partial", ("nx",), conv1d_without_bias, late_bias=True, uneven=True),
     ),
 )
-RULES = (LINEAR, EMBEDDING, CONV1D)
+RULES = (LINEAR, LINEAR_WITH_ACT, LINEAR_OF_OP, EMBEDDING, CONV1D)

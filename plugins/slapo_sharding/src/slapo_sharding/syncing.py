@@ -20,6 +20,7 @@ from slapo_core.tracing.structures import Hidden
 from . import collectives, started
 from .rules import applied_cut
 from .shared_sum import SharedSum
+from .vocabulary_ids import whole_vocabulary
 
 REDUCING = ("all_reduce", "reduce_scatter")
 """Operations that make a partial output whole."""
@@ -114,9 +115,10 @@ class Sync(Hidden):
         if self.fn is None:
             return map_input(partial(self._along_cut, module), args, kwargs)
         result = self.fn(module, args, kwargs) if self.takes_kwargs else self.fn(module, args)
-        if result is None or self.takes_kwargs:
-            return result
-        return (result if isinstance(result, tuple) else (result,)), kwargs
+        if result is None or (self.takes_kwargs and not (isinstance(result, tuple) and len(result) == 2)):
+            return result  # torch says what is wrong with it
+        found, named = result if self.takes_kwargs else (result, kwargs)
+        return whole_vocabulary(module, args, found if isinstance(found, tuple) else (found,)), named
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.fn is None:

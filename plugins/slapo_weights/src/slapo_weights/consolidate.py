@@ -31,7 +31,7 @@ def consolidate_model(
 
     Args:
         sch: Any handle of the schedule.
-        target: Name of the dialect that will build, which decides where stages run; None is the plain module.
+        target: Name of the dialect that will build, which decides where stages run along the mesh; None is the plain module.
         param_init_fn: Called with each module, children first. Default: the model's own ``_init_weights``, as models of
             Transformers have it, else each module's ``reset_parameters``.
         seed: Of the numbers; default: the one of ``set_random_seed``'s default. ``build(seed=)`` gives the same.
@@ -58,6 +58,10 @@ def consolidate_model(
         unchecked = {"check": False} if "shard" in sch.registry.primitive_names() else {}  # steps may follow
         config: dict[str, Any] = {**unchecked, **kwargs}
         common = {name: config.pop(name, default) for name, default in DEFAULTS.items()}
+        if target is not None and sch.mesh is None and sch.group is not None:
+            sch.registry.dialect(target)  # it runs stages along a mesh; without one each rank holds all of them
+            target, common = None, dict(DEFAULTS)
+            config = {name: value for name, value in config.items() if name in ("check", "weights")}
         _, program, fillers = prepare(sch, target, common, config)
         agreed = [line for fill in fillers for line in getattr(fill, "agreed", list)()]
     except Exception as err:

@@ -38,7 +38,8 @@ class ReplacePrimitive(Primitive):
         new: The module; for a subgraph also a function of the subgraph's inputs.
         subgraph: One match, or a list of matches, of ``sch.find``; or what ``sch.find`` takes, for all that it finds. Several
             matches share ``new``, which must then hold no parameters and no buffers.
-        name: Name of the new submodule in the traced module; default: made from its class.
+        name: Name of the new submodule in the traced module; default: made from its class. ``sch["FusedQKV_0"]`` finds the
+            first of this class or name there, ``sch["FusedQKV_1"]`` the second.
 
     Raises:
         ScheduleError: not a module; the subgraph is gone, has a value used outside it, or does not fit.
@@ -48,7 +49,7 @@ class ReplacePrimitive(Primitive):
     scope = "module"
 
     @staticmethod
-    def check(schedule: Schedule, new: Any, subgraph: Any = None, *, name: str | None = None) -> list[Any]:
+    def check(schedule: Schedule, new: Any, subgraph: Any = None, name: str | None = None) -> list[Any]:
         """Refuse what cannot stand in this place; find the matches."""
         if subgraph is None:
             check_module(schedule, new, "replace")
@@ -65,7 +66,7 @@ class ReplacePrimitive(Primitive):
         return matches
 
     @staticmethod
-    def apply(schedule: Schedule, new: Any, subgraph: Any = None, *, name: str | None = None) -> None:
+    def apply(schedule: Schedule, new: Any, subgraph: Any = None, name: str | None = None) -> None:
         """Swap."""
         if subgraph is None:
             swap(schedule, new)

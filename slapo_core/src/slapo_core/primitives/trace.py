@@ -30,6 +30,7 @@ class TracePrimitive(Primitive):
         tracer: ``"value"``, ``"fx"`` (or ``"pytorch"``, or a subclass of ``torch.fx.Tracer``) or ``"export"``; default:
             ``"value"`` where there are example inputs, else ``"fx"``.
         example_inputs: This module's arguments; default: what it gets when the model runs on the schedule's example inputs.
+            Those of the whole model are the schedule's from then on, where it had none.
         concrete_args: Arguments that are no tensors, and part of the graph, by name.
 
     Raises:

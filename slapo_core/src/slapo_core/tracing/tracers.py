@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
@@ -118,7 +120,8 @@ def trace(
         tracer: ``"value"`` records one run on fake tensors, ``"fx"`` (or ``"pytorch"``, or a subclass of ``torch.fx.Tracer``)
             traces symbolically, ``"export"`` makes one graph by ``torch.export``. Default: ``"value"`` where there are example
             inputs, else ``"fx"`` where it can.
-        concrete_args: Arguments that are no tensors, and part of the graph, by name.
+        concrete_args: Arguments that are no tensors, and part of the graph, by name. ``inspect.Parameter.empty``, the default
+            of a parameter that has none, counts as not given.
         target: Path of the module to trace, with the inputs it gets when ``model`` runs.
         symbolic: Sizes are nodes of the graphs, so that one serves every batch and sequence length.
 
@@ -129,36 +132,44 @@ def trace(
     module = model.get_submodule(target)
     check_traceable(module, tracer)
     kept = named_leaves(module, leaf_modules, target)
-    check_concrete(module, concrete_args or {})
+    concrete_args = {name: value for name, value in (concrete_args or {}).items() if value is not inspect.Parameter.empty}
+    check_concrete(module, concrete_args)
 
     def plan(path: str, child: nn.Module) -> Kind:
         if id(child) in kept or _is_torch_module(child) or (isinstance(child, fx.GraphModule) and not flatten):
             return "leaf"
         return "inline" if flatten else "graph" if recursive else "leaf"
 
+    given = {} if target else concrete_args
     if tracer is None and example_inputs is None:
         try:
-            return trace_fx(module, None, plan, concrete_args or {})
+            return trace_fx(module, None, plan, concrete_args)
         except TraceError:
-            if (example_inputs := stand_ins(model)) is None:
+            if (example_inputs := stand_ins(model, given)) is None:
                 raise
     tracer = tracer or "value"
     if tracer_class(tracer) is not None:
         example = None if target or example_inputs is None else split_inputs(example_inputs, module)
-        return _traced(module, example, plan, tracer, concrete_args or {})
-    example_inputs = stand_ins(model) if example_inputs is None else example_inputs
+        return _traced(module, example, plan, tracer, concrete_args)
+    example_inputs = stand_ins(model, given) if example_inputs is None else example_inputs
     if example_inputs is None or (target and tracer == "export"):
         what = f"tracer {tracer!r} runs the module; give its example_inputs"
         raise ScheduleError(f"{what}, here or to create_schedule", path=target, primitive="trace")
     args, kwargs = split_inputs(example_inputs, model)
-    kwargs = kwargs if target else {**kwargs, **(concrete_args or {})}
+    kwargs = {**kwargs, **given}
     if tracer == "export":
         return trace_export(module, args, kwargs)
     return trace_value(model, args, kwargs, plan, target, symbolic)
 
 
 def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
-    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's."""
+    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's.
+
+    The first inputs of the whole model are the schedule's from then on.
+    """
+    if not schedule.path and schedule.example_inputs is None and example_inputs is not None:
+        schedule.on_undo(partial(setattr, schedule._root, "example_inputs", None))
+        schedule._root.example_inputs = example_inputs
     if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
         return trace(schedule.mod, example_inputs=example_inputs, **options)
     return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
