@@ -75,7 +75,7 @@ def test_arguments_that_cannot_be_used_are_one_sentence(folder: Folder, argument
         ("import sys; sys.exit('no')", "config('config.py'): the file does not run: SystemExit: no; run it alone"),
         (NO_SPACE.replace("pass", "exit(3)"), "config('config.py'): update_space fails in line 2 with SystemExit: 3"),
         (FOREVER, "update_space: it has made 100 symbols and makes more; make the same in every call"),
-        (FRESH, "update_space: 'a' was fixed and is not in the space that it leaves; return the one that"),
+        (FRESH, "update_space: 'a' was fixed and is not in the space it leaves; return the one that"),
         (
             NO_SPACE.replace("pass", "space.create_symbol('x', ['a\\0'])"),
             "symbol('x'): neither arguments nor the environment of",

@@ -71,6 +71,6 @@ class Traversal:
         space = space if returned is None else returned
         if opened := [name for name in base.fixed_values() if name not in space.fixed_values()]:
             raise TuneError(
-                f"update_space: {opened[0]!r} was fixed and is not in the space that it leaves; return the one that it was given"
+                f"update_space: {opened[0]!r} was fixed and is not in the space it leaves; return the one that it was given"
             )
         return space

@@ -128,7 +128,7 @@ class Tuner:
         """Return the record of a trial that needs not run, from the file as it is now: another tuner may have added to it."""
         self._database.load()
         record = self._database.db.get(self._key(name))
-        if not _is_record(record):
+        if not isinstance(record, dict) or not _is_record(record):
             return None
         limit, now = record["time_limit"], self._settings.timeout
         more_time = limit is not None and (now is None or now > limit)
@@ -179,9 +179,9 @@ class Tuner:
         print(f"tune: {news}", file=sys.stderr, flush=True)
 
 
-def _is_record(found: Any) -> bool:
+def _is_record(found: Mapping[str, Any]) -> bool:
     """Whether an entry of the database is a trial's, and none that somebody wrote by hand."""
-    if not isinstance(found, dict) or not found.keys() >= {"throughput", "error", "seconds", "time_limit"}:
+    if not found.keys() >= {"throughput", "error", "seconds", "time_limit"}:
         return False
     numbers = [found["seconds"], *([] if found["time_limit"] is None else [found["time_limit"]])]
     outcome = isinstance(found["error"], str) if found["error"] is not None else not unusable(found["throughput"])
