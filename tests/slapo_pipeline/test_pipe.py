@@ -28,6 +28,7 @@ from slapo.pipeline import (
     PipeSplitWrapper,
     SplitPoint,
     TrivialLossWrapper,
+    analyze_pipeline_module,
     annotate_split_points,
     get_submod_name,
     pipe_split,
@@ -337,3 +338,25 @@ def test_a_schedule_is_built_with_it() -> None:
 def test_importing_it_does_not_import_torch_s() -> None:
     code = "import slapo.pipeline, sys; assert 'torch.distributed.pipelining' not in sys.modules; slapo.pipeline.SplitPoint"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+class Early(nn.Module):
+    """Gives what its layers make, in structures, as recurrent layers give their states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states, self.middle, self.last = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden, states = self.states(x)
+        middle = self.middle(hidden)
+        return {"last": self.last(middle), "middle": middle, "states": states}
+
+
+@pytest.mark.parametrize("paths", [["states"], ["middle"], ["states", "middle"]])
+def test_results_of_early_stages(paths: list[str]) -> None:
+    model, x = Early(), torch.randn(2, 3, 4)
+    pipe = pipeline(model, (x,), split_spec=dict.fromkeys(paths, SplitPoint.END))
+    torch.testing.assert_close(pipe(x), model(x))
+    analysis = analyze_pipeline_module(pipe.program)
+    assert all(len(paths) in value.used_by for value in analysis.values if value.name != "getitem")

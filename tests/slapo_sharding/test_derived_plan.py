@@ -157,6 +157,45 @@ def test_a_layer_that_stays_whole_keeps_no_other_whole_that_differs_by_a_number_
     assert {step.partition("]")[0] for step in run_distributed(_numbered, 2)[0]} == {"sch['fc2'", "sch['fc3'"}
 
 
+class Projected(nn.Module):
+    """A vocabulary narrower than the layer between, whose output the head could take in parts; or two layers of one weight."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.into, self.out = nn.Embedding(12, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.fc1, self.back1, self.fc2, self.back2 = (nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(8, 12, bias=False)
+        if how == "tied head":
+            self.head.weight = self.words.weight
+        if how == "tied layers":
+            self.back1.weight = self.fc1.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = F.layer_norm(self.into(self.words(ids)), (16,))
+        for first, second in ((self.fc1, self.back1), (self.fc2, self.back2)):
+            x = F.layer_norm(x + second(torch.relu(first(x))), (16,))
+        logits: torch.Tensor = self.head(self.out(x))
+        return logits
+
+
+def _projected(rank: int, how: str) -> list[str]:
+    return _derived(Projected(how), torch.randint(12, (2, 5), generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("how", ["tied head", "untied head", "tied layers"])
+def test_what_shares_its_weight_or_is_vocabulary_is_not_split_by_the_layout_of_its_input(how: str) -> None:
+    inner = {"fc2", "back2"} | ({"fc1", "back1"} if how != "tied layers" else set())
+    split = {step.partition("'")[2].partition("'")[0] for step in run_distributed(_projected, 2, how)[0] if ".shard(" in step}
+    assert split == inner | {"words", "head"}
+
+
 def _counts_on_all(rank: int) -> str:
     model = Unfit("shape of the input")
     names = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]

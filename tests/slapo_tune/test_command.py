@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -15,6 +18,10 @@ from .conftest import PRINT, UPDATE_SPACE, Folder
 from .test_trial_process import ENVIRONMENT, FAMILY, alive
 
 NO_SPACE = "def update_space(args, space):\n    pass\n"
+FOREVER = "names = iter(range(10**6))\n" + NO_SPACE.replace("pass", "space.create_symbol(f's{next(names)}', [1])")
+FRESH = "import slapo_tune\n" + NO_SPACE.replace(
+    "pass", "space = slapo_tune.Space(); space.create_symbol('a', [1]); return space"
+)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +72,14 @@ def test_arguments_that_cannot_be_used_are_one_sentence(folder: Folder, argument
         (UPDATE_SPACE.replace("[1.0, 0.5]", "[object]"), "update_space: JSON cannot hold "),
         (NO_SPACE, "config('config.py'): update_space creates no symbol; create one"),
         (NO_SPACE.replace("pass", "return 3"), "update_space: it returned 3; return the space"),
+        ("import sys; sys.exit('no')", "config('config.py'): the file does not run: SystemExit: no; run it alone"),
+        (NO_SPACE.replace("pass", "exit(3)"), "config('config.py'): update_space fails in line 2 with SystemExit: 3"),
+        (FOREVER, "update_space: it has made 100 symbols and makes more; make the same in every call"),
+        (FRESH, "update_space: 'a' was fixed and is not in the space it leaves; return the one that"),
+        (
+            NO_SPACE.replace("pass", "space.create_symbol('x', ['a\\0'])"),
+            "symbol('x'): neither arguments nor the environment of",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_one_sentence(folder: Folder, config: str, sentence: str) -> None:
@@ -119,6 +134,43 @@ def test_a_signal_ends_everything_and_prints_the_best_so_far(folder: Folder, num
     (folder.path / "fast").touch()
     assert folder.tune("--db", "results.json") == 0
     assert folder.runs == ["4 1.0", "4 0.5", "8 1.0", "8 1.0", "8 0.5", "8 0.0", "16 1.0", "16 0.5", "16 0.0"]
+
+
+@pytest.mark.multiproc
+def test_a_signal_ends_a_configuration_that_does_not_end(folder: Folder) -> None:
+    folder.write(PRINT, "open('started', 'w'); import itertools\n" + UPDATE_SPACE.replace("[4, 8, 16]", "itertools.count()"))
+    tuner = folder.start()
+    while not (folder.path / "started").exists():
+        assert tuner.poll() is None, tuner.communicate()
+        time.sleep(0.05)
+    tuner.send_signal(signal.SIGTERM)
+    out, err = tuner.communicate(timeout=30)
+    assert (tuner.returncode, out) == (128 + signal.SIGTERM, "")
+    assert err == "tune: interrupted by SIGTERM before the first trial\n"
+
+
+@pytest.mark.multiproc
+def test_a_tuner_that_is_killed_leaves_nothing_running(folder: Folder) -> None:
+    (folder.path / "family.py").write_text(ENVIRONMENT + FAMILY + "open('started', 'w').write(' '.join(started))\n")
+    folder.write("exec(open('family.py').read()); time.sleep(60)\n" + PRINT)
+    tuner = folder.start("--db", "results.json")
+    while not (folder.path / "started").exists() or not (started := (folder.path / "started").read_text().split()):
+        assert tuner.poll() is None, tuner.communicate()
+        time.sleep(0.05)
+    tuner.kill()
+    tuner.communicate(timeout=30)
+    assert len(started) == 5
+    deadline = time.monotonic() + 10
+    while any(map(alive, started)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, started))
+
+
+def test_an_output_without_the_letters_of_a_name_gets_escapes(folder: Folder) -> None:
+    folder.write("", NO_SPACE.replace("pass", "space.create_symbol('größe', [4])"))
+    command = [sys.executable, "-m", "slapo.autotune.tune", "--config", "config.py", "sh", "-c", "echo '{\"throughput\": 3}'"]
+    ran = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True, text=True)
+    assert ran.stdout == "best configuration: (gr\\xf6\\xdfe: 4), 3 samples/s\n"
 
 
 @pytest.mark.multiproc

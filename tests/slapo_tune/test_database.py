@@ -201,3 +201,17 @@ def test_several_writers_lose_nothing_of_each_other(tmp_path: Path) -> None:
     run(TWO, str(file))
     expected = {f"{writer} {number}": number for writer in range(3) for number in range(15)}
     assert json.loads(file.read_text()) == expected
+
+
+def test_a_full_disk_is_an_error_and_is_not_fuller_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = Database(tmp_path / "db.json")
+    database.commit("a", 1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(TuneError, match="it cannot be written: .* No space left on device; choose another file"):
+        database.commit("b", 2)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["db.json", "db.json.lock"]
+    assert database.db == {"a": 1}

@@ -40,6 +40,7 @@ def test_a_throughput_that_is_no_number_above_0_is_unusable(value: str) -> None:
 
 
 def test_numbers_above_0_are_usable() -> None:
+    assert unusable(10**400)
     assert unusable(1) == unusable(0.5) == ""
 
 

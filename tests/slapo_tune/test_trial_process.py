@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from slapo_tune import TuneError
-from slapo_tune.environment import check_names, trial_environment
+from slapo_tune import TuneError, trial_process
+from slapo_tune.environment import check_variables, trial_environment
 from slapo_tune.interruption import Interruption, signal_name
 from slapo_tune.trial_process import TrialOutput, run_trial
 
@@ -74,9 +74,32 @@ def test_values_are_in_the_environment_under_three_names() -> None:
 
 def test_a_symbol_that_would_replace_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BATCH_SIZE", raising=False)
-    check_names({"batch_size": 8})
+    check_variables({"batch_size": 8})
     with pytest.raises(TuneError, match=r"symbol\('path'\): the environment has a variable 'PATH' already"):
-        check_names({"path": 8})
+        check_variables({"path": 8})
+    with pytest.raises(TuneError, match=r"symbol\('trial'\): the environment has a variable 'SLAPO_TUNE_TRIAL' already"):
+        check_variables({"trial": 8})
+
+
+@pytest.mark.parametrize("names", [("a-b", "a_b"), ("size", "SIZE")])
+def test_symbols_of_one_variable_are_refused(names: tuple[str, str]) -> None:
+    with pytest.raises(TuneError, match=rf"symbol\('{names[1]}'\): its variable '\w+' is that of '{names[0]}' too"):
+        check_variables(dict.fromkeys(names, 8))
+
+
+@pytest.mark.parametrize("value", ["a\0b", "\ud800", ["\0"]])
+def test_a_value_that_no_variable_can_have_is_refused(value: object) -> None:
+    check_variables({"x": "\udc80"})  # a byte of a path that is no text
+    if isinstance(value, list):
+        check_variables({"x": value})  # as text it has no such letter
+    else:
+        with pytest.raises(TuneError, match=r"symbol\('x'\): neither arguments nor the environment of a program can hold"):
+            check_variables({"x": value})
+
+
+def test_the_end_of_a_long_output_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_process, "OUTPUT_BYTES", 5)
+    assert run("print('x' * 100000); print('last')").stdout == "last\n"
 
 
 def test_output_that_is_no_text_does_no_harm() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from pathlib import Path
 
@@ -42,6 +43,29 @@ def test_finished_trials_are_not_run_again(folder: Folder) -> None:
     assert (
         "trial 3/8 (batch_size: 8, ckpt_ratio: 1.0): from the database, train.py ended with exit code 1; the end" in folder.err
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"throughput": "8"},
+        {"throughput": None},
+        {"throughput": float("nan")},
+        {"throughput": -1.0},
+        {"seconds": None},
+        {"error": 3},
+        {"error": "no memory", "time_limit": "soon"},
+    ],
+)
+def test_an_entry_that_no_trial_left_is_run_again(folder: Folder, change: dict[str, object]) -> None:
+    folder.write(PRINT, ONE)
+    folder.tune("--db", "results.json")
+    ((key, record),) = folder.results().items()
+    for entry in ({**record, **change}, [], None, {name: value for name, value in record.items() if name not in change}):
+        (folder.path / "results.json").write_text(json.dumps({key: entry}))
+        assert folder.tune("--db", "results.json") == 0
+        assert folder.results()[key]["throughput"] == record["throughput"]
+    assert len(folder.runs) == 5
 
 
 def test_other_arguments_of_the_script_are_other_trials(folder: Folder) -> None:

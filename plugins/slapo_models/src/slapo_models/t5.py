@@ -12,12 +12,15 @@ from .transformer import schedule_transformer
 
 
 def schedule(sch: Schedule, **options: Any) -> Schedule:
-    """Schedule T5, whose blocks are ``encoder.block`` and ``decoder.block``; with cuts one lies behind the encoder, too."""
+    """Schedule T5, whose blocks are ``encoder.block`` and ``decoder.block``; with cuts one lies behind the encoder, too.
+
+    A model of the encoder alone has one list of blocks, and ``pipeline_cuts`` are numbers of these.
+    """
     config = Configuration.read(sch, "t5", options)
-    base = base_of(sch, config, "encoder.block", "decoder.block")
-    encoder, decoder = blocks_of(base["encoder.block"]), blocks_of(base["decoder.block"])
-    cuts = cut_blocks(sch, config, encoder, decoder)
-    if config.pipeline_cuts:
+    base = base_of(sch, config, "encoder.block")
+    lists = [blocks_of(base[name]) for name in ("encoder.block", "decoder.block") if name in base]
+    cuts = cut_blocks(sch, config, *lists)
+    if config.pipeline_cuts and len(lists) > 1:
         cuts.append(base["encoder"])
-    recompute = [*recomputed(sch, config, encoder), *recomputed(sch, config, decoder)]
+    recompute = [block for blocks in lists for block in recomputed(sch, config, blocks)]
     return schedule_transformer(sch, config, recompute, cuts)

@@ -203,7 +203,7 @@ def _values(program: Program) -> tuple[LiveValue, ...]:
     passed: dict[str, list[int]] = {}
     used: dict[str, list[int]] = {}
     for stage in program.stages:
-        reads = _reads(stage)
+        reads = _reads(stage, is_last=stage is program.stages[-1])
         for value in stage.inputs:
             boundaries.setdefault(value.name, value)
             (used if value.name in reads else passed).setdefault(value.name, []).append(stage.index)
@@ -216,13 +216,13 @@ def _values(program: Program) -> tuple[LiveValue, ...]:
     return tuple(found)
 
 
-def _reads(stage: Stage) -> set[str]:
-    """Names of the received values that a stage computes with; all where it is no graph."""
+def _reads(stage: Stage, is_last: bool) -> set[str]:
+    """Names of the received values that a stage computes with or gives as the model's; all where it is no graph."""
     graph = _graph(stage)
     if graph is None:
         return {value.name for value in stage.inputs}
     nodes = graph.find_nodes(op="placeholder")
-    return {value.name for value, node in zip(stage.inputs, nodes, strict=False) if is_read(node)}
+    return {value.name for value, node in zip(stage.inputs, nodes, strict=False) if is_read(node, is_last)}
 
 
 def _span(value: LiveValue) -> range:

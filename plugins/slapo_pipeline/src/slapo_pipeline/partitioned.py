@@ -176,7 +176,7 @@ def _part(stage: Stage, sent: list[str] | None) -> _Part:
     if not isinstance(module, TracedModule) or not isinstance(guard, StageGuard):
         return _Part(stage.index, module, received, stage.batch_inputs, sent, True)
     inputs = dict(zip(received, module.graph.find_nodes(op="placeholder"), strict=False))
-    reads = [name for name in received if is_read(inputs[name])]
+    reads = [name for name in received if is_read(inputs[name], is_last=sent is None)]
     gives = None if sent is None else [name for name in sent if name not in received]
     graph = _without(module.graph, {inputs[name] for name in received if name not in reads}, sent, gives)
     kept = tuple(each for name, each in zip(received, guard.received, strict=True) if name in reads)
@@ -188,9 +188,12 @@ def _part(stage: Stage, sent: list[str] | None) -> _Part:
     return _Part(stage.index, made, reads, stage.batch_inputs, gives, gives is not None and len(gives) != 1)
 
 
-def is_read(node: fx.Node) -> bool:
-    """Return whether more is done with a received value than to put it back in its layout and to send it on."""
-    return any(is_read(user) if user.target is laid_out else user.op != "output" for user in node.users)
+def is_read(node: fx.Node, is_last: bool) -> bool:
+    """Return whether more is done with a received value than to put it back in its layout and to send it on.
+
+    What the last stage gives is not sent on, but is the model's result.
+    """
+    return any(is_read(user, is_last) if user.target is laid_out else is_last or user.op != "output" for user in node.users)
 
 
 def _without(graph: fx.Graph, passed: set[fx.Node], sent: list[str] | None, gives: list[str] | None) -> fx.Graph:

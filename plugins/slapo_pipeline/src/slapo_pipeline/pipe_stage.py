@@ -17,7 +17,7 @@ from slapo_core.inputs import named_inputs, signature_of
 from slapo_core.program import Program
 from slapo_core.tracing.structures import difference, fingerprint
 
-from .stage_runtime import like, model_result
+from .stage_runtime import like, model_result, note_built, sendable
 from .tied_gradients import sum_tied_gradients
 
 
@@ -41,6 +41,7 @@ class Runtime:
         self, index: int, device: torch.device, group: dist.ProcessGroup | None, output: Callable[[Any], Any] | None
     ) -> PipelineStage:
         """Make the runtime of a stage."""
+        note_built(self.program, index)
         module = CarryingStage(self.program, index, self.example, output)
         if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             module.to(device)
@@ -118,7 +119,7 @@ class CarryingStage(nn.Module):
         if self._is_last:
             found = self._results(result)
             return found[0] if len(found) == 1 else found
-        return tuple(tensor.contiguous() for tensor in (*result, *self._packed(batch)))
+        return tuple(map(sendable, (*result, *self._packed(batch))))
 
     def received_like(self) -> tuple[torch.Tensor, ...]:
         """What it receives, without numbers."""

@@ -50,6 +50,7 @@ def build_stage(
     if tied := [tie.names[0] for tie in program.ties if stage in tie.stages]:
         remedy = "call slapo.pipeline.sum_tied_gradients(program) before each step of the optimizer"
         get_logger().warning("stage %d shares %s with other stages; %s", stage, ", ".join(map(repr, tied)), remedy)
+    note_built(program, stage)
     module = RunStage(this.module, last, output)
     sent = (
         tuple(map(like, program.stages[stage + 1].inputs))
@@ -59,6 +60,27 @@ def build_stage(
     received = tuple(map(like, this.inputs))
     group = group or pipeline_group(program)
     return PipelineStage(module, stage, len(program.stages), torch.device(device), received, sent, group=group)
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a schedule sends it: contiguous, and no view, which zero bubbles cannot detach in place."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor._is_view() else tensor
+
+
+def note_built(program: Program, stage: int) -> None:
+    """Note that this rank runs a stage."""
+    program.stages[stage].module.__dict__[_BUILT] = True
+
+
+def built_stages(program: Program) -> set[int]:
+    """Return the stages that this rank runs; all, where none was built here."""
+    built = {stage.index for stage in program.stages if _BUILT in stage.module.__dict__}
+    return built or {stage.index for stage in program.stages}
+
+
+_BUILT = "_slapo_built_here"
+"""Attribute of the module of a stage that this rank runs."""
 
 
 def pipeline_group(program: Program) -> dist.ProcessGroup | None:
@@ -85,7 +107,7 @@ class RunStage(nn.Module):
         """Run one micro-batch."""
         result = self.module(*received, **batch)
         if not self._last:
-            return tuple(tensor.contiguous() for tensor in result)
+            return tuple(map(sendable, result))
         found = self.results(result)
         return found[0] if len(found) == 1 else found
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from slapo_core.program import Program
 
-from .stage_runtime import pipeline_group
+from .stage_runtime import built_stages, pipeline_group
 
 
 def sum_tied_gradients(program: Program, group: dist.ProcessGroup | None = None) -> None:
@@ -21,15 +21,17 @@ def sum_tied_gradients(program: Program, group: dist.ProcessGroup | None = None)
         group: The pipeline's ranks; default: those of the mesh's axis ``pp``, or all where the program has no mesh.
     """
     named = dict(program.module.named_parameters())
-    tied = [named[next(name for name in tie.names if name in named)] for tie in program.ties]
-    trained = [parameter for parameter in tied if parameter.requires_grad]
+    tied = [(named[next(name for name in tie.names if name in named)], tie.stages) for tie in program.ties]
+    trained = [(parameter, stages) for parameter, stages in tied if parameter.requires_grad]
     if not trained:
         return
-    group = group or pipeline_group(program)
-    counts = torch.tensor([parameter.grad is not None for parameter in trained], device=trained[0].device, dtype=torch.int32)
+    group, built = group or pipeline_group(program), built_stages(program)
+    held = [not built.isdisjoint(stages) for _, stages in trained]  # others have no optimizer that would empty a gradient
+    given = [here and parameter.grad is not None for (parameter, _), here in zip(trained, held, strict=True)]
+    counts = torch.tensor(given, device=trained[0][0].device, dtype=torch.int32)
     dist.all_reduce(counts, group=group)
-    for parameter, count in zip(trained, counts.tolist(), strict=True):
+    for (parameter, _), here, gives, count in zip(trained, held, given, counts.tolist(), strict=True):
         if count:
-            total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            total = parameter.grad.contiguous() if gives and parameter.grad is not None else torch.zeros_like(parameter)
             dist.all_reduce(total, group=group)
-            parameter.grad = total.detach()
+            parameter.grad = total.detach() if here else parameter.grad

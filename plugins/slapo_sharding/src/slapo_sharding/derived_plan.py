@@ -23,6 +23,7 @@ from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import UNEVEN, LayoutError, Layouts, Split
 from .localise import Count, counts, difference, localise
 from .origins import forget, remembered
+from .plan import tied_or_vocabulary
 from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
 from .sharding import Sharder
@@ -96,7 +97,12 @@ def _derive_from(
 ) -> tuple[Derived, list[KeyCopies]]:
     """The plan, and those modules for which it is not one."""
     rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
-    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table)
+    whole = tied_or_vocabulary(schedule.mod, schedule.world_size, rules)
+    rederive = partial(
+        derive,
+        is_layer=lambda module: module not in whole and rules.is_layer(module),
+        is_table=lambda module: module not in whole and rules.is_table(module),
+    )
     with widened(schedule.mod, copies, rules):
         wide = _trace(schedule) if copies else traced
         derived = rederive(wide, mesh)

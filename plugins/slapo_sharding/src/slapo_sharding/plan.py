@@ -16,6 +16,7 @@ The styles are those Transformers publishes in ``base_model_tp_plan``:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -117,6 +118,17 @@ def vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> list[tuple
             styles = {True: "embedding_rowwise", False: "colwise_gather_output"}
             steps.update((path, styles[isinstance(other, nn.Embedding)]) for path, other in tied.items())
     return list(steps.items())
+
+
+def tied_or_vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> set[nn.Module]:
+    """Return the modules that a derived plan leaves alone.
+
+    A layer that holds a parameter of another module cannot be split alone, and the vocabulary is split by ``vocabulary``.
+    """
+    named = dict(model.named_modules())
+    holders = Counter(held for module in named.values() for held in _held(module))
+    tied = {module for module in named.values() if any(holders[held] > 1 for held in _held(module))}
+    return tied | {named[path] for path, _ in vocabulary(model, num_shards, rules)}
 
 
 def _tied(named: Mapping[str, nn.Module], module: nn.Module) -> dict[str, nn.Module]:

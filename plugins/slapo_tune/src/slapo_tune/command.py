@@ -7,6 +7,7 @@ import difflib
 import math
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,25 +59,28 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m slapo
             print(f"tune: {err}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            print("tune: interrupted twice", file=sys.stderr)
-            return 128 + (interruption.number or 2)
+            number = interruption.number or signal.SIGINT
+            print(f"tune: interrupted by {signal_name(number)} before the first trial", file=sys.stderr)
+            return 128 + number
 
 
 def _run(settings: Settings, database: Database, interruption: Interruption) -> int:
     tuner = Tuner(settings, database, interruption)
     try:
-        results = tuner.run()
-    except BaseException:
+        tuner.run()
+    except KeyboardInterrupt:
+        interruption.number = interruption.number or signal.SIGINT
+    finally:
         _print_best(tuner.results)
-        raise
-    _print_best(results)
-    return _status(results, interruption)
+    return _status(tuner.results, interruption)
 
 
 def _print_best(results: Results) -> None:
     if (best := results.best) is not None:
         name, throughput = best
-        print(f"best configuration: {name}, {throughput:.5g} samples/s", flush=True)
+        text = f"best configuration: {name}, {throughput:.5g} samples/s"
+        encoding = sys.stdout.encoding or "utf-8"  # one without the letters of a name gets escapes, as for errors
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def _status(results: Results, interruption: Interruption) -> int:

@@ -77,7 +77,7 @@ class Configuration:
             return getattr(self, name)(args, *others)
         except OpenSymbolError:
             raise
-        except Exception as err:
+        except (Exception, SystemExit) as err:
             line = max(
                 (frame.lineno or 0 for frame in traceback.extract_tb(err.__traceback__) if _same(frame.filename, self.path)),
                 default=0,
@@ -109,7 +109,7 @@ def _module(path: str) -> ModuleType:
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as err:
+    except (Exception, SystemExit) as err:
         raise TuneError(
             f"config({path!r}): the file does not run: {type(err).__name__}: {err}; run it alone to see where"
         ) from err

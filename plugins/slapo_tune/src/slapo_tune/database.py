@@ -99,11 +99,15 @@ class Database:
     def _write(self, content: bytes) -> None:
         """Replace the file in one moment. The unfinished file of a writer that was killed is written anew: the lock is held."""
         unfinished = self._beside(".unfinished")
-        with open(unfinished, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, self._file)
+        try:
+            with open(unfinished, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, self._file)
+        except OSError:  # a full disk should not be fuller now
+            unfinished.unlink(missing_ok=True)
+            raise
         folder = os.open(self._file.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

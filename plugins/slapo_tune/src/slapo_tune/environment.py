@@ -31,15 +31,28 @@ def variables(name: str) -> tuple[str, str, str]:
     return f"SLAPO_TUNE_{bare.upper()}", bare.upper(), bare
 
 
-def check_names(names: Mapping[str, Any]) -> None:
-    """Refuse symbols whose variables this process has already, as ``path``: trials may need what is there.
+def check_variables(values: Mapping[str, Any]) -> None:
+    """Refuse symbols that the environment of a trial cannot hold.
 
     Raises:
-        TuneError: naming symbol and variable.
+        TuneError: the variable of a symbol is one that this process has already, as ``PATH``, the tuner's own, or that of
+            another symbol; or a value is one that no variable can have.
     """
-    for name in names:
-        if taken := [variable for variable in variables(name) if variable in os.environ]:
-            raise TuneError(
-                f"symbol({name!r}): the environment has a variable {taken[0]!r} already, by which a trial would get the value; "
-                "call the symbol otherwise, or unset the variable"
-            )
+    owners: dict[str, str] = {}
+    for name, value in values.items():
+        for variable in dict.fromkeys(variables(name)):
+            if variable in os.environ or variable == MARK:
+                raise TuneError(
+                    f"symbol({name!r}): the environment has a variable {variable!r} already, by which a trial would get the "
+                    "value; call the symbol otherwise, or unset the variable"
+                )
+            if owners.setdefault(variable, name) != name:
+                raise TuneError(
+                    f"symbol({name!r}): its variable {variable!r} is that of {owners[variable]!r} too; call one otherwise"
+                )
+        try:
+            unusable = b"\0" in os.fsencode(str(value))
+        except UnicodeEncodeError:
+            unusable = True
+        if unusable:
+            raise TuneError(f"symbol({name!r}): neither arguments nor the environment of a program can hold {str(value)!r}")

@@ -13,9 +13,9 @@ ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIG
 
 
 class Interruption:
-    """Notes the first signal that wants the program to end, as ``number``, in a ``with`` block.
+    """Takes the signals that want the program to end, in a ``with`` block, and notes the first as ``number``.
 
-    The second signal raises ``KeyboardInterrupt``, except inside :meth:`deferred`.
+    A signal raises ``KeyboardInterrupt``, except inside :meth:`deferred`, where it is only noted.
 
     A signal that is ignored, as under ``nohup``, stays so. Outside of the main thread nothing is noted, as Python handles
     signals there alone.
@@ -39,16 +39,16 @@ class Interruption:
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Only note signals in a block, which looks at ``number`` itself."""
-        self._deferred = True
+        before, self._deferred = self._deferred, True
         try:
             yield
         finally:
-            self._deferred = False
+            self._deferred = before
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None and not self._deferred:
-            raise KeyboardInterrupt
         self.number = self.number or number
+        if not self._deferred:
+            raise KeyboardInterrupt
 
 
 def signal_name(number: int) -> str:

@@ -34,10 +34,12 @@ class Space:
             name: Name of the symbol.
             vals: Candidate values, the least demanding first.
         """
+        known = self._symbols.get(name)
+        if known is not None and known.is_fixed():
+            return known
         created = Symbol(name, vals)
         known = self._symbols.setdefault(name, created)
-        if not known.is_fixed():
-            known.vals = created.vals
+        known.vals = created.vals
         return known
 
     def next(self) -> Symbol | None:

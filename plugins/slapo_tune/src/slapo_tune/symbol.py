@@ -91,7 +91,8 @@ class Symbol(Operand):
 
     def clone(self) -> Symbol:
         """Return a copy that is fixed, and gets further candidates, independently of this one."""
-        copied = Symbol(self.name, self.vals)
+        copied = Symbol(self.name, ())
+        copied.vals = [*self.vals]
         copied._index = self._index
         return copied
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ def unusable(throughput: Any) -> str:
     """Return the reason why a throughput cannot be compared with others, or ``""``."""
     if isinstance(throughput, bool) or not isinstance(throughput, (int, float)):
         return f"the throughput is {throughput!r}, not a number"
-    if not math.isfinite(throughput) or throughput <= 0:
+    if not 0 < throughput <= sys.float_info.max:
         return f"the throughput is {throughput!r}, not a number above 0"
     return ""
 

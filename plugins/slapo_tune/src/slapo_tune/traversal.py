@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 UpdateSpace = Callable[[Mapping[str, Any], "Space"], "Space | None"]
 """The ``update_space(args, space)`` of a configuration file; it may return None for the space that it was given."""
 
+MOST_SYMBOLS = 100
+"""More in one configuration are taken for a mistake: symbols whose names are other ones in each call."""
+
 
 class Traversal:
     """Iterates over the configurations of a space, as dicts of names to values, in the order of nested loops.
@@ -41,6 +44,8 @@ class Traversal:
 
     def _below(self, base: Space) -> Iterator[dict[str, Any]]:
         space = self._updated(base)
+        if len(space.fixed_values()) > MOST_SYMBOLS:
+            raise TuneError(f"update_space: it has made {MOST_SYMBOLS} symbols and makes more; make the same in every call")
         if (symbol := space.next()) is None:
             yield space.to_dict()
             return
@@ -63,4 +68,9 @@ class Traversal:
             return space
         if returned is not None and not isinstance(returned, type(space)):
             raise TuneError(f"update_space: it returned {returned!r}; return the space that it was given, or nothing")
-        return space if returned is None else returned
+        space = space if returned is None else returned
+        if opened := [name for name in base.fixed_values() if name not in space.fixed_values()]:
+            raise TuneError(
+                f"update_space: {opened[0]!r} was fixed and is not in the space it leaves; return the one that it was given"
+            )
+        return space

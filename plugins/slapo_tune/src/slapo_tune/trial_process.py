@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from slapo_core.logger import get_logger
 
+from . import marked_processes
 from .environment import MARK, trial_environment
 from .interruption import Interruption
 
 POLL_SECONDS = 0.05
-KILL_SECONDS = 10.0
-"""How long processes that were killed are waited for; those that wait for a device may take longer."""
+
+OUTPUT_BYTES = 16 * 2**20
+"""How much is read of the end of what a trial printed."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class TrialOutput:
     """What a trial printed, and how it ended.
 
     Args:
-        stdout: Its output.
-        stderr: Its errors.
+        stdout: The end of its output.
+        stderr: The end of its errors.
         seconds: How long it ran.
         exit_code: Of its first process; None where it was ended from here.
         timed_out: Whether it was ended at the time limit.
@@ -64,7 +66,7 @@ def run_trial(
     """
     mark = uuid.uuid4().hex
     environment = trial_environment(values, mark)
-    with interruption.deferred(), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with interruption.deferred(), tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, _watched(mark):
         start = time.monotonic()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
@@ -87,31 +89,26 @@ def _wait(process: subprocess.Popen[bytes], start: float, timeout: float | None,
     return process.poll()
 
 
+@contextmanager
+def _watched(mark: str) -> Iterator[None]:
+    """Let a process wait beside the trial that kills it where this process is killed meanwhile."""
+    command = [sys.executable, "-I", "-S", marked_processes.__file__, f"{MARK}={mark}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:
+        yield
+        watcher.communicate(b"done")
+
+
 def kill_whole(process: subprocess.Popen[bytes], mark: str) -> None:
     """Kill the process, its group, and whatever has the mark in its environment: processes in sessions of their own, too."""
-    deadline = time.monotonic() + KILL_SECONDS
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    while (others := [*_marked(mark)]) and time.monotonic() < deadline:
-        for pid in others:  # again, as one may have started another meanwhile
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_SECONDS / 5)
+    left = marked_processes.kill_marked(f"{MARK}={mark}")
     with suppress(subprocess.TimeoutExpired):
-        process.wait(max(0.0, deadline - time.monotonic()))
-    if others or process.returncode is None:
-        get_logger().warning("processes of the trial do not end, killed as they are: %s", others or [process.pid])
-
-
-def _marked(mark: str) -> Iterator[int]:
-    """Iterate over the processes with the mark, by Linux's table of processes; elsewhere the group is all there is."""
-    wanted = f"{MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                yield int(folder.name)
+        process.wait(marked_processes.KILL_SECONDS)
+    if left or process.returncode is None:
+        get_logger().warning("processes of the trial do not end, killed as they are: %s", left or [process.pid])
 
 
 def _text(file: IO[bytes]) -> str:
-    file.seek(0)
+    file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_BYTES))
     return file.read().decode(errors="replace")

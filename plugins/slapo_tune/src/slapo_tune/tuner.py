@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from .configuration import CHECKPOINT_RATIO, Configuration
 from .database import Database, json_data
-from .environment import check_names
+from .environment import check_variables
 from .errors import TuneError
 from .interruption import Interruption, signal_name
 from .script_arguments import ScriptArguments, substituted, takes
@@ -89,32 +89,36 @@ class Tuner:
         for values in traversal:
             if not values:
                 raise TuneError(f"config({settings.configuration.path!r}): update_space creates no symbol; create one")
-            check_names(values)
+            check_variables(values)
             json_data(values, "update_space")
         return traversal
 
     def run(self) -> Results:
         """Run the trials that the database does not have, and return all results."""
         for number, values in enumerate(self._traversal, 1):
-            if self._interruption.number is not None:
+            with self._interruption.deferred():  # no result of a trial is lost
+                record = self._take(number, values)
+            if record is None or self._interruption.number is not None:
                 break
-            name = Space.cfg_dict_to_str(values)
-            record = self._known(name)
-            if record is None:
-                record = self._run(values)
-                if record is None:
-                    break
-                self._tell(f"trial {number}/{self.results.total} {name}: {_outcome(record)}")
-                self._database.commit(self._key(name), record)
-            else:
-                self._tell(f"trial {number}/{self.results.total} {name}: from the database, {_outcome(record)}")
-            self.results.records[name] = record
             if record["error"] is not None and self._settings.error_stop == "all":
                 self.results.stopped = True
                 break
             if record["error"] is not None and self._settings.error_stop == "symbol":
                 self._traversal.skip_rest()
         return self.results
+
+    def _take(self, number: int, values: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the record of a configuration, from the database or of a trial now; None after an interruption."""
+        name = Space.cfg_dict_to_str(values)
+        origin, record = "from the database, ", self._known(name)
+        if record is None:
+            origin, record = "", self._run(values)
+            if record is None:
+                return None
+            self._database.commit(self._key(name), record)
+        self.results.records[name] = record
+        self._tell(f"trial {number}/{self.results.total} {name}: {origin}{_outcome(record)}")
+        return record
 
     def _key(self, name: str) -> str:
         """Return the database's key: the command with the symbols' names in it, and their values."""
@@ -124,7 +128,7 @@ class Tuner:
         """Return the record of a trial that needs not run, from the file as it is now: another tuner may have added to it."""
         self._database.load()
         record = self._database.db.get(self._key(name))
-        if not isinstance(record, dict) or not record.keys() >= {"throughput", "error", "time_limit"}:
+        if not isinstance(record, dict) or not _is_record(record):
             return None
         limit, now = record["time_limit"], self._settings.timeout
         more_time = limit is not None and (now is None or now > limit)
@@ -173,6 +177,15 @@ class Tuner:
     @staticmethod
     def _tell(news: str) -> None:
         print(f"tune: {news}", file=sys.stderr, flush=True)
+
+
+def _is_record(found: Mapping[str, Any]) -> bool:
+    """Whether an entry of the database is a trial's, and none that somebody wrote by hand."""
+    if not found.keys() >= {"throughput", "error", "seconds", "time_limit"}:
+        return False
+    numbers = [found["seconds"], *([] if found["time_limit"] is None else [found["time_limit"]])]
+    outcome = isinstance(found["error"], str) if found["error"] is not None else not unusable(found["throughput"])
+    return outcome and all(isinstance(number, (int, float)) for number in numbers)
 
 
 def _ending(exit_code: int) -> str:
