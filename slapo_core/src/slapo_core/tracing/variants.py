@@ -7,7 +7,6 @@ with the same rewrites. What cannot be traced runs the module's own forward, whe
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
@@ -17,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from .. import paths
 from ..errors import ScheduleError, TraceError
 from ..logger import get_logger
 from ..wrapping import is_opaque
@@ -81,11 +81,11 @@ class Variant(Hidden):
 
     @property
     def asks(self) -> bool:
-        """Whether the graph may find in the middle that it is not good for the call."""
+        """Return whether the graph may find, while it runs, that it cannot serve the call."""
         return bool(self.graph.find_nodes(op="call_function", target=expect))
 
     def follow(self, guard: Guard | InputCheck, inputs: Mapping[str, Any]) -> None:
-        """The graph says where the forward made tensors: where its inputs were. They may be on another device now."""
+        """Move the graph to the device of the inputs: it names the device on which the forward made tensors."""
         old, new = guard.device, device_of(inputs)
         if new is None or old is None or new == old:
             return
@@ -133,28 +133,22 @@ class Variants(Hidden):
         self.recent: tuple[Guard, Variant | None] | None = None
 
     def begin_rewrite(self, module: fx.GraphModule) -> None:
-        """The first graph is about to be rewritten."""
+        """Remember the first graph before its first rewrite."""
         if not self.rewrites and self.pristine is None:
             self.pristine = graph_data(module.graph, module)
 
     @property
     def is_changed(self) -> bool:
-        """Whether the first graph is another one than was given."""
+        """Return whether the first graph was edited."""
         return bool(self.rewrites) or self.edited_by_hand
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether the first graph does other things than the forward that was traced, or stands for none."""
+        """Return whether the first graph may differ from the forward that was traced, or there is no such forward."""
         return self.is_changed or self.guard is None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Variants:
-        return _restored({key: copy.deepcopy(value, memo) for key, value in self._state().items()})
-
-    def __reduce__(self) -> Any:
-        return _restored, (self._state(),)
-
-    def _state(self) -> dict[str, Any]:
-        """All but the graphs: the module has the first, and others are traced again."""
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but the graphs: the module has the first, and others are traced again."""
         return {key: value for key, value in vars(self).items() if key not in ("first", "others", "calls", "recent")}
 
     # ---- a call
@@ -177,7 +171,7 @@ class Variants(Hidden):
             return self.original(module)(*args, **kwargs)
 
     def graph_for(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[fx.Graph, dict[str, Any], list[tuple[str, str]]]:
-        """The graph of a call, its inputs, and path and name of the attributes that it depends on."""
+        """Return the graph of a call, its inputs, and path and name of the attributes that it depends on."""
         if self.guard is None:
             args, kwargs = self._checked(module, args, kwargs)
             placeholders = [str(node.target) for node in self.first.graph.find_nodes(op="placeholder")]
@@ -188,7 +182,7 @@ class Variants(Hidden):
         return variant.graph, forward.args[1], guard.attributes.names if guard.attributes is not None else []
 
     def resolve(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
-        """What runs a call: a graph, with its guard, or the forward that was traced.
+        """Return what runs a call: a graph, with its guard, or the forward that was traced.
 
         Raises:
             TraceError: the graph was rewritten, and the rewrites cannot be made on the graph of this call; or an attribute
@@ -219,7 +213,7 @@ class Variants(Hidden):
         return (), inputs
 
     def original(self, module: TracedModule) -> Callable[..., Any]:
-        """The forward that was traced, on the attributes, parameters and submodules that the module has now."""
+        """Return the forward that was traced, on the attributes, parameters and submodules that the module has now."""
         view = self.former(module)
         return MethodType(type(view).forward, view)
 
@@ -242,7 +236,7 @@ class Variants(Hidden):
         return None
 
     def _closed(self, module: TracedModule) -> tuple[str, ...]:
-        """Paths of modules whose forwards are part of the graphs, and that are now called for more than their forward."""
+        """Return the paths of inlined modules that were wrapped, hooked or replaced since the trace."""
         return tuple(path for path, cls in self.opened.items() if _is_closed(module, path, cls)) if self.opened else ()
 
     def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
@@ -306,7 +300,7 @@ class Variants(Hidden):
 
 
 def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A shallow copy of ``root`` in which further modules are at these paths."""
+    """Return a shallow copy of ``root`` with further modules at these paths."""
     for path, module in modules.items():
         *parents, name = path.split(".")
         root = holder = shallow_copy(root)
@@ -317,14 +311,14 @@ def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module
 
 
 def with_dropped(module: TracedModule) -> TracedModule:
-    """A traced module that has copies of the submodules that rewrites removed, which graphs without these rewrites call."""
+    """Return a traced module with copies of the submodules that rewrites removed: graphs without these rewrites call them."""
     copied = with_modules(module, {path: on_meta(dropped) for path, dropped in module._variants.dropped.items()})
     assert isinstance(copied, type(module))
     return copied
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module and all in it, with weights on the meta device."""
+    """Return a copy of a module and all in it, with weights on the meta device."""
     copied = shallow_copy(module)
     empty = partial(torch.empty_like, device="meta")
     for name, weight in copied._parameters.items():
@@ -336,19 +330,11 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 
 def _is_closed(root: nn.Module, path: str, cls: type) -> bool:
-    module: nn.Module | None = root
-    for name in path.split("."):
-        module = module and module._modules.get(name)
-    return (
-        module is None or type(module) is not cls or ("forward" in module.__dict__ or is_hooked(module)) and is_opaque(module)
-    )
+    module = paths.find(root, path)
+    if module is None or type(module) is not cls:
+        return True
+    return ("forward" in module.__dict__ or is_hooked(module)) and is_opaque(module)
 
 
 def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
     return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-
-
-def _restored(state: dict[str, Any]) -> Variants:
-    variants: Variants = object.__new__(Variants)
-    vars(variants).update(state)
-    return variants
