@@ -1,4 +1,4 @@
-"""What an engine on Megatron does beside training like one process."""
+"""Behaviour of an engine on Megatron beside training like one process."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_one_process_alone() -> None:
 
 
 def megatrons_optimizer(rank: int) -> tuple[list[float], str]:
-    """How far losses with Megatron's optimizer are from those of one process; so an engine without one, and what it says."""
+    """Return how far losses with Megatron's optimizer are from those of one process, and those of an engine without one."""
     mesh, data = mesh_of(dp=2), batches(2)
     section = {"optimizer": "adam", "lr": 1e-2, "adam_eps": 1e-3, "weight_decay": 0.0}
     schedule = scheduled(small("gpt2"), mesh, my_part(data[0], mesh))
@@ -123,7 +123,7 @@ def set_up_by_the_user(rank: int) -> tuple[float, float, str, bool]:
 
 
 def left_open(rank: int) -> tuple[str, str]:
-    """What is said while an engine for another mesh is open, and once it is closed."""
+    """Return the error while an engine for another mesh is open, and the result once it is closed."""
     mesh, flat = mesh_of(tp=2), mesh_of(dp=2)
     engine = build(scheduled(small("gpt2"), mesh, batches(1)[0]), "megatron", optimizer=adamw)
 

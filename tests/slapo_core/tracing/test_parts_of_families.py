@@ -94,7 +94,7 @@ SPLIT = ("gpt2", "llama", "bert", "t5", "mixtral", "opt", "gemma2", "gpt_neox")
 
 
 def split(rank: int, name: str) -> int:
-    """How many parts of a model over two ranks were traced."""
+    """Count the traced parts of a model over two ranks."""
     reference = Reference(FAMILIES[name].model(), calls(FAMILIES[name]))
     kinds = one_of_each_kind(reference)
     for path in kinds.values():

@@ -197,7 +197,7 @@ def edited(plain: nn.Module, call: Call, path: str, edits: list[Edit]) -> tuple[
 
 
 def outcome(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns, or the error."""
+    """Return what a function returns, or the error."""
     try:
         return function(*args)
     except Exception as err:

@@ -1,4 +1,4 @@
-"""What a partition comes to: which stage runs what, what each takes and gives, and what crosses between them."""
+"""Analysis of a partition: which stage runs what, what each takes and gives, and what crosses between them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LiveValue:
 
 @dataclass(frozen=True)
 class PipelineAnalysis:
-    """What each stage of a program takes and gives, and how long what crosses lives.
+    """Inputs and outputs of each stage of a program, and lifetimes of the values between them.
 
     Args:
         stage_names: One per stage: ``"stage_0"``, ``"stage_1"``, …

@@ -59,7 +59,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
 
 
 def stage_code(program: Program, stage: int) -> str:
-    """What one stage runs, as text that reads like Python: a line per operation, with the shape and dtype of its result.
+    """Return the operations of one stage as text that reads like Python: a line each, with shape and dtype of the result.
 
     Args:
         program: The stages.

@@ -66,7 +66,7 @@ class Pipe(nn.Module):
 
     @property
     def replicated_params(self) -> list[dict[str, str]]:
-        """Of each parameter that several stages hold its name in each of them, by the stage's name."""
+        """Names of each parameter that several stages hold, by the names of these stages."""
         stages = {index: dict(self.get_stage_module(index).named_parameters()) for index in range(self.num_stages)}
         return [
             {f"{_PREFIX}_{index}": next(name for name in tie.names if name in stages[index]) for index in tie.stages}
@@ -228,7 +228,7 @@ def _partitioner(module: nn.Module, batch: Mapping[str, Any], cuts: list[Cut], p
 
 
 def _chosen(module: nn.Module, spec: Any) -> Callable[[TieGroup], bool]:
-    """Which ties are transmitted."""
+    """Return a function that tells whether a tie is transmitted."""
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     choices = dict(spec) if isinstance(spec, Mapping) else {}
     if unknown := sorted(choices.keys() - names):
@@ -242,7 +242,7 @@ def _chosen(module: nn.Module, spec: Any) -> Callable[[TieGroup], bool]:
 
 
 def _loss_spec(module: nn.Module, program: Program) -> Any:
-    """What of the result is the loss, where the model says so."""
+    """Return what of the result is the loss, where the model says so."""
     if (own := getattr(module, "loss_spec", None)) is not None:
         return own
     keys = result_keys(program.stages[-1].module)

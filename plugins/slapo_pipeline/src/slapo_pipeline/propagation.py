@@ -172,7 +172,7 @@ def _is_inside(path: str, outer: str) -> bool:
 
 
 def _inputs_of(sch: Schedule) -> dict[str, Any]:
-    """What the module gets when the model runs on the example inputs, by name."""
+    """Return the module's arguments by name, as it gets them when the model runs on the example inputs."""
     root, module = sch.root_module, sch.mod
     if module is root:
         return by_name(root, sch.example_inputs)

@@ -26,7 +26,7 @@ KILL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class TrialOutput:
-    """What a trial printed, and how it ended.
+    """Output of a trial, and how it ended.
 
     Args:
         stdout: Its output.

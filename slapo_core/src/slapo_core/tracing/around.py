@@ -23,7 +23,7 @@ HOOKS = (
 
 
 def carry_around(old: nn.Module, new: nn.Module) -> None:
-    """Let hooks and wrappers of ``old`` run around the forward of ``new``, which takes its place."""
+    """Run hooks and wrappers of ``old`` around the forward of ``new``, which takes its place."""
     for name in HOOKS:
         new.__dict__[name] = old.__dict__[name]  # the same objects: handles that remove a hook refer to them
     for wrapper in forward_wrappers(old):
@@ -32,7 +32,7 @@ def carry_around(old: nn.Module, new: nn.Module) -> None:
 
 @contextmanager
 def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """``forward`` runs in the place of the module's own one, inside of its hooks and wrappers."""
+    """Run ``forward`` in the place of the module's own, inside of its hooks and wrappers."""
     name = INNER if WRAPPERS in module.__dict__ else "forward"
     module.__dict__[name] = forward
     try:
@@ -42,7 +42,7 @@ def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 
 def rebind(module: nn.Module) -> None:
-    """Let the wrappers that another object of the same attributes was given run the forward of this one."""
+    """Bind wrappers to this module's forward: they were set on another object that shares its attributes."""
     if WRAPPERS in module.__dict__:
         module.__dict__["forward"] = WrappedForward(wrapped_forward, module)
 
@@ -52,7 +52,7 @@ _ENGINES = ("deepspeed.", "megatron.", "torch.distributed.")
 
 @contextmanager
 def engines_aside(root: nn.Module) -> Iterator[None]:
-    """Meanwhile no hook of an engine runs, FSDP's or ZeRO's say, which gather and free the weights of what is called."""
+    """Take off the hooks of engines in the block: FSDP's and ZeRO's gather and free the weights of each module called."""
     former: list[tuple[dict[str, Any], str, Any]] = []
     for module in root.modules():
         for name in HOOKS:
@@ -68,7 +68,7 @@ def engines_aside(root: nn.Module) -> Iterator[None]:
 
 
 def _is_engines(hook: Any) -> bool:
-    """Whether a hook is an engine's: by its module, or as a true attribute ``of_engine`` says."""
+    """Return whether a hook is an engine's: by the Python module it is from, or by a true attribute ``of_engine``."""
     if getattr(hook, "of_engine", False):
         return True
     while isinstance(hook, partial):
@@ -77,5 +77,5 @@ def _is_engines(hook: Any) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether any hook runs when the module is called."""
+    """Return whether any hook runs when the module is called."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)

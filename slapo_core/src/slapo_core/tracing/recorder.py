@@ -87,7 +87,7 @@ class Recorder:
         return TraceError(f"{self.label}: {what}; {keep}", source=model_source())
 
     def within(self, module: nn.Module) -> AbstractContextManager[None]:
-        """What is recorded meanwhile belongs to an inlined module."""
+        """Attribute what is recorded in the block to an inlined module."""
         path = self.modules[id(module)][0]
         self.opened.add(path)
         return self._at(path)
@@ -101,7 +101,7 @@ class Recorder:
             self.inside.pop()
 
     def inside_of(self, path: str, node: fx.Node) -> AbstractContextManager[None]:
-        """What is recorded meanwhile belongs where a node does in the graph of the module at ``path``."""
+        """Attribute what is recorded in the block to the module that a node of another graph belongs to, that of ``path``."""
         return self._at(".".join(filter(None, (path, node.meta.get("module", "")))))
 
     def add_alias(self, other: nn.Module, module: nn.Module) -> None:
@@ -399,7 +399,7 @@ class _Memo(dict[int, Any]):
         return super().get(key, default)
 
     def tensor(self, tensor: torch.Tensor) -> Slot:
-        """What stands for a tensor in the copy."""
+        """Return the slot of a tensor in the copy."""
         return self._slot(self.recorder.tensor(tensor))
 
     def _slot(self, node: fx.Node | None) -> Slot:

@@ -25,7 +25,7 @@ class SymbolicGuard(Guard):
     """Tensors of every shape and dtype where the graph has inputs; everything else as it was traced."""
 
     def problem(self, module: nn.Module, call: Call) -> str | None:
-        """Why the graph is not good for a call; None where it is."""
+        """Return why the graph cannot serve a call; None where it can."""
         for name in self.placeholders:
             if not is_input(call.values[name]):
                 return f"{name} is {call.values[name]!r}, traced as a tensor"
@@ -86,7 +86,7 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _division(module: nn.Module, parameters: Any, example: Any, concrete: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Arguments that are part of the graph, and names of those that are inputs."""
+    """Return the arguments that are part of the graph, and the names of those that are inputs."""
     if unknown := concrete.keys() - parameters.parameters.keys():
         raise TraceError(f"concrete_args: the forward of {type(module).__name__} takes no {min(unknown)!r}")
     if example is None:
@@ -153,7 +153,7 @@ def _inner(module: nn.Module, graph: fx.Graph, plan: Plan, tracer: type[fx.Trace
 
 
 def tracer_class(tracer: Any) -> type[fx.Tracer] | None:
-    """The class of fx that a name or a class stands for; None where it is another tracer."""
+    """Return the fx tracer class that a name or class stands for; None for any other tracer."""
     if isinstance(tracer, type) and issubclass(tracer, fx.Tracer):
         return tracer
     return fx.Tracer if tracer in ("fx", "pytorch") else None

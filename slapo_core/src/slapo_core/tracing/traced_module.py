@@ -123,7 +123,7 @@ class TracedModule(fx.GraphModule):
         return self._variants(self, args, kwargs)
 
     def _shell(self) -> TracedModule:
-        """The graphs without what they run on."""
+        """Return the graphs without the modules and tensors they run on."""
         shell: TracedModule = object.__new__(type(self))
         empty = {name: type(self.__dict__[name])() for name in _TABLES}
         vars(shell).update(vars(self), **empty)
@@ -144,7 +144,7 @@ class TracedModule(fx.GraphModule):
 def _variants(
     module: TracedModule, guard: Guard | InputCheck | None, opened: Iterable[str] | None, root: nn.Module
 ) -> Variants:
-    """The graphs of a new traced module, which was made from ``root``."""
+    """Return the graphs of a new traced module, which was made from ``root``."""
     before = variants_of(root)
     inner = None
     if before is not None:
@@ -157,30 +157,30 @@ def _variants(
 
 
 def variants_of(module: nn.Module) -> Variants | None:
-    """The graphs of a traced module; None for any other."""
+    """Return the graphs of a traced module; None for any other."""
     return module.__dict__.get("_variants") if isinstance(module, TracedModule) else None
 
 
 def compile_anew(module: fx.GraphModule) -> None:
-    """The first graph was changed by an edit that is noted, or put back: compile it when it runs next."""
+    """Compile the first graph when it runs next: an edit that is noted changed it, or was undone."""
     variants = variants_of(module)
     module.recompile() if variants is None else variants.start_from(module.graph)
 
 
 def guard_of(module: nn.Module) -> Guard | None:
-    """The calls that the first graph of a traced module is good for."""
+    """Return the guard of a traced module's first graph; None for any other module."""
     variants = variants_of(module)
     return variants.guard if variants is not None else None
 
 
 def input_check_of(module: nn.Module) -> InputCheck | None:
-    """What checks the inputs of a traced module that no other forward stands behind."""
+    """Return the check of the inputs of a traced module that replaces no forward; None for any other module."""
     variants = variants_of(module)
     return variants.input_check if variants is not None else None
 
 
 def _show_signature(module: TracedModule) -> None:
-    """Let ``inspect.signature(module.forward)`` be that of the forward that was traced."""
+    """Make ``inspect.signature(module.forward)`` that of the forward that was traced."""
 
     def forward(self: TracedModule, *args: Any, **kwargs: Any) -> Any:
         return TracedModule.forward(self, *args, **kwargs)
@@ -194,7 +194,7 @@ def _show_signature(module: TracedModule) -> None:
 
 
 def former(module: TracedModule, bare: bool = False) -> nn.Module:
-    """A traced module as it was before, with the attributes, parameters and submodules that it has now.
+    """Return a traced module as it was before tracing, with the attributes, parameters and submodules that it has now.
 
     Args:
         module: The traced module.
@@ -212,14 +212,14 @@ def former(module: TracedModule, bare: bool = False) -> nn.Module:
 
 
 def as_original(module: nn.Module) -> nn.Module:
-    """A module as an object of the class it was traced from, with the same attributes."""
+    """Return a module as an object of the class it was traced from, with the same attributes."""
     original: nn.Module = object.__new__(module.__dict__.get("_traced_class", type(module)))
     object.__setattr__(original, "__dict__", module.__dict__)
     return original
 
 
 def subtree(root: nn.Module, targets: Iterable[str]) -> nn.Module:
-    """A copy of the module tree that holds only what ``targets`` (paths of modules, parameters, buffers) name."""
+    """Return a copy of the module tree that holds only what ``targets`` (paths of modules, parameters, buffers) name."""
     copied = shallow_copy(root, bare=True)
     for target in sorted(set(targets)):
         source, module = root, copied
