@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from . import paths
 from .errors import ScheduleError
 from .matching import Match, match_at
-from .subgraph import NAMES, Call, Part, is_in, node_now
+from .subgraph import NAMES, NewCall, Part, is_in, node_now
 from .tracing.around import is_hooked
 from .tracing.calls import function_name
 from .tracing.graph_comparison import Twins
@@ -81,7 +81,7 @@ def replace_subgraph(
             schedule.touch(module)
             module.training = gm.training
         op, target = "call_module", _add_module(schedule, gm.get_submodule(part.prefix()), part.prefix(), label, new)
-    call = Call(op, target, label, tuple(layers))
+    call = NewCall(op, target, label, tuple(layers))
     part.replace(call, made)
     rewrite.add(call, [node.name for node in made], gm)
     if variants is not None:
@@ -111,7 +111,7 @@ class _Replacement:
         self.outputs = [node.name for node in part.outputs]
         self.remake, self.pattern = remake, part.pattern
 
-    def add(self, call: Call, made: list[str], gm: fx.GraphModule) -> None:
+    def add(self, call: NewCall, made: list[str], gm: fx.GraphModule) -> None:
         """Note what was put in the place of the nodes."""
         self.call, self.made = call, made
         self.tree = _tree(gm, call)
@@ -158,7 +158,7 @@ class _Replacement:
         """Return the error for a node without a twin."""
         return ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {name!r}")
 
-    def _remade(self, module: TracedModule, part: Part) -> Call:
+    def _remade(self, module: TracedModule, part: Part) -> NewCall:
         assert self.remake is not None
         if _tree(module, self.call) != self.tree:
             what = f"{self.call.target!r} was changed since, and this call needs another one"
@@ -211,7 +211,7 @@ def _form(node: fx.Node, labels: Mapping[fx.Node, str]) -> str:
     return repr(map_arg((node.args, node.kwargs), label))
 
 
-def _tree(module: nn.Module, call: Call) -> list[Any]:
+def _tree(module: nn.Module, call: NewCall) -> list[Any]:
     """Return the modules that a call runs and what is around them, to compare."""
     if call.op != "call_module":
         return []

@@ -17,7 +17,7 @@ from .tracing.regions import write_regions
 from .tracing.sizes import SIZE
 
 
-class Call(NamedTuple):
+class NewCall(NamedTuple):
     """Call that takes the place of a subgraph."""
 
     op: str
@@ -36,13 +36,20 @@ def resolve(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
 
 
 NAMES: WeakKeyDictionary[fx.Graph, dict[str, fx.Node]] = WeakKeyDictionary()
+"""Nodes of each graph by name; entries may be stale, see ``node_now``."""
 
 
 def is_in(graph: fx.Graph, node: fx.Node) -> bool:
+    """Return whether a node is in a graph; an erased node still names its graph."""
     return node.graph is graph and node.prev.next is node
 
 
 def node_now(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return a node, or the one of its name where an undo has made it anew.
+
+    Raises:
+        ScheduleError: There is no such node.
+    """
     if is_in(graph, node):
         return node
     found = NAMES.get(graph, {}).get(node.name)
@@ -95,7 +102,7 @@ class Part:
         outside = [node for node in sorted(now) if any(user not in now for user in node.users)]
         return cls(graph, now, [other for other in inputs if other not in now], outside)
 
-    def replace(self, call: Call, made: list[fx.Node]) -> None:
+    def replace(self, call: NewCall, made: list[fx.Node]) -> None:
         """Put a call in the place of the nodes; all nodes that are new go to ``made``, that of the call behind the layers'."""
 
         def create(op: str, target: Any, args: tuple[Any, ...] = (), name: str | None = None) -> fx.Node:

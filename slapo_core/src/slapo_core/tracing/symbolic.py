@@ -57,9 +57,7 @@ def trace_fx(
     source = former(module, bare=True) if isinstance(module, TracedModule) else module
     parameters = plain_signature(source)
     concrete, placeholders = _division(module, parameters, example, concrete_args)
-    reads: set[tuple[int, str]] = set()
-    opened: set[str] = set()
-    graph = _graph(source, plan, concrete, tracer, reads, opened)
+    graph, reads, opened = _graph(source, plan, concrete, tracer)
     for node in list(graph.find_nodes(op="placeholder")):
         if str(node.target).removeprefix("*") not in placeholders:
             _erase(graph, node)
@@ -102,13 +100,12 @@ def _division(module: nn.Module, parameters: Any, example: Any, concrete: Mappin
 
 
 def _graph(
-    module: nn.Module,
-    plan: Plan,
-    concrete: dict[str, Any],
-    base: type[fx.Tracer],
-    reads: set[tuple[int, str]],
-    opened: set[str],
-) -> fx.Graph:
+    module: nn.Module, plan: Plan, concrete: dict[str, Any], base: type[fx.Tracer]
+) -> tuple[fx.Graph, set[tuple[int, str]], set[str]]:
+    """Return the graph, the attributes that were read (module's id and name), and the paths of inlined modules."""
+    reads: set[tuple[int, str]] = set()
+    opened: set[str] = set()
+
     class Tracer(base):  # type: ignore[valid-type, misc]
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
             asked = base is not fx.Tracer and super().is_leaf_module(m, module_qualified_name)
@@ -127,8 +124,7 @@ def _graph(
 
     try:
         with private.intercept(passed_on, passed_on, read, lambda name, answer: answer()):
-            graph: fx.Graph = Tracer().trace(module, concrete)
-            return graph
+            return Tracer().trace(module, concrete), reads, opened
     except Exception as err:  # symbolic values may break any code
         raise TraceError(
             f"tracer 'fx' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}; give example_inputs, with which "

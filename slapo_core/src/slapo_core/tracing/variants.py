@@ -80,11 +80,11 @@ class Variant(Hidden):
         return self.source or compile_graph(self.graph, self.name)[1]
 
     @property
-    def asks(self) -> bool:
+    def has_expectations(self) -> bool:
         """Return whether the graph may find, while it runs, that it cannot serve the call."""
         return bool(self.graph.find_nodes(op="call_function", target=expect))
 
-    def follow(self, guard: Guard | InputCheck, inputs: Mapping[str, Any]) -> None:
+    def move_to_inputs(self, guard: Guard | InputCheck, inputs: Mapping[str, Any]) -> None:
         """Move the graph to the device of the inputs: it names the device on which the forward made tensors."""
         old, new = guard.device, device_of(inputs)
         if new is None or old is None or new == old:
@@ -159,7 +159,7 @@ class Variants(Hidden):
             args, kwargs = self._checked(module, args, kwargs)
             return self.first.run(module, kwargs, args)
         forward, variant = self.resolve(module, args, kwargs)[:2]
-        if variant is None or self.is_rewritten or not variant.asks:
+        if variant is None or self.is_rewritten or not variant.has_expectations:
             return forward()
         state = _random_states()
         try:
@@ -202,14 +202,14 @@ class Variants(Hidden):
         if variant is None:
             return partial(self.original(module), *args, **kwargs), None, None
         inputs = {name: call.values[name] for name in guard.placeholders}
-        variant.follow(guard, inputs)
+        variant.move_to_inputs(guard, inputs)
         return partial(variant.run, module, inputs), variant, guard
 
     def _checked(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.input_check is None:
             return args, kwargs
         inputs = self.input_check.check(module, args, kwargs)
-        self.first.follow(self.input_check, inputs)
+        self.first.move_to_inputs(self.input_check, inputs)
         return (), inputs
 
     def original(self, module: TracedModule) -> Callable[..., Any]:
