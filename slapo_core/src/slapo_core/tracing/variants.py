@@ -7,6 +7,7 @@ with the same rewrites. What cannot be traced runs the module's own forward, whe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
@@ -147,7 +148,15 @@ class Variants(Hidden):
         """Return whether the first graph may differ from the forward that was traced, or there is no such forward."""
         return self.is_changed or self.guard is None
 
-    def __getstate__(self) -> dict[str, Any]:
+    # a copy is made when its state is complete: rewrites lead back to modules that ask their variants as they are restored
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variants:
+        return _restored({key: copy.deepcopy(value, memo) for key, value in self._state().items()})
+
+    def __reduce__(self) -> Any:
+        return _restored, (self._state(),)
+
+    def _state(self) -> dict[str, Any]:
         """Return all but the graphs: the module has the first, and others are traced again."""
         return {key: value for key, value in vars(self).items() if key not in ("first", "others", "calls", "recent")}
 
@@ -338,3 +347,9 @@ def _is_closed(root: nn.Module, path: str, cls: type) -> bool:
 
 def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
     return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+
+def _restored(state: dict[str, Any]) -> Variants:
+    variants: Variants = object.__new__(Variants)
+    vars(variants).update(state)
+    return variants
