@@ -14,12 +14,14 @@ from ..wrapping import INNER, WRAPPERS, WrappedForward, forward_wrappers, wrap_f
 
 WRAPPING = ("forward", WRAPPERS, INNER)
 """Attributes in which a module's wrappers are kept."""
-HOOKS = (
+HOOK_TABLES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+    *("_backward_hooks", "_backward_pre_hooks"),
 )
-"""Attributes in which torch keeps the hooks of a module."""
+"""Attributes in which torch keeps the hooks of a module: dicts with a key for each hook."""
+HOOKS = (*HOOK_TABLES, "_is_full_backward_hook")
+"""These, and the kind of the backward hooks."""
 
 
 def carry_around(old: nn.Module, new: nn.Module) -> None:
@@ -55,9 +57,9 @@ def engines_aside(root: nn.Module) -> Iterator[None]:
     """Take off the hooks of engines in the block: FSDP's and ZeRO's gather and free the weights of each module called."""
     former: list[tuple[dict[str, Any], str, Any]] = []
     for module in root.modules():
-        for name in HOOKS:
+        for name in HOOK_TABLES:
             hooks = module.__dict__[name]
-            if isinstance(hooks, dict) and any(map(_is_engines, hooks.values())):
+            if any(map(_is_engines, hooks.values())):
                 former.append((module.__dict__, name, hooks))
                 module.__dict__[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_engines(hook))
     try:

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
 from . import _torch_private as private
-from .around import HOOKS, WRAPPING
+from .around import HOOK_TABLES, WRAPPING
 from .guard import Guard, InputCheck
 from .structures import TABLES as _TABLES
 from .structures import shallow_copy
@@ -205,7 +205,7 @@ def former(module: TracedModule, bare: bool = False) -> nn.Module:
     view: nn.Module = as_original(module) if shell is None else object.__new__(type(shell))
     if shell is not None or bare:
         view.__dict__ = {name: value for name, value in module.__dict__.items() if not bare or name not in WRAPPING}
-        view.__dict__.update({name: OrderedDict() for name in HOOKS if bare and name in view.__dict__})
+        view.__dict__.update({name: OrderedDict() for name in HOOK_TABLES if bare and name in view.__dict__})
     if shell is not None:
         view.__dict__.update(_graph=shell.graph, _variants=shell._variants)
     return view
