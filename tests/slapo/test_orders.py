@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,12 @@ from slapo_core.testing import run_distributed
 from tests.slapo.orders import STEPS, Order, batch, gradients, make, plain_losses
 
 BATCHES = [batch(), batch(1, rows=3, length=7), batch(2, rows=1)]
-FAST = 24
+FAST = frozenset({0, 2, 4, 5, 8, 10, 11, 16, 17, 18, 20, 23})
+"""Orders that have every step, traces before and after cuts, and every model."""
 
 
-def seeds(fast: int, count: int) -> list[Any]:
-    return [pytest.param(seed, marks=pytest.mark.slow if seed >= fast else ()) for seed in range(count)]
+def seeds(fast: Collection[int], count: int) -> list[Any]:
+    return [pytest.param(seed, marks=() if seed in fast else pytest.mark.slow) for seed in range(count)]
 
 
 def structure(model: torch.nn.Module) -> list[Any]:
@@ -69,7 +71,7 @@ def assert_undone(name: str, inputs: Any, seed: int) -> None:
 
 
 def test_the_orders_have_every_step() -> None:
-    orders = [Order(seed) for seed in range(FAST)]
+    orders = [Order(seed) for seed in FAST]
     assert {order.model for order in orders} == {"gpt2", "llama", "plain"}
     assert {step for order in orders for step in order.steps} == set(STEPS)
 
@@ -97,7 +99,7 @@ def train(rank: int, seed: int, target: str, layout: tuple[int, int]) -> tuple[l
 @pytest.mark.parametrize(
     "target", ["torch", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("megatron", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("seed", seeds(1, 30))
+@pytest.mark.parametrize("seed", seeds({0}, 30))
 def test_an_order_trains_on_an_engine(seed: int, target: str) -> None:
     layout = [(1, 2), (2, 1), (2, 2)][seed % 3]
     losses, expected, refused = run_distributed(train, layout[0] * layout[1], seed, target, layout, timeout=100)[0]

@@ -257,7 +257,7 @@ GIVEN = {
 
 
 @hypothesis.given(**GIVEN)
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 def test_edits_are_made_in_every_call_or_refused(**given: Any) -> None:
     check(**given)
 
