@@ -51,7 +51,7 @@ AVERAGED = {**SHARED, "config": {"ddp": {"overlap_grad_reduce": True, "average_i
         (2, structures, (2, 4, WHOLE)),
         (2, frozen_modes, (SHARED,)),
         (2, unreached, (WHOLE,)),
-        (4, half_sharded, (WHOLE,)),
+        pytest.param(4, half_sharded, (WHOLE,), marks=pytest.mark.slow),  # the fast one is DeepSpeed's
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
