@@ -26,7 +26,7 @@ KILL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class TrialOutput:
-    """Output of a trial, and how it ended.
+    """What a trial printed, and how it ended.
 
     Args:
         stdout: Its output.

@@ -1,4 +1,4 @@
-"""Attributes that a forward reads from its modules: they are part of the graph, and may differ at the next call."""
+"""What a forward read from its modules: numbers that are part of the graph and may be others at the next call."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Attributes:
             raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
 
     def changed(self, root: nn.Module) -> str | None:
-        """Return a sentence about the first attribute that differs now, or None."""
+        """The first attribute that is another one now, in words."""
         every = bool(self._inside.changed())
         if not every and self._is_same(root):
             return None
@@ -100,7 +100,7 @@ class Attributes:
         }
 
     def _is_same(self, root: nn.Module, in_any_mode: bool = False) -> bool:
-        """Return whether all attributes are the very objects that they were; every call asks."""
+        """Whether all are the very objects that they were; this is asked at every call."""
         for path, keys in self._keys.items():
             module = _inside(root, path) if path else root
             for key in keys if module is not None else ():
@@ -132,5 +132,5 @@ def _inside(root: nn.Module, path: tuple[str, ...]) -> nn.Module | None:
 
 
 def facts_of(value: Any) -> Any:
-    """Return what has to stay the same of an attribute."""
+    """What has to stay the same of an attribute."""
     return fingerprint(value, lambda tensor: (tuple(tensor.shape), tensor.dtype, id(tensor)))

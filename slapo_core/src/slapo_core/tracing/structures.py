@@ -33,12 +33,12 @@ _BY_REFERENCE = (
 
 
 def by_reference(value: Any) -> bool:
-    """Return whether a graph may hold this very object, as no forward changes it."""
+    """Whether a graph may hold this very object: nothing a forward changes."""
     return isinstance(value, _BY_REFERENCE) or type(value).__module__ == "numpy"
 
 
 def contents(value: Any) -> dict[Any, Any] | None:
-    """Return the parts of a container or object, by index, key or attribute; None for a value without parts."""
+    """What a container or object consists of, by index, key or attribute; None for a value without parts."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, torch.Tensor) or by_reference(value):
@@ -48,7 +48,7 @@ def contents(value: Any) -> dict[Any, Any] | None:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """Return the parts of a value that is no dict; of an object its own table, as a config may have slow attribute access."""
+    """The same of what is no dict; of an object its own table, as a config may have a slow way to get attributes."""
     if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))
     if isinstance(value, (set, frozenset)):
@@ -61,7 +61,7 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def fill(value: Any, parts: dict[Any, Any]) -> None:
-    """Make a mutable container or object consist of these parts, the reverse of ``contents``."""
+    """Let a container or object that can change consist of these parts, the reverse of ``contents``."""
     table = value if isinstance(value, (dict, list, set, deque)) else vars(value)
     table.clear()
     table.extend(parts.values()) if isinstance(table, (list, deque)) else table.update(parts)
@@ -90,7 +90,7 @@ def walk(value: Any, seen: set[int] | None = None) -> Iterator[tuple[tuple[Any, 
 
 
 class Snapshot:
-    """Parts of a value now, down to the last object inside, to compare with and to put back.
+    """What a value consists of now, down to the last object inside, to compare with and to put back.
 
     Args:
         value: A container or an object.
@@ -117,7 +117,7 @@ def _same(part: Any, old: dict[Any, Any]) -> bool:
 
 
 def getter(value: Any) -> Callable[[Any, Any], Any]:
-    """Return the function that gets the part of ``value`` under a key of ``contents``: ``getter(value)(value, key)``."""
+    """How to get the part of ``value`` that ``contents`` calls by a key: ``getter(value)(value, key)``."""
     return operator.getitem if isinstance(value, (dict, list, tuple, deque)) else getattr
 
 
@@ -127,12 +127,12 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def has_tensor(value: Any) -> bool:
-    """Return whether a tensor is anywhere inside."""
+    """Whether a tensor is anywhere inside."""
     return isinstance(value, torch.Tensor) or any(True for _ in tensors(value))
 
 
 def is_input(value: Any) -> bool:
-    """Return whether a value is an input of every call: it holds tensors, or objects a forward may change, e.g. a cache."""
+    """Whether a graph has to be given the value anew at every call: tensors, and objects a forward may change, e.g. a cache."""
     return any(isinstance(p, torch.Tensor) or not (parts is None or isinstance(p, _PLAIN)) for _, p, parts in walk(value))
 
 
@@ -172,7 +172,7 @@ def _describe(print_: Any) -> str:
 
 
 def difference(traced: Any, given: Any, path: str) -> str:
-    """Return where two fingerprints differ first, e.g. ``mask is a tensor [2, 4] int64, traced as None``."""
+    """Where two fingerprints differ first, e.g. ``mask is a tensor [2, 4] int64, traced as None``."""
     nested = traced[0] is given[0] and traced[0] not in (torch.Tensor, *ATOMS) and isinstance(traced[1], dict)
     if nested and isinstance(given[1], dict):
         for key in [*traced[1], *given[1]]:

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
 from . import _torch_private as private
-from .around import HOOK_TABLES, WRAPPING
+from .around import HOOKS, WRAPPING
 from .guard import Guard, InputCheck
 from .structures import TABLES as _TABLES
 from .structures import shallow_copy
@@ -123,7 +123,7 @@ class TracedModule(fx.GraphModule):
         return self._variants(self, args, kwargs)
 
     def _shell(self) -> TracedModule:
-        """Return the graphs without the modules and tensors they run on."""
+        """The graphs without what they run on."""
         shell: TracedModule = object.__new__(type(self))
         empty = {name: type(self.__dict__[name])() for name in _TABLES}
         vars(shell).update(vars(self), **empty)
@@ -144,7 +144,7 @@ class TracedModule(fx.GraphModule):
 def _variants(
     module: TracedModule, guard: Guard | InputCheck | None, opened: Iterable[str] | None, root: nn.Module
 ) -> Variants:
-    """Return the graphs of a new traced module, which was made from ``root``."""
+    """The graphs of a new traced module, which was made from ``root``."""
     before = variants_of(root)
     inner = None
     if before is not None:
@@ -157,30 +157,30 @@ def _variants(
 
 
 def variants_of(module: nn.Module) -> Variants | None:
-    """Return the graphs of a traced module; None for any other."""
+    """The graphs of a traced module; None for any other."""
     return module.__dict__.get("_variants") if isinstance(module, TracedModule) else None
 
 
 def compile_anew(module: fx.GraphModule) -> None:
-    """Compile the first graph when it runs next: an edit that is noted changed it, or was undone."""
+    """The first graph was changed by an edit that is noted, or put back: compile it when it runs next."""
     variants = variants_of(module)
     module.recompile() if variants is None else variants.start_from(module.graph)
 
 
 def guard_of(module: nn.Module) -> Guard | None:
-    """Return the guard of a traced module's first graph; None for any other module."""
+    """The calls that the first graph of a traced module is good for."""
     variants = variants_of(module)
     return variants.guard if variants is not None else None
 
 
 def input_check_of(module: nn.Module) -> InputCheck | None:
-    """Return the check of the inputs of a traced module that replaces no forward; None for any other module."""
+    """What checks the inputs of a traced module that no other forward stands behind."""
     variants = variants_of(module)
     return variants.input_check if variants is not None else None
 
 
 def _show_signature(module: TracedModule) -> None:
-    """Make ``inspect.signature(module.forward)`` that of the forward that was traced."""
+    """Let ``inspect.signature(module.forward)`` be that of the forward that was traced."""
 
     def forward(self: TracedModule, *args: Any, **kwargs: Any) -> Any:
         return TracedModule.forward(self, *args, **kwargs)
@@ -194,7 +194,7 @@ def _show_signature(module: TracedModule) -> None:
 
 
 def former(module: TracedModule, bare: bool = False) -> nn.Module:
-    """Return a traced module as it was before tracing, with the attributes, parameters and submodules that it has now.
+    """A traced module as it was before, with the attributes, parameters and submodules that it has now.
 
     Args:
         module: The traced module.
@@ -205,21 +205,21 @@ def former(module: TracedModule, bare: bool = False) -> nn.Module:
     view: nn.Module = as_original(module) if shell is None else object.__new__(type(shell))
     if shell is not None or bare:
         view.__dict__ = {name: value for name, value in module.__dict__.items() if not bare or name not in WRAPPING}
-        view.__dict__.update({name: OrderedDict() for name in HOOK_TABLES if bare and name in view.__dict__})
+        view.__dict__.update({name: OrderedDict() for name in HOOKS if bare and name in view.__dict__})
     if shell is not None:
         view.__dict__.update(_graph=shell.graph, _variants=shell._variants)
     return view
 
 
 def as_original(module: nn.Module) -> nn.Module:
-    """Return a module as an object of the class it was traced from, with the same attributes."""
+    """A module as an object of the class it was traced from, with the same attributes."""
     original: nn.Module = object.__new__(module.__dict__.get("_traced_class", type(module)))
     object.__setattr__(original, "__dict__", module.__dict__)
     return original
 
 
 def subtree(root: nn.Module, targets: Iterable[str]) -> nn.Module:
-    """Return a copy of the module tree that holds only what ``targets`` (paths of modules, parameters, buffers) name."""
+    """A copy of the module tree that holds only what ``targets`` (paths of modules, parameters, buffers) name."""
     copied = shallow_copy(root, bare=True)
     for target in sorted(set(targets)):
         source, module = root, copied

@@ -17,7 +17,6 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from .. import paths
 from ..errors import ScheduleError, TraceError
 from ..logger import get_logger
 from ..wrapping import is_opaque
@@ -81,12 +80,12 @@ class Variant(Hidden):
         return self.source or compile_graph(self.graph, self.name)[1]
 
     @property
-    def has_expectations(self) -> bool:
-        """Return whether the graph may find, while it runs, that it cannot serve the call."""
+    def asks(self) -> bool:
+        """Whether the graph may find in the middle that it is not good for the call."""
         return bool(self.graph.find_nodes(op="call_function", target=expect))
 
-    def move_to_inputs(self, guard: Guard | InputCheck, inputs: Mapping[str, Any]) -> None:
-        """Move the graph to the device of the inputs: it names the device on which the forward made tensors."""
+    def follow(self, guard: Guard | InputCheck, inputs: Mapping[str, Any]) -> None:
+        """The graph says where the forward made tensors: where its inputs were. They may be on another device now."""
         old, new = guard.device, device_of(inputs)
         if new is None or old is None or new == old:
             return
@@ -134,21 +133,21 @@ class Variants(Hidden):
         self.recent: tuple[Guard, Variant | None] | None = None
 
     def begin_rewrite(self, module: fx.GraphModule) -> None:
-        """Remember the first graph before its first rewrite."""
+        """The first graph is about to be rewritten."""
         if not self.rewrites and self.pristine is None:
             self.pristine = graph_data(module.graph, module)
 
     @property
     def is_changed(self) -> bool:
-        """Return whether the first graph was edited."""
+        """Whether the first graph is another one than was given."""
         return bool(self.rewrites) or self.edited_by_hand
 
     @property
     def is_rewritten(self) -> bool:
-        """Return whether the first graph may differ from the forward that was traced, or there is no such forward."""
+        """Whether the first graph does other things than the forward that was traced, or stands for none."""
         return self.is_changed or self.guard is None
 
-    # a copy is made when its state is complete: rewrites lead back to modules that ask their variants as they are restored
+    # made with its whole state, not filled later: what rewrites hold leads back to modules that need it when they are restored
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variants:
         return _restored({key: copy.deepcopy(value, memo) for key, value in self._state().items()})
@@ -157,7 +156,7 @@ class Variants(Hidden):
         return _restored, (self._state(),)
 
     def _state(self) -> dict[str, Any]:
-        """Return all but the graphs: the module has the first, and others are traced again."""
+        """All but the graphs: the module has the first, and others are traced again."""
         return {key: value for key, value in vars(self).items() if key not in ("first", "others", "calls", "recent")}
 
     # ---- a call
@@ -168,7 +167,7 @@ class Variants(Hidden):
             args, kwargs = self._checked(module, args, kwargs)
             return self.first.run(module, kwargs, args)
         forward, variant = self.resolve(module, args, kwargs)[:2]
-        if variant is None or self.is_rewritten or not variant.has_expectations:
+        if variant is None or self.is_rewritten or not variant.asks:
             return forward()
         state = _random_states()
         try:
@@ -180,7 +179,7 @@ class Variants(Hidden):
             return self.original(module)(*args, **kwargs)
 
     def graph_for(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[fx.Graph, dict[str, Any], list[tuple[str, str]]]:
-        """Return the graph of a call, its inputs, and path and name of the attributes that it depends on."""
+        """The graph of a call, its inputs, and path and name of the attributes that it depends on."""
         if self.guard is None:
             args, kwargs = self._checked(module, args, kwargs)
             placeholders = [str(node.target) for node in self.first.graph.find_nodes(op="placeholder")]
@@ -191,7 +190,7 @@ class Variants(Hidden):
         return variant.graph, forward.args[1], guard.attributes.names if guard.attributes is not None else []
 
     def resolve(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
-        """Return what runs a call: a graph, with its guard, or the forward that was traced.
+        """What runs a call: a graph, with its guard, or the forward that was traced.
 
         Raises:
             TraceError: the graph was rewritten, and the rewrites cannot be made on the graph of this call; or an attribute
@@ -211,18 +210,18 @@ class Variants(Hidden):
         if variant is None:
             return partial(self.original(module), *args, **kwargs), None, None
         inputs = {name: call.values[name] for name in guard.placeholders}
-        variant.move_to_inputs(guard, inputs)
+        variant.follow(guard, inputs)
         return partial(variant.run, module, inputs), variant, guard
 
     def _checked(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.input_check is None:
             return args, kwargs
         inputs = self.input_check.check(module, args, kwargs)
-        self.first.move_to_inputs(self.input_check, inputs)
+        self.first.follow(self.input_check, inputs)
         return (), inputs
 
     def original(self, module: TracedModule) -> Callable[..., Any]:
-        """Return the forward that was traced, on the attributes, parameters and submodules that the module has now."""
+        """The forward that was traced, on the attributes, parameters and submodules that the module has now."""
         view = self.former(module)
         return MethodType(type(view).forward, view)
 
@@ -245,7 +244,7 @@ class Variants(Hidden):
         return None
 
     def _closed(self, module: TracedModule) -> tuple[str, ...]:
-        """Return the paths of inlined modules that were wrapped, hooked or replaced since the trace."""
+        """Paths of modules whose forwards are part of the graphs, and that are now called for more than their forward."""
         return tuple(path for path, cls in self.opened.items() if _is_closed(module, path, cls)) if self.opened else ()
 
     def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
@@ -309,7 +308,7 @@ class Variants(Hidden):
 
 
 def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a shallow copy of ``root`` with further modules at these paths."""
+    """A shallow copy of ``root`` in which further modules are at these paths."""
     for path, module in modules.items():
         *parents, name = path.split(".")
         root = holder = shallow_copy(root)
@@ -320,14 +319,14 @@ def with_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module
 
 
 def with_dropped(module: TracedModule) -> TracedModule:
-    """Return a traced module with copies of the submodules that rewrites removed: graphs without these rewrites call them."""
+    """A traced module that has copies of the submodules that rewrites removed, which graphs without these rewrites call."""
     copied = with_modules(module, {path: on_meta(dropped) for path, dropped in module._variants.dropped.items()})
     assert isinstance(copied, type(module))
     return copied
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module and all in it, with weights on the meta device."""
+    """A copy of a module and all in it, with weights on the meta device."""
     copied = shallow_copy(module)
     empty = partial(torch.empty_like, device="meta")
     for name, weight in copied._parameters.items():
@@ -339,10 +338,12 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 
 def _is_closed(root: nn.Module, path: str, cls: type) -> bool:
-    module = paths.find(root, path)
-    if module is None or type(module) is not cls:
-        return True
-    return ("forward" in module.__dict__ or is_hooked(module)) and is_opaque(module)
+    module: nn.Module | None = root
+    for name in path.split("."):
+        module = module and module._modules.get(name)
+    return (
+        module is None or type(module) is not cls or ("forward" in module.__dict__ or is_hooked(module)) and is_opaque(module)
+    )
 
 
 def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
