@@ -85,7 +85,7 @@ def test_each_rank_gets_its_part_of_the_same_numbers(layout: dict[str, int]) -> 
 
 
 def stage_values(rank: int, target: str) -> dict[str, torch.Tensor]:
-    """Return what this rank has values of after consolidating for its stage."""
+    """What this rank has values of after consolidating for its stage."""
     sch = slapo.create_schedule(empty(), mesh=mesh_of(pp=2), example_inputs=batches(1)[0])
     sch.pipeline(2)
     slapo.consolidate_model(sch, target, optimizer=adamw, microbatches=2, check=False)

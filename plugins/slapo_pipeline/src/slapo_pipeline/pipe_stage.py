@@ -121,7 +121,7 @@ class CarryingStage(nn.Module):
         return tuple(tensor.contiguous() for tensor in (*result, *self._packed(batch)))
 
     def received_like(self) -> tuple[torch.Tensor, ...]:
-        """Return tensors without numbers like those that the stage receives."""
+        """What it receives, without numbers."""
         return (*map(like, self._inputs), *self._carried_like(self._carried_in))
 
     def sent_like(self) -> tuple[torch.Tensor, ...]:

@@ -25,7 +25,7 @@ class SymbolicGuard(Guard):
     """Tensors of every shape and dtype where the graph has inputs; everything else as it was traced."""
 
     def problem(self, module: nn.Module, call: Call) -> str | None:
-        """Return why the graph cannot serve a call; None where it can."""
+        """Why the graph is not good for a call; None where it is."""
         for name in self.placeholders:
             if not is_input(call.values[name]):
                 return f"{name} is {call.values[name]!r}, traced as a tensor"
