@@ -31,7 +31,8 @@ def folders() -> dict[str, Path]:
 def pip(*arguments: str | Path, python: Path | None = None) -> None:
     """Run pip without any index; its output is the assertion's message."""
     target = ["--python", str(python)] if python else []
-    command = [sys.executable, "-m", "pip", *target, "--disable-pip-version-check", *map(str, arguments), "--no-index"]
+    index = ["--no-index"] if arguments[0] != "uninstall" else []
+    command = [sys.executable, "-m", "pip", *target, "--disable-pip-version-check", *map(str, arguments), *index]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stdout + result.stderr
 

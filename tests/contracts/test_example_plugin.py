@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from .conftest import TOP, Environment, pip
@@ -25,20 +26,23 @@ def test_it_is_about_14_lines() -> None:
     assert len(lines) <= 16
 
 
-def test_following_the_page_shows_the_primitive(tmp_path: Path, wheels: Path) -> None:
+def test_following_the_page_shows_the_primitive(tmp_path: Path, installed: Callable[[str], Environment]) -> None:
     """Another test shows what ``slapo`` alone lists: this primitive is not among it."""
     project = tmp_path / "project"
     for path, content in [*NAMED, ("src/slapo_example/__init__.py", ""), ("README.md", "")]:
         (project / path).parent.mkdir(parents=True, exist_ok=True)
         (project / path).write_text(content)
     (project / "src/slapo_example/py.typed").touch()
-    environment = Environment(tmp_path / "env", wheels)
-    environment.install("slapo")
+    environment = installed("slapo")
     pip("wheel", "-q", "--no-deps", "--no-build-isolation", project, "-w", tmp_path / "wheel")
     (wheel,) = (tmp_path / "wheel").iterdir()
     pip("install", "-q", "--no-deps", wheel, python=environment.python)
-    assert "freeze" in environment.run("slapo", "primitives")
-    (row,) = [row for row in json.loads(environment.run("slapo", "plugins", "--json"))["plugins"] if row["name"] == "example"]
+    try:
+        assert "freeze" in environment.run("slapo", "primitives")
+        rows = json.loads(environment.run("slapo", "plugins", "--json"))["plugins"]
+    finally:  # other tests use the environment
+        pip("uninstall", "-q", "-y", "slapo-example", python=environment.python)
+    (row,) = [row for row in rows if row["name"] == "example"]
     assert row["provides"]["primitives"] == ["freeze"]
     assert "slapo_after_build" in row["provides"]["hooks"]
 

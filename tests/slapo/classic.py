@@ -37,7 +37,7 @@ class Classic:
         return runpy.run_path(str(self.folder / "train.py"))
 
     def snippets(self) -> list[str]:
-        """What the page shows of the script."""
+        """Return the parts of the script that the page shows."""
         return re.findall(r"```py\n(.*?)```", self.page, re.DOTALL)
 
     def run(self, command: str) -> None:

@@ -114,7 +114,7 @@ class Marked(nn.Module):
 
 
 def run(pipe: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What a pipe computes; torch's returns a tuple of one for a tensor."""
+    """Return what a pipe computes; torch's returns a tuple of one for a tensor."""
     out = pipe(*args, **kwargs)
     return out[0] if isinstance(out, tuple) and len(out) == 1 else out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import slapo
 from slapo_core.testing import run_distributed
-from tests.slapo.orders import EXPECTED, STEPS, Order, batch, gradients, make
+from tests.slapo.orders import STEPS, Order, batch, gradients, make, plain_losses
 
 BATCHES = [batch(), batch(1, rows=3, length=7), batch(2, rows=1)]
-FAST = 24
+FAST = frozenset({0, 2, 4, 5, 8, 10, 11, 16, 17, 18, 20, 23})
+"""Orders that have every step, traces before and after cuts, and every model."""
 
 
-def seeds(fast: int, count: int) -> list[Any]:
-    return [pytest.param(seed, marks=pytest.mark.slow if seed >= fast else ()) for seed in range(count)]
+def seeds(fast: Collection[int], count: int) -> list[Any]:
+    return [pytest.param(seed, marks=() if seed in fast else pytest.mark.slow) for seed in range(count)]
 
 
 def structure(model: torch.nn.Module) -> list[Any]:
@@ -30,10 +32,9 @@ def structure(model: torch.nn.Module) -> list[Any]:
 def test_an_order_builds_is_right_can_be_undone_and_replayed(seed: int, tmp_path: Any) -> None:
     order = Order(seed)
     plain, model = make(order.model), make(order.model)
-    before = structure(model)
     inputs = order.draw.choice([BATCHES[0], ((BATCHES[0]["input_ids"],), {"labels": BATCHES[0]["labels"]})])
     sch = slapo.create_schedule(model, example_inputs=inputs)
-    assert [why for why in order.apply(sch) if not any(words in why for words in EXPECTED)] == []
+    assert order.apply(sch) == []
     program = slapo.build_program(sch)
     expected = [gradients(plain, plain, each) for each in BATCHES]
     torch.testing.assert_close([gradients(program, sch.root_module, each) for each in BATCHES], expected, rtol=1e-4, atol=1e-5)
@@ -43,7 +44,7 @@ def test_an_order_builds_is_right_can_be_undone_and_replayed(seed: int, tmp_path
     copied = copy.deepcopy(sch.root_module)
     torch.testing.assert_close(gradients(copied, copied, BATCHES[1]), expected[1], rtol=1e-4, atol=1e-5)
     assert_replays(sch, order, inputs, tmp_path / "schedule.json", expected)
-    assert_undone(order.model, inputs, order.steps, before, seed)
+    assert_undone(order.model, inputs, seed)
 
 
 def assert_replays(sch: slapo.Schedule, order: Order, inputs: Any, file: Any, expected: Any) -> None:
@@ -54,7 +55,7 @@ def assert_replays(sch: slapo.Schedule, order: Order, inputs: Any, file: Any, ex
     torch.testing.assert_close(gradients(program, again.root_module, BATCHES[0]), expected[0], rtol=1e-4, atol=1e-5)
 
 
-def assert_undone(name: str, inputs: Any, steps: list[str], before: Any, seed: int) -> None:
+def assert_undone(name: str, inputs: Any, seed: int) -> None:
     model = make(name)
     before = structure(model)
     order = Order(seed)
@@ -70,7 +71,7 @@ def assert_undone(name: str, inputs: Any, steps: list[str], before: Any, seed: i
 
 
 def test_the_orders_have_every_step() -> None:
-    orders = [Order(seed) for seed in range(FAST)]
+    orders = [Order(seed) for seed in FAST]
     assert {order.model for order in orders} == {"gpt2", "llama", "plain"}
     assert {step for order in orders for step in order.steps} == set(STEPS)
 
@@ -81,7 +82,6 @@ def train(rank: int, seed: int, target: str, layout: tuple[int, int]) -> tuple[l
     pipeline, tensor = layout
     mesh = init_device_mesh("cpu", (pipeline, 1, tensor), mesh_dim_names=("pp", "dp", "tp"))
     batches = [batch(0, 4), batch(1, 4), batch(2, 4, length=8)]
-    plain = make(order.model)
     sch = slapo.create_schedule(make(order.model), mesh=mesh, example_inputs=batches[0])
     if tensor > 1 and order.model != "plain":  # whose attention counts on all heads
         order.steps = [step for step in order.steps if step != "checkpoint_mlp"]
@@ -92,21 +92,14 @@ def train(rank: int, seed: int, target: str, layout: tuple[int, int]) -> tuple[l
     engine = slapo.build(sch, target, optimizer=partial(torch.optim.SGD, lr=0.1), microbatches=2)
     losses = [float(engine.train_batch(**each)) for each in batches]
     engine.close()
-    optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.1), []
-    for each in batches:
-        optimizer.zero_grad()
-        loss = plain(**each)["loss"]
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss))
-    return losses, expected, [why for why in refused if not any(words in why for words in EXPECTED)]
+    return losses, plain_losses(make(order.model), batches), refused
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     "target", ["torch", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("megatron", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("seed", seeds(1, 30))
+@pytest.mark.parametrize("seed", seeds({0}, 30))
 def test_an_order_trains_on_an_engine(seed: int, target: str) -> None:
     layout = [(1, 2), (2, 1), (2, 2)][seed % 3]
     losses, expected, refused = run_distributed(train, layout[0] * layout[1], seed, target, layout, timeout=100)[0]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import slapo
 from slapo_core.testing import run_distributed
-from tests.slapo.orders import PARTS, batch, make
+from tests.slapo.orders import PARTS, batch, make, plain_losses
 
 
 def traced(sch: slapo.Schedule, how: str, blocks: str, attention: str) -> None:
@@ -29,20 +29,12 @@ def train(rank: int, name: str, how: str, target: str, options: dict[str, Any]) 
     """Losses of three steps, the last one on shorter sequences: of the engine, and of the unmodified model."""
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
     batches = [batch(0, 8), batch(1, 8), batch(2, 8, length=8)]
-    plain = make(name)
     sch = slapo.create_schedule(make(name), mesh=mesh, example_inputs=batches[0])
     traced(sch, how, *PARTS[name][:2])
     engine = slapo.build(sch, target, optimizer=partial(torch.optim.SGD, lr=0.1), microbatches=2, **options)
     losses = [float(engine.train_batch(**{key: value.chunk(2)[rank] for key, value in each.items()})) for each in batches]
     engine.close()
-    optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.1), []
-    for each in batches:
-        optimizer.zero_grad()
-        loss = plain(**each)["loss"]
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss))
-    return losses, expected
+    return losses, plain_losses(make(name), batches)
 
 
 FSDP: tuple[str, dict[str, Any]] = ("torch", {"data_parallel": "fsdp"})

@@ -24,7 +24,7 @@ X = torch.randn(2, 4)
 
 
 class Edits:
-    """What an edit needs of a schedule."""
+    """The part of a schedule that an edit needs."""
 
     path = ""
 

@@ -144,7 +144,7 @@ def test_replace_all_is_undone_when_a_module_cannot_be_made() -> None:
 
 
 def sized(path: str, old: nn.Linear, *, bias: bool) -> nn.Module:
-    """As a classic script writes it."""
+    """Make a module from the arguments that a classic script gives."""
     made = nn.Linear(old.in_features, old.out_features, bias=bias)
     made.path = path
     return made

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 
 def count_again(rank: int) -> None:
     """DeepSpeed numbers parameters and modules in a process; one that was alone has counted further than the other one."""
+    if "deepspeed" not in sys.modules:  # it has not counted yet, and takes seconds to import
+        return
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 

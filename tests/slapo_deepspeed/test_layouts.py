@@ -12,8 +12,7 @@ from tests.engines import FACTS, train_beside_reference, zero
 pytestmark = pytest.mark.multiproc
 
 MODELS = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "t5"))]
-FOUR = [{"pp": 2, "tp": 2}]
-FOUR += [pytest.param(layout, marks=pytest.mark.slow) for layout in ({"pp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2})]
+FOUR = [{"pp": 2, "tp": 2}, {"pp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}]
 LONG = [("llama", "dp"), ("t5", "tp")]
 
 
@@ -42,14 +41,15 @@ def test_every_stage_of_zero(name: str, axis: str) -> None:
         assert all(difference < 2e-5 for difference in worst.values()), worst
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("t5", marks=pytest.mark.slow)])  # see test_bf16
+@pytest.mark.parametrize("name", MODELS)
 def test_a_pipeline(name: str) -> None:
     for worst in differences(2, name, {"pp": 2}, [0, 1]):
         assert all(difference < 2e-5 for difference in worst.values()), worst
 
 
+@pytest.mark.slow  # the fast test of four ranks is in test_engine.py, with stages that have shards and stages that have none
 @pytest.mark.parametrize("layout", FOUR, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_four_ranks(name: str, layout: dict[str, int]) -> None:
     for worst in differences(4, name, layout, [0, 1]):
         assert all(difference < 2e-5 for difference in worst.values()), worst

@@ -233,6 +233,6 @@ def test_dropout_draws_the_same_whatever_the_mode(options: dict[str, Any]) -> No
 
 
 def test_modes_are_options_of_inductor() -> None:
-    """Of torch's private names the one that this goes by."""
+    """The one private name of torch that this goes by."""
     assert mode_options("max-autotune")["max_autotune"] is True
     assert mode_options("default") == mode_options(None) == {}

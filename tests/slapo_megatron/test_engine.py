@@ -1,4 +1,4 @@
-"""What an engine on Megatron does beside training like one process."""
+"""Behaviour of an engine on Megatron beside training like one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ AVERAGED = {**SHARED, "config": {"ddp": {"overlap_grad_reduce": True, "average_i
         (2, structures, (2, 4, WHOLE)),
         (2, frozen_modes, (SHARED,)),
         (2, unreached, (WHOLE,)),
-        (4, half_sharded, (WHOLE,)),
+        pytest.param(4, half_sharded, (WHOLE,), marks=pytest.mark.slow),  # the fast one is DeepSpeed's
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -86,7 +86,7 @@ def test_one_process_alone() -> None:
 
 
 def megatrons_optimizer(rank: int) -> tuple[list[float], str]:
-    """How far losses with Megatron's optimizer are from those of one process; so an engine without one, and what it says."""
+    """Return how far losses with Megatron's optimizer are from those of one process, and those of an engine without one."""
     mesh, data = mesh_of(dp=2), batches(2)
     section = {"optimizer": "adam", "lr": 1e-2, "adam_eps": 1e-3, "weight_decay": 0.0}
     schedule = scheduled(small("gpt2"), mesh, my_part(data[0], mesh))
@@ -123,7 +123,7 @@ def set_up_by_the_user(rank: int) -> tuple[float, float, str, bool]:
 
 
 def left_open(rank: int) -> tuple[str, str]:
-    """What is said while an engine for another mesh is open, and once it is closed."""
+    """Return the error while an engine for another mesh is open, and the result once it is closed."""
     mesh, flat = mesh_of(tp=2), mesh_of(dp=2)
     engine = build(scheduled(small("gpt2"), mesh, batches(1)[0]), "megatron", optimizer=adamw)
 

@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def parallelized(rank: int) -> str:
-    """What a budget for layers of DTensors is told; one that was given before works."""
+    """Return the error of a budget for layers of DTensors; one that was given before works."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     reference, model, late = Model(), Model(), Model()
     sch = create_schedule(model, example_inputs=(x,), plugins=PLUGINS)

@@ -28,7 +28,7 @@ from tests.slapo_models.cases import CASES
 
 @pytest.fixture(autouse=True)
 def unregistered() -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """Remove what a test registers."""
     yield
     REGISTERED.clear()
 

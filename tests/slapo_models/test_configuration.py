@@ -195,7 +195,7 @@ def test_it_works_on_weights_that_are_not_made_yet() -> None:
 
 
 class Wrapped(nn.Module):
-    """What a training script puts around a network."""
+    """A wrapper that a training script puts around a network."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is said of a partition is what its stages do."""
+"""The analysis of a partition is what its stages do."""
 
 from __future__ import annotations
 

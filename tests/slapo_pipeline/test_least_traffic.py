@@ -68,7 +68,6 @@ def test_what_is_cheap_is_made_again(name: str, paths: tuple[str, ...]) -> None:
     def late(h: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         return h + made.to(h.dtype).reshape(-1, 4, 8).sum(0)
 
-    assert_same_as_model(Layers(SENT_SMALL[name], late), {"x": torch.randn(4, 8)}, *paths)
     for crossed, path in zip(traffic(Layers(SENT_SMALL[name], late), *paths).boundaries, paths, strict=True):
         hidden = 1 if path == "a" else 2
         assert (crossed.forward, crossed.backward) == (hidden * HIDDEN, hidden * HIDDEN)

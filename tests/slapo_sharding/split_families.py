@@ -30,12 +30,8 @@ FAST = tuple(
 )
 """Those of which the others are variations."""
 
-ON_FOUR = frozenset(
-    """
-    gpt2 llama
-    """.split()
-)
-"""Those of them that every run splits on four ranks too."""
+ON_FOUR = frozenset({"llama"})
+"""Those of them that the fast runs split on four ranks too."""
 
 UNLIKE = {"deepseek_v3", "gemma2", "gemma3_text", "gpt_neo", "gpt_oss", "modernbert"}
 """Those whose two layers are of different make."""

@@ -117,7 +117,7 @@ def _leaves_the_last_with_nothing(table: Table, ranks: int) -> bool:
     return table.axis in (0, -2) and -(-table.rows // ranks) * (ranks - 1) >= table.rows
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @settings(max_examples=10, deadline=None)
 @given(table=tables())
 def test_embeddings(ranks: int, table: Table) -> None:

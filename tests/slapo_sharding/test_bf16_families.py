@@ -27,7 +27,7 @@ UNLUCKY = {(2, "clip"), (4, "t5")}
 WIDE = {"intermediate_size": 64, "moe_intermediate_size": 64}
 """Torch multiplies groups of rows in bf16 only where a row of each rank's part has a multiple of 16 bytes."""
 
-QUICK = {"gpt2", "llama"}
+QUICK = {"llama"}
 """Those that every run has, on two ranks."""
 
 

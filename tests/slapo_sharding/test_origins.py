@@ -1,4 +1,4 @@
-"""What a traced model's sizes are computed from, and how much searching that saves."""
+"""Origins of a traced model's sizes, and how much search they save."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_long_sums_may_be_anything():
 
 
 def _traces(rank: int, name: str) -> int:
-    """How many times the model is traced; both attributes that have to turn local are found in the first attempt."""
+    """Count the traces of the model; both attributes that have to turn local are found in the first attempt."""
     model, batch = family(name)
     count, traced = 0, derived_plan.trace
 

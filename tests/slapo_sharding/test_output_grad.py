@@ -42,7 +42,7 @@ def scheduled(model: nn.Module, inside: bool | None, behind: bool | None) -> Sch
 
 
 def far(inside: bool, behind: bool | None) -> tuple[float, list[str]]:
-    """How far the output is from the unmodified model's, and the parameters whose gradients are another."""
+    """Return how far the output is from the unmodified model's, and the parameters with other gradients."""
     torch.manual_seed(0)
     reference = Block()
     ids = torch.randint(16, (3, 4))

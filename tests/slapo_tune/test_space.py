@@ -153,7 +153,7 @@ def test_candidates_may_depend_on_earlier_symbols(levels: list[Any]) -> None:
 
 @given(st.lists(LEVEL, min_size=1, max_size=3))
 def test_a_script_that_asks_whether_a_symbol_is_fixed(levels: list[Any]) -> None:
-    """What such a script makes of open symbols is forgotten where the fixed ones make something else."""
+    """Symbols made from open ones are forgotten where the fixed ones make others."""
 
     def update(args: Mapping[str, Any], space: Space) -> None:
         first = space.create_symbol("first", [0, 1])

@@ -1,4 +1,4 @@
-"""What a caller is in, what a model keeps, and what is given wrongly: no false alarm, no fault that is not seen."""
+"""Circumstances of a caller, state of a model, wrong arguments: no false alarm, and no fault is missed."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_a_rank_that_is_interrupted_ends_all() -> None:
 
 
 class Says(nn.Module):
-    """What it computes, in some form.
+    """A model that returns its result in a given form.
 
     Args:
         form: Makes the outputs of a tensor.

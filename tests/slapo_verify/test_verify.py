@@ -1,4 +1,4 @@
-"""What ``verify`` compares, what it leaves alone, and what it refuses."""
+"""``verify``: what it compares, what it leaves alone, and what it refuses."""
 
 from __future__ import annotations
 

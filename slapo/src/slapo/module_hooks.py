@@ -22,7 +22,7 @@ def get_hooks(mod: nn.Module) -> dict[str, list[Callable[..., Any]]]:
 
 
 def has_hook(mod: nn.Module, hook_type: str) -> bool:
-    """Whether a module has a hook of a type.
+    """Return whether a module has a hook of a type.
 
     Raises:
         ValueError: there is no such type.

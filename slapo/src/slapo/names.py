@@ -1,4 +1,4 @@
-"""Where the public names live that core does not hold. Importing this imports nothing."""
+"""Homes of the public names that core does not hold. Importing this imports nothing."""
 
 from __future__ import annotations
 

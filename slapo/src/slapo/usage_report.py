@@ -6,7 +6,8 @@ import gc
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ def report_memory(msg: str = "", report_gc: bool = False) -> int:
     used, most = _gpu_memory() if torch.cuda.is_available() else _cpu_memory()
     _say(f"{f'{msg}: ' if msg else ''}{where} memory {used / _MIB:.1f} MiB, at most {most / _MIB:.1f} MiB")
     if report_gc:
-        for tensor in [found for found in gc.get_objects() if _is_tensor(found)]:
+        for tensor in [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]:
             _say(f"{type(tensor).__name__} {list(tensor.shape)} {tensor.dtype} on {tensor.device}")
     return used
 
@@ -67,12 +68,8 @@ def report_time(model: nn.Module, inputs: Any, backward: bool = False, repeat: i
     """
     if repeat < 1:
         raise ValueError(f"repeat is {repeat}; give at least 1")
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
+    with _gradients_kept(model):
         forward, back = zip(*(_timed(model, inputs, backward) for _ in range(repeat + 1)), strict=True)
-    finally:
-        for parameter, grad in gradients.items():
-            parameter.grad = grad
     times = Times(_median(forward[1:]), _median(back[1:]) if backward else None)
     behind = "" if times.backward is None else f", backward {times.backward * 1e3:.2f} ms"
     _say(f"{type(model).__name__}: forward {times.forward * 1e3:.2f} ms{behind}, the median of {repeat}")
@@ -86,17 +83,23 @@ def profile_perf(model: nn.Module, inputs: Any, backward: bool = False, row_limi
         The table.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
-        with profile(activities=activities, record_shapes=True) as found:
-            _timed(model, inputs, backward)
-    finally:
-        for parameter, grad in gradients.items():
-            parameter.grad = grad
+    with _gradients_kept(model), profile(activities=activities, record_shapes=True) as found:
+        _timed(model, inputs, backward)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     table: str = found.key_averages().table(sort_by=f"{kind}_time_total", row_limit=row_limit)
     _say(table)
     return table
+
+
+@contextmanager
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Put the gradients back at the end."""
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    try:
+        yield
+    finally:
+        for parameter, grad in gradients.items():
+            parameter.grad = grad
 
 
 def _timed(model: nn.Module, inputs: Any, backward: bool) -> tuple[float, float]:
@@ -142,10 +145,6 @@ def _cpu_memory() -> tuple[int, int]:
     except OSError:  # no Linux
         used = most
     return used, max(used, most)
-
-
-def _is_tensor(found: Any) -> bool:
-    return isinstance(type(found), type) and issubclass(type(found), torch.Tensor)
 
 
 def _say(text: str) -> None:

@@ -36,7 +36,7 @@ ENGINES = (
 
 
 def versions() -> dict[str, str]:
-    """What is installed: Python, the platform, Slapo's distributions, torch, transformers, other engines and kernels."""
+    """Return what is installed: Python, the platform, Slapo's distributions, torch, transformers, other engines and kernels."""
     found = {"python": platform.python_version(), "platform": sys.platform}
     for name in (*PACKAGES, *ENGINES):
         try:

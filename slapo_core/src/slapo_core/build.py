@@ -118,7 +118,7 @@ def written_steps(sch: Schedule) -> list[str]:
 
 
 def _planned(target: str | None, common: dict[str, Any], program: Program) -> list[str]:
-    """What else all ranks of one engine have in common."""
+    """Return what else all ranks of one engine have in common."""
     options = {key: common[key] for key in ("microbatches", "precision", "clip")}
     stages = [f"a stage {stage.index} of {', '.join(stage.paths)}" for stage in program.stages]
     shapes = {name: tuple(parameter.shape) for name, parameter in program.module.named_parameters()}

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from . import paths
 from .errors import ScheduleError
 from .matching import Match, match_at
-from .subgraph import NAMES, Call, Part, is_in, node_now
+from .subgraph import NAMES, NewCall, Part, is_in, node_now
 from .tracing.around import is_hooked
 from .tracing.calls import function_name
 from .tracing.graph_comparison import Twins
@@ -82,7 +82,7 @@ def replace_subgraph(
             schedule.touch(module)
             module.training = gm.training
         op, target = "call_module", _add_module(schedule, gm.get_submodule(part.prefix()), part.prefix(), label, new)
-    call = Call(op, target, label, tuple(layers))
+    call = NewCall(op, target, label, tuple(layers))
     part.replace(call, made)
     rewrite.add(call, [node.name for node in made], gm)
     if variants is not None:
@@ -112,7 +112,7 @@ class _Replacement:
         self.outputs = [node.name for node in part.outputs]
         self.remake, self.pattern = remake, part.pattern
 
-    def add(self, call: Call, made: list[str], gm: fx.GraphModule) -> None:
+    def add(self, call: NewCall, made: list[str], gm: fx.GraphModule) -> None:
         """Note what was put in the place of the nodes."""
         self.call, self.made = call, made
         self.tree = _tree(gm, call)
@@ -147,7 +147,7 @@ class _Replacement:
         twins.update(zip(self.made, made, strict=True))
 
     def _match(self, module: TracedModule, twins: Twins) -> Match | None:
-        """The same occurrence of the pattern in another graph: its arguments may be other constants, or values, there."""
+        """Return the pattern's occurrence at the same place of another graph, perhaps with other constants or values."""
         end = twins.get(self.outputs[0])
         if self.pattern is None or self.remake is not None or end is None:
             return None
@@ -156,10 +156,10 @@ class _Replacement:
         return match if match is not None and known <= {node for _, node in match} else None
 
     def missing(self, name: str) -> ScheduleError:
-        """The error for a node without a twin."""
+        """Return the error for a node without a twin."""
         return ScheduleError(f"{self.call.label}: the graph of this call has nothing that corresponds to {name!r}")
 
-    def _remade(self, module: TracedModule, part: Part) -> Call:
+    def _remade(self, module: TracedModule, part: Part) -> NewCall:
         assert self.remake is not None
         if _tree(module, self.call) != self.tree:
             what = f"{self.call.target!r} was changed since, and this call needs another one"
@@ -186,7 +186,7 @@ class _Input(NamedTuple):
         return cls(value.name, user.name if user else "", user.all_input_nodes.index(value) if user else 0)
 
     def in_other(self, twins: Twins, rewrite: _Replacement) -> fx.Node:
-        """The same input in another graph: what goes where it went, if that is certain, else what its maker's twin makes."""
+        """Return this input in another graph: the value at the same place, if that is certain, else its maker's twin."""
         given = twins[self.user].all_input_nodes if self.user and rewrite.nodes.keys() <= twins.unique else []
         if self.number < len(given):
             return given[self.number]
@@ -196,13 +196,13 @@ class _Input(NamedTuple):
 
 
 def _labels(inputs: Iterable[Any], nodes: Mapping[str, fx.Node]) -> dict[fx.Node, str]:
-    """What the nodes of a subgraph and its inputs are called in ``_form``, the same in the graphs of all calls."""
+    """Return the names of a subgraph's nodes and inputs in ``_form``, the same in the graphs of all calls."""
     outside = {value: f"input {number}" for number, value in enumerate(inputs) if isinstance(value, fx.Node)}
     return outside | {node: name for name, node in nodes.items()}
 
 
 def _form(node: fx.Node, labels: Mapping[fx.Node, str]) -> str:
-    """The arguments of a node in words; of a size, which need be no input, how it is computed."""
+    """Return a node's arguments as text; for a size, which need not be an input, how it is computed."""
 
     def label(other: fx.Node) -> str:
         if other in labels:
@@ -212,8 +212,8 @@ def _form(node: fx.Node, labels: Mapping[fx.Node, str]) -> str:
     return repr(map_arg((node.args, node.kwargs), label))
 
 
-def _tree(module: nn.Module, call: Call) -> list[Any]:
-    """The modules that a call runs and what is around them, to compare."""
+def _tree(module: nn.Module, call: NewCall) -> list[Any]:
+    """Return the modules that a call runs and what is around them, to compare."""
     if call.op != "call_module":
         return []
     found = module.get_submodule(str(call.target)).named_modules()
@@ -310,7 +310,7 @@ def _check_call(new: Any, inputs: list[Any]) -> None:
 
 
 def _put_back(gm: fx.GraphModule, part: Part, made: list[fx.Node]) -> Callable[[], None]:
-    """What gives a part of a graph back as it is now, without the nodes ``made`` since; erased ones are made anew."""
+    """Return a function that restores a part of a graph as it is now; it erases ``made`` and makes erased nodes anew."""
     places = []
     for node in sorted([*part.nodes, *part.late]):
         before = node.prev

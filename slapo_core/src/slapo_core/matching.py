@@ -25,7 +25,7 @@ _Bindings: TypeAlias = dict[fx.Node, Any]
 
 
 class Place(NamedTuple):
-    """Where a node of a match gets a value from outside."""
+    """Place at which a node of a match gets a value from outside."""
 
     node: fx.Node
     number: int
@@ -144,7 +144,7 @@ def _expression(text: str) -> re.Pattern[str]:
 
 
 def _target(node: fx.Node) -> str:
-    """What the node calls, the same in every process: a function's text has its address."""
+    """Return the text of a node's target without addresses, which differ between processes."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(node.target))
 
 
@@ -194,7 +194,7 @@ def _wanted(node: fx.Node, root: nn.Module) -> _Wanted:
 
 
 def _alike(module: nn.Module, wanted: nn.Module) -> bool:
-    """Whether two modules are of one class and settings, all inside them too, and nothing is hooked to ``module``."""
+    """Return whether two modules are of one class and settings, all inside them too, and nothing is hooked to ``module``."""
     if type(module) is not type(wanted) or is_opaque(module) or module._modules.keys() != wanted._modules.keys():
         return False
     ours, theirs = ({k: v for k, v in vars(each).items() if k[0] != "_" and k != "training"} for each in (module, wanted))

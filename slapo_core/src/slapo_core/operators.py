@@ -41,7 +41,7 @@ def operator_of(node: fx.Node) -> Any:
 
 
 def signatures_of(node: fx.Node, module: nn.Module | None) -> Sequence[Signature]:
-    """What the call may take, one entry per overload; ``module`` is the one it calls, if any."""
+    """Return the signatures that a call may have, one per overload; ``module`` is the one it calls, if any."""
     if module is not None:
         return [signature[1:] for signature in _function_signature(type(module).forward)]
     operator = operator_of(node)

@@ -1,4 +1,4 @@
-"""What is known about a parameter. The facts sit on the parameter itself and follow it when it is replaced or copied.
+"""Facts about a parameter. They sit on the parameter itself and follow it when it is replaced or copied.
 
 ``copy.deepcopy`` of a parameter keeps nothing that was set on it, and a copied model would take its shards for whole; so
 importing this module lets ``nn.Parameter`` copy the facts as well, where there are any.
@@ -23,7 +23,7 @@ _FACTS = "_slapo_facts"
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a local tensor is cut from a full one.
+    """Record of how a local tensor is cut from a full one.
 
     Args:
         dim: Tensor dimension that is split, non-negative.
@@ -66,13 +66,13 @@ class ShardSpec:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How much of ``dim`` each rank holds."""
+        """Size of ``dim`` on each rank."""
         if self.dealt is None:
             return (self.full_shape[self.dim] // self.num_shards,) * self.num_shards
         return tuple(sum(stop - start for start, stop in self.ranges(rank)) for rank in range(self.num_shards))
 
     def counted(self, shard: torch.Tensor) -> torch.Tensor:
-        """What of this rank's shard counts where every element of the full tensor counts once: of copies the last."""
+        """Return what of this rank's shard counts where every element of the full tensor counts once: of copies the last."""
         if self.dealt is None:
             return shard
         line = replace(self, dim=0, full_shape=(self.full_shape[self.dim],))
@@ -121,7 +121,7 @@ def facts(tensor: torch.Tensor) -> ParamFacts:
 
 
 def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
-    """How the tensor is sharded, or None."""
+    """Return how the tensor is sharded, or None."""
     return getattr(tensor.__dict__.get(_FACTS), "spec", None)
 
 
@@ -134,7 +134,7 @@ def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def is_part(tensor: torch.Tensor | None) -> bool:
-    """Whether this rank holds only a part of the tensor."""
+    """Return whether this rank holds only a part of the tensor."""
     spec = shard_spec(tensor) if tensor is not None else None
     return spec is not None and spec.num_shards > 1
 

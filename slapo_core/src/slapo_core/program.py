@@ -1,4 +1,4 @@
-"""What a schedule comes to: the only thing a dialect sees."""
+"""Result of a schedule: the only thing a dialect sees."""
 
 from __future__ import annotations
 

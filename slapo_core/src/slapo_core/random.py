@@ -118,7 +118,7 @@ def get_cuda_rng_tracker() -> RNGTracker:
 
 
 def is_random_seed_set() -> bool:
-    """Whether ``set_random_seed`` was called in this process."""
+    """Return whether ``set_random_seed`` was called in this process."""
     return _SEED_SET
 
 

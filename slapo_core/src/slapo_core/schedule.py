@@ -40,7 +40,7 @@ class UnknownPrimitiveError(UnknownNameError, AttributeError):
 
 @dataclass
 class ScheduleMetadata:
-    """What the schedule knows about one module.
+    """Metadata of one module.
 
     Args:
         tie_weights: Top module only: each parameter held at several places.
@@ -58,7 +58,7 @@ class ScheduleMetadata:
 
 @dataclass(eq=False)
 class Root:
-    """What all handles of one schedule share."""
+    """State that all handles of one schedule share."""
 
     module: nn.Module
     model: str  # class of the unmodified model
@@ -207,7 +207,7 @@ class Schedule:
 
     @property
     def metadata(self) -> ScheduleMetadata:
-        """What the schedule knows about this module; a module put in by ``replace`` starts afresh."""
+        """Metadata of this module; a module put in by ``replace`` starts afresh."""
         return self._root.metadata_of(self.mod)
 
     @property
@@ -504,7 +504,7 @@ def create_schedule(
 
 
 def is_module_list(module: nn.Module, name: str = "", parent: Schedule | None = None) -> bool:
-    """Whether the module is a list of modules, also after tracing made a plain container of it.
+    """Return whether the module is a list of modules, also after tracing made a plain container of it.
 
     Args:
         module: The module.

@@ -107,7 +107,7 @@ def _applied(schedule: Schedule, name: str) -> str | None:
 
 
 class _Restored(Memory):
-    """What comes last when a step is undone. One object: the garbage collector goes through what is kept of all steps."""
+    """Last action when a step is undone. One object: the garbage collector goes through what is kept of all steps."""
 
     def __init__(self, holders: Holders, metadata: ScheduleMetadata) -> None:
         super().__init__(metadata)

@@ -1,4 +1,4 @@
-"""Some nodes of a graph as one part: what goes in, what comes out, and one call in their place."""
+"""Subgraphs: their inputs and outputs, and one call in their place."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .tracing.regions import write_regions
 from .tracing.sizes import SIZE
 
 
-class Call(NamedTuple):
-    """What takes the place of a subgraph."""
+class NewCall(NamedTuple):
+    """Call that takes the place of a subgraph."""
 
     op: str
     target: Any
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 def resolve(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
-    """The nodes of ``gm`` now that the handles mean: by name where an undo has made them anew.
+    """Return the nodes that handles stand for in the graph as it is now: by name where an undo has made them anew.
 
     Raises:
         ScheduleError: A node is no longer in the graph.
@@ -36,13 +36,20 @@ def resolve(gm: fx.GraphModule, nodes: Sequence[Any]) -> list[fx.Node]:
 
 
 NAMES: WeakKeyDictionary[fx.Graph, dict[str, fx.Node]] = WeakKeyDictionary()
+"""Nodes of each graph by name; entries may be stale, see ``node_now``."""
 
 
 def is_in(graph: fx.Graph, node: fx.Node) -> bool:
+    """Return whether a node is in a graph; an erased node still names its graph."""
     return node.graph is graph and node.prev.next is node
 
 
 def node_now(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return a node, or the one of its name where an undo has made it anew.
+
+    Raises:
+        ScheduleError: There is no such node.
+    """
     if is_in(graph, node):
         return node
     found = NAMES.get(graph, {}).get(node.name)
@@ -55,7 +62,7 @@ def node_now(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 class Part:
-    """Some nodes of a graph that can be one call, seen from outside.
+    """Nodes of a graph that can become one call, with their inputs and outputs.
 
     Attributes:
         nodes: Themselves, in graph order.
@@ -95,17 +102,21 @@ class Part:
         outside = [node for node in sorted(now) if any(user not in now for user in node.users)]
         return cls(graph, now, [other for other in inputs if other not in now], outside)
 
-    def replace(self, call: Call, made: list[fx.Node]) -> None:
+    def replace(self, call: NewCall, made: list[fx.Node]) -> None:
         """Put a call in the place of the nodes; all nodes that are new go to ``made``, that of the call behind the layers'."""
 
-        def insert(op: str, target: Any, args: tuple[Any, ...], name: str | None, like: fx.Node) -> fx.Node:
+        def create(op: str, target: Any, args: tuple[Any, ...] = (), name: str | None = None) -> fx.Node:
             with self.graph.inserting_after([self.nodes[-1], *made][-1]):
                 made.append(self.graph.create_node(op, target, args, {}, name))
-            made[-1].meta.update({key: like.meta[key] for key in ("source", "regions", "val") if key in like.meta})
             made[-1].meta["is_rewrite"] = True
             return made[-1]
 
-        layers = [self._layer(path, made) for path in call.layers]
+        def insert(op: str, target: Any, args: tuple[Any, ...], name: str | None, like: fx.Node) -> fx.Node:
+            node = create(op, target, args, name)
+            node.meta.update({key: like.meta[key] for key in ("source", "regions", "val") if key in like.meta})
+            return node
+
+        layers = [create("get_attr", path) for path in call.layers]
         node = insert(call.op, call.target, (*self.inputs, *layers), call.label, self.outputs[0])
         results = [node]
         if len(self.outputs) > 1:
@@ -122,11 +133,6 @@ class Part:
             self.graph.erase_node(each)
         if self.late:
             write_regions(self.graph)
-
-    def _layer(self, path: str, made: list[fx.Node]) -> fx.Node:
-        with self.graph.inserting_after([self.nodes[-1], *made][-1]):
-            made.append(self.graph.create_node("get_attr", path))
-        return made[-1]
 
     def _check(self, node: fx.Node) -> None:
         if not node.op.startswith("call"):

@@ -63,7 +63,7 @@ class Transaction:
         return [it for it in self._inverses if not isinstance(it, Memory) or it.settle()]
 
     def wrote_in_place(self) -> bool:
-        """Whether the step changed values of a parameter or buffer where they are, which nothing can put back."""
+        """Return whether the step changed values of a parameter or buffer in place, which nothing can put back."""
         return any(isinstance(it, _TensorMemory) and it.was_written() for it in self._inverses)
 
     def rollback(self) -> None:
@@ -100,7 +100,7 @@ def _key(subject: Any) -> int:
 
 
 class Memory:
-    """What one object was like. Calling it puts back what differs; after ``settle``, what differed by then."""
+    """Former state of one object. Calling it puts back what differs; after ``settle``, what differed by then."""
 
     def __init__(self, subject: Any) -> None:
         self.subject, self.settled = subject, False
@@ -162,7 +162,7 @@ class _TensorMemory(Memory):
         self.version = None if self.data is None or tensor.is_inference() else tensor._version
 
     def was_written(self) -> bool:
-        """Whether the step changed values in place."""
+        """Return whether the step changed values in place."""
         known = self.version is not None and not self.settled
         return known and self.subject._version != self.version and not self._has_other_data()
 
@@ -210,7 +210,7 @@ def _put_back(live: dict[Any, Any], former: dict[Any, Any]) -> None:
 
 
 def _former_content(live: Any, saved: Any) -> Any:
-    """What ``put_back`` needs of a container: of a list all, of a set what was added or removed; None if it did not change."""
+    """Return what ``put_back`` needs: all of a list, additions and removals of a set; None if the container did not change."""
     if not isinstance(live, list):
         return (_former if isinstance(live, dict) else set.symmetric_difference)(live, saved) or None
     return None if [*map(id, live)] == [*map(id, saved)] else saved

@@ -43,7 +43,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def is_opaque(module: nn.Module, *, inlined: bool = False) -> bool:
-    """Whether what happens when the module is called is more than its class's forward: wrappers, hooks, or sharded tensors.
+    """Return whether a call of the module does more than its class's forward: by wrappers, hooks, or sharded tensors.
 
     Tracing keeps such a module whole: a graph would lose the first two, and use a part as if it were all. A hook with a true
     attribute ``traced`` says that it is no reason to: what it does is recorded with the forward.

@@ -122,7 +122,7 @@ class DeepSpeedEngine(BatchEngine):
         return torch.empty(shape, dtype=dtype, device=self.model.device)
 
     def _clip(self) -> None:
-        """What DeepSpeed does without ZeRO, which throws the norm away."""
+        """Clip as DeepSpeed does without ZeRO, but keep the norm."""
         from deepspeed.runtime.utils import clip_grad_norm_
 
         norm = clip_grad_norm_(self.module.parameters(), self.model.gradient_clipping(), mpu=self.model.mpu)
@@ -162,7 +162,7 @@ class DeepSpeedEngine(BatchEngine):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return torch.device(self.model.device)
 
     def save(self, path: str | PathLike[str], *, extra: Any = None, wait: bool = True) -> Saving:
@@ -203,7 +203,7 @@ class DeepSpeedEngine(BatchEngine):
         return extra
 
     def pieces(self) -> dict[str, Piece]:
-        """What this rank has of the parameters, in fp32 where DeepSpeed's optimizer has, and persistent buffers. Collective.
+        """Return this rank's pieces of parameters, in fp32 where DeepSpeed's optimizer has them, and of buffers. Collective.
 
         Each stands under its first original name.
         """
@@ -306,7 +306,7 @@ class DeepSpeedEngine(BatchEngine):
 
 
 def _mark_shards(module: nn.Module) -> None:
-    """What DeepSpeed reads to count the gradients of each shard in the norm, and of what is whole once."""
+    """Set what DeepSpeed reads to count the gradients of each shard in the norm, and those of replicated parameters once."""
     for parameter in module.parameters():
         if is_part(parameter):
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

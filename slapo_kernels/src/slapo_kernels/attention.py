@@ -105,7 +105,7 @@ class FlashAttention(nn.Module):
         return (self.resid_dropout(self.out_proj(out)) if self.output_proj else out), None
 
     def extra_repr(self) -> str:
-        """What the parts do not show."""
+        """Describe what the parts do not show."""
         return f"heads={self.num_attention_heads}, is_decoder={self.is_decoder}, attn_pdrop={self.attn_pdrop}"
 
     def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -192,7 +192,7 @@ def implementation_named(attn_op_name: str) -> str | None:
 
 
 def _kernel_mask(mask: torch.Tensor, length: int, is_causal: bool) -> torch.Tensor:
-    """As the kernel takes it, causal too where that is asked; a mask that is already stays as it is."""
+    """Return a mask as the kernel takes it, causal too where asked; a mask in that form stays as it is."""
     if mask.dim() == 2:
         mask = mask.bool()[:, None, None, :]
     if not (mask.dtype is torch.bool or mask.is_floating_point()):

@@ -147,7 +147,7 @@ class FusedQKV(nn.Module):
 
 
 def _say_what_of(parameter: torch.Tensor, parts: Iterable[tuple[torch.Tensor, int]], size: int) -> None:
-    """Of which rows of the unmodified model's parameters it consists, as ``slapo_weights.made_of`` says it.
+    """Note which rows of the unmodified model's parameters a fused one has, as ``slapo_weights.made_of`` does.
 
     Args:
         parameter: The new one.

@@ -151,7 +151,7 @@ def check_probability(name: str, p: object) -> None:
 
 
 def activation_named(act_fn: str) -> str:
-    """What the kernel calls an activation of Transformers.
+    """Return the kernel's name of an activation of Transformers.
 
     Raises:
         ValueError: the kernel does not know it.

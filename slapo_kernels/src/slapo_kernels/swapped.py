@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from slapo_core.tracing.around import HOOK_TABLES
+from slapo_core.tracing.structures import TABLES
 from slapo_core.wrapping import is_opaque
 
 from ._torch_private import is_watched
@@ -26,21 +28,9 @@ from .steps import Gate, Step
 
 _BODY = "_slapo_kernels"
 _TABLES = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
+    *TABLES,
+    *HOOK_TABLES,
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 
 

@@ -1,4 +1,4 @@
-"""What Megatron's training script printed of a run, as numbers."""
+"""Log parser: what Megatron's training script printed of a run, as numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIELDS = {
 
 
 class LoggedStep(NamedTuple):
-    """What was printed of one step; what was not is None.
+    """Numbers that were printed of one step; None for those that were not.
 
     Args:
         step: Counted from 1.

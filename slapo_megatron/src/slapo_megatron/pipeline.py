@@ -24,7 +24,7 @@ from .starting import ParallelState
 
 
 class Borders(NamedTuple):
-    """How the values between the stages of one plan travel.
+    """Communication of the values between the stages of one plan.
 
     Args:
         dtype: Of every carrier.
@@ -131,7 +131,7 @@ class RunningStage(nn.Module):
         return loss if self._weights is None else self._weights.weighted(index, loss, counted)
 
     def sent(self, output: Any) -> torch.Tensor:
-        """What Megatron gets of ``forward``'s result: one tensor, whose backward reaches what this stage received."""
+        """Return what Megatron gets of ``forward``'s result: one tensor, whose backward reaches what this stage received."""
         one: torch.Tensor = output if self.post_process else self._packed(output)
         if self._index and torch.is_grad_enabled():
             assert self._received is not None
@@ -187,5 +187,5 @@ def mark_shards(module: nn.Module) -> None:
 
 
 def numbered(parts: Sequence[Batch], labels: Sequence[Any]) -> Iterator[tuple[int, Batch, Any]]:
-    """What Megatron hands to a stage's forward step, micro-batch by micro-batch."""
+    """Iterate over what Megatron hands to a stage's forward step, micro-batch by micro-batch."""
     return iter([*zip(range(len(parts)), parts, labels, strict=True)])

@@ -1,4 +1,4 @@
-"""What a call gives a forward, and what it may find changed."""
+"""Guards: the arguments of a call, and attributes that changed since."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORWARDS: list[Callable[..., Any]] = [
 
 
 def bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``inspect`` says, with ``**others`` unpacked; None for a call that is wrong."""
+    """Return what ``inspect`` binds, with ``**others`` unpacked; None for a wrong call."""
     try:
         arguments = signature.bind(*args, **kwargs)
     except TypeError:

@@ -20,7 +20,7 @@ X = torch.randn(2, 4)
 
 
 def graphs(traced: Any) -> int:
-    """How many different graphs a traced module has."""
+    """Count the different graphs of a traced module."""
     return 1 + len(traced._variants.others)
 
 

@@ -10,7 +10,7 @@ import pytest
 from slapo_core import create_schedule
 from slapo_core.testing import run_distributed
 from tests.slapo_core.tracing.parts import Part, Reference, assert_close, calls, parts_of, run
-from tests.slapo_core.tracing.test_families import VARIATIONS
+from tests.slapo_core.tracing.test_families import LONG, VARIATIONS
 from tests.zoo.families import FAMILIES, Family
 
 LACKING = {
@@ -25,11 +25,6 @@ LACKING = {
 OWN_FORWARD = {"led": {"LEDEncoder"}}
 """Classes whose own forward runs for some calls: with a mask it asks for values, whether any token is global."""
 
-LONG = frozenset(
-    """
-    convbert deberta deepseek_v3 gemma layoutlm led longt5 mobilebert qwen2_moe qwen3_moe roformer swin switch_transformers
-    """.split()
-)
 EACH = [pytest.param(name, marks=pytest.mark.slow if name in VARIATIONS | LONG else ()) for name in sorted(FAMILIES)]
 
 
@@ -94,7 +89,7 @@ SPLIT = ("gpt2", "llama", "bert", "t5", "mixtral", "opt", "gemma2", "gpt_neox")
 
 
 def split(rank: int, name: str) -> int:
-    """How many parts of a model over two ranks were traced."""
+    """Count the traced parts of a model over two ranks."""
     reference = Reference(FAMILIES[name].model(), calls(FAMILIES[name]))
     kinds = one_of_each_kind(reference)
     for path in kinds.values():

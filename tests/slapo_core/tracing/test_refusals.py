@@ -1,4 +1,4 @@
-"""What cannot be a graph is an error that names the model's own line; nothing is silently wrong."""
+"""Refusals: a forward that cannot be a graph is an error that names the model's own line; nothing is silently wrong."""
 
 from __future__ import annotations
 

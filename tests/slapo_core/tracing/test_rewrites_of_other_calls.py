@@ -197,7 +197,7 @@ def edited(plain: nn.Module, call: Call, path: str, edits: list[Edit]) -> tuple[
 
 
 def outcome(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns, or the error."""
+    """Return what a function returns, or the error."""
     try:
         return function(*args)
     except Exception as err:
@@ -257,7 +257,7 @@ GIVEN = {
 
 
 @hypothesis.given(**GIVEN)
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 def test_edits_are_made_in_every_call_or_refused(**given: Any) -> None:
     check(**given)
 

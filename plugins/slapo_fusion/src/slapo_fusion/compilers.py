@@ -1,4 +1,4 @@
-"""What makes one function of a region of a model."""
+"""Compilers, which make one function of a region of a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAME_DRAWS = {"fallback_random": True}
 
 
 class Compiler(Protocol):
-    """What a plugin registers by ``slapo_compilers``."""
+    """Compiler that a plugin registers by ``slapo_compilers``."""
 
     def __call__(self, region: fx.GraphModule) -> Callable[..., Any]:
         """A function that computes what the region does, gradients included, from the same positional arguments.
@@ -52,7 +52,7 @@ def inductor(region: fx.GraphModule) -> Callable[..., Any]:
 
 
 def inductor_fast_dropout(region: fx.GraphModule) -> Callable[..., Any]:
-    """As ``inductor``, with other masks on a CPU, where drawing those of the unmodified model takes half of the time.
+    """Compile as ``inductor``, but draw other masks on a CPU, where drawing the unmodified model's takes half of the time.
 
     They are equal in distribution, of the same generator, and the same again for the same seed.
     """

@@ -128,7 +128,7 @@ class Fused(nn.Module):
             self.add_module(name, child)
 
     def forward(self, *args: Any) -> Any:
-        """What the region computes; uncompiled where a layer of it was hooked, wrapped or sharded since."""
+        """Run the region; uncompiled where a layer of it was hooked, wrapped or sharded since."""
         called = [each for each in (*args, *self.children()) if isinstance(each, nn.Module)]
         is_as_compiled = torch.compiler.is_compiling() or not any(map(is_opaque, called))
         return (self._function.make() if is_as_compiled and not is_dry_run() else self._function.region)(*args)
@@ -180,7 +180,7 @@ def _region(traced: fx.GraphModule, match: Any) -> tuple[fx.GraphModule, list[st
 
 
 def _same(region: fx.GraphModule) -> Any:
-    """What equal regions have in common; one with modules in it, whose settings may differ, is its own."""
+    """Return a key that equal regions share; a region with modules, whose settings may differ, has a key of its own."""
     if list(region.children()):
         return id(region)
     number = {node: index for index, node in enumerate(region.graph.nodes)}

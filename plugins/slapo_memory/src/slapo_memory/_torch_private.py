@@ -20,7 +20,7 @@ no_functions = torch._C.DisableTorchFunction
 
 
 def runs_eagerly() -> bool:
-    """Whether ``torch.compiler.set_stance("force_eager")`` is in force; torch tells nobody."""
+    """Return whether ``torch.compiler.set_stance("force_eager")`` is in force; torch has no public name for it."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and frames._stance.stance == "force_eager"
 
@@ -39,12 +39,12 @@ def uncompiled(function: Any, inside: bool) -> None:
 
 
 def is_watched() -> bool:
-    """Whether a mode looks at torch functions, other than that of ``torch.set_default_device``."""
+    """Return whether a torch function mode is active, other than that of ``torch.set_default_device``."""
     return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def is_about_fake_tensors(error: Exception) -> bool:
-    """Whether it tells what a tensor without numbers cannot do, rather than what is wrong with the call."""
+    """Return whether an error is about a fake tensor's limits, rather than about a wrong call."""
     own = type(error).__module__.startswith(("torch._subclasses", "torch.fx.experimental"))
     return own or any(word in str(error) for word in ("FakeTensor", "fake tensor", "tensor subclass"))
 
@@ -68,7 +68,7 @@ def weak_storage(storage: torch.UntypedStorage) -> Any:
 
 
 def done_work(collective: Any, args: tuple[Any, ...]) -> Any:
-    """What an operator of ``torch.ops.c10d`` returns, without a message: the tensors of its outputs, and work that is done."""
+    """Return what an operator of ``torch.ops.c10d`` does, without communication: its output tensors, and finished work."""
     from torch._C._distributed_c10d import FakeWork  # noqa: PLC0415  not in every build of torch
 
     work = FakeWork().boxed()

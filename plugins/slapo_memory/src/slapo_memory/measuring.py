@@ -1,4 +1,4 @@
-"""What the operators of a module's forward cost and leave behind, from one forward of the model on fake tensors."""
+"""Cost and saved memory of each operator of a module's forward, from one forward of the model on fake tensors."""
 
 from __future__ import annotations
 
@@ -235,16 +235,16 @@ _ATTENTION = (
 
 
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **kwargs: Any) -> int:
-    """Of shapes ``[batch, heads, sequence, width]``."""
+    """Return the FLOPs of an attention on shapes ``[batch, heads, sequence, width]``."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[-2] * (width + value[-1])
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of the memory that the tensor keeps alive."""
+    """Return the bytes of the memory that the tensor keeps alive."""
     return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else _own_bytes(tensor)
 
 
 def _own_bytes(tensor: torch.Tensor) -> int:
-    """Of the numbers that the tensor shows; of a sparse one those that are there."""
+    """Return the bytes of the elements that the tensor shows; of a sparse tensor, of those that are stored."""
     return tensor.nbytes if tensor.layout is torch.strided else tensor._nnz() * tensor.element_size()

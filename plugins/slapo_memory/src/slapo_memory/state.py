@@ -1,4 +1,4 @@
-"""What a forward changes in its modules beside their parameters: a recompute sees what the forward saw.
+"""State that a forward changes in its modules beside their parameters: a recompute sees what the forward saw.
 
 These are buffers, such as BatchNorm's running statistics, and plain attributes, such as a counter, with the lists, dicts
 and sets in them. The recompute gets copies of the tensors, so that they advance once, and autograd may keep the copies.
@@ -126,7 +126,7 @@ class _TensorCopy:
             self.tensor, self.copy, self.version = tensor, tensor.detach().clone(), version_of(tensor)
 
     def changed(self) -> bool:
-        """Whether it was or may have been written to."""
+        """Return whether the tensor was or may have been written to."""
         return version_of(self.tensor) != self.version or _is_statistic(self.tensor)
 
 
@@ -135,10 +135,10 @@ def _values(content: Any) -> Iterable[Any]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor was written to; an inference tensor does not count it, nor may a forward with gradients write."""
+    """Return how often the tensor was written to; inference tensors do not count, nor may a forward with gradients write."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_statistic(tensor: torch.Tensor) -> bool:
-    """Whether it may be a mean or a variance: batch norm's kernels write to these vectors without counting a version."""
+    """Return whether a tensor may be a mean or a variance: batch norm's kernels write to these without counting a version."""
     return tensor.dim() == 1 and tensor.is_floating_point()

@@ -18,7 +18,7 @@ METHODS = ("uniform", "head")
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a schedule is asked for, by the classic names. Defaults ask for nothing.
+    """Options of a ready schedule by the classic names. Defaults ask for nothing.
 
     Args:
         key: Name of the schedule, for errors.

@@ -7,10 +7,9 @@ from typing import Any
 
 from slapo_core.schedule import Schedule
 
-from .blocks import base_of, blocks_of, cut_blocks, recomputed
 from .configuration import Configuration
 from .kernels import ATTENTIONS, attention_of
-from .transformer import schedule_transformer
+from .transformer import schedule_blocks
 
 
 def schedule(sch: Schedule, **options: Any) -> Schedule:
@@ -21,5 +20,4 @@ def schedule(sch: Schedule, **options: Any) -> Schedule:
         message = f"GPT-Neo cannot attend by {attention!r}: its windows and its scale of 1 are in its own code"
         raise config.error(sch, f"{message}; leave attn_op_name and disable_flash_attn out, or give 'eager'")
     config = replace(config, attn_op_name=None, disable_flash_attn=None)
-    blocks = blocks_of(base_of(sch, config, "h")["h"])
-    return schedule_transformer(sch, config, recomputed(sch, config, blocks), cut_blocks(sch, config, blocks))
+    return schedule_blocks(sch, config, "h")

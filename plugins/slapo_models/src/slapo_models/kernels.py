@@ -1,4 +1,4 @@
-"""What kernels compute: the attention, by its classic names, and the activations of the MLPs."""
+"""Kernels for the attention, by its classic names, and for the activations of the MLPs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What slapo-models registers."""
+"""Hook implementations of slapo-models."""
 
 from __future__ import annotations
 

@@ -6,10 +6,17 @@ from collections.abc import Iterable
 
 from slapo_core.schedule import Schedule
 
+from .blocks import base_of, blocks_of, cut_blocks, recomputed
 from .broadcast import broadcast_input
 from .configuration import Configuration
 from .kernels import use_kernels
 from .precision import convert
+
+
+def schedule_blocks(sch: Schedule, config: Configuration, path: str) -> Schedule:
+    """Take the steps of a model whose blocks are one list, at this path in the base model."""
+    blocks = blocks_of(base_of(sch, config, path)[path])
+    return schedule_transformer(sch, config, recomputed(sch, config, blocks), cut_blocks(sch, config, blocks))
 
 
 def schedule_transformer(

@@ -1,4 +1,4 @@
-"""What a partition comes to: which stage runs what, what each takes and gives, and what crosses between them."""
+"""Analysis of a partition: which stage runs what, what each takes and gives, and what crosses between them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LiveValue:
 
 @dataclass(frozen=True)
 class PipelineAnalysis:
-    """What each stage of a program takes and gives, and how long what crosses lives.
+    """Inputs and outputs of each stage of a program, and lifetimes of the values between them.
 
     Args:
         stage_names: One per stage: ``"stage_0"``, ``"stage_1"``, …
@@ -107,7 +107,7 @@ def module_stages(schedule: Schedule) -> dict[str, tuple[int, ...]]:
     Raises:
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
-    program = program_of(schedule, "partition")
+    program = program_of(schedule, "partition", "what create_schedule returned")
     root = program.module
     stages: dict[nn.Module, set[int]] = {root: {stage.index for stage in program.stages}}
     for stage in program.stages:
@@ -126,8 +126,13 @@ def module_stages(schedule: Schedule) -> dict[str, tuple[int, ...]]:
     return {path: tuple(sorted(stages[module])) for path, module in named if module in stages}
 
 
-def program_of(given: Program | Schedule, verb: str = "analyze") -> Program:
+def program_of(given: Program | Schedule, verb: str, wanted: str) -> Program:
     """Return a program, or that of a schedule, which is partitioned for it unless it is one of stages already.
+
+    Args:
+        given: A program or a schedule.
+        verb: What the caller does with it, for the error.
+        wanted: What the caller takes, for the error.
 
     Raises:
         BuildError: neither of the two.
@@ -135,8 +140,7 @@ def program_of(given: Program | Schedule, verb: str = "analyze") -> Program:
     if isinstance(given, Program):
         return given
     if not isinstance(given, Schedule):
-        known = {"partition": "what create_schedule returned", "analyze": "a partitioned module, a Program or a schedule"}
-        raise BuildError(f"cannot {verb} a {type(given).__name__}; give {known.get(verb, 'a Program or a schedule')}")
+        raise BuildError(f"cannot {verb} a {type(given).__name__}; give {wanted}")
     module = given.root_module
     return module.program if isinstance(module, PartitionedModule) else build_program(given)
 
@@ -166,7 +170,8 @@ def analyze_pipeline_module(top_mod: nn.Module | Program | Schedule) -> StageArg
     """
     if isinstance(top_mod, fx.GraphModule):
         return stage_arguments(top_mod.graph)
-    program = program_of(top_mod)  # type: ignore[arg-type]  # what is none of these is an error
+    given: Any = top_mod
+    program = program_of(given, "analyze", "a partitioned module, a Program or a schedule")
     stages = program.stages
     values = _values(program)
     numbers = range(len(stages))

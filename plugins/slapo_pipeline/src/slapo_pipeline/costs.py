@@ -1,4 +1,4 @@
-"""What the units of a model cost, found without running it on real weights."""
+"""Costs of a model's units, found without running it on real weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Use = tuple[int, Hashable, int]
 
 
 class Costs:
-    """What each unit costs; ``costs(stage, begin, end)`` is what is balanced.
+    """Cost of each unit; ``costs(stage, begin, end)`` is what is balanced.
 
     Args:
         units: Of the model.
@@ -91,7 +91,7 @@ def _first(uses: list[tuple[int, int, nn.Parameter]]) -> list[tuple[int, int, nn
 
 
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **kwargs: Any) -> int:
-    """Of shapes ``[batch, heads, sequence, width]``."""
+    """Return the FLOPs of an attention on shapes ``[batch, heads, sequence, width]``."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[-2] * (width + value[-1])
 
@@ -108,7 +108,7 @@ class _Meter(fx.Interpreter):
         self.found: list[Use] = []
 
     def watch(self) -> AbstractContextManager[Any]:
-        """What notes it, while the context is open."""
+        """Return the mode that notes costs while its context is open."""
         raise NotImplementedError
 
     def measure(self) -> list[Use]:

@@ -68,7 +68,7 @@ class CutPipelineStagePrimitive(Primitive):
 
     @staticmethod
     def init_metadata() -> set[str]:
-        """Where this module is cut."""
+        """Return the places where this module is cut."""
         return set()
 
 
@@ -96,12 +96,12 @@ class Cut(str):
 
 
 def where_of(path: str) -> Where | int:
-    """Where a stage ends or begins at the module at a path: without a ``Cut``, after it."""
+    """Return where a stage ends or begins at the module at a path: without a ``Cut``, after it."""
     return path.where if isinstance(path, Cut) else "after"
 
 
 def is_at_mark(path: str) -> bool:
-    """Whether the cut lies inside of the module's own forward."""
+    """Return whether the cut lies inside of the module's own forward."""
     return isinstance(where_of(path), int)
 
 

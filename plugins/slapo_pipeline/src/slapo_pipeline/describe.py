@@ -34,7 +34,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
         BuildError: neither of the two.
         BuildError, ScheduleError, TraceError: see ``generate_pipeline_partition``.
     """
-    program = program_of(partitioned, "describe")
+    program = program_of(partitioned, "describe", "a Program or a schedule")
     found, traffic = analyze_pipeline_module(program), boundary_bytes(program)
     whole = f"{type(program.module).__name__}: {_counted(len(program.stages), 'stage')}, {_parameters([program.module])}"
     nothing = "no whole module" if len(program.stages) > 1 else "the whole model"
@@ -59,7 +59,7 @@ def describe(partitioned: Program | Schedule, code: bool = False) -> str:
 
 
 def stage_code(program: Program, stage: int) -> str:
-    """What one stage runs, as text that reads like Python: a line per operation, with the shape and dtype of its result.
+    """Return the operations of one stage as text that reads like Python: a line each, with shape and dtype of the result.
 
     Args:
         program: The stages.

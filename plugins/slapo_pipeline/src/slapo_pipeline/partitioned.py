@@ -14,13 +14,14 @@ from torch import fx, nn
 from slapo_core.inputs import by_position, named_inputs, signature_of
 from slapo_core.program import Program, Stage
 from slapo_core.tracing import TracedModule
+from slapo_core.tracing.around import HOOKS
 from slapo_core.tracing.traced_module import input_check_of
 
 from .stage_module import StageGuard, laid_out
 
 
 class StageArguments(NamedTuple):
-    """What is known of the stages of a partitioned module; all orders follow from its graph, the same on every rank.
+    """Arguments, names and liveness of the stages of a partitioned module, in the order of its graph: the same on every rank.
 
     A value out of a tuple is named ``node.0``, ``node.0.1``, …
 
@@ -181,10 +182,7 @@ def _part(stage: Stage, sent: list[str] | None) -> _Part:
     graph = _without(module.graph, {inputs[name] for name in received if name not in reads}, sent, gives)
     kept = tuple(each for name, each in zip(received, guard.received, strict=True) if name in reads)
     made = TracedModule(module, graph, dataclasses.replace(guard, received=kept))
-    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook"):
-        made.__dict__[name] = module.__dict__[name]
-    for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs"):
-        made.__dict__[name] = module.__dict__[name]
+    made.__dict__.update({name: module.__dict__[name] for name in HOOKS})
     return _Part(stage.index, made, reads, stage.batch_inputs, gives, gives is not None and len(gives) != 1)
 
 

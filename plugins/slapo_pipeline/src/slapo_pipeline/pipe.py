@@ -66,7 +66,7 @@ class Pipe(nn.Module):
 
     @property
     def replicated_params(self) -> list[dict[str, str]]:
-        """Of each parameter that several stages hold its name in each of them, by the stage's name."""
+        """Names of each parameter that several stages hold, by the names of these stages."""
         stages = {index: dict(self.get_stage_module(index).named_parameters()) for index in range(self.num_stages)}
         return [
             {f"{_PREFIX}_{index}": next(name for name in tie.names if name in stages[index]) for index in tie.stages}
@@ -157,7 +157,7 @@ class Pipe(nn.Module):
         Raises:
             ScheduleError, BuildError, TraceError: see ``pipeline``.
         """
-        return _made(mod, example_args, example_kwargs, [], split_policy, multi_use_param_spec)
+        return _make_pipe(mod, example_args, example_kwargs, [], split_policy, multi_use_param_spec)
 
 
 def pipeline(
@@ -195,10 +195,10 @@ def pipeline(
     if split_spec is not None and split_policy is not None:
         raise ValueError("both split_spec and split_policy are given; give one of them")
     cuts = split_points(module, split_spec or {})
-    return _made(module, mb_args, mb_kwargs, cuts, split_policy, multi_use_param_spec)
+    return _make_pipe(module, mb_args, mb_kwargs, cuts, split_policy, multi_use_param_spec)
 
 
-def _made(
+def _make_pipe(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
@@ -207,7 +207,7 @@ def _made(
     multi_use: Any,
 ) -> Pipe:
     batch = named_inputs(module, args if isinstance(args, (tuple, list)) else (args,), kwargs or {})
-    chosen = _chosen(module, multi_use)
+    chosen = _transmit_choice(module, multi_use)
     program = transmitted(_partitioner(module, batch, cuts, policy).program(module.training, batch), chosen)
     spec = _loss_spec(module, program)
     pipe = Pipe(PartitionedModule(program, (_PREFIX + "_{}").format), len(program.stages), spec is not None, spec)
@@ -227,8 +227,8 @@ def _partitioner(module: nn.Module, batch: Mapping[str, Any], cuts: list[Cut], p
     return Partitioner(module, places, None)
 
 
-def _chosen(module: nn.Module, spec: Any) -> Callable[[TieGroup], bool]:
-    """Which ties are transmitted."""
+def _transmit_choice(module: nn.Module, spec: Any) -> Callable[[TieGroup], bool]:
+    """Return a function that tells whether a tie is transmitted."""
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     choices = dict(spec) if isinstance(spec, Mapping) else {}
     if unknown := sorted(choices.keys() - names):
@@ -242,7 +242,7 @@ def _chosen(module: nn.Module, spec: Any) -> Callable[[TieGroup], bool]:
 
 
 def _loss_spec(module: nn.Module, program: Program) -> Any:
-    """What of the result is the loss, where the model says so."""
+    """Return what of the result is the loss, where the model says so."""
     if (own := getattr(module, "loss_spec", None)) is not None:
         return own
     keys = result_keys(program.stages[-1].module)

@@ -22,7 +22,7 @@ from .tied_gradients import sum_tied_gradients
 
 
 class Runtime:
-    """What the stages of one pipe on this rank have in common.
+    """State that the stages of one pipe on this rank share.
 
     Args:
         program: The stages.
@@ -126,7 +126,7 @@ class CarryingStage(nn.Module):
         return (*map(like, self._inputs), *self._carried_like(self._carried_in))
 
     def sent_like(self) -> tuple[torch.Tensor, ...]:
-        """What it gives, without numbers."""
+        """Return tensors without numbers like those that the stage gives."""
         if self._is_last:
             return tuple(map(like, self._results(model_result(self.module))))
         return (*map(like, self._outputs), *self._carried_like(self._carried_out))

@@ -170,7 +170,7 @@ def _is_inside(path: str, outer: str) -> bool:
 
 
 def _inputs_of(sch: Schedule) -> dict[str, Any] | None:
-    """What the module gets when the model runs on the example inputs, by name; None without such."""
+    """Return the module's arguments by name, as it gets them when the model runs on the example inputs; None without such."""
     root, module, inputs = sch.root_module, sch.mod, sch.example_inputs
     if inputs is None:
         return None

@@ -66,7 +66,7 @@ def _is_traced(graph: fx.Graph) -> bool:
 
 
 def _positions(graph: fx.Graph) -> list[int]:
-    """Where stages end; the marks are taken out of the graph."""
+    """Return the positions where stages end, and take the marks out of the graph."""
     positions: list[int] = []
     kept: list[fx.Node] = []
     for node in list(graph.nodes):

@@ -22,7 +22,7 @@ from .tree import prune
 
 @dataclass
 class StageGuard:
-    """What a stage was traced for.
+    """Inputs, mode and attributes that a stage was traced for.
 
     Args:
         index: Of the stage.

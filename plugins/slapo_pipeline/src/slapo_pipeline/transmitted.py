@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from slapo_core.program import Boundary, Program, Stage, TieGroup
+from slapo_core.tracing.structures import TABLES, shallow_copy
 
 
 def transmitted(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Program:
@@ -44,7 +45,6 @@ def transmitted(program: Program, is_chosen: Callable[[TieGroup], bool]) -> Prog
 
 
 _KEPT = 16
-_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def _value(program: Program, tie: TieGroup) -> Boundary:
@@ -92,7 +92,7 @@ class TransmittingStage(nn.Module):
     ) -> None:
         super().__init__()
         inner = _without(module, [name for names in used.values() for name in names])
-        for table in _TABLES:
+        for table in TABLES:
             self.__dict__[table] = inner.__dict__[table]
         self.__dict__["inner"] = inner  # no child: its parameters are this module's, under their names
         self.kept: dict[int, str] = {}
@@ -132,11 +132,7 @@ def _without(module: nn.Module, names: Sequence[str]) -> nn.Module:
 
 def _copied(module: nn.Module | None, copies: dict[int, nn.Module]) -> nn.Module:
     assert module is not None
-    if id(module) in copies:
-        return copies[id(module)]
-    copied: nn.Module = object.__new__(type(module))
-    copied.__dict__.update(module.__dict__)
-    for table in _TABLES:
-        copied.__dict__[table] = module.__dict__[table].copy()
-    copies[id(module)] = copies[id(copied)] = copied
-    return copied
+    if id(module) not in copies:
+        copied = shallow_copy(module)
+        copies[id(module)] = copies[id(copied)] = copied
+    return copies[id(module)]

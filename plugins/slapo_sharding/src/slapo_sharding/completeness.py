@@ -1,4 +1,4 @@
-"""Whether every declared shard has the sync it needs; checked when a schedule is built."""
+"""Check that every declared shard has the sync it needs, when a schedule is built."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _check_gradients(name: str, module: nn.Module, path: str, modules: dict[str,
 
 
 def _uses_own(module: nn.Module, path: str, around: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a rank may use what enters a module around for its own shard of this one.
+    """Return whether a rank may use the input of an outer module for its own shard of this one.
 
     One that takes a part of its input may have it cut out by the model's code, but not by a sync, which has a backward.
     """
@@ -151,7 +151,7 @@ def _uses_own(module: nn.Module, path: str, around: str, modules: dict[str, nn.M
 
 
 def _sums(module: nn.Module) -> bool:
-    """Whether ranks are said to use what is whole here in ways of their own; the first run shows whether that is so."""
+    """Return whether the schedule says that each rank uses a replicated value in its own way; the first run checks it."""
     return any(sums_gradient(parameter) for parameter in module.parameters())
 
 

@@ -22,7 +22,7 @@ def parallel_cross_entropy(
     reduction: str = "mean",
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """What ``torch.nn.functional.cross_entropy`` gives for the whole logits, from each rank's piece of them.
+    """Compute ``torch.nn.functional.cross_entropy`` of the whole logits from each rank's piece of them.
 
     Computed in float32 at least. Two reductions of one number per target, or three with label smoothing, cross the group;
     the logits are never gathered.

@@ -139,7 +139,7 @@ def _trace(schedule: Schedule) -> fx.GraphModule:
 
 
 def _check_names(schedule: Schedule) -> None:
-    """What a traced module has for itself would be found in the place of what the model calls so."""
+    """Refuse a model with a name that a traced module uses itself: it would be found in the place of the model's."""
     module = schedule.mod
     for name in (*module._modules, *module._parameters, *module._buffers):
         if name == "meta" or (hasattr(fx.GraphModule, name) and not hasattr(nn.Module, name)):

@@ -83,7 +83,7 @@ class _Build:
 
 
 def _mode(module: nn.Module) -> tuple[bool, bool]:
-    """Whether it makes gradients, and is in training."""
+    """Return whether gradients are recorded, and whether the module is in training."""
     return torch.is_grad_enabled(), module.training
 
 
@@ -146,7 +146,7 @@ def _leave() -> None:
 
 
 def _eager() -> Any:
-    """What is compiled runs uncompiled this once; importing the compiler, where nobody has, would cost a second."""
+    """Run compiled code uncompiled in the block; importing the compiler, where nobody has, would cost a second."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -196,7 +196,7 @@ class _Reads(TorchFunctionMode):
         return [module.register_forward_hook(check, prepend=True)]
 
     def explained(self, err: RuntimeError) -> BuildError | None:
-        """What to raise instead: an error that names the innermost module, where sizes did not fit."""
+        """Return what to raise instead: an error that names the innermost module, where sizes did not fit."""
         return BuildError(self.failed[1]) if self.failed is not None and self.failed[0] is err else None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception) -> None:
@@ -275,7 +275,7 @@ def _is_alone(graph: fx.Graph, path: str) -> bool:
 
 
 def _is_harmless(func: Any) -> bool:
-    """Whether the answer is the same for a part as for the whole, or tells nothing of values."""
+    """Return whether the answer is the same for a part as for the whole, or tells nothing of values."""
     name = name_of(func)
     if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
         return True  # ZeRO gathers a parameter when somebody looks at it

@@ -48,7 +48,7 @@ class Rulebook:
         return next((cut for each in given for cut in self.ways(module, each, output) if cut.dim == -1), None)
 
     def is_layer(self, module: nn.Module) -> bool:
-        """Whether a module can be split along its output and along its input."""
+        """Return whether a module can be split along its output and along its input."""
         return all(self.layer_cut(module, output) is not None for output in ("sharded", "partial"))
 
     def stack_cut(self, module: nn.Module) -> Cut | None:
@@ -56,7 +56,7 @@ class Rulebook:
         return next(self.ways(module, "replicated", "partial"), None)
 
     def is_table(self, module: nn.Module) -> bool:
-        """Whether a module looks rows up and can be split along these."""
+        """Return whether a module looks rows up and can be split along these."""
         cut = self.layer_cut(module, "sharded")
         return cut is not None and cut.input == "indices"
 

@@ -70,7 +70,7 @@ class ShardingRule:
 
 @dataclass(frozen=True)
 class AppliedCut:
-    """How a module was cut; it sits on the module. Over one rank nothing is changed but this record.
+    """Record of how a module was cut; it sits on the module. Over one rank nothing is changed but this record.
 
     Args:
         cut: The cut.
@@ -91,7 +91,7 @@ class AppliedCut:
 
 
 def computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module is of one of these classes, or of a subclass that keeps the forward."""
+    """Return whether a module is of one of these classes, or of a subclass that keeps the forward."""
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
@@ -102,25 +102,25 @@ def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def applied_cut(module: nn.Module) -> AppliedCut | None:
-    """How a module was cut, or None."""
+    """Return the record of how a module was cut, or None."""
     return module.__dict__.get(_CUT)
 
 
 def split_of(module: nn.Module) -> AppliedCut | None:
-    """How a module was cut, if this rank has only a part of it."""
+    """Return the record of how a module was cut, if this rank has only a part of it."""
     applied = applied_cut(module)
     return applied if applied is not None and applied.spec.num_shards > 1 else None
 
 
 def is_kept_for_inside(module: nn.Module, tensor: torch.Tensor) -> bool:
-    """Whether a module that is whole only keeps this part of a tensor for a layer inside, as BERT's head does a bias."""
+    """Return whether an uncut module only keeps this part of a tensor for a layer inside, as BERT's head does a bias."""
     return split_of(module) is None and any(
         split_of(inside) is not None and holds(inside, tensor) for inside in module.modules() if inside is not module
     )
 
 
 def holds(module: nn.Module, tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter or buffer of the module's own."""
+    """Return whether a tensor is a parameter or buffer of the module's own."""
     return any(held is tensor for held in [*module._parameters.values(), *module._buffers.values()])
 
 
@@ -140,7 +140,7 @@ class _Instead:
 
 
 def standing_in(module: nn.Module, values: Mapping[str, Any]) -> Any:
-    """What a method of the module's class may take for the module: other values of some attributes."""
+    """Return what a method of the module's class may take for the module: other values of some attributes."""
     return _Instead(module, values)
 
 

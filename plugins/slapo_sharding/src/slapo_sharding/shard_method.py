@@ -14,7 +14,7 @@ from .rules import Cut, ShardingRule, computes_as
 
 
 class ShardMethod:
-    """How modules of a class are split; a subclass is registered by ``register_shard_method``.
+    """Base class of the ways to split modules of a class; a subclass is registered by ``register_shard_method``.
 
     Attributes:
         cuts: The ways to split such a module.

@@ -183,7 +183,7 @@ class Sharder:
             self._check_attributes(module, cut, step.record.spec)
 
     def _check_attributes(self, module: nn.Module, cut: Cut, spec: ShardSpec) -> None:
-        """What counts something else than the parameters' own size (groups, heads) has to divide as well."""
+        """Refuse counts beside the parameters' own sizes (groups, heads) that the ranks do not divide."""
         for name in cut.attributes:
             if (value := getattr(module, name, 0)) % self.size and value != spec.full_shape[spec.dim]:
                 kind = type(module).__name__
@@ -271,6 +271,6 @@ def _is_whole(value: object) -> bool:
 
 
 def _not_joined() -> int:
-    """How many processes a launcher started, this one among them, where they have not been joined yet."""
+    """Return how many processes a launcher started, this one among them, where they have not been joined yet."""
     started = os.environ.get("WORLD_SIZE", "1")
     return int(started) if started.isdecimal() and not dist.is_initialized() else 1

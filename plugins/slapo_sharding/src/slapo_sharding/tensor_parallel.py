@@ -188,7 +188,7 @@ def _warn_of_unknown(schedule: Schedule) -> None:
 
 
 def _check_backend(schedule: Schedule, sequence_parallel: bool, backend: str) -> None:
-    """Whether there is such a backend."""
+    """Refuse a backend that does not exist."""
     backends.backend_of(schedule, backend)
     if sequence_parallel:
         raise ScheduleError(

@@ -200,7 +200,7 @@ class TorchEngine(Engine):
         return extra
 
     def pieces(self) -> dict[str, Piece]:
-        """What this rank holds of the parameters and persistent buffers, each under its first original name."""
+        """Return this rank's pieces of the parameters and persistent buffers, each under its first original name."""
         return model_state.pieces(self.module)
 
     def _trained(self) -> Trained:
@@ -345,14 +345,14 @@ class TorchEngine(Engine):
 
     @property
     def _averages_late(self) -> bool:
-        """Whether gradients are averaged over replicas after the last backward: a backward in two parts runs no hooks."""
+        """Return whether gradients are averaged over replicas after the last backward: one in two parts runs no hooks."""
         kind = kind_of(self._options.pipeline_schedule)
         several = len(self.program.stages) > 1 and kind.stages_per_rank != 1
         return self.program.axis_size("dp") > 1 and self._shards is None and several
 
     @property
     def _shares_batches(self) -> bool:
-        """Whether several ranks have to be given the same batch."""
+        """Return whether several ranks have to be given the same batch."""
         return self.program.axis_size("pp") * self.program.axis_size("tp") > 1
 
     def _take_in_unfrozen(self) -> None:
@@ -420,7 +420,7 @@ class TorchEngine(Engine):
             self._make_replicas()
 
     def _reduce(self) -> None:
-        """What is left to do about gradients once the backwards have averaged them over replicas."""
+        """Finish the gradients once the backwards have averaged them over replicas."""
         if self._replicas is not None and self._unused:
             self._replicas.drop_unused()
         if self._averages_late:
@@ -451,7 +451,7 @@ class TorchEngine(Engine):
             self._replicas = Replicas(self.module, self._mesh["dp"].get_group())
 
     def _prepare_shards(self) -> None:
-        """What may fail, while the model is as it was."""
+        """Do what may fail, while the model is as it was."""
         given = self._options.optimizer
         if given is not None:
             check_dense(self.module)

@@ -1,4 +1,4 @@
-"""What engines share that weigh each micro-batch while the batch runs."""
+"""Base of engines that weigh each micro-batch while the batch runs."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class BatchEngine(Engine):
         self._trained: dict[str, tuple[nn.Parameter, bool]] = {}
 
     def _remember_trained(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Which of this rank's parameters are trained from now on."""
+        """Note which of this rank's parameters are trained from now on."""
         self._trained = {name: (parameter, parameter.requires_grad) for name, parameter in named.items()}
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
 
     @abstractmethod
     def _train(self, batch: MicroBatches) -> torch.Tensor:
@@ -172,7 +172,7 @@ class BatchEngine(Engine):
 
     @torch.no_grad()
     def _told(self, parts: list[Batch], labels: list[Any], weights: LabelWeights) -> int:
-        """Which labels the loss counts, by an evaluation of this batch; the same on all ranks. Collective."""
+        """Find which labels the loss counts, by an evaluation of this batch; the same on all ranks. Collective."""
         possible, losses = {0, 1}, self._evaluate(MicroBatches(parts, labels, None))[1]
 
         def look() -> None:

@@ -88,7 +88,7 @@ def _length(value: Any) -> int | None:
 
 
 def signature(batch: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides how a stage is traced: names, shapes, dtypes and values that are no tensors."""
+    """Return what decides how a stage is traced: names, shapes, dtypes and values that are no tensors."""
     leaves, structure = tree_flatten(dict(sorted(batch.items())))
     return str(structure), *(
         (tuple(leaf.shape), str(leaf.dtype)) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else repr(leaf)
@@ -116,7 +116,7 @@ _SAMPLE = 1000
 
 
 def labels_of(parts: list[Batch], ignored: int) -> list[tuple[int, int]]:
-    """How many labels of each micro-batch enter its mean: all of them, and without each row's first (next-token losses).
+    """Return how many labels of each micro-batch enter its mean: all, and without each row's first (next-token losses).
 
     Labels are the argument ``labels``, and every other integer one that holds the ignored value, where that is negative:
     0 and more are ordinary numbers there.
@@ -151,7 +151,7 @@ def check_labels(batch: Mapping[str, Any], module: nn.Module, loss_fn: Callable[
 
 
 def _takes(module: nn.Module, name: str) -> bool:
-    """Whether the module can be called with an argument of this name, as far as its signature tells."""
+    """Return whether the module takes an argument of this name, as far as its signature tells."""
     if "forward" in module.__dict__ or module._forward_pre_hooks or isinstance(module, fx.GraphModule):
         return True  # what these do with an argument, only a call shows
     parameters = inspect.signature(type(module).forward).parameters
@@ -163,7 +163,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _counts(values: list[torch.Tensor], ignored: int) -> list[tuple[int, int, int]]:
-    """Of each how many are left out, enter, and enter without each row's first; the host waits for a device once."""
+    """Count how many of each are left out, enter, and enter without each row's first; the host waits for a device once."""
     rows = []
     for value in values:
         used = value != ignored

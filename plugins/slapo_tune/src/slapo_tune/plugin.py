@@ -1,4 +1,4 @@
-"""What slapo-tune registers."""
+"""Hook implementations of slapo-tune."""
 
 from __future__ import annotations
 

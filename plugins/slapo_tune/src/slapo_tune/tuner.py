@@ -26,7 +26,7 @@ ErrorStop = Literal["none", "symbol", "all"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the tuner runs.
+    """Settings of a tuner.
 
     Args:
         program: Program and arguments that start the script, before its own.

@@ -26,7 +26,7 @@ BACKEND = "threaded"
 
 
 def is_dry_run() -> bool:
-    """Whether tensors are without numbers, as while a model is traced."""
+    """Return whether tensors are fake, as while a model is traced."""
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 

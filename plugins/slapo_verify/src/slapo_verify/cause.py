@@ -1,4 +1,4 @@
-"""What is to blame of a difference: the step, the first module, the parameter, and what it looks like."""
+"""Cause of a difference: the step, the first module, the parameter, and what it looks like."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .report import Blame
 
 
 class Models(NamedTuple):
-    """What is compared.
+    """Models to compare.
 
     Args:
         reference: The model as it was.
@@ -156,7 +156,7 @@ def _first_module(models: Models, runs: nn.Module, task: Task, before: Sequence[
 
 
 def _is_summed_outside(model: nn.Module, path: str) -> bool:
-    """Whether a module around it has hooks, syncs say, so that its own output may be a part."""
+    """Return whether an outer module has hooks, syncs say, so that this module's own output may be a part."""
     above = [path.rsplit(".", steps)[0] for steps in range(1, path.count(".") + 1)]
     own = model.get_submodule(path)
     return not own._forward_hooks and any(model.get_submodule(each)._forward_hooks for each in above)
@@ -181,7 +181,7 @@ def _wrong_parameters(models: Models, task: Task, expected: Computed, actual: Co
 def _hint(
     models: Models, task: Task, expected: Computed, actual: Computed, values: Values, parameters: Sequence[str]
 ) -> str | None:
-    """What is known of the first module that differs, or else of the gradients that do."""
+    """Return a hint from the first module that differs, or else from the gradients that do."""
     known = hints.broken_ties(models.reference, models.sch.mod) or hints.frozen(models.reference, models.sch.mod)
     if known:
         return known

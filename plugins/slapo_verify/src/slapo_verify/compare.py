@@ -40,7 +40,7 @@ LEVELS = ("outputs", "grads", "step")
 
 @dataclass(frozen=True)
 class Task:
-    """What both models are asked to do.
+    """Task that both models are given.
 
     Args:
         args: Positional inputs.
@@ -65,7 +65,7 @@ class Task:
 
 @dataclass
 class Computed:
-    """What a model computed.
+    """Results of a model.
 
     Args:
         weights: The parameters, by original name, as they were.
@@ -86,7 +86,7 @@ class Computed:
     new: frozenset[str] = frozenset()
 
     def counts(self, other: Computed) -> dict[str, int]:
-        """How many tensors of each kind are compared with what another model computed."""
+        """Count the tensors of each kind that are compared with another model's."""
         outputs = [value for _, value in self.run.outputs if isinstance(value, torch.Tensor)]
         gradients = {name for name, value in self.run.param_grads.items() if value is not None}
         gone = {*replaced(self, other)}
@@ -175,7 +175,7 @@ def _shared(gradients: Values) -> dict[nn.Parameter, torch.Tensor]:
 
 
 def compare(expected: Computed, actual: Computed, tolerance: Tolerance) -> Iterator[Difference]:
-    """What differs, weights first, then outputs."""
+    """Iterate over the differences, weights first, then outputs."""
     run, now, gone = expected.run, actual.run, replaced(expected, actual)
 
     def shown(before: Named, after: Named) -> dict[str, torch.Tensor | None]:
@@ -192,7 +192,7 @@ def compare(expected: Computed, actual: Computed, tolerance: Tolerance) -> Itera
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """As they are now; a part of one is not what the unmodified model has."""
+    """Return the buffers as they are now; a part of one is not what the unmodified model has."""
     saved = model.state_dict().keys()
     named = ((name, buffer) for name, buffer in model.named_buffers() if name in saved and facts(buffer).spec is None)
     return {name: buffer.detach().clone() for name, buffer in named}
@@ -273,7 +273,7 @@ class _Kept:
 def _updates(
     model: nn.Module, task: Task, gradients: Mapping[nn.Parameter, torch.Tensor | None], expected: Expected | None
 ) -> Values:
-    """What one step of the optimizer adds to each parameter; the weights are put back."""
+    """Return what one step of the optimizer adds to each parameter; the weights are put back."""
     if all(gradient is None for gradient in gradients.values()):
         raise VerifyError("level='step' needs a loss that gradients come from; give loss=, a function of the outputs")
     before = {parameter: parameter.detach().clone() for parameter in gradients}
@@ -306,7 +306,7 @@ def _default_loss(outputs: Any) -> torch.Tensor | None:
 
 
 def put_together(expected: Computed, actual: Computed, group: dist.ProcessGroup | None) -> tuple[Computed, list[str]]:
-    """What was computed, with outputs whole of which each rank has a part along one dimension; and which those are.
+    """Return the results with whole outputs where each rank has a part along one dimension, and which outputs those are.
 
     Collective over the group.
     """

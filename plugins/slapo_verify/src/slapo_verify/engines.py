@@ -132,7 +132,7 @@ def _verified(run: EngineRun, target: str, against: str | Trained | None, tolera
 
 
 class _Judged(NamedTuple):
-    """What an engine has done, beside the unmodified model.
+    """Results of an engine, beside those of the unmodified model.
 
     Args:
         wrong: What differs on the first rank where something does.
@@ -217,7 +217,7 @@ def _named(prefix: str, found: Iterator[Difference]) -> Iterator[Difference]:
 def _compared(
     expected: Trained, found: Trained, other: Trained | None, allowed: Tolerance, sch: Schedule
 ) -> tuple[list[Difference], Difference | None, list[int]]:
-    """What differs on the first rank where something does, the largest error, and all ranks where something differs."""
+    """Return the differences on the first rank that has any, the largest error, and all ranks with differences."""
     held = {name for names in everywhere([*{n for c in found.copies for n in c}], sch) for name in names}
     lacking = {name: value for name, value in expected.updates.items() if name not in held}
 
@@ -235,13 +235,13 @@ def _compared(
 
 
 def _wider(tolerance: Tolerance) -> Tolerance:
-    """Of two engines, each of which may be that far from the unmodified model."""
+    """Widen a tolerance for two engines, each of which may be that far from the unmodified model."""
     noise = {what: 2 * size for what, size in tolerance.noise.items()}
     return Tolerance(2 * tolerance.atol, 2 * tolerance.rtol, 2 * tolerance.scale, noise)
 
 
 def _blame(run: EngineRun, target: str, judged: _Judged, expected: Trained, found: Trained) -> Blame:
-    """What the schedule does without the engine, and the engine without each of its options. Collective."""
+    """Run the schedule without the engine, and the engine without each of its options, to find the cause. Collective."""
     sch = run.schedule()
     switch_off(sch.mod)
     alone_report = verify(run.reference, sch, _inputs(run), "grads", loss=_loss(run), eval_mode=False)
@@ -264,7 +264,7 @@ def _blame(run: EngineRun, target: str, judged: _Judged, expected: Trained, foun
 
 
 def _is_right_without(run: EngineRun, target: str, option: str) -> bool:
-    """Whether a new engine without that option is right. Collective."""
+    """Return whether a new engine without that option is right. Collective."""
     rest = replace(run, options={name: value for name, value in run.options.items() if name != option})
     try:
         found, sch, _ = rest.trained(target)

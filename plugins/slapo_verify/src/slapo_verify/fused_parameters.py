@@ -33,7 +33,7 @@ class _Piece(NamedTuple):
 
 
 def is_fused(parameter: torch.Tensor) -> bool:
-    """Whether it says what it is made of."""
+    """Return whether a parameter says what it is made of."""
     return not facts(parameter).names and getattr(parameter, _ATTRIBUTE, None) is not None
 
 
@@ -53,7 +53,8 @@ def taken_apart(values: Mapping[nn.Parameter, torch.Tensor | None]) -> dict[str,
     for parameter, value in values.items():
         for name, piece in _pieces(parameter, value):
             pieces.setdefault(name, []).append(piece)
-    return {name: _joined(found) for name, found in pieces.items() if _is_whole(found)}
+    in_order = {name: sorted(found, key=lambda piece: piece.start) for name, found in pieces.items()}
+    return {name: _joined(found) for name, found in in_order.items() if _is_whole(found)}
 
 
 def _pieces(parameter: nn.Parameter, value: torch.Tensor | None) -> Iterator[tuple[str, _Piece]]:
@@ -67,7 +68,7 @@ def _pieces(parameter: nn.Parameter, value: torch.Tensor | None) -> Iterator[tup
 
 def _is_whole(pieces: Iterable[_Piece]) -> bool:
     at, size = 0, 0
-    for piece in sorted(pieces, key=lambda each: each.start):
+    for piece in pieces:
         if piece.start != at:
             return False
         at, size = piece.stop, piece.size
@@ -75,6 +76,5 @@ def _is_whole(pieces: Iterable[_Piece]) -> bool:
 
 
 def _joined(pieces: list[_Piece]) -> torch.Tensor | None:
-    found = [piece.value for piece in sorted(pieces, key=lambda each: each.start)]
-    known = [value for value in found if value is not None]
-    return torch.cat(known, pieces[0].dim) if len(known) == len(found) else None
+    known = [piece.value for piece in pieces if piece.value is not None]
+    return torch.cat(known, pieces[0].dim) if len(known) == len(pieces) else None

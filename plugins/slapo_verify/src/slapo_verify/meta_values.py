@@ -21,7 +21,7 @@ Values = dict[str, torch.Tensor]
 
 
 def is_empty(model: nn.Module) -> bool:
-    """Whether a parameter of the model has no values."""
+    """Return whether a parameter of the model has no values."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -114,7 +114,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.
 
 
 def device_for(model: nn.Module, asked: torch.device | str | None) -> torch.device:
-    """Where a model is verified: where it is; where it has no values, at the device that is asked for.
+    """Return the device to verify a model on: its own, or, where it has no values, the one that is asked for.
 
     ``"cuda"`` is the GPU that the model is on, and the CPU where there is none.
 

@@ -18,7 +18,7 @@ Outputs = list[tuple[str, int, list[torch.Tensor]]]
 
 
 def outputs_of(model: nn.Module, run: Callable[[], Any]) -> Outputs:
-    """What each module returns while ``run`` runs the model; not what is inside of a compiled region, nor what a trace runs.
+    """Return what each module returns while ``run`` runs the model, but for modules in a compiled region or run by a trace.
 
     No module gets its first hook: some compute otherwise where something is hooked to them. One that has hooks, syncs say, is
     looked at behind them.

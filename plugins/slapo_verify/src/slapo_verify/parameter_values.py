@@ -1,4 +1,4 @@
-"""What belongs to parameters, by original name: compared where it lies, and put together over its group where it is far off."""
+"""Values that belong to parameters, by original name: compared where they lie, and gathered where they are far off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAME = Tolerance(0.0, 0.0)
 
 
 class Expected(NamedTuple):
-    """What is compared with.
+    """Values to compare with.
 
     Args:
         values: Whole, by original name.
@@ -73,7 +73,7 @@ def values_of(model: nn.Module, what: str, read: Read, expected: Expected | None
 
 
 def part_of(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What of a whole tensor belongs to this rank's part of the parameter."""
+    """Return what of a whole tensor belongs to this rank's part of the parameter."""
     spec = shard_spec(parameter)
     return spec.local(whole) if spec is not None and spec.num_shards > 1 else whole
 

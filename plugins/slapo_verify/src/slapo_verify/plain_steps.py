@@ -1,4 +1,4 @@
-"""What the unmodified model does in plain torch, in one process."""
+"""Steps of the unmodified model in plain torch, in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """What some steps have come to.
+    """Results of some steps.
 
     Args:
         target: Name of the dialect; empty for the unmodified model.

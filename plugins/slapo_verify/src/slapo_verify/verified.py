@@ -118,7 +118,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _expected(models: Models, task: Task) -> tuple[Computed, Task]:
-    """What the unmodified model computes, and how far off rounding may bring another. Collective."""
+    """Return what the unmodified model computes, and how far off rounding may bring another. Collective."""
     expected = _of_reference(models, lambda: compute(models.reference, task), lambda found: not found.draws)
     if models.given is not None:
         return expected, task
@@ -142,7 +142,7 @@ def _rounded(models: Models, task: Task, expected: Computed, closely: bool) -> T
 
 
 def _of_reference(models: Models, run: Callable[[], T], is_for_all: Callable[[T], bool]) -> T:
-    """What is told by running the unmodified model, once for ranks that are threads where it is the same. Collective."""
+    """Run the unmodified model, once for ranks that are threads where it is the same. Collective."""
     if models.first or any(is_part(each) for each in models.reference.parameters()):  # it may meet the others while it runs
         return models.ranks.alike(run)
     return once(run, is_for_all, models.ranks)
@@ -180,7 +180,7 @@ def _comparable(models: Models, task: Task) -> Iterator[list[str]]:
 
 
 def _of_first(models: Models, found: list[Difference]) -> list[Difference] | None:
-    """What the first rank with differences found, the same on all; None where none has any."""
+    """Return what the first rank with differences found, the same on all; None where none has any."""
     return next((each for each in models.ranks.gather(found) if each), None)
 
 

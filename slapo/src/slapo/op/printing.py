@@ -1,4 +1,4 @@
-"""What passes between modules, printed."""
+"""Printing of what passes between modules."""
 
 from slapo_kernels.op import Print
 

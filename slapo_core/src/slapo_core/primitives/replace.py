@@ -10,12 +10,10 @@ from .. import finding, graph_edit
 from ..errors import ScheduleError
 from ..parameters import facts
 from ..primitive import Primitive
+from ..tracing.around import HOOK_TABLES
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
-
-_HOOKS = "_forward_pre_hooks _forward_pre_hooks_with_kwargs _forward_hooks _forward_hooks_with_kwargs".split()
-_HOOKS += "_forward_hooks_always_called _backward_pre_hooks _backward_hooks".split()
 
 
 class ReplacePrimitive(Primitive):
@@ -91,7 +89,7 @@ def swap(schedule: Schedule, new: nn.Module) -> None:
     for module in new.modules():
         schedule.touch(module)
     if all(module is not old for module in new.modules()):
-        for table in _HOOKS:
+        for table in HOOK_TABLES:
             getattr(new, table).update(getattr(old, table))
         new._is_full_backward_hook = new._is_full_backward_hook or old._is_full_backward_hook
     if new.training != old.training:

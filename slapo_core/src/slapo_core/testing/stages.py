@@ -24,7 +24,7 @@ class Staged(nn.Module):
 
     @property
     def count(self) -> int:
-        """How many stages."""
+        """Number of stages."""
         return len(self.__dict__["_slapo_program"].stages)
 
     @property
@@ -37,12 +37,12 @@ class Staged(nn.Module):
         self.__dict__["_slapo_whole"].training = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the last stage returns."""
+        """Return what the last stage returns."""
         return self.__dict__["_slapo_program"](*args, **kwargs)
 
 
 def as_built(sch: Schedule) -> nn.Module:
-    """What runs of a schedule: its stages, where it has more than one, else the model.
+    """Return the module that runs: the schedule's stages, where it has more than one, else the model.
 
     Raises:
         SlapoError: it cannot be cut so, as for ``build``.

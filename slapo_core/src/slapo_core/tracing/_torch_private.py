@@ -160,12 +160,12 @@ def whole_shape(tensor: torch.Tensor) -> torch.Size | None:
 
 
 def is_apart(tensor: torch.Tensor) -> bool:
-    """Whether an engine has given each rank a part of a weight."""
+    """Return whether an engine has given each rank a part of a weight."""
     return whole_shape(tensor) is not None
 
 
 def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Let ``fake`` pass for ``real``: an ``nn.Parameter`` where that is one, with its attributes."""
+    """Give ``fake`` the attributes of ``real``; it passes for an ``nn.Parameter`` where that is one."""
     fake.__dict__.update({name: value for name, value in real.__dict__.items() if not name.startswith("ds_")})
     if isinstance(real, nn.Parameter):
         fake._is_param = True
@@ -173,7 +173,7 @@ def as_parameter(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often the tensor was changed in place."""
+    """Return how often the tensor was changed in place."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -185,7 +185,7 @@ def memory(tensor: torch.Tensor) -> int:
 
 
 def leaf_paths(value: Any) -> list[tuple[Any, ...]]:
-    """Where the leaves of nested containers are, in the order in which ``torch.export`` numbers them."""
+    """Return the paths of the leaves of nested containers, in the order in which ``torch.export`` numbers them."""
     return [tuple(_key(part) for part in path) for path, _ in _pytree.tree_flatten_with_path(value)[0]]
 
 
@@ -199,7 +199,7 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
 
 
 def is_recompiled_with_parent() -> bool:
-    """Whether the caller, a ``recompile``, is called since a ``GraphModule`` that holds the module is compiled."""
+    """Return whether the caller, a ``recompile``, runs because a ``GraphModule`` that holds the module is compiled."""
     return sys._getframe(2).f_code is fx.GraphModule._recompile_submodules.__code__
 
 

@@ -14,16 +14,18 @@ from ..wrapping import INNER, WRAPPERS, WrappedForward, forward_wrappers, wrap_f
 
 WRAPPING = ("forward", WRAPPERS, INNER)
 """Attributes in which a module's wrappers are kept."""
-HOOKS = (
+HOOK_TABLES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+    *("_backward_hooks", "_backward_pre_hooks"),
 )
-"""Attributes in which torch keeps the hooks of a module."""
+"""Attributes in which torch keeps the hooks of a module: dicts with a key for each hook."""
+HOOKS = (*HOOK_TABLES, "_is_full_backward_hook")
+"""These, and the kind of the backward hooks."""
 
 
 def carry_around(old: nn.Module, new: nn.Module) -> None:
-    """Let hooks and wrappers of ``old`` run around the forward of ``new``, which takes its place."""
+    """Run hooks and wrappers of ``old`` around the forward of ``new``, which takes its place."""
     for name in HOOKS:
         new.__dict__[name] = old.__dict__[name]  # the same objects: handles that remove a hook refer to them
     for wrapper in forward_wrappers(old):
@@ -32,7 +34,7 @@ def carry_around(old: nn.Module, new: nn.Module) -> None:
 
 @contextmanager
 def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """``forward`` runs in the place of the module's own one, inside of its hooks and wrappers."""
+    """Run ``forward`` in the place of the module's own, inside of its hooks and wrappers."""
     name = INNER if WRAPPERS in module.__dict__ else "forward"
     module.__dict__[name] = forward
     try:
@@ -42,7 +44,7 @@ def innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 
 def rebind(module: nn.Module) -> None:
-    """Let the wrappers that another object of the same attributes was given run the forward of this one."""
+    """Bind wrappers to this module's forward: they were set on another object that shares its attributes."""
     if WRAPPERS in module.__dict__:
         module.__dict__["forward"] = WrappedForward(wrapped_forward, module)
 
@@ -52,15 +54,15 @@ _ENGINES = ("deepspeed.", "megatron.", "torch.distributed.")
 
 @contextmanager
 def engines_aside(root: nn.Module) -> Iterator[None]:
-    """Meanwhile no hook of an engine runs, FSDP's or ZeRO's say, which gather and free the weights of what is called.
+    """Take off the hooks of engines in the block: FSDP's and ZeRO's gather and free the weights of each module called.
 
-    Nor does a hook that is there for one trace alone, as a true attribute ``of_trace`` says.
+    And hooks that are there for one trace alone, as a true attribute ``of_trace`` says.
     """
     former: list[tuple[dict[str, Any], str, Any]] = []
     for module in root.modules():
-        for name in HOOKS:
+        for name in HOOK_TABLES:
             hooks = module.__dict__[name]
-            if isinstance(hooks, dict) and any(map(_is_engines, hooks.values())):
+            if any(map(_is_engines, hooks.values())):
                 former.append((module.__dict__, name, hooks))
                 module.__dict__[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_engines(hook))
     try:
@@ -71,7 +73,7 @@ def engines_aside(root: nn.Module) -> Iterator[None]:
 
 
 def _is_engines(hook: Any) -> bool:
-    """Whether a hook is an engine's, by its module or a true attribute ``of_engine``, or there for one trace."""
+    """Return whether a hook is an engine's, by its Python module or a true attribute ``of_engine``, or there for one trace."""
     if getattr(hook, "of_engine", False) or getattr(hook, "of_trace", False):
         return True
     while isinstance(hook, partial):
@@ -80,5 +82,5 @@ def _is_engines(hook: Any) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether any hook runs when the module is called."""
+    """Return whether any hook runs when the module is called."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)

@@ -59,7 +59,7 @@ class KnownValues:
 
 
 def chance_decided(node: fx.Node) -> bool | None:
-    """Whether ``torch.rand(...) < p`` holds for every number drawn (``p`` is 0 or 1: layer drop that is off), or None."""
+    """Return whether ``torch.rand(...) < p`` holds for all numbers drawn (``p`` is 0 or 1: layer drop is off), or None."""
     name = function_name(node)
     if name not in ("lt", "le", "gt", "ge") or len(node.args) != 2:
         return None

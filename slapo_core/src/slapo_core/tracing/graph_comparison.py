@@ -1,4 +1,4 @@
-"""Graphs as data: to compare two of them, and to find in one the node that has the part of another one's."""
+"""Comparison of graphs as data, and the correspondence between the nodes of two graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .structures import fingerprint
 
 
 class _Index(int):
-    """Stands for a node: its place in the graph."""
+    """Position of a node in its graph, which stands for the node."""
 
 
 class _Constant:
@@ -34,7 +34,7 @@ class _Constant:
 
 
 def graph_data(graph: fx.Graph, constants: Any) -> list[Any]:
-    """What a graph computes, in a form that can be compared, copied and pickled: name, what is called, and with what.
+    """Return a graph as data that can be compared, copied and pickled: for each node its name, target and arguments.
 
     Args:
         graph: The graph.
@@ -59,7 +59,7 @@ def graph_data(graph: fx.Graph, constants: Any) -> list[Any]:
 
 
 def same_graph(one: list[Any] | None, two: list[Any] | None) -> bool:
-    """Whether two graphs compute the same, operation by operation."""
+    """Return whether two graphs compute the same, operation by operation."""
     if one is None or two is None or len(one) != len(two):
         return False
     for (name, called, args, _), (other, also, given, _) in zip(one, two, strict=True):
@@ -93,7 +93,7 @@ class Twins(dict[str, fx.Node]):
 
 
 def _places(data: list[Any]) -> dict[Any, list[int]]:
-    """Where in a graph each operation is called."""
+    """Return the positions at which each operation is called."""
     places: dict[Any, list[int]] = {}
     for place, (name, called, *_) in enumerate(data):
         places.setdefault((called, name if called[0] == "placeholder" else ""), []).append(place)

@@ -57,7 +57,7 @@ def _unexpected(answer: Any, name: str, of: torch.Tensor | None, args: tuple[Any
 
 
 class Expectation(NamedTuple):
-    """What ``expect`` checks, where it can be known before the graph runs.
+    """Check of ``expect`` that can be made before the graph runs.
 
     Attributes:
         answer: The answer while tracing.

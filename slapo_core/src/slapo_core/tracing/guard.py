@@ -1,4 +1,4 @@
-"""The calls that a graph is good for."""
+"""Guards: conditions that a call must meet to be served by a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .structures import difference, fingerprint, is_input, tensors
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Device of the first tensor inside."""
+    """Return the device of the first tensor inside."""
     for each in value.values() if type(value) is dict else ():
         if isinstance(each, torch.Tensor):
             return each.device
@@ -88,7 +88,7 @@ def argument_values(parameters: Parameters, args: tuple[Any, ...], kwargs: Mappi
 
 
 class Call:
-    """What a traced module is called with, and how.
+    """One call of a traced module: its arguments and the mode it runs in.
 
     Args:
         parameters: Signature of the forward.
@@ -121,7 +121,7 @@ class InputCheck(Protocol):
 
 @dataclass
 class Guard:
-    """The calls that a graph is good for.
+    """Conditions that a call must meet to be served by a graph.
 
     Args:
         parameters: Signature of the forward.
@@ -145,7 +145,7 @@ class Guard:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Guard:
-        """The guard of a call."""
+        """Return the guard of a call."""
         parameters = plain_signature(module)
         call = Call(parameters, module, args, kwargs)
         placeholders = tuple(name for name, value in call.values.items() if is_input(value))
@@ -169,7 +169,7 @@ class Guard:
             self.attributes = known if known.changed(module) is None else self.attributes
 
     def problem(self, module: nn.Module, call: Call) -> str | None:
-        """Why the graph is not good for a call; None where it is."""
+        """Return why the graph cannot serve a call; None where it can."""
         if call.training != self.training:
             now, then = ("train", "eval") if call.training else ("eval", "train")
             return f"the module is in {now} mode but was traced in {then} mode"

@@ -89,7 +89,7 @@ class Recorder:
         return TraceError(f"{self.label}: {what}; {keep}", source=model_source())
 
     def within(self, module: nn.Module) -> AbstractContextManager[None]:
-        """What is recorded meanwhile belongs to an inlined module."""
+        """Attribute what is recorded in the block to an inlined module."""
         path = self.modules[id(module)][0]
         self.opened.add(path)
         return self._at(path)
@@ -104,7 +104,7 @@ class Recorder:
             self.is_rewrite = False
 
     def inside_of(self, path: str, node: fx.Node) -> AbstractContextManager[None]:
-        """What is recorded meanwhile belongs where a node does in the graph of the module at ``path``."""
+        """Attribute what is recorded in the block to the module that a node of another graph belongs to, that of ``path``."""
         self.is_rewrite = node.meta.get("is_rewrite", False)
         return self._at(".".join(filter(None, (path, node.meta.get("module", "")))))
 
@@ -403,7 +403,7 @@ class _Memo(dict[int, Any]):
         return super().get(key, default)
 
     def tensor(self, tensor: torch.Tensor) -> Slot:
-        """What stands for a tensor in the copy."""
+        """Return the slot of a tensor in the copy."""
         return self._slot(self.recorder.tensor(tensor))
 
     def _slot(self, node: fx.Node | None) -> Slot:

@@ -60,7 +60,7 @@ class Sandbox:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     def is_new(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor was made since the sandbox was opened."""
+        """Return whether the tensor was made since the sandbox was opened."""
         return not self.fake and id(tensor) not in self.before
 
     @contextmanager
@@ -142,12 +142,12 @@ class OtherRandomNumbers:
         self.numpy_state: Any = self.numpy.get_state() if self.numpy else None
 
     def changed(self) -> bool:
-        """Whether numbers have been drawn."""
+        """Return whether numbers have been drawn."""
         numpy_state = self.numpy.get_state() if self.numpy else None
         return random.getstate() != self.state or fingerprint(numpy_state) != fingerprint(self.numpy_state)
 
     def put_back(self) -> None:
-        """As if none had been."""
+        """Restore the generators, as if no numbers had been drawn."""
         random.setstate(self.state)
         if self.numpy:
             self.numpy.set_state(self.numpy_state)

@@ -38,7 +38,7 @@ class Change(NamedTuple):
 
 
 def changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterator[Change]:
-    """What is not as it was, once for each module that holds it."""
+    """Iterate over changed state, once for each module that holds it."""
     changed = {id(part): old for snapshot in before for part, old in map(snapshot.parts.__getitem__, snapshot.changed())}
     first: dict[Any, tuple[nn.Module, str]] = {}
     for module in modules if changed else ():
@@ -86,7 +86,7 @@ class Repeat:
         return [{**{key: part for name in _TABLES for key, part in print_.pop(name)[1].items()}, **print_} for print_ in prints]
 
     def _matches(self, first: Recorder, second: Recorder) -> bool:
-        """Whether the second graph is the first without some nodes that make constants."""
+        """Return whether the second graph is the first without some nodes that make constants."""
         nodes, place = list(first.graph.nodes), 0
         for node in second.graph.nodes:
             same = first.constants.get(str(node.target)) is second.constants.get(str(node.target))
@@ -112,7 +112,7 @@ class Repeat:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a value depends on no input, on nothing that trains and not on chance, and making it changes nothing else."""
+    """Return whether a value depends on no input, nothing trained and no random numbers, and making it changes nothing else."""
     todo = [node]
     for other in todo:
         value = other.meta.get("val")

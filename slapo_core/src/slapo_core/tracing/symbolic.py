@@ -57,9 +57,7 @@ def trace_fx(
     source = former(module, bare=True) if isinstance(module, TracedModule) else module
     parameters = plain_signature(source)
     concrete, placeholders = _division(module, parameters, example, concrete_args)
-    reads: set[tuple[int, str]] = set()
-    opened: set[str] = set()
-    graph = _graph(source, plan, concrete, tracer, reads, opened)
+    graph, reads, opened = _graph(source, plan, concrete, tracer)
     for node in list(graph.find_nodes(op="placeholder")):
         if str(node.target).removeprefix("*") not in placeholders:
             _erase(graph, node)
@@ -86,7 +84,7 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _division(module: nn.Module, parameters: Any, example: Any, concrete: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Arguments that are part of the graph, and names of those that are inputs."""
+    """Return the arguments that are part of the graph, and the names of those that are inputs."""
     if example is None:
         defaults = {name: each.default for name, each in parameters.parameters.items() if each.default is not each.empty}
         values = {**defaults, **concrete}
@@ -100,13 +98,12 @@ def _division(module: nn.Module, parameters: Any, example: Any, concrete: Mappin
 
 
 def _graph(
-    module: nn.Module,
-    plan: Plan,
-    concrete: dict[str, Any],
-    base: type[fx.Tracer],
-    reads: set[tuple[int, str]],
-    opened: set[str],
-) -> fx.Graph:
+    module: nn.Module, plan: Plan, concrete: dict[str, Any], base: type[fx.Tracer]
+) -> tuple[fx.Graph, set[tuple[int, str]], set[str]]:
+    """Return the graph, the attributes that were read (module's id and name), and the paths of inlined modules."""
+    reads: set[tuple[int, str]] = set()
+    opened: set[str] = set()
+
     class Tracer(base):  # type: ignore[valid-type, misc]
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
             asked = base is not fx.Tracer and super().is_leaf_module(m, module_qualified_name)
@@ -125,8 +122,7 @@ def _graph(
 
     try:
         with private.intercept(passed_on, passed_on, read, lambda name, answer: answer()):
-            graph: fx.Graph = Tracer().trace(module, concrete)
-            return graph
+            return Tracer().trace(module, concrete), reads, opened
     except Exception as err:  # symbolic values may break any code
         raise TraceError(
             f"tracer 'fx' cannot trace {type(module).__name__}: {str(err).splitlines()[0]}; give example_inputs and no tracer, "
@@ -151,7 +147,7 @@ def _inner(module: nn.Module, graph: fx.Graph, plan: Plan, tracer: type[fx.Trace
 
 
 def tracer_class(tracer: Any) -> type[fx.Tracer] | None:
-    """The class of fx that a name or a class stands for; None where it is another tracer."""
+    """Return the fx tracer class that a name or class stands for; None for any other tracer."""
     if isinstance(tracer, type) and issubclass(tracer, fx.Tracer):
         return tracer
     return fx.Tracer if tracer in ("fx", "pytorch") else None

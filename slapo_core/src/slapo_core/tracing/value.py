@@ -279,7 +279,7 @@ class _Session(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be traced.
+    """Request for a trace.
 
     Args:
         target: Path of the module that gets a graph.

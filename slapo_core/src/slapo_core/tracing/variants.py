@@ -186,6 +186,8 @@ class Variants(Hidden):
         """Whether the first graph does other things than the forward that was traced, or stands for none."""
         return self.is_changed or self.guard is None
 
+    # made with its whole state, not filled later: what rewrites hold leads back to modules that need it when they are restored
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variants:
         return _restored({key: copy.deepcopy(value, memo) for key, value in self._state().items()})
 

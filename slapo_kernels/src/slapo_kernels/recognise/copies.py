@@ -9,16 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_EMPTY = (
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-_AROUND = ("forward", "_slapo_wrappers", "_slapo_inner_forward")
+from slapo_core.tracing.around import HOOK_TABLES, WRAPPING
 
 
 def bare_copy(module: nn.Module, dtype: torch.dtype | None, training: bool) -> nn.Module:
@@ -30,8 +21,8 @@ def bare_copy(module: nn.Module, dtype: torch.dtype | None, training: bool) -> n
         training: The mode.
     """
     copied: nn.Module = object.__new__(type(module))
-    state = {name: value for name, value in vars(module).items() if name not in _AROUND}
-    state.update({name: type(state[name])() for name in _EMPTY if name in state})
+    state = {name: value for name, value in vars(module).items() if name not in WRAPPING}
+    state.update({name: type(state[name])() for name in HOOK_TABLES if name in state})
     vars(copied).update(state)
     for table in ("_parameters", "_buffers"):
         tensors = vars(module)[table].items()

@@ -42,7 +42,7 @@ class _Nodes(NamedTuple):
 
 
 def find_calls(schedule: Schedule, wanted: Collection[str], choices: dict[str, str]) -> list[FoundCall]:
-    """What the wanted kernels can stand for in the traced modules from the schedule's down; none overlap.
+    """Find calls that the wanted kernels can replace in the traced modules from the schedule's down; none overlap.
 
     Args:
         schedule: Where to look.
@@ -178,7 +178,7 @@ def _rotaries(traced: fx.GraphModule) -> Iterator[_Nodes]:
 
 
 def _rotation(cat: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, list[fx.Node]] | None:
-    """Of ``x * cos + cat((-x[..., h:], x[..., :h])) * sin`` with this ``cat``: x, the sum, cos, sin, and all nodes."""
+    """Match ``x * cos + cat((-x[..., h:], x[..., :h])) * sin`` with this ``cat``: x, the sum, cos, sin, and all nodes."""
     parts, times = _given(cat).get("tensors"), _only_user(cat)
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or _given(cat).get("dim") not in (_LAST, _dim(cat) - 1):
         return None
@@ -340,7 +340,7 @@ def _activation(traced: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def _draws_between(start: fx.Node, end: fx.Node) -> bool:
-    """Whether something draws random numbers, or may, after ``start`` and before ``end``."""
+    """Return whether something draws random numbers, or may, after ``start`` and before ``end``."""
     node = start.next
     while node is not end:
         if node.meta.get("draws"):

@@ -31,11 +31,11 @@ LEFT = " as left in the buffer "
 
 
 class ConformanceError(AssertionError):
-    """What a primitive or dialect does not keep of its contract, one sentence for each check that failed."""
+    """A primitive or dialect breaks its contract; one sentence for each check that failed."""
 
 
 def registry_of(plugins: Any) -> Registry:
-    """Of core and the named modules alone; of the installed plugins where none are named."""
+    """Return a registry of core and the named modules alone, or of the installed plugins where none are named."""
     return Registry([importlib.import_module(name) for name in plugins]) if plugins else default_registry()
 
 
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def modes(self) -> tuple[bool, ...]:
-        """What ``training`` is to be for comparisons, one after the other."""
+        """Return the values of ``training`` for comparisons, one after the other."""
         return (False,) if self.example.numerics == "distribution" else (False, True)
 
     def model(self) -> nn.Module:
@@ -131,7 +131,7 @@ class Case:
         self.at(schedule).apply(self.name, *args, **kwargs)
 
     def arguments(self, schedule: Schedule) -> Arguments:
-        """Of the call, in containers that are nobody else's."""
+        """Return the arguments of the call, in new containers."""
         args = self.example.args
         return own(tuple(args(schedule) if callable(args) else args)), own(dict(self.example.kwargs))
 
@@ -180,7 +180,7 @@ class Case:
         self.same(wanted, self.run(actual), what, keep)
 
     def same(self, wanted: Run, found: Run, what: str, keep: Callable[[Run, Run], None] | None = None) -> None:
-        """As ``compare``, of models that have run."""
+        """Compare as ``compare`` does, on models that have run."""
         common_buffers(wanted, found)
         if keep is not None:
             keep(wanted, found)
@@ -189,7 +189,7 @@ class Case:
             raise ConformanceError(f"{what}, in {mode}: {difference.message}{self._meant(difference.message)}")
 
     def _meant(self, message: str) -> str:
-        """What the author may have meant."""
+        """Return what the author may have meant."""
         lost = "no parameter of this original name" in message and "names" in self.example.changes
         return '; for a step that changes names, numerics="outputs" is meant' if lost else ""
 
@@ -216,7 +216,7 @@ class Case:
             raise ConformanceError(f"{what}, {first_of(found)}")
 
     def takes(self, schedule: Schedule, what: str, action: Callable[[], Any]) -> bool:
-        """Whether an action happens; it may refuse, in one sentence, and leaves the model as it was then."""
+        """Return whether an action happens; it may refuse, in one sentence, and then leaves the model as it was."""
         before = Snapshot(schedule)
         try:
             action()
@@ -238,7 +238,7 @@ def common_buffers(expected: Run, actual: Run) -> None:
 
 
 def check_sentence(error: BaseException, what: str, primitive: str = "") -> None:
-    """What is raised on purpose is one sentence that says where."""
+    """Check that an error raised on purpose is one sentence that says where."""
     text = str(error)
     if isinstance(error, PluginError) or not isinstance(error, SlapoError):
         raise ConformanceError(f"{what} raises {type(error).__name__}, not a ScheduleError: {text}") from error
