@@ -132,13 +132,26 @@ def test_what_cannot_be_taken_apart_is_refused(layer: nn.Module, message: str) -
     assert sch["0"].mod is layer
 
 
-def test_a_hooked_layer_is_refused_and_undo_gives_the_layer_back() -> None:
-    sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    layers = list(sch.mod)  # type: ignore[arg-type]
-    layers[0].register_forward_hook(lambda module, args, output: F.relu(output))
-    with pytest.raises(ScheduleError, match="sharded, hooked or wrapped"):
-        sch["0"].decompose()
-    sch["1"].decompose()
-    assert type(sch["1"].mod) is not nn.Linear
+def test_a_layer_keeps_its_hooks_and_undo_gives_it_back() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    handle = model[0].register_forward_hook(lambda module, args, output: F.relu(output))
+    expected, layers = model(x), list(model)
+    sch = create_schedule(model)
+    sch["0"].decompose()
+    assert type(sch["0"].mod) is not nn.Linear
+    torch.testing.assert_close(model(x), expected)
+    handle.remove()
+    torch.testing.assert_close(model(x), layers[1](layers[0](x)))
     sch.undo()
-    assert sch["1"].mod is layers[1]
+    assert list(model) == layers
+
+
+def test_a_layer_with_a_forward_of_its_own_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].forward = lambda x: x
+    with pytest.raises(ScheduleError, match="its forward is another one or wrapped, by a shard of its inputs say"):
+        create_schedule(model)["0"].decompose()
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda module, args, output: F.relu(output))
+    with pytest.raises(ScheduleError, match="it is sharded or hooked, and its parts would not be"):
+        create_schedule(model)["0"].decompose(parts=2)

@@ -138,5 +138,5 @@ def test_what_takes_example_inputs_says_so() -> None:
         BuildError, match="the Asks cannot be traced without example inputs; give create_schedule example_inputs="
     ):
         generate_pipeline_partition(cut(Asks(), None, "a"))
-    with pytest.raises(BuildError, match="the Asks at 'asks' cannot be traced without example inputs; give create_schedule"):
+    with pytest.raises(TraceError, match="the forward asks for the values of a tensor"):
         propagate_partition(cut(nn.Sequential(OrderedDict(asks=Asks())), None, "asks.a"))

@@ -8,13 +8,14 @@ from .hookspecs import NAME, hookimpl, hookspec
 from .journal import Journal, Step
 from .logger import get_logger
 from .matching import find_by_name as match
+from .paths import is_module_list
 from .patterns import ModulePattern, Pattern, call_module
 from .primitive import Primitive
 from .program import Boundary, Program, Stage, TieGroup
 from .random import get_cuda_rng_tracker, is_random_seed_set, set_random_seed
 from .registry import Registry, default_registry, list_primitives, register_primitive
 from .replay import load_schedule
-from .schedule import Schedule, ScheduleMetadata, create_schedule, is_module_list
+from .schedule import Schedule, ScheduleMetadata, create_schedule
 from .serialize import make
 from .ties import analyze_tie_weights
 from .tracing import trace, trace_module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -56,3 +57,15 @@ def _select(module: nn.Module, path: str, parts: tuple[str, ...]) -> Iterator[tu
             yield from _select(child, join(path, name), parts)
         elif fnmatch.fnmatchcase(name, head):
             yield from _select(child, join(path, name), rest)
+
+
+def is_module_list(module: nn.Module, name: str = "", parent: Any = None) -> bool:
+    """Return whether the module is a list of modules, also after tracing made a plain container of it.
+
+    Args:
+        module: The module.
+        name: Not needed; kept for callers of the established signature.
+        parent: Not needed either.
+    """
+    names = list(module._modules)
+    return isinstance(module, nn.ModuleList) or (type(module) is nn.Module and bool(names) and all(map(str.isdigit, names)))

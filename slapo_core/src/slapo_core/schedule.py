@@ -399,27 +399,20 @@ class Schedule:
     # ---- finding in traced modules
 
     def find_node(self, regex_or_pattern_fn: str | Callable[..., bool]) -> list[tuple[str, Any]]:
-        """Nodes of the graphs from here down, which is traced first where it is not.
+        """Nodes of the graphs from here down, which is traced first where it is not, with the paths of their traced modules.
+
+        ``[[node] for node in ...]`` are as many matches for ``replace``; the list itself is one.
 
         Args:
-            regex_or_pattern_fn: A regular expression that the path of a called module matches fully, or a function of a node
-                that says whether it is meant.
-
-        Returns:
-            A pair for each node: the path of the traced module, and the node. ``[[node] for node in ...]`` are as many matches
-            for ``replace``; the list itself is one.
+            regex_or_pattern_fn: A regular expression that the whole path of a called module matches, or a function of a node.
         """
         return finding.find_node(self, regex_or_pattern_fn)
 
     def find_subgraph(self, pattern_fn: Any) -> list[Any]:
-        """Subgraphs from here down, which is traced first where it is not; they never overlap.
+        """Matches in the graphs from here down, which is traced first where it is not; they never overlap.
 
         Args:
             pattern_fn: A function of tensors, with ``slapo.call_module(name, ...)`` for modules in it, or a ``Pattern``.
-
-        Returns:
-            A list for each match: pairs of the traced module's path and a node. ``replace``, ``fuse`` and ``checkpoint`` take
-            one match, or all.
         """
         return finding.find_subgraph(self, pattern_fn)
 
@@ -471,7 +464,7 @@ def create_schedule(
         parent: The schedule ``root`` belongs to; the result is then a handle of that schedule.
         group: Tensor-parallel process group; default: the mesh's ``tp`` axis, or the world.
         mesh: Device mesh with named axes out of ``pp``, ``dp``, ``tp``.
-        example_inputs: One batch, which tracing needs: a tensor, a tuple of positional or a dict of keyword arguments, or
+        example_inputs: One batch to trace with: a tensor, a tuple of positional or a dict of keyword arguments, or
             ``(args, kwargs)``.
         plugins: Registry to look primitives up in; default: all installed plugins.
 
@@ -501,15 +494,3 @@ def create_schedule(
         raise refused("a module of the model contains itself; take it out of its inside") from err
     shared.metadata_of(root).tie_weights = {tensor: tensor for tensor in ties if isinstance(tensor, nn.Parameter)}
     return Schedule._of(shared)
-
-
-def is_module_list(module: nn.Module, name: str = "", parent: Schedule | None = None) -> bool:
-    """Return whether the module is a list of modules, also after tracing made a plain container of it.
-
-    Args:
-        module: The module.
-        name: Not needed; kept for callers of the established signature.
-        parent: Not needed either.
-    """
-    names = list(module._modules)
-    return isinstance(module, nn.ModuleList) or (type(module) is nn.Module and bool(names) and all(map(str.isdigit, names)))

@@ -17,9 +17,9 @@ from slapo_core.parameters import facts, shard_spec
 from slapo_core.paths import find
 from slapo_core.program import Boundary, Program, Stage
 from slapo_core.schedule import Schedule
-from slapo_core.stand_ins import stand_ins
 from slapo_core.tracing.attributes import Attributes
 from slapo_core.tracing.regions import autocast_state
+from slapo_core.tracing.stand_ins import stand_ins
 from slapo_core.tracing.structures import fingerprint
 from slapo_core.tracing.traced_module import guard_of
 

@@ -12,9 +12,9 @@ from torch import fx, nn
 
 from ..errors import ScheduleError, TraceError, UnknownNameError
 from ..inputs import signature_of, split_inputs
-from ..stand_ins import stand_ins
 from ..wrapping import is_opaque, own_forward
 from .exported import trace_export
+from .stand_ins import stand_ins
 from .symbolic import trace_fx, tracer_class
 from .traced_module import TracedModule
 from .value import Kind, Plan, trace_value

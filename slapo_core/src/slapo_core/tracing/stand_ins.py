@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import TraceError
-from .inputs import signature_of
-from .logger import get_logger
+from ..errors import TraceError
+from ..inputs import signature_of
+from ..logger import get_logger
 
 _MOST_TRIALS = 48
 _LENGTH = 8
@@ -40,7 +40,7 @@ def stand_ins(model: nn.Module, concrete_args: Mapping[str, Any] | None = None) 
 
 
 def _runs(model: nn.Module, inputs: dict[str, Any]) -> bool:
-    from .tracing.tracers import trace_module  # noqa: PLC0415  it asks for stand-ins
+    from .tracers import trace_module  # noqa: PLC0415  it asks for stand-ins
 
     try:
         trace_module(model, inputs, leaf=lambda path, module: True)
@@ -68,7 +68,7 @@ def _candidates(model: nn.Module, concrete: Mapping[str, Any]) -> Iterator[dict[
 
 
 def _dummy_inputs(model: nn.Module) -> Any:
-    from .tracing.traced_module import as_original  # noqa: PLC0415  as above
+    from .traced_module import as_original  # noqa: PLC0415  as above
 
     try:
         return getattr(as_original(model), "dummy_inputs", None)
