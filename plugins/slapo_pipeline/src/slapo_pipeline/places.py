@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from slapo_core.errors import TraceError
-from slapo_core.paths import join, split
-from slapo_core.schedule import is_module_list
+from slapo_core.paths import is_module_list, join, split
 from slapo_core.wrapping import is_opaque
 
 from .assignment import Assigner
