@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from . import _torch_private as private
-from .structures import Snapshot, fingerprint, tensors
+from .structures import Snapshot, contents, fingerprint, put_back, tensors
 
 
 class Sandbox:
@@ -114,23 +115,34 @@ class Sandbox:
 
 
 def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
-    """Empties the ``lru_cache`` of every function near the modules that the run has added to: it holds stand-ins."""
+    """Return what empties each ``lru_cache`` near the modules that the run adds to, and puts dicts and lists back."""
     classes = {cls for module in modules for cls in type(module).__mro__}
     # code that was executed has no module
-    spaces = [vars(each) for each in [*classes, *{sys.modules.get(cls.__module__, cls) for cls in classes}, *modules]]
-    values = [getattr(value, "__func__", value) for space in spaces for value in space.values()]
+    near = [*map(vars, {*classes, *(sys.modules.get(cls.__module__, cls) for cls in classes)})]
+    functions = (value for space in map(vars, [*classes, *modules]) for value in space.values())
+    scopes = [value.__globals__ for value in functions if isinstance(value, FunctionType)]
+    near = [*{id(space): space for space in [*near, *scopes]}.values()]
+    tables = [value for space in near for name, value in space.items() if _is_table(value) and name[:2] != "__"]
+    tables += [part for table in tables for part in (table if type(table) is list else table.values()) if _is_table(part)]
+    former = [(table, contents(table) or {}) for table in tables]
+    values = [getattr(value, "__func__", value) for space in [*near, *map(vars, modules)] for value in space.values()]
     cells = [cell for value in values if isinstance(value, FunctionType) for cell in value.__closure__ or ()]
     values += [cell.cell_contents for cell in cells if cell != CellType()]  # a decorator around the cache
     caches = [value for value in values if isinstance(value, _lru_cache_wrapper)]
     before = [cache.cache_info().misses for cache in caches]
 
     def undo() -> None:
+        put_back(former)
         for index, cache in enumerate(caches):
             if cache.cache_info().misses != before[index]:
                 cache.cache_clear()
                 before[index] = 0
 
     return undo
+
+
+def _is_table(value: Any) -> bool:
+    return type(value) in (dict, list, OrderedDict, defaultdict) and value is not sys.modules
 
 
 class OtherRandomNumbers:

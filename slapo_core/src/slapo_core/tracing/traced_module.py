@@ -107,7 +107,7 @@ class TracedModule(fx.GraphModule):
         """Mark the code stale, after an edit by hand."""
         if (variants := self.__dict__.get("_variants")) is not None and not private.is_recompiled_with_parent():
             variants.edited_by_hand = True
-            variants.start_from(self.graph)
+            variants.start_from(self.graph, rewritten=True)
 
     @property
     def code(self) -> str:
@@ -164,7 +164,7 @@ def variants_of(module: nn.Module) -> Variants | None:
 def compile_anew(module: fx.GraphModule) -> None:
     """The first graph was changed by an edit that is noted, or put back: compile it when it runs next."""
     variants = variants_of(module)
-    module.recompile() if variants is None else variants.start_from(module.graph)
+    module.recompile() if variants is None else variants.start_from(module.graph, rewritten=True)
 
 
 def guard_of(module: nn.Module) -> Guard | None:

@@ -25,7 +25,6 @@ from . import regions
 from .around import is_hooked
 from .codegen import compile_graph
 from .graph_comparison import Twins, graph_data, same_graph
-from .graph_ops import UnexpectedAnswer, expect
 from .guard import Call, Guard, InputCheck, device_of
 from .sandbox import Sandbox
 from .structures import Hidden, shallow_copy
@@ -79,11 +78,6 @@ class Variant(Hidden):
         """The Python code of the graph."""
         return self.source or compile_graph(self.graph, self.name)[1]
 
-    @property
-    def asks(self) -> bool:
-        """Whether the graph may find in the middle that it is not good for the call."""
-        return bool(self.graph.find_nodes(op="call_function", target=expect))
-
     def follow(self, guard: Guard | InputCheck, inputs: Mapping[str, Any]) -> None:
         """The graph says where the forward made tensors: where its inputs were. They may be on another device now."""
         old, new = guard.device, device_of(inputs)
@@ -125,8 +119,10 @@ class Variants(Hidden):
         """The first graph before the first rewrite."""
         self.start_from(graph)
 
-    def start_from(self, graph: fx.Graph) -> None:
+    def start_from(self, graph: fx.Graph, rewritten: bool = False) -> None:
         """Take this for the first graph, which is not compiled yet, and drop all others."""
+        if rewritten and self.guard is not None and self.guard.attributes is not None:
+            self.guard.attributes.is_rewritten = True
         self.first = Variant(graph, f"Traced{self.label}")
         self.others: list[Variant] = []
         self.calls: dict[Any, list[tuple[Guard, Variant | None]]] = {}
@@ -164,17 +160,7 @@ class Variants(Hidden):
         if self.guard is None:
             args, kwargs = self._checked(module, args, kwargs)
             return self.first.run(module, kwargs, args)
-        forward, variant = self.resolve(module, args, kwargs)[:2]
-        if variant is None or self.is_rewritten or not variant.asks:
-            return forward()
-        state = _random_states()
-        try:
-            return forward()
-        except UnexpectedAnswer:
-            torch.set_rng_state(state[0])
-            if state[1] is not None:
-                torch.cuda.set_rng_state(state[1])
-            return self.original(module)(*args, **kwargs)
+        return self.resolve(module, args, kwargs)[0]()
 
     def graph_for(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[fx.Graph, dict[str, Any], list[tuple[str, str]]]:
         """The graph of a call, its inputs, and path and name of the attributes that it depends on."""
@@ -199,13 +185,9 @@ class Variants(Hidden):
             self.guard.attributes.check_original(module)
         call = Call(self.guard.parameters, module, args, kwargs)
         call.closed = self._closed(module)
-        found = self._find(module, call)
-        if found is None:
-            if Sandbox.open_now and not self.is_rewritten:
-                return partial(self.original(module), *args, **kwargs), None, None
-            found = self._add(module, call, args, kwargs)
-        guard, variant = found
-        if variant is None:
+        known = (self.guard, None) if Sandbox.open_now and not self.is_rewritten else None
+        guard, variant = self._find(module, call) or known or self._add(module, call, args, kwargs)
+        if variant is None or (guard.asks_inside and not self.is_rewritten):
             return partial(self.original(module), *args, **kwargs), None, None
         inputs = {name: call.values[name] for name in guard.placeholders}
         variant.follow(guard, inputs)
@@ -248,6 +230,8 @@ class Variants(Hidden):
     def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
         try:
             guard, variant = self._traced(module, args, kwargs, call.closed)
+            if asked := next(filter(None, (each.problem(call.values) for each in guard.expectations)), None):
+                raise TraceError(asked)  # fake tensors have not all facts of real ones
         except (TraceError, ScheduleError) as err:
             if self.is_rewritten:
                 closed = f"{call.closed[0]!r} was wrapped, got hooks or was replaced" if call.closed else None
@@ -342,10 +326,6 @@ def _is_closed(root: nn.Module, path: str, cls: type) -> bool:
     return (
         module is None or type(module) is not cls or ("forward" in module.__dict__ or is_hooked(module)) and is_opaque(module)
     )
-
-
-def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def _restored(state: dict[str, Any]) -> Variants:
