@@ -25,6 +25,8 @@ unrecorded: Callable[[], Any] = DisableTorchFunction
 """Context in which no torch function mode sees what is called."""
 recorded: Callable[[], Any] = _EnableTorchFunction
 """Context, inside ``unrecorded``, in which the modes see calls again."""
+not_compiled: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+"""Keeps ``torch.compile`` off a function and what it calls. Dynamo is imported by the first call."""
 
 
 _Handler = Callable[..., Any]

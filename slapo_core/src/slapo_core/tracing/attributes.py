@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -126,14 +126,14 @@ class Attributes:
         return {
             key: value_of(module, key[1])
             for path, keys in self._keys.items()
-            if (module := _inside(root, path)) is not None
+            if (module := inside(root, path)) is not None
             for key in keys
         }
 
     def _is_same(self, root: nn.Module, skipped: Collection[str] = ()) -> bool:
         """Whether all are the very objects that they were; this is asked at every call."""
         for path, keys in self._keys.items():
-            module = _inside(root, path) if path else root
+            module = inside(root, path) if path else root
             for key in keys if module is not None else ():
                 if value_of(module, key[1]) is not self._values[key] and key[1] not in skipped:
                     return False
@@ -154,7 +154,8 @@ class Attributes:
         self._note()  # a copy has tensors of its own
 
 
-def _inside(root: nn.Module, path: tuple[str, ...]) -> nn.Module | None:
+def inside(root: nn.Module, path: Iterable[str]) -> nn.Module | None:
+    """The module at a path; None where there is none."""
     module: nn.Module | None = root
     for name in path:
         module = None if module is None else module._modules.get(name)

@@ -71,8 +71,7 @@ class Expectation(NamedTuple):
 
     def problem(self, values: Mapping[str, Any]) -> str | None:
         """The difference, in words; None where there is none."""
-        of = None if self.argument is None else values[self.argument]
-        return _unexpected(self.answer, self.name, of, self.args, self.kwargs)
+        return _unexpected(self.answer, self.name, values[self.argument] if self.argument else None, self.args, self.kwargs)
 
 
 class Slot:

@@ -44,6 +44,7 @@ class TracedModule(fx.GraphModule):
 
     through: Callable[[Any], Any] = staticmethod(lambda run: run)
     _variants: Variants
+    _lineno_map = None  # dynamo asks for it
 
     def __init__(
         self,
@@ -169,14 +170,12 @@ def compile_anew(module: fx.GraphModule) -> None:
 
 def guard_of(module: nn.Module) -> Guard | None:
     """The calls that the first graph of a traced module is good for."""
-    variants = variants_of(module)
-    return variants.guard if variants is not None else None
+    return None if (variants := variants_of(module)) is None else variants.guard
 
 
 def input_check_of(module: nn.Module) -> InputCheck | None:
     """What checks the inputs of a traced module that no other forward stands behind."""
-    variants = variants_of(module)
-    return variants.input_check if variants is not None else None
+    return None if (variants := variants_of(module)) is None else variants.input_check
 
 
 def _show_signature(module: TracedModule) -> None:

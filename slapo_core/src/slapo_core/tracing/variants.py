@@ -23,6 +23,7 @@ from ..wrapping import is_opaque
 from . import _torch_private as private
 from . import regions
 from .around import is_hooked
+from .attributes import inside
 from .codegen import compile_graph
 from .graph_comparison import Twins, graph_data, same_graph
 from .guard import Call, Guard, InputCheck, device_of
@@ -61,17 +62,22 @@ class Variant(Hidden):
 
     def run(self, module: TracedModule, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
         """Run the graph on a module that holds what its targets name."""
-        if self.function is None:
-            self.function, self.source = compile_graph(self.graph, self.name)
-            self.switches = any(map(regions.is_region_node, self.graph.nodes))
+        function = self.compile()
         if not self.switches:
-            return module.through(self.function)(module, *args, **inputs)
+            return module.through(function)(module, *args, **inputs)
         before = regions.current()
         try:
-            return module.through(self.function)(module, *args, **inputs)
+            return module.through(function)(module, *args, **inputs)
         finally:
             if regions.current() != before:  # an error inside a region
                 regions.leave(before)
+
+    def compile(self) -> Callable[..., Any]:
+        """The function of the graph, which is made where it is not there."""
+        if self.function is None:
+            self.function, self.source = compile_graph(self.graph, self.name)
+            self.switches = any(map(regions.is_region_node, self.graph.nodes))
+        return self.function
 
     @property
     def code(self) -> str:
@@ -173,6 +179,7 @@ class Variants(Hidden):
         assert guard is not None
         return variant.graph, forward.args[1], guard.attributes.names if guard.attributes is not None else []
 
+    @private.not_compiled
     def resolve(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
         """What runs a call: a graph, with its guard, or the forward that was traced.
 
@@ -191,6 +198,7 @@ class Variants(Hidden):
             return partial(self.original(module), *args, **kwargs), None, None
         inputs = {name: call.values[name] for name in guard.placeholders}
         variant.follow(guard, inputs)
+        variant.compile()
         return partial(variant.run, module, inputs), variant, guard
 
     def _checked(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -232,7 +240,7 @@ class Variants(Hidden):
             guard, variant = self._traced(module, args, kwargs, call.closed)
             if asked := next(filter(None, (each.problem(call.values) for each in guard.expectations)), None):
                 raise TraceError(asked)  # fake tensors have not all facts of real ones
-        except (TraceError, ScheduleError) as err:
+        except Exception as err:  # a transform of torch.func, say, lets fake tensors do less
             if self.is_rewritten:
                 closed = f"{call.closed[0]!r} was wrapped, got hooks or was replaced" if call.closed else None
                 problem = closed or (self.guard and self.guard.problem(module, call))
@@ -261,11 +269,9 @@ class Variants(Hidden):
             graph, guard, constants = trace_again(former, args, kwargs, frozenset(self.opened).difference(closed))
         data = graph_data(graph, constants)
         first = self.pristine if self.rewrites else graph_data(module.graph, module)
-        if same_graph(first, data):
-            return guard, self.first
-        for other in self.others:
-            if same_graph(other.pristine, data):
-                return guard, other
+        for known, graph_then in [(self.first, first), *((other, other.pristine) for other in self.others)]:
+            if same_graph(graph_then, data):
+                return guard, known
         if len(self.others) >= _MOST_GRAPHS:
             if not self.rewrites:
                 return guard, None
@@ -320,9 +326,7 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 
 def _is_closed(root: nn.Module, path: str, cls: type) -> bool:
-    module: nn.Module | None = root
-    for name in path.split("."):
-        module = module and module._modules.get(name)
+    module = inside(root, path.split("."))
     return (
         module is None or type(module) is not cls or ("forward" in module.__dict__ or is_hooked(module)) and is_opaque(module)
     )
