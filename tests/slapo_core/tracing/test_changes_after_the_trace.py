@@ -76,6 +76,11 @@ CHANGES: dict[str, tuple[nn.Module, Change]] = {
         with_parts(lambda self, x: self.last(self.fc(x)) if hasattr(self, "last") else self.fc(x)),
         lambda m: setattr(m, "last", nn.Tanh()),
     ),
+    "the other mode": (
+        with_parts(lambda self, x: self.fc(x) * 2 if self.training else self.fc(x)),
+        lambda m: m.eval(),
+    ),
+    "another number": (with_parts(lambda self, x: self.fc(x) * self.width, width=2.0), lambda m: setattr(m, "width", 3.0)),
     "another partial": (
         with_parts(lambda self, x: self.act(self.fc(x)), act=partial(functional.leaky_relu, negative_slope=0.1)),
         lambda m: setattr(m, "act", partial(functional.leaky_relu, negative_slope=0.9)),
@@ -94,11 +99,11 @@ def gradients(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[tor
     return out, [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("options", [{}, {"flatten": True}])
+@pytest.mark.parametrize("options", [{"example_inputs": (X,)}, {"example_inputs": (X,), "flatten": True}, {"tracer": "fx"}])
 @pytest.mark.parametrize("case", CHANGES)
 def test_changes(case: str, options: dict[str, Any]) -> None:
     model, change = copy.deepcopy(CHANGES[case])
-    traced = trace(copy.deepcopy(model), example_inputs=(X,), **options)
+    traced = trace(copy.deepcopy(model), **options)
     torch.testing.assert_close(gradients(traced, X), gradients(model, X))
     before = model(X)
     change(model), change(traced)

@@ -164,8 +164,7 @@ def variants_of(module: nn.Module) -> Variants | None:
 
 def compile_anew(module: fx.GraphModule) -> None:
     """The first graph was changed by an edit that is noted, or put back: compile it when it runs next."""
-    variants = variants_of(module)
-    module.recompile() if variants is None else variants.start_from(module.graph, rewritten=True)
+    module.recompile() if (variants := variants_of(module)) is None else variants.start_from(module.graph, rewritten=True)
 
 
 def guard_of(module: nn.Module) -> Guard | None:
