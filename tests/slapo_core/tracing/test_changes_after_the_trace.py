@@ -181,3 +181,15 @@ def test_what_is_asked_in_the_middle_does_nothing_twice() -> None:
     model.requires_grad_(False)
     assert torch.equal(traced(X), model.fc(X) * 5)
     assert model.steps == 2
+
+
+def test_what_a_hook_notes_is_noted_once() -> None:
+    noted: list[torch.Tensor] = []
+    model = Forward(lambda self, x: self.fc2(self.fc(x)))
+    model.fc.register_forward_hook(lambda module, args, out: noted.append(out))
+    traced = trace(model, example_inputs=(X,))
+    assert noted == []
+    for rows in (2, 3):
+        traced(torch.randn(rows, 4))
+    assert [type(each) for each in noted] == [torch.Tensor, torch.Tensor]
+    assert [len(each) for each in noted] == [2, 3]

@@ -34,10 +34,10 @@ def value_of(module: Any, name: str) -> Any:
     return _NONE
 
 
-def first_weight(module: nn.Module) -> tuple[nn.Module, str] | None:
-    """The module inside that has the first parameter, and its name there."""
+def first_weight(module: nn.Module) -> list[tuple[int, str]]:
+    """Id of the module inside that has the first parameter, and its name there; empty where there is none."""
     held = ((child, *item) for child in module.modules() for item in child.__dict__["_parameters"].items())
-    return next(((child, name) for child, name, weight in held if weight is not None), None)
+    return [(id(child), name) for child, name, weight in held if weight is not None][:1]
 
 
 class Attributes:
@@ -65,15 +65,17 @@ class Attributes:
         self._filled = filled
         self._original: weakref.ref[nn.Module] | None = weakref.ref(root)
         self._take(self._read(root))
+        self._held = {k for k, v in self._values.items() if k[1] in _TABLES or v is _HELD or isinstance(v, torch.dtype)}
+        self._own = {*self._held, *(key for key in self._values if key[1] == "training")}
         self._note()
 
     def check(self, module: nn.Module) -> None:
-        """Compare with ``module``, which may be a part of the root, and with the root as far as it is still in use.
+        """Compare with ``module``, a part of the root with some of its submodules, and with the root if that is still in use.
 
         Raises:
             TraceError: An attribute is another one now.
         """
-        if changed := self.changed(module):
+        if changed := self.changed(module, in_part=True):
             raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
         self.check_original(module)
 
@@ -84,25 +86,26 @@ class Attributes:
             TraceError: An attribute is another one now.
         """
         original = self._original() if self._original is not None else None
-        if original is None or original.__dict__ is module.__dict__ or self._is_same(original, _OWN):
+        if original is None or original.__dict__ is module.__dict__ or self._is_same(original, self._own):
             return
         there = {
-            key: part for key, part in self._read(original).items() if key[1] not in _OWN and part is not self._values[key]
+            key: part for key, part in self._read(original).items() if key not in self._own and part is not self._values[key]
         }
         here = self._read(module) if there else {}
         differs = {key: part for key, part in there.items() if facts_of(part) != facts_of(here.get(key, _NONE))}
         if changed := self._difference(differs, every=True):
             raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
 
-    def changed(self, root: nn.Module) -> str | None:
-        """The first attribute that is another one now, in words."""
+    def changed(self, root: nn.Module, in_part: bool = False) -> str | None:
+        """The first attribute that is another one now, in words; ``in_part``: weights and submodules do not count."""
         every = bool(self._inside.changed())
-        if not every and not self.is_rewritten and self._is_same(root):
+        if not every and not self.is_rewritten and self._is_same(root, self._held if in_part else ()):
             return None
         values = self._read(root)
         if self.is_rewritten:
             self.is_rewritten = False
             self._traced.update((key, _facts(key, value)) for key, value in values.items() if key[1] in _TABLES)
+        values = {key: value for key, value in values.items() if key not in self._held} if in_part else values
         found = self._difference(values, every)
         if found is None:
             self._take({**self._values, **values})
@@ -130,12 +133,12 @@ class Attributes:
             for key in keys
         }
 
-    def _is_same(self, root: nn.Module, skipped: Collection[str] = ()) -> bool:
+    def _is_same(self, root: nn.Module, skipped: Collection[tuple[str, str]] = ()) -> bool:
         """Whether all are the very objects that they were; this is asked at every call."""
         for path, keys in self._keys.items():
             module = inside(root, path) if path else root
             for key in keys if module is not None else ():
-                if value_of(module, key[1]) is not self._values[key] and key[1] not in skipped:
+                if value_of(module, key[1]) is not self._values[key] and key not in skipped:
                     return False
         return True
 
@@ -160,10 +163,6 @@ def inside(root: nn.Module, path: Iterable[str]) -> nn.Module | None:
     for name in path:
         module = None if module is None else module._modules.get(name)
     return module
-
-
-_OWN = ("training", *_TABLES)
-"""What a traced module has of its own, beside that of the module that was traced."""
 
 
 def _facts(key: tuple[str, str], value: Any) -> Any:

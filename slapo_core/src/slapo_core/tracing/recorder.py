@@ -276,8 +276,7 @@ class Recorder:
         node_args, node_kwargs = self.argument(args, exact=True), self.argument(kwargs, exact=True)
         passed, effects = self.passed, Effects(args, kwargs, self.sandbox.watch)
         out = call()
-        if (weight := first_weight(module)) is not None:  # results have its dtype
-            self.reads.add((id(weight[0]), weight[1]))
+        self.reads.update(first_weight(module))  # results have its dtype
         node = self._create("call_module", self.modules[id(module)][0], node_args, node_kwargs, out)
         for tracked in passed:
             tracked.refresh()

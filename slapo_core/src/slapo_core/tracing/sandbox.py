@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
@@ -17,6 +16,8 @@ from torch import nn
 
 from . import _torch_private as private
 from .structures import Snapshot, contents, fingerprint, put_back, tensors
+
+_TABLES = (dict, list)
 
 
 class Sandbox:
@@ -119,16 +120,17 @@ def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
     classes = {cls for module in modules for cls in type(module).__mro__}
     # code that was executed has no module
     near = [*map(vars, {*classes, *(sys.modules.get(cls.__module__, cls) for cls in classes)})]
-    functions = (value for space in map(vars, [*classes, *modules]) for value in space.values())
-    scopes = [value.__globals__ for value in functions if isinstance(value, FunctionType)]
-    near = [*{id(space): space for space in [*near, *scopes]}.values()]
-    tables = [value for space in near for name, value in space.items() if _is_table(value) and name[:2] != "__"]
-    tables += [part for table in tables for part in (table if type(table) is list else table.values()) if _is_table(part)]
-    former = [(table, contents(table) or {}) for table in tables]
+    hooks = [hook for module in modules for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
+    functions = [*(value for space in map(vars, [*classes, *modules]) for value in space.values()), *hooks]
+    near += {id(value.__globals__): value.__globals__ for value in functions if isinstance(value, FunctionType)}.values()
     values = [getattr(value, "__func__", value) for space in [*near, *map(vars, modules)] for value in space.values()]
-    cells = [cell for value in values if isinstance(value, FunctionType) for cell in value.__closure__ or ()]
-    values += [cell.cell_contents for cell in cells if cell != CellType()]  # a decorator around the cache
-    caches = [value for value in values if isinstance(value, _lru_cache_wrapper)]
+    cells = [cell for value in [*values, *hooks] if isinstance(value, FunctionType) for cell in value.__closure__ or ()]
+    inner = [cell.cell_contents for cell in cells if cell != CellType()]  # of a decorator around the cache, say
+    tables = [value for space in near for name, value in space.items() if type(value) in _TABLES and name[:2] != "__"]
+    tables += [value for value in inner if type(value) in _TABLES]
+    tables += [part for table in tables for part in (table if type(table) is list else table.values()) if type(part) in _TABLES]
+    former = [(table, contents(table) or {}) for table in tables if table is not sys.modules]
+    caches = [value for value in [*values, *inner] if isinstance(value, _lru_cache_wrapper)]
     before = [cache.cache_info().misses for cache in caches]
 
     def undo() -> None:
@@ -139,10 +141,6 @@ def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
                 before[index] = 0
 
     return undo
-
-
-def _is_table(value: Any) -> bool:
-    return type(value) in (dict, list, OrderedDict, defaultdict) and value is not sys.modules
 
 
 class OtherRandomNumbers:

@@ -247,8 +247,10 @@ class _Session(TorchFunctionMode):
                     raise TraceError(f"the forward reads the {what}; keep what reads it whole too, with leaf_modules")
         for module, name, first in changed:
             if first in shared:
-                value = vars(module).get(name, torch.empty(0))  # what is no attribute is a buffer
-                self.filled[id(module), name] = None if has_tensor(value) else facts_of(value)
+                # what is no attribute is a buffer
+                self.filled[id(module), name] = (
+                    None if has_tensor(value := vars(module).get(name, torch.empty(0))) else facts_of(value)
+                )
         if own:
             modules = [module for module in self.target.modules() if id(module) not in inside]
             repeat = Repeat(self.recorders, modules, self.sandbox.state.values())
