@@ -193,3 +193,27 @@ def test_what_a_hook_notes_is_noted_once() -> None:
         traced(torch.randn(rows, 4))
     assert [type(each) for each in noted] == [torch.Tensor, torch.Tensor]
     assert [len(each) for each in noted] == [2, 3]
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act = Forward(lambda self, x: self.fc(x).relu()), nn.ReLU()
+        self.layers = nn.ModuleList([self.first, Forward(lambda self, x: self.fc(x).tanh())])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.act(x)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("place", ["first", "layers.0"])
+def test_a_shared_module_stays_one(place: str, flatten: bool) -> None:
+    model = Shared()
+    traced: Any = trace(copy.deepcopy(model), example_inputs=(X,), flatten=flatten)
+    assert traced.first is traced.layers[0]
+    for each in (model, traced):
+        torch.manual_seed(0)
+        each.get_submodule(place).fc = nn.Linear(4, 4)
+    torch.testing.assert_close(gradients(traced, X), gradients(model, X))

@@ -61,11 +61,12 @@ class TracedModule(fx.GraphModule):
             self.register_buffer(name, tensor, persistent=False)
         targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
         copies: dict[int, nn.Module] = {id(root): self}
-        for target in [*targets, *(inner or {})]:
-            self._own_parents(target, copies)
         for path, module in (inner or {}).items():
-            parent, _, name = path.rpartition(".")
-            self.get_submodule(parent)._modules[name] = module
+            copies[id(root.get_submodule(path))] = copies[id(module)] = module
+        # what is copied takes the place of the original at all of its names
+        names = (f"{path}." for path, child in root.named_modules(remove_duplicate=False) if path and id(child) in copies)
+        for target in itertools.chain(targets, names):
+            self._own_parents(target, copies)
         self.graph = graph
         self.__dict__["_variants"] = _variants(self, guard, opened, root)
         _show_signature(self)
