@@ -178,8 +178,12 @@ class Cube(torch.autograd.Function):
         return 7 * grad, None
 
 
-def test_autograd_function_keeps_its_backward() -> None:
-    traced = check(Forward(lambda self, x: Cube.apply(self.fc(x), 3)), X)
+kept_cube = Cube.apply
+
+
+@pytest.mark.parametrize("cube", [lambda *args: Cube.apply(*args), kept_cube])
+def test_autograd_function_keeps_its_backward(cube: Any) -> None:
+    traced = check(Forward(lambda self, x: cube(self.fc(x), 3)), X)
     assert "apply" in targets(traced)
 
 

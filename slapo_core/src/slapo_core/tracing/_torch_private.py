@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch._C import DisableTorchFunction, _EnableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
-from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree
@@ -25,6 +25,8 @@ unrecorded: Callable[[], Any] = DisableTorchFunction
 """Context in which no torch function mode sees what is called."""
 recorded: Callable[[], Any] = _EnableTorchFunction
 """Context, inside ``unrecorded``, in which the modes see calls again."""
+not_compiled: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+"""Keeps ``torch.compile`` off a function and what it calls. Dynamo is imported by the first call."""
 
 
 _Handler = Callable[..., Any]
@@ -236,39 +238,54 @@ def _askers() -> list[tuple[dict[str, Any], str]]:
 def intercept(module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: _Handler) -> Iterator[None]:
     """Send calls of modules to ``module_call(call, module, ...)``, of autograd functions to ``apply(call, ...)``.
 
-    And let ``read(module, name, value)`` answer for every attribute of a module that is read, but for parameters, buffers and
-    children, and send the questions in ``MODES`` to ``ask_mode(name, answer)``.
+    And let ``read(module, name, value)`` answer for every attribute of a module that is read. It is also told of parameters,
+    buffers, children and what is not there, without a say. Questions in ``MODES`` go to ``ask_mode(name, answer)``.
 
-    Reentrant checkpoints are no operation of the model's: their function runs as if it were called.
+    Reentrant checkpoints are no operation of the model's: their function runs as if it were called. An autograd function is
+    met below ``Function.apply``, which models keep bound, as ``swish = Swish.apply``.
     """
-    plain_call, plain_apply = nn.Module.__call__, Function.__dict__["apply"]
+    plain_call, plain_apply = nn.Module.__call__, vars(_SingleLevelFunction).get("apply")
+    running: list[Any] = [None]
     plain_getattribute = vars(nn.Module).get("__getattribute__")  # of a trace around this one
 
     def patched_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return module_call(plain_call, module, *args, **kwargs)
 
-    def patched_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    def patched_apply(cls: Any, *args: Any) -> Any:
         if issubclass(cls, CheckpointFunction):
             return args[0](*args[2:])
-        return apply(plain_apply.__get__(None, cls), *args, **kwargs)
+        if running[-1] is cls:
+            return (plain_apply.__get__(None, cls) if plain_apply else super(_SingleLevelFunction, cls).apply)(*args)
+        running.append(cls)
+        try:
+            return apply(cls.apply, *args)
+        finally:
+            running.pop()
 
     def getattribute(module: nn.Module, name: str) -> Any:
-        return read(module, name, object.__getattribute__(module, name))
+        try:
+            value = object.__getattribute__(module, name)
+        except AttributeError:
+            read(module, name, None)
+            raise
+        return read(module, name, value)
 
     askers = _askers()
     for space, name in askers:
         space[name] = partial(ask_mode, name, MODES[name])
     nn.Module.__call__ = patched_call  # type: ignore[method-assign]
     nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
-    Function.apply = classmethod(patched_apply)  # type: ignore[assignment]
+    _SingleLevelFunction.apply = classmethod(patched_apply)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         for space, name in askers:
             space[name] = MODES[name]
-        if plain_getattribute is None:
-            del nn.Module.__getattribute__
-        else:
-            nn.Module.__getattribute__ = plain_getattribute  # type: ignore[method-assign]
+        _put_back(nn.Module, "__getattribute__", plain_getattribute)
+        _put_back(_SingleLevelFunction, "apply", plain_apply)
         nn.Module.__call__ = plain_call  # type: ignore[method-assign]
-        Function.apply = plain_apply  # type: ignore[method-assign]
+
+
+def _put_back(cls: type, name: str, former: Any) -> None:
+    """What a class had under a name before it was replaced; None: nothing of its own."""
+    delattr(cls, name) if former is None else setattr(cls, name, former)

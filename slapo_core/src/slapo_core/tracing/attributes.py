@@ -4,31 +4,59 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import TraceError
-from .structures import Snapshot, difference, fingerprint
+from .structures import TABLES, Snapshot, difference, fingerprint
 
-OF_TORCH = frozenset([*vars(nn.Module()), *dir(nn.Module)]) - {"training"}
+_TABLES = TABLES[:3]
+OF_TORCH = frozenset([*vars(nn.Module()), *dir(nn.Module)]) - {"training", *_TABLES}
 """Names of what torch gives every module."""
 _NONE = inspect.Parameter.empty
 """Stands for an attribute that is not there."""
+_HELD = "a module"
+"""Stands for a submodule, which may be another one at every call."""
+
+
+def value_of(module: Any, name: str) -> Any:
+    """The value of an attribute: of a weight its dtype, of a submodule that it is there."""
+    attributes = module.__dict__
+    if name in attributes:
+        return attributes[name]
+    for table in _TABLES:
+        if name in attributes[table]:
+            value = attributes[table][name]
+            return value.dtype if isinstance(value, torch.Tensor) else value and _HELD
+    return _NONE
+
+
+def first_weight(module: nn.Module) -> list[tuple[int, str]]:
+    """Id of the module inside that has the first parameter, and its name there; empty where there is none."""
+    held = ((child, *item) for child in module.modules() for item in child.__dict__["_parameters"].items())
+    return [(id(child), name) for child, name, weight in held if weight is not None][:1]
 
 
 class Attributes:
     """Attributes, of a traced module and of those inside that its graph has taken in, as they were when the forward read them.
 
-    Numbers, strings, functions and whatever is inside containers and objects, configs for one, are compared. Not so what lies
-    in numpy arrays, closures, globals or classes, and modules that the traced one does not hold.
+    Numbers, strings, functions and whatever is inside containers and objects, configs for one, are compared; of parameters and
+    buffers whether they are there, and their dtypes; of submodules whether they are there, where lists of them are read their
+    names. Not so what lies in numpy arrays, closures, globals or classes, and modules that the traced one does not hold.
 
     Args:
         root: The module that was traced.
         names: Path and name of each attribute. One that a module gets only later, over its class's, counts as well.
         filled: Those of them that the forward itself sets, as a cache, and what to: that is allowed too.
+
+    Attributes:
+        is_rewritten: Whether a rewrite may have added submodules, or removed some, since they were last compared.
     """
+
+    is_rewritten = False
 
     def __init__(self, root: nn.Module, names: Collection[tuple[str, str]], filled: Mapping[tuple[str, str], Any]) -> None:
         self._keys: dict[tuple[str, ...], list[tuple[str, str]]] = {}
@@ -37,15 +65,17 @@ class Attributes:
         self._filled = filled
         self._original: weakref.ref[nn.Module] | None = weakref.ref(root)
         self._take(self._read(root))
+        self._held = {k for k, v in self._values.items() if k[1] in _TABLES or v is _HELD or isinstance(v, torch.dtype)}
+        self._own = {*self._held, *(key for key in self._values if key[1] == "training")}
         self._note()
 
     def check(self, module: nn.Module) -> None:
-        """Compare with ``module``, which may be a part of the root, and with the root as far as it is still in use.
+        """Compare with ``module``, a part of the root with some of its submodules, and with the root if that is still in use.
 
         Raises:
             TraceError: An attribute is another one now.
         """
-        if changed := self.changed(module):
+        if changed := self.changed(module, in_part=True):
             raise TraceError(f"attribute {changed}, which is part of the graph; trace again")
         self.check_original(module)
 
@@ -56,22 +86,26 @@ class Attributes:
             TraceError: An attribute is another one now.
         """
         original = self._original() if self._original is not None else None
-        if original is None or original.__dict__ is module.__dict__ or self._is_same(original, in_any_mode=True):
+        if original is None or original.__dict__ is module.__dict__ or self._is_same(original, self._own):
             return
         there = {
-            key: part for key, part in self._read(original).items() if key[1] != "training" and part is not self._values[key]
+            key: part for key, part in self._read(original).items() if key not in self._own and part is not self._values[key]
         }
         here = self._read(module) if there else {}
         differs = {key: part for key, part in there.items() if facts_of(part) != facts_of(here.get(key, _NONE))}
         if changed := self._difference(differs, every=True):
             raise TraceError(f"attribute {changed} on the module that was traced; set it on the traced one")
 
-    def changed(self, root: nn.Module) -> str | None:
-        """The first attribute that is another one now, in words."""
+    def changed(self, root: nn.Module, in_part: bool = False) -> str | None:
+        """The first attribute that is another one now, in words; ``in_part``: weights and submodules do not count."""
         every = bool(self._inside.changed())
-        if not every and self._is_same(root):
+        if not every and not self.is_rewritten and self._is_same(root, self._held if in_part else ()):
             return None
         values = self._read(root)
+        if self.is_rewritten:
+            self.is_rewritten = False
+            self._traced.update((key, _facts(key, value)) for key, value in values.items() if key[1] in _TABLES)
+        values = {key: value for key, value in values.items() if key not in self._held} if in_part else values
         found = self._difference(values, every)
         if found is None:
             self._take({**self._values, **values})
@@ -81,7 +115,7 @@ class Attributes:
         for key, value in values.items():
             if value is self._values[key] and not every:
                 continue
-            now, then = facts_of(value), self._traced[key]
+            now, then = _facts(key, value), self._traced[key]
             if now not in (then, self._filled.get(key)) and value is not _NONE:
                 return difference(then, now, ".".join(filter(None, key)))
         return None
@@ -93,19 +127,18 @@ class Attributes:
 
     def _read(self, root: nn.Module) -> dict[tuple[str, str], Any]:
         return {
-            key: module.__dict__.get(key[1], _NONE)
+            key: value_of(module, key[1])
             for path, keys in self._keys.items()
-            if (module := _inside(root, path)) is not None
+            if (module := inside(root, path)) is not None
             for key in keys
         }
 
-    def _is_same(self, root: nn.Module, in_any_mode: bool = False) -> bool:
+    def _is_same(self, root: nn.Module, skipped: Collection[tuple[str, str]] = ()) -> bool:
         """Whether all are the very objects that they were; this is asked at every call."""
         for path, keys in self._keys.items():
-            module = _inside(root, path) if path else root
+            module = inside(root, path) if path else root
             for key in keys if module is not None else ():
-                same = module.__dict__.get(key[1], _NONE) is self._values[key]
-                if not same and not (in_any_mode and key[1] == "training"):
+                if value_of(module, key[1]) is not self._values[key] and key not in skipped:
                     return False
         return True
 
@@ -113,7 +146,7 @@ class Attributes:
         self._values, self._inside = values, Snapshot(values)
 
     def _note(self) -> None:
-        self._traced = {key: facts_of(value) for key, value in self._values.items()}
+        self._traced = {key: _facts(key, value) for key, value in self._values.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_original": None}
@@ -124,11 +157,16 @@ class Attributes:
         self._note()  # a copy has tensors of its own
 
 
-def _inside(root: nn.Module, path: tuple[str, ...]) -> nn.Module | None:
+def inside(root: nn.Module, path: Iterable[str]) -> nn.Module | None:
+    """The module at a path; None where there is none."""
     module: nn.Module | None = root
     for name in path:
         module = None if module is None else module._modules.get(name)
     return module
+
+
+def _facts(key: tuple[str, str], value: Any) -> Any:
+    return facts_of({name: part is not None for name, part in value.items()} if key[1] in _TABLES else value)
 
 
 def facts_of(value: Any) -> Any:

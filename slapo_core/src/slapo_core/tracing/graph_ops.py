@@ -36,18 +36,14 @@ def expect_outputs(result: Any, count: int, label: str) -> None:
         raise ScheduleError(f"{label} returns {kind}, but the subgraph that it replaced has {count} outputs; return a tuple")
 
 
-class UnexpectedAnswer(TraceError):
-    """A question of the forward's Python code has another answer than while tracing."""
-
-
 def expect(answer: Any, name: str, tensor: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
     """Check what the forward's Python code was told by a tensor, or by torch itself.
 
     Raises:
-        UnexpectedAnswer: The answer is another one at this call.
+        TraceError: The answer is another one at this call.
     """
     if problem := _unexpected(answer, name, tensor, args, kwargs):
-        raise UnexpectedAnswer(f"{problem}; trace again for calls like this, or keep what asks whole with leaf_modules")
+        raise TraceError(f"{problem}; trace again for calls like this, or keep what asks whole with leaf_modules")
 
 
 def _unexpected(answer: Any, name: str, of: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -75,8 +71,7 @@ class Expectation(NamedTuple):
 
     def problem(self, values: Mapping[str, Any]) -> str | None:
         """The difference, in words; None where there is none."""
-        of = None if self.argument is None else values[self.argument]
-        return _unexpected(self.answer, self.name, of, self.args, self.kwargs)
+        return _unexpected(self.answer, self.name, values[self.argument] if self.argument else None, self.args, self.kwargs)
 
 
 class Slot:

@@ -132,6 +132,7 @@ class Guard:
         device: Where its tensors were.
         attributes: What the forward read from its modules.
         expectations: What it asked of its inputs and of torch's modes.
+        asks_inside: Whether it asked something else: in the middle the graph may find that it is not good for the call.
     """
 
     parameters: Parameters
@@ -142,6 +143,7 @@ class Guard:
     device: torch.device | None = None
     attributes: Attributes | None = field(default=None, compare=False)
     expectations: tuple[Expectation, ...] = field(default=(), compare=False)
+    asks_inside: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Guard:
@@ -153,14 +155,15 @@ class Guard:
 
     def expect(self, graph: fx.Graph) -> None:
         """Note what the graph expects of its inputs and of torch's modes."""
-        for node in graph.find_nodes(op="call_function", target=expect):
+        nodes = graph.find_nodes(op="call_function", target=expect)
+        for node in nodes:
             answer, name, *asked = node.args
             of = asked.pop(0) if asked else None
-            if of is None or (isinstance(of, fx.Node) and of.op == "placeholder"):
-                plain = not any(isinstance(each, fx.Node) for each in [*asked, *node.kwargs.values()])
-                if plain:
-                    source = None if of is None else str(of.target)
-                    self.expectations += (Expectation(answer, str(name), source, tuple(asked), dict(node.kwargs)),)
+            nodes_inside = any(isinstance(each, fx.Node) for each in [*asked, *node.kwargs.values()])
+            if not nodes_inside and (of is None or (isinstance(of, fx.Node) and of.op == "placeholder")):
+                source = None if of is None else str(of.target)
+                self.expectations += (Expectation(answer, str(name), source, tuple(asked), dict(node.kwargs)),)
+        self.asks_inside = len(nodes) > len(self.expectations)
 
     def share_attributes(self, other: Guard | None, module: nn.Module) -> None:
         """Watch the attributes by the record of another guard, where that watches the same ones and they have not changed."""

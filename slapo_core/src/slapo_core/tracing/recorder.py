@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from random import Random
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import fx, nn
 from ..errors import TraceError
 from . import _torch_private as private
 from . import regions
+from .attributes import first_weight
 from .calls import ASKS_VALUES, SHAPES, Effects, is_dynamic, is_metadata, is_open, model_source, name_of, node_form
 from .escapes import KnownValues, chance_decided
 from .graph_ops import Slot, Template, expect, rebuild, set_state, setitem
@@ -168,6 +170,8 @@ class Recorder:
     def attribute(self, module: nn.Module, name: str, value: Any) -> Any:
         """The value of an attribute that the forward reads; an integer knows which one it was."""
         self.reads.add((id(module), name))
+        if hasattr(type(value), "__next__") or isinstance(value, Random):
+            raise self._refusal(f"the forward reads {name!r}, which gives something else every time")
         if not self.symbolic or type(value) is not int or id(module) not in self.modules or name not in vars(module):
             return value
         return Size(value, "get_attr", self.graph, ".".join(filter(None, (self.modules[id(module)][0], name))))
@@ -276,6 +280,7 @@ class Recorder:
         node_args, node_kwargs = self.argument(args, exact=True), self.argument(kwargs, exact=True)
         passed, effects = self.passed, Effects(args, kwargs, self.sandbox.watch)
         out = call()
+        self.reads.update(first_weight(module))  # results have its dtype
         node = self._create("call_module", self.modules[id(module)][0], node_args, node_kwargs, out)
         for tracked in passed:
             tracked.refresh()

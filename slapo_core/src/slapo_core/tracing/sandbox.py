@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from . import _torch_private as private
-from .structures import Snapshot, fingerprint, tensors
+from .structures import Snapshot, contents, fingerprint, put_back, tensors
+
+_TABLES = (dict, list)
 
 
 class Sandbox:
@@ -114,17 +116,25 @@ class Sandbox:
 
 
 def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
-    """Empties the ``lru_cache`` of every function near the modules that the run has added to: it holds stand-ins."""
+    """Return what empties each ``lru_cache`` near the modules that the run adds to, and puts dicts and lists back."""
     classes = {cls for module in modules for cls in type(module).__mro__}
     # code that was executed has no module
-    spaces = [vars(each) for each in [*classes, *{sys.modules.get(cls.__module__, cls) for cls in classes}, *modules]]
-    values = [getattr(value, "__func__", value) for space in spaces for value in space.values()]
-    cells = [cell for value in values if isinstance(value, FunctionType) for cell in value.__closure__ or ()]
-    values += [cell.cell_contents for cell in cells if cell != CellType()]  # a decorator around the cache
-    caches = [value for value in values if isinstance(value, _lru_cache_wrapper)]
+    near = [*map(vars, {*classes, *(sys.modules.get(cls.__module__, cls) for cls in classes)})]
+    hooks = [hook for module in modules for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
+    functions = [*(value for space in map(vars, [*classes, *modules]) for value in space.values()), *hooks]
+    near += {id(value.__globals__): value.__globals__ for value in functions if isinstance(value, FunctionType)}.values()
+    values = [getattr(value, "__func__", value) for space in [*near, *map(vars, modules)] for value in space.values()]
+    cells = [cell for value in [*values, *hooks] if isinstance(value, FunctionType) for cell in value.__closure__ or ()]
+    inner = [cell.cell_contents for cell in cells if cell != CellType()]  # of a decorator around the cache, say
+    tables = [value for space in near for name, value in space.items() if type(value) in _TABLES and name[:2] != "__"]
+    tables += [value for value in inner if type(value) in _TABLES]
+    tables += [part for table in tables for part in (table if type(table) is list else table.values()) if type(part) in _TABLES]
+    former = [(table, contents(table) or {}) for table in tables if table is not sys.modules]
+    caches = [value for value in [*values, *inner] if isinstance(value, _lru_cache_wrapper)]
     before = [cache.cache_info().misses for cache in caches]
 
     def undo() -> None:
+        put_back(former)
         for index, cache in enumerate(caches):
             if cache.cache_info().misses != before[index]:
                 cache.cache_clear()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import enum
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -50,23 +52,34 @@ def contents(value: Any) -> dict[Any, Any] | None:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """The same of what is no dict; of an object its own table, as a config may have a slow way to get attributes."""
+    """The same of what is no dict; of an object its own table and slots, as a config may have a slow way to get attributes."""
     if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))
     if isinstance(value, (set, frozenset)):
         return dict.fromkeys(value)
+    slots = _slots(value)
+    held: dict[Any, Any] = {name: object.__getattribute__(value, name) for name in slots if hasattr(value, name)}
     try:
         table: dict[Any, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
-        return None
-    return table
+        return held if slots else None
+    return {**table, **held} if slots else table
+
+
+def _slots(value: Any) -> Iterable[str]:
+    """Names of what an object holds beside its table of attributes."""
+    return ("func", "args", "keywords") if isinstance(value, partial) else copyreg._slotnames(type(value))  # type: ignore[attr-defined]
 
 
 def fill(value: Any, parts: dict[Any, Any]) -> None:
     """Let a container or object that can change consist of these parts, the reverse of ``contents``."""
-    table = value if isinstance(value, (dict, list, set, deque)) else vars(value)
-    table.clear()
-    table.extend(parts.values()) if isinstance(table, (list, deque)) else table.update(parts)
+    if not isinstance(value, (dict, list, set, deque)):
+        for name in () if isinstance(value, partial) else _slots(value):
+            object.__setattr__(value, name, parts[name]) if name in parts else object.__delattr__(value, name)
+        parts = {name: part for name, part in parts.items() if name not in _slots(value)}
+        value = getattr(value, "__dict__", {})
+    value.clear()
+    value.extend(parts.values()) if isinstance(value, (list, deque)) else value.update(parts)
 
 
 def walk(value: Any, seen: set[int] | None = None) -> Iterator[tuple[tuple[Any, ...], Any, dict[Any, Any] | None]]:
@@ -108,9 +121,14 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back."""
-        for part, old in self.parts.values():
-            if not _same(part, old):
-                fill(part, old)
+        put_back(self.parts.values())
+
+
+def put_back(parts: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
+    """Let containers and objects consist of what they did before."""
+    for part, old in parts:
+        if not _same(part, old):
+            fill(part, old)
 
 
 def _same(part: Any, old: dict[Any, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -15,14 +15,14 @@ from .around import carry_around
 from .attributes import OF_TORCH, Attributes
 from .guard import Call, Guard, argument_values, plain_signature
 from .regions import autocast_state
-from .structures import difference, fingerprint, is_input
+from .structures import TABLES, difference, fingerprint, is_input
 from .traced_module import TracedModule, former, variants_of
 
 Plan = Callable[[str, nn.Module], str]
 
 
 class SymbolicGuard(Guard):
-    """Tensors of every shape and dtype where the graph has inputs; everything else as it was traced."""
+    """Tensors of every shape and dtype where the graph has inputs; everything else that the forward reads as it was traced."""
 
     def problem(self, module: nn.Module, call: Call) -> str | None:
         """Why the graph is not good for a call; None where it is."""
@@ -32,8 +32,8 @@ class SymbolicGuard(Guard):
         for name, traced in self.traced.items():
             if (given := call.given[name]) != traced:
                 return difference(traced, given, name)
-        call.given = {**call.given, **{name: self.traced.get(name) for name in self.placeholders}}
-        return None
+        changed = self.attributes.changed(module) if self.attributes is not None else None
+        return changed and f"attribute {changed}"
 
 
 def trace_fx(
@@ -113,7 +113,7 @@ def _graph(
             return bool(leaf)
 
     def read(holder: nn.Module, name: str, value: Any) -> Any:
-        if name not in OF_TORCH:
+        if name not in OF_TORCH and (name not in TABLES or isinstance(holder, Iterable)):  # fx itself reads the tables of all
             reads.add((id(holder), name))
         return value
 

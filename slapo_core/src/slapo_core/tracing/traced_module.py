@@ -44,6 +44,7 @@ class TracedModule(fx.GraphModule):
 
     through: Callable[[Any], Any] = staticmethod(lambda run: run)
     _variants: Variants
+    _lineno_map = None  # dynamo asks for it
 
     def __init__(
         self,
@@ -60,11 +61,12 @@ class TracedModule(fx.GraphModule):
             self.register_buffer(name, tensor, persistent=False)
         targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
         copies: dict[int, nn.Module] = {id(root): self}
-        for target in [*targets, *(inner or {})]:
-            self._own_parents(target, copies)
         for path, module in (inner or {}).items():
-            parent, _, name = path.rpartition(".")
-            self.get_submodule(parent)._modules[name] = module
+            copies[id(root.get_submodule(path))] = copies[id(module)] = module
+        # what is copied takes the place of the original at all of its names
+        names = (f"{path}." for path, child in root.named_modules(remove_duplicate=False) if path and id(child) in copies)
+        for target in itertools.chain(targets, names):
+            self._own_parents(target, copies)
         self.graph = graph
         self.__dict__["_variants"] = _variants(self, guard, opened, root)
         _show_signature(self)
@@ -107,7 +109,7 @@ class TracedModule(fx.GraphModule):
         """Mark the code stale, after an edit by hand."""
         if (variants := self.__dict__.get("_variants")) is not None and not private.is_recompiled_with_parent():
             variants.edited_by_hand = True
-            variants.start_from(self.graph)
+            variants.start_from(self.graph, rewritten=True)
 
     @property
     def code(self) -> str:
@@ -163,20 +165,17 @@ def variants_of(module: nn.Module) -> Variants | None:
 
 def compile_anew(module: fx.GraphModule) -> None:
     """The first graph was changed by an edit that is noted, or put back: compile it when it runs next."""
-    variants = variants_of(module)
-    module.recompile() if variants is None else variants.start_from(module.graph)
+    module.recompile() if (variants := variants_of(module)) is None else variants.start_from(module.graph, rewritten=True)
 
 
 def guard_of(module: nn.Module) -> Guard | None:
     """The calls that the first graph of a traced module is good for."""
-    variants = variants_of(module)
-    return variants.guard if variants is not None else None
+    return None if (variants := variants_of(module)) is None else variants.guard
 
 
 def input_check_of(module: nn.Module) -> InputCheck | None:
     """What checks the inputs of a traced module that no other forward stands behind."""
-    variants = variants_of(module)
-    return variants.input_check if variants is not None else None
+    return None if (variants := variants_of(module)) is None else variants.input_check
 
 
 def _show_signature(module: TracedModule) -> None:

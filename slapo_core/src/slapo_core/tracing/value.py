@@ -191,7 +191,7 @@ class _Session(TorchFunctionMode):
         recorder = self.stack[-1]
         if recorder is None:
             return call(*args, **kwargs)
-        with private.unrecorded():
+        with private.unrecorded(), self._unrecorded():
             return recorder.call_function(call, args, kwargs)
 
     def ask_mode(self, name: str, answer: Callable[[], bool]) -> bool:
@@ -247,12 +247,15 @@ class _Session(TorchFunctionMode):
         self._mark_changes(others)
         for recorder in self.recorders.values():
             for module, name, _ in others:
-                if (id(module), name) in recorder.reads:
+                if (id(module), name) in recorder.reads and name in vars(module):
                     what = f"attribute {name!r} of {self.paths[id(module)]!r}, which changes inside a module kept whole"
                     raise TraceError(f"the forward reads the {what}; keep what reads it whole too, with leaf_modules")
         for module, name, first in changed:
             if first in shared:
-                self.filled[id(module), name] = None if has_tensor(value := vars(module).get(name)) else facts_of(value)
+                # what is no attribute is a buffer
+                self.filled[id(module), name] = (
+                    None if has_tensor(value := vars(module).get(name, torch.empty(0))) else facts_of(value)
+                )
         if own:
             modules = [module for module in self.target.modules() if id(module) not in inside]
             repeat = Repeat(self.recorders, modules, self.sandbox.state.values())

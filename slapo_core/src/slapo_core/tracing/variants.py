@@ -23,9 +23,9 @@ from ..wrapping import is_opaque
 from . import _torch_private as private
 from . import regions
 from .around import is_hooked
+from .attributes import inside
 from .codegen import compile_graph
 from .graph_comparison import Twins, graph_data, same_graph
-from .graph_ops import UnexpectedAnswer, expect
 from .guard import Call, Guard, InputCheck, device_of
 from .sandbox import Sandbox
 from .structures import Hidden, shallow_copy
@@ -65,9 +65,7 @@ class Opened(NamedTuple):
 
     def now(self, root: nn.Module, path: str) -> tuple[Any, ...] | None:
         """The module's hooks, where they are recorded and others; None where it is to be called whole; else ``_SAME``."""
-        module: nn.Module | None = root
-        for name in path.split("."):
-            module = module and module._modules.get(name)
+        module = inside(root, path.split("."))
         if module is None or type(module) is not self.cls:
             return None
         hooked = is_hooked(module)
@@ -101,27 +99,27 @@ class Variant(Hidden):
 
     def run(self, module: TracedModule, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
         """Run the graph on a module that holds what its targets name."""
-        if self.function is None:
-            self.function, self.source = compile_graph(self.graph, self.name)
-            self.switches = any(map(regions.is_region_node, self.graph.nodes))
+        function = self.compile()
         if not self.switches:
-            return module.through(self.function)(module, *args, **inputs)
+            return module.through(function)(module, *args, **inputs)
         before = regions.current()
         try:
-            return module.through(self.function)(module, *args, **inputs)
+            return module.through(function)(module, *args, **inputs)
         finally:
             if regions.current() != before:  # an error inside a region
                 regions.leave(before)
+
+    def compile(self) -> Callable[..., Any]:
+        """The function of the graph, which is made where it is not there."""
+        if self.function is None:
+            self.function, self.source = compile_graph(self.graph, self.name)
+            self.switches = any(map(regions.is_region_node, self.graph.nodes))
+        return self.function
 
     @property
     def code(self) -> str:
         """The Python code of the graph."""
         return self.source or compile_graph(self.graph, self.name)[1]
-
-    @property
-    def asks(self) -> bool:
-        """Whether the graph may find in the middle that it is not good for the call."""
-        return bool(self.graph.find_nodes(op="call_function", target=expect))
 
     def follow(self, guard: Guard | InputCheck, inputs: Mapping[str, Any]) -> None:
         """The graph says where the forward made tensors: where its inputs were. They may be on another device now."""
@@ -164,8 +162,10 @@ class Variants(Hidden):
         """The first graph before the first rewrite."""
         self.start_from(graph)
 
-    def start_from(self, graph: fx.Graph) -> None:
+    def start_from(self, graph: fx.Graph, rewritten: bool = False) -> None:
         """Take this for the first graph, which is not compiled yet, and drop all others."""
+        if rewritten and self.guard is not None and self.guard.attributes is not None:
+            self.guard.attributes.is_rewritten = True
         self.first = Variant(graph, f"Traced{self.label}")
         self.others: list[Variant] = []
         self.calls: dict[Any, list[tuple[Guard, Variant | None]]] = {}
@@ -205,17 +205,7 @@ class Variants(Hidden):
         if self.guard is None:
             args, kwargs = self._checked(module, args, kwargs)
             return self.first.run(module, kwargs, args)
-        forward, variant = self.resolve(module, args, kwargs)[:2]
-        if variant is None or self.is_rewritten or not variant.asks:
-            return forward()
-        state = _random_states()
-        try:
-            return forward()
-        except UnexpectedAnswer:
-            torch.set_rng_state(state[0])
-            if state[1] is not None:
-                torch.cuda.set_rng_state(state[1])
-            return self.original(module)(*args, **kwargs)
+        return self.resolve(module, args, kwargs)[0]()
 
     def graph_for(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[fx.Graph, dict[str, Any], list[tuple[str, str]]]:
         """The graph of a call, its inputs, and path and name of the attributes that it depends on."""
@@ -229,10 +219,11 @@ class Variants(Hidden):
         return variant.graph, forward.args[1], guard.attributes.names if guard.attributes is not None else []
 
     def opened_in(self, graph: fx.Graph) -> list[str]:
-        """Paths of the modules whose forwards are part of one of the graphs."""
+        """Return the paths of the modules whose forwards are part of one of the graphs."""
         called = {str(node.target) for node in graph.find_nodes(op="call_module")}
         return [path for path in self.opened or () if path not in called]
 
+    @private.not_compiled
     def resolve(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
         """What runs a call: a graph, with its guard, or the forward that was traced.
 
@@ -245,16 +236,13 @@ class Variants(Hidden):
             self.guard.attributes.check_original(module)
         call = Call(self.guard.parameters, module, args, kwargs)
         call.changed = self._changed(module)
-        found = self._find(module, call)
-        if found is None:
-            if Sandbox.open_now and not self.is_rewritten:
-                return partial(self.original(module), *args, **kwargs), None, None
-            found = self._add(module, call, args, kwargs)
-        guard, variant = found
-        if variant is None:
+        known = (self.guard, None) if Sandbox.open_now and not self.is_rewritten else None
+        guard, variant = self._find(module, call) or known or self._add(module, call, args, kwargs)
+        if variant is None or (guard.asks_inside and not self.is_rewritten):
             return partial(self.original(module), *args, **kwargs), None, None
         inputs = {name: call.values[name] for name in guard.placeholders}
         variant.follow(guard, inputs)
+        variant.compile()
         return partial(variant.run, module, inputs), variant, guard
 
     def _checked(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -295,7 +283,9 @@ class Variants(Hidden):
     def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
         try:
             guard, variant = self._traced(module, args, kwargs, call.changed)
-        except (TraceError, ScheduleError) as err:
+            if asked := next(filter(None, (each.problem(call.values) for each in guard.expectations)), None):
+                raise TraceError(asked)  # fake tensors have not all facts of real ones
+        except Exception as err:  # a transform of torch.func, say, lets fake tensors do less
             if self.is_rewritten:
                 changed = next((f"{path!r} was wrapped, got hooks or was replaced" for path in call.changed), None)
                 problem = changed or (self.guard and self.guard.problem(module, call))
@@ -325,11 +315,9 @@ class Variants(Hidden):
             graph, guard, constants = trace_again(former, args, kwargs, opened)
         data = graph_data(graph, constants)
         first = self.pristine if self.rewrites else graph_data(module.graph, module)
-        if same_graph(first, data):
-            return guard, self.first
-        for other in self.others:
-            if same_graph(other.pristine, data):
-                return guard, other
+        for known, graph_then in [(self.first, first), *((other, other.pristine) for other in self.others)]:
+            if same_graph(graph_then, data):
+                return guard, known
         if len(self.others) >= _MOST_GRAPHS:
             if not self.rewrites:
                 return guard, None
@@ -381,10 +369,6 @@ def on_meta(module: nn.Module) -> nn.Module:
         copied._buffers[name] = buffer if buffer is None else empty(buffer)
     copied._modules.update({name: child and on_meta(child) for name, child in copied._modules.items()})
     return copied
-
-
-def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def _restored(state: dict[str, Any]) -> Variants:
