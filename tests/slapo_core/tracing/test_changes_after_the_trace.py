@@ -217,3 +217,55 @@ def test_a_shared_module_stays_one(place: str, flatten: bool) -> None:
         torch.manual_seed(0)
         each.get_submodule(place).fc = nn.Linear(4, 4)
     torch.testing.assert_close(gradients(traced, X), gradients(model, X))
+
+
+class Tied(nn.Module):
+    """A weight and a module at two places each; it reads the one and calls the other by one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.table.weight
+        self.one = nn.Linear(4, 4)
+        self.several = nn.ModuleList([self.one, nn.Linear(4, 4)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.several:
+            x = layer(x)
+        return functional.linear(self.one(x), self.head.weight)
+
+
+def untie(model: Any) -> None:
+    model.head.weight = nn.Parameter(torch.linspace(-1, 1, 20).view(5, 4))
+
+
+def replace_one(model: Any) -> None:
+    model.several[0] = new_layer()
+
+
+def replace_other(model: Any) -> None:
+    model.one = new_layer()
+
+
+def new_layer() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    nn.init.eye_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+@pytest.mark.parametrize("order", itertools.permutations([untie, replace_one, replace_other]))
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_a_tie_ends(order: tuple[Change, ...], rewritten: bool) -> None:
+    model = Tied()
+    plain, ids = copy.deepcopy(model), torch.tensor([[0, 1, 4]])
+    sch = slapo.create_schedule(model, example_inputs=(ids,))
+    sch.trace(flatten=True)
+    if rewritten:
+        sch.replace(lambda x, w: functional.linear(x, w), lambda x, w: functional.linear(x, w))
+    for change in order:
+        change(sch.mod)
+        change(plain)
+        for given in (ids, ids[:, :2]):
+            torch.testing.assert_close(sch.mod(given), plain(given))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 from collections import OrderedDict
@@ -124,6 +125,19 @@ class TracedModule(fx.GraphModule):
         """Run the graph of the call."""
         return self._variants(self, args, kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """Methods, properties and attributes of the class that was traced, ``generate`` of a language model for one."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            cls: Any = self.__dict__.get("_traced_class")
+            if name.startswith("__") or not hasattr(cls, name):
+                raise
+            if self._variants.is_rewritten:
+                forward = functools.wraps(cls.forward)(lambda view, *args, **kwargs: self.forward(*args, **kwargs))
+                cls = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+            return getattr(as_original(self, cls), name)  # some methods look others up on the class
+
     def _shell(self) -> TracedModule:
         """The graphs without what they run on."""
         shell: TracedModule = object.__new__(type(self))
@@ -155,7 +169,19 @@ def _variants(
     cls = module.__dict__["_traced_class"]
     can_trace = opened is not None and not (cls is nn.Module and inner is None)
     known = {path: Opened.of(module.get_submodule(path)) for path in opened or ()} if can_trace else None
-    return Variants(module.graph, cls.__name__, guard, known, inner)
+    variants = Variants(module.graph, cls.__name__, guard, known, inner)
+    variants.shared = _shared(module) if can_trace else []
+    return variants
+
+
+def _shared(module: TracedModule) -> list[list[tuple[str, ...]]]:
+    """The places of what the graph names and the module has at several of them."""
+    used = {str(node.target) for op in ("call_module", "get_attr") for node in module.graph.find_nodes(op=op)}
+    places: dict[int, list[str]] = {}
+    for named in (module.named_modules, module.named_parameters, module.named_buffers):
+        for path, held in named(remove_duplicate=False):
+            places.setdefault(id(held), []).append(path)
+    return [[tuple(path.split(".")) for path in each] for each in places.values() if len(each) > 1 and used & {*each}]
 
 
 def variants_of(module: nn.Module) -> Variants | None:
@@ -179,7 +205,7 @@ def input_check_of(module: nn.Module) -> InputCheck | None:
 
 
 def _show_signature(module: TracedModule) -> None:
-    """Let ``inspect.signature(module.forward)`` be that of the forward that was traced."""
+    """Let ``inspect.signature(module.forward)`` be that of the forward that was traced, and a container one as before."""
 
     def forward(self: TracedModule, *args: Any, **kwargs: Any) -> Any:
         return TracedModule.forward(self, *args, **kwargs)
@@ -190,6 +216,9 @@ def _show_signature(module: TracedModule) -> None:
         forward.__signature__ = inspect.Signature([itself, *parameters.values()])  # type: ignore[attr-defined]
         forward.__doc__ = TracedModule.forward.__doc__
         type(module).forward = forward  # type: ignore[method-assign]  # fx makes a class for each module
+    for name in ("__len__", "__iter__", "__getitem__", "__contains__"):
+        if (method := getattr(module.__dict__["_traced_class"], name, None)) is not None:
+            setattr(type(module), name, method)
 
 
 def former(module: TracedModule, bare: bool = False) -> nn.Module:
@@ -210,9 +239,9 @@ def former(module: TracedModule, bare: bool = False) -> nn.Module:
     return view
 
 
-def as_original(module: nn.Module) -> nn.Module:
+def as_original(module: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
     """A module as an object of the class it was traced from, with the same attributes."""
-    original: nn.Module = object.__new__(module.__dict__.get("_traced_class", type(module)))
+    original: nn.Module = object.__new__(cls or module.__dict__.get("_traced_class", type(module)))
     object.__setattr__(original, "__dict__", module.__dict__)
     return original
 

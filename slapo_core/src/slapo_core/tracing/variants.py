@@ -75,6 +75,17 @@ class Opened(NamedTuple):
         return _SAME if hooks == self.hooks else hooks
 
 
+def _held_at(root: nn.Module, places: Sequence[tuple[str, ...]]) -> set[int]:
+    """Ids of what is at these places now."""
+    found: set[int] = set()
+    for *path, name in places:
+        module = inside(root, path)
+        for table in (module._modules, module._parameters, module._buffers) if module is not None else ():
+            if table.get(name) is not None:
+                found.add(id(table[name]))
+    return found
+
+
 def _hooks_of(module: nn.Module) -> tuple[Any, ...]:
     """Its hooks, but for those that are there for one trace."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
@@ -152,6 +163,8 @@ class Variants(Hidden):
         inner: TracedModule | None,
     ) -> None:
         self.label, self.opened, self.inner = label, opened, inner
+        self.shared: list[list[tuple[str, ...]]] = []
+        """The places of what the first graph names by one of them, and the traced module has at several."""
         self.guard = guard if isinstance(guard, Guard) else None
         self.input_check = None if isinstance(guard, Guard) else guard
         self.rewrites: list[Rewrite] = []
@@ -278,7 +291,9 @@ class Variants(Hidden):
     def _changed(self, module: TracedModule) -> dict[str, tuple[Any, ...] | None]:
         """The modules whose forwards are part of the graphs, and whose calls are other ones now: with these hooks, or whole."""
         now = {path: opened.now(module, path) for path, opened in self.opened.items()} if self.opened else {}
-        return {path: hooks for path, hooks in now.items() if hooks is not _SAME}
+        changed = {path: hooks for path, hooks in now.items() if hooks is not _SAME}
+        changed.update((".".join(places[0]), ()) for places in self.shared if len(_held_at(module, places)) > 1)
+        return changed
 
     def _add(self, module: TracedModule, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant | None]:
         try:
@@ -287,7 +302,10 @@ class Variants(Hidden):
                 raise TraceError(asked)  # fake tensors have not all facts of real ones
         except Exception as err:  # a transform of torch.func, say, lets fake tensors do less
             if self.is_rewritten:
-                changed = next((f"{path!r} was wrapped, got hooks or was replaced" for path in call.changed), None)
+                changed = next(
+                    (f"{path!r} was wrapped, got hooks, or was replaced, here or at another place" for path in call.changed),
+                    None,
+                )
                 problem = changed or (self.guard and self.guard.problem(module, call))
                 raise TraceError(f"{problem}, and the rewritten graph of the {self.label} has no other form: {err}") from err
             get_logger().warning("the traced %s runs its own forward for calls like this, no graph: %s", self.label, err)
