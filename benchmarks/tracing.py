@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import create_schedule, graph_edit
+from slapo_core import create_schedule, graph_edit, subgraph
 from slapo_core.matching import find_subgraph
 from slapo_core.patterns import call_module
 from slapo_core.tracing import TracedModule, trace, trace_module
@@ -147,7 +147,7 @@ def main() -> None:
         while len(sch.journal):
             sch.undo()
         end = time.perf_counter()
-        stale = sum(len(graph_edit.resolve(traced, match)) != len(match) for match in matches)
+        stale = sum(len(subgraph.resolve(traced, match)) != len(match) for match in matches)
         assert str(traced.graph) == before
         print(f"| {size} | {middle - start:.3f} | {end - middle:.3f} | {stale} |", flush=True)
 

@@ -53,14 +53,15 @@ def is_opaque(module: nn.Module, *, inlined: bool = False) -> bool:
         inlined: The graph would be that of a module around it. Then parts are no reason for a layer that ``is_taken_apart``,
             nor are hooks with a true attribute ``traced_with_layer``.
     """
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    state = module.__dict__  # not by attributes: while a forward is traced, what it reads of these is noted
+    hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
     apart = inlined and is_taken_apart(module)
     return bool(
-        "forward" in module.__dict__
+        "forward" in state
         or not all(getattr(hook, "traced", False) or (apart and getattr(hook, "traced_with_layer", False)) for hook in hooks)
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or (not apart and any(is_part(tensor) for tensor in [*module._parameters.values(), *module._buffers.values()]))
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or (not apart and any(is_part(tensor) for tensor in [*state["_parameters"].values(), *state["_buffers"].values()]))
     )
 
 

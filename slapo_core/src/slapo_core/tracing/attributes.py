@@ -36,8 +36,13 @@ def value_of(module: Any, name: str) -> Any:
 
 def first_weight(module: nn.Module) -> list[tuple[int, str]]:
     """Id of the module inside that has the first parameter, and its name there; empty where there is none."""
-    held = ((child, *item) for child in module.modules() for item in child.__dict__["_parameters"].items())
-    return [(id(child), name) for child, name, weight in held if weight is not None][:1]
+    todo = [module]
+    for child in todo:
+        for name, weight in child.__dict__["_parameters"].items():
+            if weight is not None:
+                return [(id(child), name)]
+        todo += filter(None, child.__dict__["_modules"].values())
+    return []
 
 
 class Attributes:
@@ -135,15 +140,20 @@ class Attributes:
 
     def _is_same(self, root: nn.Module, skipped: Collection[tuple[str, str]] = ()) -> bool:
         """Whether all are the very objects that they were; this is asked at every call."""
-        for path, keys in self._keys.items():
+        for path, watched in self._watched:
             module = inside(root, path) if path else root
-            for key in keys if module is not None else ():
-                if value_of(module, key[1]) is not self._values[key] and key not in skipped:
+            if module is None:
+                continue
+            attributes = module.__dict__
+            for key, name, value in watched:
+                now = attributes[name] if name in attributes else value_of(module, name)
+                if now is not value and key not in skipped:
                     return False
         return True
 
     def _take(self, values: dict[tuple[str, str], Any]) -> None:
         self._values, self._inside = values, Snapshot(values)
+        self._watched = [(path, [(key, key[1], values.get(key)) for key in keys]) for path, keys in self._keys.items()]
 
     def _note(self) -> None:
         self._traced = {key: _facts(key, value) for key, value in self._values.items()}

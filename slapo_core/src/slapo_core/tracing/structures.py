@@ -28,6 +28,7 @@ class Hidden:
 _PLAIN = (dict, list, tuple, set, frozenset, deque)
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _ATOM_TYPES = frozenset(ATOMS)
+_NEVER_CHANGED = frozenset((tuple, frozenset))
 _BY_REFERENCE = (
     *ATOMS,
     *(type, enum.Enum, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
@@ -132,6 +133,8 @@ def put_back(parts: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
 
 
 def _same(part: Any, old: dict[Any, Any]) -> bool:
+    if type(part) in _NEVER_CHANGED:
+        return True
     new = part if isinstance(part, dict) else _parts(part) or {}
     return len(new) == len(old) and all(map(operator.is_, new.values(), old.values())) and new.keys() == old.keys()
 

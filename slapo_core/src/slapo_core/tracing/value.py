@@ -140,7 +140,8 @@ class _Session(TorchFunctionMode):
         guard = Guard.of(module, args, kwargs)
         args, kwargs = distinct((args, kwargs), set())
         earlier = self.earlier.graphs.get(path) if self.earlier else None
-        recorder = Recorder(module, path, self.sandbox, earlier and earlier[0], self.request.symbolic)
+        with self._unrecorded():
+            recorder = Recorder(module, path, self.sandbox, earlier and earlier[0], self.request.symbolic)
         self.graphs[path] = (recorder, guard)
         for name, value in Call(guard.parameters, module, args, kwargs).values.items():
             recorder.parameter(name, value, name in guard.placeholders)

@@ -218,7 +218,8 @@ class Variants(Hidden):
         if self.guard is None:
             args, kwargs = self._checked(module, args, kwargs)
             return self.first.run(module, kwargs, args)
-        return self.resolve(module, args, kwargs)[0]()
+        resolve = self._resolve_uncompiled if torch.compiler.is_compiling() else self.resolve
+        return resolve(module, args, kwargs)[0]()
 
     def graph_for(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[fx.Graph, dict[str, Any], list[tuple[str, str]]]:
         """The graph of a call, its inputs, and path and name of the attributes that it depends on."""
@@ -236,7 +237,6 @@ class Variants(Hidden):
         called = {str(node.target) for node in graph.find_nodes(op="call_module")}
         return [path for path in self.opened or () if path not in called]
 
-    @private.not_compiled
     def resolve(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
         """What runs a call: a graph, with its guard, or the forward that was traced.
 
@@ -257,6 +257,8 @@ class Variants(Hidden):
         variant.follow(guard, inputs)
         variant.compile()
         return partial(variant.run, module, inputs), variant, guard
+
+    _resolve_uncompiled = private.not_compiled(resolve)
 
     def _checked(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.input_check is None:
