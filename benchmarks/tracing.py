@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core import create_schedule, graph_edit, subgraph
+from slapo_core import create_schedule, subgraph
 from slapo_core.matching import find_subgraph
 from slapo_core.patterns import call_module
 from slapo_core.tracing import TracedModule, trace, trace_module

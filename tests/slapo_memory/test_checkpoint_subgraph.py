@@ -99,7 +99,7 @@ def test_a_part_with_weights_is_refused_as_their_names_would_change() -> None:
 @pytest.mark.parametrize("nothing", [[], [[]], "x", lambda x: x.tan().tan()])
 def test_an_empty_match_is_an_error(nothing: object) -> None:
     _, sch = traced()
-    with pytest.raises(ScheduleError, match="the subgraph is empty"):
+    with pytest.raises(ScheduleError, match="matches nothing; print|nothing was found"):
         sch.checkpoint(nothing)
 
 

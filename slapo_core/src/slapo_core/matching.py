@@ -105,7 +105,6 @@ def match_data(match: Sequence[Handle]) -> dict[str, Any]:
     if isinstance(match, Match):
         data["inputs"] = [{"of": v.node.name, "input": v.number} if isinstance(v, Place) else v for v in match.inputs]
         data["outputs"] = [node.name for node in match.outputs]
-        data["pattern"] = match.pattern and match.pattern.source
     return data
 
 

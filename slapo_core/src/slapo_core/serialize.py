@@ -165,12 +165,12 @@ def _import(path: Any, trust: Sequence[str]) -> Any:
 
 def _match_data(match: Any) -> dict[str, Any]:
     """A match, with its pattern where that can be imported."""
-    data = match_data(match)
+    pattern = getattr(getattr(match, "pattern", None), "source", None)
     try:
-        _import_path(data.get("pattern"))
+        _import_path(pattern)
     except ScheduleError:
-        data.pop("pattern", None)
-    return data
+        return match_data(match)
+    return {**match_data(match), "pattern": pattern}
 
 
 def _trusted_pattern(data: Any, trust: Sequence[str]) -> Any:

@@ -8,7 +8,7 @@ stays sharded, through activations or attention, until row layers take it in and
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +41,7 @@ def derive(
     mesh: DeviceMesh,
     is_layer: Callable[[nn.Module], bool],
     is_table: Callable[[nn.Module], bool],
+    left_whole: Collection[nn.Module] = (),
 ) -> Derived:
     """The plan that splits as many layers as can be.
 
@@ -50,18 +51,27 @@ def derive(
         is_layer: Whether a module is a layer that can be split along its output and along its input.
         is_table: Whether a module is an embedding that can be split along its output. Such are split where it helps: a table
             of position biases has one column per head.
+        left_whole: Modules that are not split, whatever they are.
     """
-    return _Search(traced, mesh, is_layer, is_table).run()
+    return _Search(traced, mesh, is_layer, is_table, left_whole).run()
 
 
 class _Search:
-    def __init__(self, traced: fx.GraphModule, mesh: DeviceMesh, is_layer: Callable[..., bool], is_table: Callable[..., bool]):
+    def __init__(
+        self,
+        traced: fx.GraphModule,
+        mesh: DeviceMesh,
+        is_layer: Callable[..., bool],
+        is_table: Callable[..., bool],
+        left_whole: Collection[nn.Module],
+    ) -> None:
         self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
         self.calls: dict[str, list[fx.Node]] = {}
         for node in traced.graph.find_nodes(op="call_module"):
             self.calls.setdefault(str(node.target), []).append(node)
-        self.candidates = {path: Split("sharded") for path in self.calls if is_layer(traced.get_submodule(path))}
-        self.tables = {path for path in self.calls if is_table(traced.get_submodule(path))}
+        named = {path: module for path in self.calls if (module := traced.get_submodule(path)) not in left_whole}
+        self.candidates = {path: Split("sharded") for path, module in named.items() if is_layer(module)}
+        self.tables = {path for path, module in named.items() if is_table(module)}
         self.filled: dict[fx.Node, int] = {}
         self.tried: set[fx.Node] = set()
         self.reasons: dict[str, str] = {}

@@ -98,11 +98,7 @@ def _derive_from(
     """The plan, and those modules for which it is not one."""
     rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
     whole = tied_or_vocabulary(schedule.mod, schedule.world_size, rules)
-    rederive = partial(
-        derive,
-        is_layer=lambda module: module not in whole and rules.is_layer(module),
-        is_table=lambda module: module not in whole and rules.is_table(module),
-    )
+    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table, left_whole=whole)
     with widened(schedule.mod, copies, rules):
         wide = _trace(schedule) if copies else traced
         derived = rederive(wide, mesh)

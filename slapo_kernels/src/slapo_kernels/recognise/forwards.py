@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from slapo_core.tracing.attributes import OF_TORCH
 from slapo_core.tracing.calls import is_metadata, name_of
 from slapo_core.tracing.sandbox import OtherRandomNumbers
-from slapo_core.tracing.structures import ATOMS, Snapshot, tensors
+from slapo_core.tracing.structures import ATOMS, TABLES, Snapshot, tensors
 
 from .copies import bare_copy
 from .results import result_of
 
-_NO_SETTINGS = OF_TORCH | {"training"}
+_NO_SETTINGS = OF_TORCH | {"training", *TABLES}
 _DEVICES = ("cpu", "cuda")
 _MANY = 10**6
 FEW_BATCHES = ((), (_MANY,), (_MANY, 1), (1, 2, 1), (1, 1, 1, 1))
