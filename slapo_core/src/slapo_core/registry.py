@@ -171,7 +171,7 @@ def _import_path(target: type) -> str:
 def _schedule_attributes() -> frozenset[str]:
     from .schedule import Schedule  # noqa: PLC0415  schedule.py looks names up here
 
-    return frozenset(name for name in dir(Schedule) if not name.startswith("_"))
+    return frozenset(name for name in dir(Schedule) if not name.startswith("_")) - {"trace_until"}  # which calls the primitive
 
 
 class _Default:

@@ -420,6 +420,10 @@ class Schedule:
         """``find_node`` for a regular expression, ``find_subgraph`` for a function or ``Pattern``; see their help."""
         return (self.find_node if isinstance(regex_or_pattern_fn, str) else self.find_subgraph)(regex_or_pattern_fn)
 
+    def trace_until(self, paths: str | list[str], **kwargs: Any) -> Schedule:
+        """Trace down to the modules at these paths or globs, which stay whole; ``kwargs`` are those of ``trace``."""
+        return self.apply("trace_until", paths, **kwargs)  # type: ignore[no-any-return]
+
     def full_state(self, kind: str = "param") -> dict[str, torch.Tensor | None]:
         """Full tensors under the unmodified model's names, on every rank; collective.
 
