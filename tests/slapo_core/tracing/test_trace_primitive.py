@@ -265,6 +265,11 @@ def test_trace_until_refusals() -> None:
     sch = create_schedule(Outer(), example_inputs=(X,))
     with pytest.raises(ScheduleError, match=r"trace_until\(''\): no module at 'midle'"):
         sch.trace_until("midle")
+    for paths in (3, [3], None):
+        with pytest.raises(ScheduleError, match=r"trace_until\(''\): paths is .*; give one, or a list"):
+            sch.trace_until(paths)  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match="3 cannot be traced; give an nn.Module"):
+        trace(3)  # type: ignore[arg-type]
     with pytest.raises(TraceError, match="does not call 'unused'"):
         sch.trace_until(["middle.first", "unused"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -62,7 +63,10 @@ class TraceUntilPrimitive(Primitive):
 
 def _named(schedule: Schedule, paths: str | list[str]) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
-    for pattern in [paths] if isinstance(paths, str) else paths:
+    given = [paths] if isinstance(paths, str) else paths
+    if not isinstance(given, Iterable) or not all(isinstance(pattern, str) for pattern in given):
+        raise ScheduleError(f"paths is {paths!r:.60}; give one, or a list", path=schedule.path, primitive="trace_until")
+    for pattern in given:
         matches = dict(module_paths.select(schedule.mod, pattern)) if pattern else {}
         if pattern and not matches:
             raise ScheduleError(f"no module at {pattern!r}; give one below", path=schedule.path, primitive="trace_until")

@@ -129,6 +129,8 @@ def trace(
         TraceError: The forward cannot be traced; names the model's source line.
         ScheduleError: A leaf that is nowhere in the module, or a tracer that needs example inputs and has none.
     """
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"{model!r:.60} cannot be traced; give an nn.Module")
     module = model.get_submodule(target)
     check_traceable(module, tracer)
     kept = named_leaves(module, leaf_modules, target)
