@@ -66,6 +66,7 @@ class _Search:
         left_whole: Collection[nn.Module],
     ) -> None:
         self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
+        self.left_whole = left_whole
         self.calls: dict[str, list[fx.Node]] = {}
         for node in traced.graph.find_nodes(op="call_module"):
             self.calls.setdefault(str(node.target), []).append(node)
@@ -79,7 +80,7 @@ class _Search:
 
     def run(self) -> Derived:
         while True:
-            layouts = Layouts(self.traced, self.mesh, self.candidates, self.filled, self.is_layer)
+            layouts = Layouts(self.traced, self.mesh, self.candidates, self.filled, self.is_layer, self.left_whole)
             try:
                 layouts.check()
             except LayoutError as err:

@@ -7,12 +7,12 @@ replicated. Torch's own rules say how an operation passes a sharding on; one tha
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.func import functional_call
@@ -82,6 +82,7 @@ class Layouts(fx.Interpreter):
         candidates: Path of a layer to how it is split when its input is replicated; the others stay whole then.
         filled: Nodes that make a tensor of one number, to the dimension in which each rank is to make its part only.
         is_layer: Whether a module can be split.
+        left_whole: Modules that are not split, whatever they are given.
 
     Attributes:
         splits: How each layer is split; those not in it stay whole.
@@ -99,11 +100,12 @@ class Layouts(fx.Interpreter):
         candidates: Mapping[str, Split],
         filled: Mapping[fx.Node, int],
         is_layer: Any,
+        left_whole: Collection[nn.Module] = (),
     ) -> None:
         super().__init__(graph_module)
         self.extra_traceback = False  # errors are read by the search
         self.traced, self.mesh, self.is_layer = graph_module, mesh, is_layer
-        self.candidates, self.filled = candidates, filled
+        self.candidates, self.filled, self.left_whole = candidates, filled, left_whole
         self.splits: dict[str, Split] = {}
         self.local: dict[fx.Node, tuple[int, ...]] = {}
         self.sources: dict[fx.Node, frozenset[str]] = {}
@@ -209,7 +211,7 @@ class Layouts(fx.Interpreter):
             self.partial.update((f"{path}.{name}", n) for name, _ in module.named_parameters())
             return self._whole(n, args, kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
-        if x.placements != (Shard(x.dim() - 1),):
+        if x.placements != (Shard(x.dim() - 1),) or module in self.left_whole:
             along = ", ".join(str(getattr(placement, "dim", placement)) for placement in x.placements)
             given = f"the layer {path!r} is given a value of shape {list(x.shape)} that is split along dimension {along}"
             raise ValueError(f"{given} and not, as it would have to be, whole or split along its last one,")

@@ -75,7 +75,7 @@ class SequenceLayouts(Layouts):
     """
 
     def __init__(self, layouts: Layouts, plan: Plan) -> None:
-        super().__init__(layouts.traced, layouts.mesh, layouts.candidates, layouts.filled, layouts.is_layer)
+        super().__init__(layouts.traced, layouts.mesh, layouts.candidates, layouts.filled, layouts.is_layer, layouts.left_whole)
         self.plan, self.crossings = plan, plan.crossings
         self.gathered: dict[fx.Node, frozenset[Place]] = {}
         self.flattened: set[fx.Node] = set()
