@@ -211,7 +211,7 @@ def asked(rank: int) -> dict[str, str]:
         "bf16": attempt(1, flat, precision="bf16", config={"zero_optimization": {"stage": 0}}),
         "no optimizer": message_of(lambda: build(summed, "deepspeed", config={"zero_optimization": {"stage": 2}})),
         "turned": attempt(1, turned),
-        "no mesh": attempt(1, None),
+        "no mesh": attempt(3, None),
         "no dimensions": message_of(lambda: build(unscaled, "deepspeed")),
         "nothing to train": message_of(lambda: build(frozen(mesh), "deepspeed", optimizer=adamw)),
         "plateau": message_of(lambda: build(plain, "deepspeed", optimizer=given, lr_scheduler=plateau(given))),

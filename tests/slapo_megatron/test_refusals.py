@@ -95,7 +95,7 @@ def asked(rank: int) -> dict[str, str]:
         "another optimizer": attempt(1, flat, distributed_optimizer=True, optimizer=sgd),
         "turned": attempt(1, turned),
         "plateau": attempt(1, flat, optimizer=sgd, lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(sgd)),
-        "no mesh": attempt(1, None),
+        "no mesh": attempt(3, None),
         "sum": attempt(1, flat, loss_fn=nn.MSELoss(reduction="sum")),
     }
     assert int(dist.new_group([0, 1]).group_name) == int(before) + 1, "groups are numbered"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 
 from .agreement import agree, compare
+from .default_mesh import with_mesh
 from .dialect import Dialect
 from .engine import Engine, PlainEngine
 from .errors import BuildError, UnknownNameError
@@ -41,7 +42,7 @@ def build(
     """Hand the scheduled model to an engine. Ends what ``undo`` can take back.
 
     Collective over the ranks of the schedule: those of its mesh and group, and without these the world. All of them hold the
-    same schedule.
+    same schedule. A schedule without a mesh gets one of all ranks for its engine, see ``default_mesh``.
 
     Args:
         sch: Any handle of the schedule.
@@ -71,9 +72,26 @@ def build(
     common: dict[str, Any] = dict(zip(DEFAULTS, (optimizer, loss_fn, microbatches, precision, clip), strict=True))
     if not isinstance(sch, Schedule):
         raise BuildError(f"cannot build a {type(sch).__name__}; give what create_schedule returned")
-    root, error = sch._root, None
+    root = sch._root
     ranks = (root.mesh, sch.group if root.mesh is None else root.group)
     compare(written_steps(sch), *ranks)
+    compare([f"build({target!r})"] if root.mesh is None else [], *ranks)
+    with with_mesh(sch, target, build_program) if target is not None else nullcontext():
+        return _build(sch, target, init_weights, common, param_init_fn, seed, config)
+
+
+def _build(
+    sch: Schedule,
+    target: str | None,
+    init_weights: bool | Initialiser | None,
+    common: dict[str, Any],
+    param_init_fn: Initialiser | None,
+    seed: int | None,
+    config: dict[str, Any],
+) -> Engine:
+    """Build on the mesh that there is now; see ``build``."""
+    root, error = sch._root, None
+    ranks = (root.mesh, sch.group if root.mesh is None else root.group)
     try:
         init_weights = False if init_weights is None else init_weights
         initialise = param_init_fn if isinstance(init_weights, bool) else init_weights
