@@ -84,7 +84,7 @@ def train(rank: int, seed: int, target: str, layout: tuple[int, int]) -> tuple[l
     batches = [batch(0, 4), batch(1, 4), batch(2, 4, length=8)]
     sch = slapo.create_schedule(make(order.model), mesh=mesh, example_inputs=batches[0])
     if tensor > 1 and order.model != "plain":  # whose attention counts on all heads
-        order.steps = [step for step in order.steps if step != "checkpoint_mlp"]
+        order.steps = [step for step in order.steps if step not in ("checkpoint_mlp", "tensor_parallel")]
         order.steps.insert(order.draw.randrange(len(order.steps) + 1), "tensor_parallel")
     refused = order.apply(sch)
     if pipeline > 1:
