@@ -262,7 +262,7 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_group_is_made() -> None:
         "bf16": "bf16 with stage 0 of ZeRO, which steps the optimizer once as it is made; use stage 1",
         "no optimizer": "stages 1 to 3 of ZeRO without an optimizer (stage 2); give optimizer=, or stage 0",
         "turned": "in another order than row-major over pp, dp, tp; make it with init_device_mesh(",
-        "no mesh": "several ranks without a mesh (2 ranks); give create_schedule mesh=",
+        "no mesh": "several ranks without a mesh that do not fit the stages or the group (2 ranks); give create_schedule mesh=",
         "no dimensions": "a parameter without dimensions ('scale'); give it the shape (1,)",
         "nothing to train": "a stage with nothing to train (stage 1 of 2); cut elsewhere, or use target='torch'",
         "plateau": "ReduceLROnPlateau, as it steps a learning rate's schedule without the loss; use another one",

@@ -149,7 +149,7 @@ def test_what_megatron_cannot_do_is_refused_before_any_group_is_made() -> None:
         "megatron's": "the distributed optimizer with another optimizer than Adam or AdamW",
         "type": "parameters of another type than float32, or with bf16 bfloat16 (0.weight is torch.float64)",
         "turned": "a mesh that leaves out ranks, or has them in another order than row-major over pp, dp, tp",
-        "no mesh": "several ranks without a mesh (2 ranks)",
+        "no mesh": "several ranks without a mesh that do not fit the stages or the group (2 ranks)",
         "plateau": "ReduceLROnPlateau, as it steps a learning rate's schedule without the loss",
         "sum": "loss_fn has reduction='sum'",
     }

@@ -53,7 +53,7 @@ def _needs_the_loss(program: Program, options: Any) -> bool:
 
 
 ALL_RANKS = (
-    Limit("several ranks without a mesh", "give create_schedule mesh=", _has_no_mesh),
+    Limit("several ranks without a mesh that do not fit the stages or the group", "give create_schedule mesh=", _has_no_mesh),
     Limit(
         "a mesh that leaves out ranks, or has them in another order than row-major over pp, dp, tp",
         "make it with init_device_mesh(device, (pp, dp, tp), mesh_dim_names=('pp', 'dp', 'tp'))",
