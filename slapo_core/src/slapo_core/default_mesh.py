@@ -22,10 +22,10 @@ from .schedule import Schedule
 def with_mesh(sch: Schedule, target: str, make_program: Callable[[Schedule], Program]) -> Iterator[None]:
     """Give a schedule without a mesh one of all ranks in the block, which it keeps where the block succeeds. Collective.
 
-    The tensor-parallel ranks are all, where something is split or synced or a group was given, else none. The stages go to as
-    many of the others as can have the same number of them; what is left is data parallel. Where these numbers do not fit, and
-    for a group of some ranks, there is no mesh, and what needs one says so. Nor is there one for a dialect that is not data
-    parallel.
+    All ranks are tensor parallel where something is split, a step communicates over the group, or a group was given; else none.
+    The stages go to as many of the others as can have the same number of them; what is left is data parallel. Where these
+    numbers do not fit, and for a group of some ranks, there is no mesh, and what needs one says so. Nor is there one for a
+    dialect that is not data parallel.
 
     Args:
         sch: Any handle of the schedule.
@@ -55,7 +55,8 @@ def _mesh(sch: Schedule, target: str, make_program: Callable[[Schedule], Program
     except Exception as err:
         error = err
     agree(error, None, group)
-    split = any(map(is_part, root.module.parameters())) or any(step.name == "sync" for step in _all(root.journal.steps))
+    uses_group = any(root.registry.primitive(step.name).over_group for step in _all(root.journal.steps))
+    split = uses_group or any(map(is_part, root.module.parameters()))
     world = sch.world_size
     tp = world if split or root.group is not None else 1
     pp = math.gcd(stages, world // tp)

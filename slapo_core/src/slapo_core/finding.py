@@ -13,7 +13,7 @@ from . import matching
 from .errors import ScheduleError, TraceError
 from .logger import get_logger
 from .patterns import Pattern
-from .tracing.tracers import is_container, trace_in_place
+from .tracing.tracers import is_container
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -102,7 +102,7 @@ def _found(
     schedule: Schedule,
     wanted: Any,
     search: Callable[[], list[Any]],
-    in_flat: Callable[[nn.Module], int] = lambda flat: 0,
+    in_flat: Callable[[nn.Module], int] | None = None,
 ) -> list[Any]:
     is_ours = not any(True for _ in matching.traced_modules(schedule.mod))
     if is_ours:
@@ -114,7 +114,7 @@ def _found(
     if found:
         return found
     count = sum(1 for _ in matching.traced_modules(schedule.mod))
-    flat = _flat_count(schedule, in_flat)
+    flat = 0 if in_flat is None or is_container(schedule.mod) else _flat_count(schedule, in_flat)
     if flat and is_ours:
         schedule.apply("trace", flatten=True)
         return search()
@@ -129,9 +129,11 @@ def _is_traced(module: nn.Module) -> bool:
 
 
 def _flat_count(schedule: Schedule, in_flat: Callable[[nn.Module], int]) -> int:
-    """How many a graph of everything would have."""
+    """Return the number of matches in a graph of everything."""
+    from .primitives.trace import trace_in_place  # noqa: PLC0415  a primitive is imported when it is used
+
     with suppress(TraceError, ScheduleError):
-        return 0 if is_container(schedule.mod) else in_flat(trace_in_place(schedule, None, flatten=True))
+        return in_flat(trace_in_place(schedule, None, flatten=True))
     return 0
 
 

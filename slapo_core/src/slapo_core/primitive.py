@@ -22,12 +22,14 @@ class Primitive(ABC):
         scope: What ``apply`` changes directly, and so what is remembered to undo it: ``"subtree"``, this module with all
             inside it, or ``"module"``, this module alone, which is much cheaper on a large one. Anything else it changes
             through ``Schedule.replace_module``, ``set_parameter`` and ``touch``.
+        over_group: True where the step communicates over the schedule's group when the model runs, as ``sync`` does.
     """
 
     name: ClassVar[Any] = ""
     requires: ClassVar[tuple[str, ...]] = ()
     conflicts: ClassVar[tuple[str, ...]] = ()
     scope: ClassVar[Literal["module", "subtree"]] = "subtree"
+    over_group: ClassVar[bool] = False
 
     @staticmethod
     def check(schedule: Schedule, /, *args: Any, **kwargs: Any) -> Any:

@@ -174,7 +174,7 @@ def _match_data(match: Any) -> dict[str, Any]:
 
 
 def _trusted_pattern(data: Any, trust: Sequence[str]) -> Any:
-    """What stands for a pattern in a file, or None: without it the nodes of a match are known all the same."""
+    """Return what stands for a pattern in a file, or None: without it the nodes of a match are known all the same."""
     try:
         return data if inspect.isfunction(decode(data, trust)) else None
     except ScheduleError as err:

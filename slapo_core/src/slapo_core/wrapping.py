@@ -66,9 +66,10 @@ def is_opaque(module: nn.Module, *, inlined: bool = False) -> bool:
 
 
 def is_taken_apart(module: nn.Module) -> bool:
-    """Whether the module is a layer in several operations, as ``decompose`` makes: its class has a ``_slapo_layer_class``.
+    """Return whether the module is a layer in several operations, as ``decompose`` makes.
 
-    Its forward is there to be traced, and is as right on parts of its parameters as that of this class.
+    Its class has a ``_slapo_layer_class``. Its forward is there to be traced, and is as right on parts of its parameters as
+    that of this class.
     """
     return _layer_class(module) is not None
 

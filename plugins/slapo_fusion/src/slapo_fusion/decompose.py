@@ -108,7 +108,7 @@ class Conv2dWithSeparateBias(nn.Conv2d):
 
 
 class _Transposed:
-    """What the Conv1D of Transformers, whose weight is ``(in, out)``, computes."""
+    """The Conv1D of Transformers, whose weight is ``(in, out)``, in two operations."""
 
     _slapo_layer_class: type[nn.Module]
     weight: torch.Tensor

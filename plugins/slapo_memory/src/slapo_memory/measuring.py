@@ -28,7 +28,7 @@ from .keeping import is_fresh, tensors_in, written
 from .randomness import HeldState, RandomState, generators_in
 
 FLOPS_PER_BYTE = 100
-"""What moving a byte counts in FLOPs: a CPU does about 10 in that time, an H100 300 in bf16."""
+"""FLOPs that moving a byte counts as: a CPU does about 10 in that time, an H100 300 in bf16."""
 
 
 @dataclass

@@ -108,14 +108,17 @@ _compared: WeakSet[Checkpointed] = WeakSet()
 
 
 def _partitioned_by_zero(found: list[Any]) -> bool:
-    """Whether DeepSpeed's ZeRO has parts of the parameters: behind a module's forward, which a recompute that goes on to the
-    result reaches, it frees what the backward of that module waits to use."""
+    """Return whether DeepSpeed's ZeRO has parts of the parameters.
+
+    Behind a module's forward, which a recompute that goes on to the result reaches, it frees what the backward of that module
+    waits to use.
+    """
     modules = (each for each in found if isinstance(each, nn.Module))
     return any(hasattr(parameter, "ds_status") for module in modules for parameter in module.parameters())
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether ``sch.checkpoint()`` has wrapped a module's forward."""
+    """Return whether ``sch.checkpoint()`` has wrapped a module's forward."""
     return any(isinstance(wrapper, Checkpointed) for wrapper in forward_wrappers(module))
 
 

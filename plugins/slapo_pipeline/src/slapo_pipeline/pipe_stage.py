@@ -122,7 +122,7 @@ class CarryingStage(nn.Module):
         return tuple(map(sendable, (*result, *self._packed(batch))))
 
     def received_like(self) -> tuple[torch.Tensor, ...]:
-        """What it receives, without numbers."""
+        """The values it receives, as tensors without numbers."""
         return (*map(like, self._inputs), *self._carried_like(self._carried_in))
 
     def sent_like(self) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Where stages of a model can end: its blocks, as they run."""
+"""The places at which stages of a model can end: its blocks, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Units:
         return [path for path, _ in self.root.named_modules() if f"{last}.".startswith(f"{path}.")]
 
     def _last_calls(self) -> dict[str, int]:
-        """Where in the graph each module runs the last time."""
+        """Return the place in the graph at which each module runs last."""
         return {str(node.target): index for index, node in enumerate(self.nodes) if node.op == "call_module"}
 
 
@@ -136,12 +136,12 @@ def blocks(root: nn.Module) -> list[str]:
 
 
 def is_member(root: nn.Module, path: str) -> bool:
-    """Whether the module is one of a list's."""
+    """Return whether the module is one of a list's."""
     return _is_list(root.get_submodule(split(path)[0]))
 
 
 def taken_apart(root: nn.Module, path: str) -> list[str]:
-    """What a block is made of: only itself, where nothing is known to be inside."""
+    """Return the parts of a block: only itself, where nothing is known to be inside."""
     module = root.get_submodule(path)
     is_whole = is_opaque(module) or not (is_custom(module) or _is_list(module))
     return [path] if is_whole else list(_inside(module, path)) or [path]
@@ -163,12 +163,12 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _runs_nothing(module: nn.Module) -> bool:
-    """Whether the module only holds others, which the module around it runs."""
+    """Return whether the module only holds others, which the module around it runs."""
     return isinstance(module, nn.ModuleDict) or (is_module_list(module) and not isinstance(module, nn.Sequential))
 
 
 def _is_opened(module: nn.Module) -> bool:
-    """Whether the module is a container, or its own forward runs the members of a list inside."""
+    """Return whether the module is a container, or its own forward runs the members of a list inside."""
     if is_opaque(module):
         return False
     if _is_list(module) or _runs_nothing(module):

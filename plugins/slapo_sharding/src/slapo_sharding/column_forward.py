@@ -21,7 +21,7 @@ from .linear_forwards import only_input
 
 
 def overlaps(module: nn.Module) -> bool:
-    """Whether a layer's forward is one that can be split in two; one whose operations are traced is to stay as it is."""
+    """Return whether a layer's forward can be split in two; one whose operations are traced is to stay as it is."""
     is_layer = is_linear(module) or is_conv1d(module)
     return is_layer and "forward" not in module.__dict__ and not is_taken_apart(module)
 
@@ -32,7 +32,7 @@ def overlap(module: nn.Module) -> None:
 
 
 def is_overlapping(forward: Callable[..., Any] | None) -> bool:
-    """Whether a forward is the one ``overlap`` gives."""
+    """Return whether a forward is the one ``overlap`` gives."""
     return getattr(forward, "__func__", None) is _forward
 
 
@@ -127,7 +127,7 @@ class _Data(torch.autograd.Function):
 
 
 def _dtype(x: torch.Tensor) -> torch.dtype:
-    """Of the output of a linear layer; autocast leaves double precision alone."""
+    """Return the dtype of a linear layer's output; autocast leaves double precision alone."""
     kind = x.device.type
     casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if casts else x.dtype

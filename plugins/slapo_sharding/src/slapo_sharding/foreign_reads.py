@@ -269,7 +269,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _is_alone(graph: fx.Graph, path: str) -> bool:
-    """Whether a graph uses the tensors of the module at this path in its forward alone, or in rewrites of that."""
+    """Return whether a graph uses the tensors of the module at a path in its forward alone, or in rewrites of that."""
     held = (node for node in graph.find_nodes(op="get_attr") if str(node.target).rpartition(".")[0] == path)
     return all(user.meta.get("is_rewrite") or user.meta.get("module") == path for node in held for user in node.users)
 

@@ -73,6 +73,7 @@ class SyncPrimitive(Primitive):
 
     name = "sync"
     scope = "module"
+    over_group = True
 
     @staticmethod
     def check(

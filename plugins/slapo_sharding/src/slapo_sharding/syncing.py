@@ -56,7 +56,7 @@ class Sync(Hidden):
 
     @property
     def traced_with_layer(self) -> bool:
-        """Whether a trace records what this sync does to the inputs of a module, see ``slapo_core.wrapping.is_opaque``."""
+        """True where a trace may record the sync with its module, see ``slapo_core.wrapping.is_opaque``."""
         return self.fn is None and self.mode in ("fwd_pre", "bwd_post")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sync:
@@ -172,7 +172,7 @@ class Sync(Hidden):
 
 
 def synced(x: torch.Tensor, sync: Sync, uneven: int | None = None) -> torch.Tensor:
-    """What a sync makes of a tensor; a trace that goes into the module has it as one operation. See ``Sync.run``."""
+    """Run a sync on a tensor, as one operation of a trace that goes into the module; see ``Sync.run``."""
     if has_torch_function_unary(x):
         return handle_torch_function(synced, (x,), x, sync, uneven)
     return sync.run(x, uneven)

@@ -65,7 +65,7 @@ ALL_RANKS = (
         _stages_left_over,
     ),
 )
-"""Of engines that take all ranks of the job, numbered as they number them."""
+"""Limits of engines that take all ranks of the job, in their own order."""
 NO_PLATEAU = Limit(
     "ReduceLROnPlateau, as it steps a learning rate's schedule without the loss", "use another one", _needs_the_loss
 )

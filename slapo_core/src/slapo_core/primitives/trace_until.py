@@ -10,8 +10,8 @@ from torch import nn
 from .. import paths as module_paths
 from ..errors import ScheduleError, TraceError
 from ..primitive import Primitive
-from ..tracing.tracers import listed, trace_in_place
-from .trace import TracePrimitive, install
+from ..tracing.tracers import listed
+from .trace import TracePrimitive, install, trace_in_place
 
 if TYPE_CHECKING:
     from ..schedule import Schedule

@@ -76,7 +76,7 @@ class Recorder:
         self.inside = [""]
         """Paths of the inlined modules that run now, outermost first."""
         self.is_rewrite = False
-        """Whether what runs now was put into a graph by a rewrite."""
+        """True while operations run that a rewrite put into a graph."""
         self.baseline = regions.current()
         self.grad_switches = 0
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
@@ -18,9 +17,6 @@ from .stand_ins import stand_ins
 from .symbolic import trace_fx, tracer_class
 from .traced_module import TracedModule
 from .value import Kind, Plan, trace_value
-
-if TYPE_CHECKING:
-    from ..schedule import Schedule
 
 Leaf = Callable[[str, nn.Module], bool]
 Leaves = str | type | Iterable[str | type] | None
@@ -164,21 +160,8 @@ def trace(
     return trace_value(model, args, kwargs, plan, target, symbolic)
 
 
-def trace_in_place(schedule: Schedule, example_inputs: Any, **options: Any) -> Any:
-    """Trace the schedule's module on its own inputs; None: on what it gets when the model runs on the schedule's.
-
-    The first inputs of the whole model are the schedule's from then on.
-    """
-    if not schedule.path and schedule.example_inputs is None and example_inputs is not None:
-        schedule.on_undo(partial(setattr, schedule._root, "example_inputs", None))
-        schedule._root.example_inputs = example_inputs
-    if example_inputs is not None or tracer_class(options.get("tracer")) is not None and schedule.path:
-        return trace(schedule.mod, example_inputs=example_inputs, **options)
-    return trace(schedule.root_module, example_inputs=schedule.example_inputs, target=schedule.path, **options)
-
-
 def is_container(module: nn.Module) -> bool:
-    """Whether a module only holds others, and is never called."""
+    """Return whether a module only holds others, and is never called."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 

@@ -238,7 +238,7 @@ class Variants(Hidden):
         return [path for path in self.opened or () if path not in called]
 
     def resolve(self, module: TracedModule, args: Any, kwargs: Any) -> tuple[partial[Any], Variant | None, Guard | None]:
-        """What runs a call: a graph, with its guard, or the forward that was traced.
+        """Return what runs a call: a graph, with its guard, or the forward that was traced.
 
         Raises:
             TraceError: the graph was rewritten, and the rewrites cannot be made on the graph of this call; or an attribute
