@@ -21,7 +21,7 @@ from slapo_training.batches import Batch, rows_of
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.losses import CountedLoss, check_has_gradient
-from slapo_training.means import Counted
+from slapo_training.means import Told
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.options import is_rate
@@ -93,7 +93,7 @@ class DeepSpeedEngine(BatchEngine):
         self._clipped_norm: float | None = None
         self.model.clip_fp32_gradients = self._clip
         self._loss = CountedLoss(options.loss_fn)
-        self._counted: list[Counted | None] = []
+        self._counted: list[Told] = []
         named = dict(self.module.named_parameters())
         self._remember_trained(named)
         self._gradients = WholeGradients(program, named, whole_shape)
@@ -242,7 +242,7 @@ class DeepSpeedEngine(BatchEngine):
 
     # ---- one step
 
-    def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Counted | None]]:
+    def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Told]]:
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training=False)

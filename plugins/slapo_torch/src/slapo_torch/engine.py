@@ -18,7 +18,7 @@ from slapo_core.logger import get_logger
 from slapo_core.program import Program
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
 from slapo_training.engine_checkpoint import Position
-from slapo_training.means import EQUAL_PARTS
+from slapo_training.means import Counted
 from slapo_training.meeting import check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
 from slapo_training.optimizers import adopted, keep_types, made, scheduled_rate
@@ -30,7 +30,7 @@ from .checkpoint import TorchSaver, Trained
 from .checkpoint_load import load_checkpoint
 from .failures import Peers
 from .holdings import Holdings
-from .means import LabelCount, Share
+from .means import LabelCount, Share, labels_of, numbers_of
 from .merged import merged
 from .options import Options
 from .replicas import Replicas, check_dense
@@ -370,8 +370,7 @@ class TorchEngine(Engine):
     def _settle(self, result: StepResult, training: bool, share: Share) -> torch.Tensor:
         """The mean loss over micro-batches and replicas, on every rank; or the error of any rank, on every rank."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
-        known = [counted for counted in result.counted if counted is not None]
-        self._ignored = known[0].ignore_index if known else self._ignored
+        self._ignored = next((told.ignore_index for told in result.counted if isinstance(told, Counted)), self._ignored)
         used = self._shards.used() if self._shards is not None else ()
         unchecked = self._holdings.num_unchecked(used) if training else 0
         if training and result.failure is None:
@@ -379,31 +378,23 @@ class TorchEngine(Engine):
         if result.failure is not None and self._peers is not None:
             self._peers.meet(result.failure)
         is_double = any(loss.dtype is torch.float64 for loss in result.losses)
-        of_loss = [own.item(), sum(counted.labels for counted in known), len(known), len(result.counted)]
+        of_loss = [own.item(), *numbers_of(result.counted)]
         if self.program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
             of_loss = [0.0] * len(of_loss)
-        numbers = [*of_loss, result.failure is not None, result.unused, unchecked, is_double]
-        total, labels, told, losses, failures, unused, self._unchecked, doubles = all_reduce(
+        numbers = [result.failure is not None, result.unused, unchecked, is_double, *of_loss]
+        failures, unused, self._unchecked, doubles, total, *told = all_reduce(
             torch.tensor(numbers, dtype=torch.float64).to(self._meeting), self._mesh
         ).tolist()
         self._unused = bool(unused)
         if failures:
             self._start_over()
             agree(result.failure, self._mesh)
-        if told not in (0, losses):
+        try:
+            mean, self._scale, self._labels.value = share.mean(total, labels_of(told), self.program.axis_size("dp"))
+        except BuildError:
             self._start_over()
-            raise BuildError("what the loss is a mean over can be told for some micro-batches only; " + EQUAL_PARTS)
-        dtype = torch.float64 if doubles else torch.float32
-        return torch.tensor(self._mean(total, labels if told else None, share), dtype=dtype, device=self._device)
-
-    def _mean(self, total: float, labels: float | None, share: Share) -> float:
-        """The loss of the batch, from the sum of the shares; and what the gradients are still to be multiplied by."""
-        dp = self.program.axis_size("dp")
-        self._scale = (share.parts * share.unit * dp / labels if labels else 1.0) / share.scale
-        self._labels.value = labels / (share.parts * dp) if labels else share.unit
-        if labels is None:
-            return total / dp / share.scale
-        return total * share.parts * share.unit / labels / share.scale if labels else float("nan")
+            raise
+        return torch.tensor(mean, dtype=torch.float64 if doubles else torch.float32, device=self._device)
 
     def _check_gradients(self) -> None:
         """Refuse a step in which ranks have parts of a gradient and take each for the whole."""

@@ -21,7 +21,7 @@ from slapo_core.program import Program
 from .batches import Batch, check_labels, content, fingerprint, labels_of, signature, split
 from .common_batch import Cut, cut_together
 from .label_weights import LabelWeights
-from .means import EQUAL_PARTS, Counted
+from .means import EQUAL_PARTS, Told
 from .meeting import on_all
 from .options import CommonOptions
 
@@ -80,7 +80,7 @@ class BatchEngine(Engine):
         """One step; its loss, the same on all ranks."""
 
     @abstractmethod
-    def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Counted | None]]:
+    def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Told]]:
         """The loss without gradients, the same on all ranks, and on ranks that compute losses what they are means over."""
 
     def train_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
