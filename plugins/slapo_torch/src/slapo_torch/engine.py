@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ from slapo_training.saving import Saving
 from . import model_state
 from .checkpoint import TorchSaver, Trained
 from .checkpoint_load import load_checkpoint
+from .device import device_of
 from .failures import Peers
 from .holdings import Holdings
 from .means import LabelCount, Share, labels_of, numbers_of
@@ -37,6 +39,7 @@ from .replicas import Replicas, check_dense
 from .schedules import for_rows, kind_of
 from .stage_call import StageCall, precision
 from .step import StepResult, run_whole
+from .step_losses import StepLosses
 from .updates import LossScale, MissedSteps, Progress, check_elementwise, step_rate
 
 if TYPE_CHECKING:
@@ -96,7 +99,7 @@ class TorchEngine(Engine):
             Peers(program.mesh["tp"].get_group()) if program.mesh is not None and program.axis_size("tp") > 1 else None
         )
         self._plans: dict[Any, Any] = {}
-        self._device = _device(program)
+        self._device = device_of(program)
         # of numbers that ranks compare: one rank by itself need not wait for its device to give them back
         self._meeting = self._device if any(mesh_groups(program.mesh)) else torch.device("cpu")
         self.timeline: list[dict[str, Any]] = []
@@ -122,6 +125,7 @@ class TorchEngine(Engine):
         self._outdated = False
         self._is_closed = False
         self._unchecked: torch.Tensor | int = 0
+        self._losses = StepLosses(program, options, self._device)
         self._scale = 1.0
         try:
             compare(options.agreed(), program.mesh)
@@ -246,11 +250,21 @@ class TorchEngine(Engine):
         if self._outdated:
             self._take_in_unfrozen()
             prepared = self._together(lambda: self._prepare(batch, training), self._facts_of)
-        runner, parts, labels = prepared
+        runner, first, parts, labels = prepared
         scale = self._loss_scale.value if training and self._loss_scale is not None else 1.0
         is_all = len(parts) * self.program.axis_size("dp") == 1
-        share = Share(len(parts), self._labels.value, self._differs, scale, is_all)
-        result = runner(parts, labels, share)
+        differs = self._differs and not self._losses.are_whole
+        share = Share(len(parts), self._labels.value, differs, scale, is_all)
+
+        def forward(run: Runner, losses: list[Any]) -> None:
+            self._settle(run(parts, losses, share), False, share)
+
+        if (over := self._losses.over) is not None and not training:
+            forward(runner, runs := over.first_runs(len(parts)))
+            return over.shared(self._together(lambda: over.evaluated(runs, labels, rows_of(parts[0]))))
+        losses = self._losses.begin(parts, labels, scale, self.module, lambda runs: forward(first(), runs), self._together)
+        result = runner(parts, losses, share)
+        self._losses.end(losses, result, training)
         result.unused += self._shards.num_unused() if training and self._shards is not None else 0
         loss = self._settle(result, training, share)
         if self._options.record_timeline:
@@ -259,8 +273,8 @@ class TorchEngine(Engine):
             self.timeline = [{**place, **action} for action in result.actions]
         return loss
 
-    def _prepare(self, given: _Given, training: bool) -> tuple[Runner, list[Batch], list[Any]]:
-        """Cut the batch and find what runs it; touches no other rank."""
+    def _prepare(self, given: _Given, training: bool) -> tuple[Runner, Callable[[], Runner], list[Batch], list[Any]]:
+        """Cut the batch and find what runs it, and what runs it forward alone in this mode; touches no other rank."""
         if training and self._is_closed:
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
         batch = named_inputs(self.program.module, *given)
@@ -270,11 +284,13 @@ class TorchEngine(Engine):
         low, high = counted_labels(parts, self._ignored)
         shape = fingerprint([training, schedule, *(signature(part) for part in parts[:1])])
         self._facts = _Facts([shape, *low], [shape, *high])
-        check_labels(batch, self.program.module, self._options.loss_fn)
+        check_labels(batch, self.program.module, self._options.loss_fn, self._options.loss_over is None)
+        self._losses.count(parts)
         labels: list[Any] = [None] * len(parts)
         if self._options.loss_fn is not None:
-            labels = [part.pop("labels") for part in parts]
-        return self._runner(parts[0], training, schedule), parts, labels
+            labels = [part.pop("labels", None) for part in parts]
+        first = partial(self._runner, parts[0], training, schedule, forward_only=True)
+        return self._runner(parts[0], training, schedule), first, parts, labels
 
     def _schedule_for(self, batch: Batch) -> tuple[str, int]:
         """The pipeline schedule and the number of micro-batches of this batch."""
@@ -286,27 +302,28 @@ class TorchEngine(Engine):
         get_logger().warning("a batch of %d rows runs in %s", rows, how)
         return found
 
-    def _runner(self, part: Batch, training: bool, schedule: tuple[str, int]) -> Runner:
+    def _runner(self, part: Batch, training: bool, schedule: tuple[str, int], forward_only: bool = False) -> Runner:
+        backward = training and not forward_only
         if len(self.program.stages) == 1:
             if (call := self._whole) is None:
                 call = self._whole = StageCall(self.program.stages[0], None, self._options, self._device.type)
             walk = self._shards.walk if self._shards is not None else None
-            return lambda parts, labels, share: run_whole(call, parts, labels, share, training, self._replicas, walk)
+            return lambda parts, labels, share: run_whole(call, parts, labels, share, backward, self._replicas, walk)
         from .pipeline import StagePlan  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
-        key = (training, schedule, signature(part))
+        key = (training, forward_only, schedule, signature(part))
         assert self.program.replan is not None
         with torch.set_grad_enabled(training), precision(self._options, self._device.type):
             program = self.program.replan(training, part)  # the same one, unless the model has changed
         plan: StagePlan | None = self._plans.get(key)
         if plan is None or plan.program is not program:
-            plan = self._plans[key] = StagePlan(program, self._options, schedule, self._mine, training, self._replicas)
+            plan = self._plans[key] = StagePlan(program, self._options, schedule, self._mine, backward, self._replicas)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             if self._shards is not None:
                 self._shards.follow(stage.module for each in self._plans.values() for stage in each.program.stages)
         inputs = fingerprint([stage.inputs for stage in plan.program.stages])
-        self._facts = _Facts([*self._facts.low, inputs], [*self._facts.high, inputs])
+        self._facts = _Facts([*self._facts.low[:3], inputs], [*self._facts.high[:3], inputs])
         return plan.run
 
     def _facts_of(self) -> _Facts:
@@ -477,13 +494,3 @@ class TorchEngine(Engine):
             self._missed.catch_up(rate)
             self.lr_scheduler = rate
         self.optimizer = optimizer
-
-
-def _device(program: Program) -> torch.device:
-    kind = program.mesh.device_type if program.mesh is not None else _parameter_device(program.module)
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def _parameter_device(module: nn.Module) -> str:
-    first = next(module.parameters(), None)
-    return first.device.type if first is not None else "cpu"
