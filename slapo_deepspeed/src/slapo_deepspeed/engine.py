@@ -38,7 +38,7 @@ from .config_reading import check_config
 from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
 from .own_optimizer import is_offloaded
-from .pipeline import RunningStage, in_pipeline, steps
+from .pipeline import RunningStage, in_pipeline, staying, steps
 from .shares import stepping
 from .starting import TorchLinear, imported, start
 from .used_parameters import UsedParameters
@@ -242,13 +242,15 @@ class DeepSpeedEngine(BatchEngine):
 
     # ---- one step
 
-    def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Told]]:
+    def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[Told]]:
         self._counted.clear()
         if self._stage is not None:
-            self._begin(self._stage, batch, training=False)
-            loss = torch.as_tensor(self.model.eval_batch(steps(len(batch.parts)))).detach().float().reshape(())
+            self._begin(self._stage, batch, training)
+            with staying(self.model.module, training):
+                loss = torch.as_tensor(self.model.eval_batch(steps(len(batch.parts)))).detach().float().reshape(())
             return loss, self._stage.counted
-        self.model.eval()
+        self.model.train(training)
+        self._modes.freeze()
         return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
 
     def _begin(self, stage: RunningStage, batch: MicroBatches, training: bool) -> None:

@@ -251,10 +251,11 @@ class MegatronEngine(BatchEngine):
             self.lr_scheduler.step()
         return loss
 
-    def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Told]]:
-        self._begin(batch, training=False)
+    def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[Told]]:
+        self._begin(batch, training)
         for chunk in self.model:
-            chunk.eval()
+            chunk.train(training)
+        self._modes.freeze()
         with self._mode():
             loss = self._scheduled(batch, training=False)
         return loss, self._stages[-1].counted

@@ -262,11 +262,14 @@ class TorchEngine(Engine):
         if (over := self._losses.over) is not None and not training:
             forward(runner, runs := over.first_runs(len(parts)))
             return over.shared(self._together(lambda: over.evaluated(runs, labels, rows_of(parts[0]))))
-        losses = self._losses.begin(parts, labels, scale, self.module, lambda runs: forward(first(), runs), self._together)
+        losses = self._losses.begin(
+            parts, labels, training, scale, self.module, lambda runs: forward(first(), runs), self._together
+        )
         result = runner(parts, losses, share)
-        self._losses.end(losses, result, training)
+        self._losses.meet(losses, result.failure)
         result.unused += self._shards.num_unused() if training and self._shards is not None else 0
         loss = self._settle(result, training, share)
+        self._losses.end(training)
         if self._options.record_timeline:
             rank = dist.get_rank() if dist.is_initialized() else 0
             place = {"rank": rank, "dp": self.program.axis_rank("dp"), "tp": self.program.axis_rank("tp")}

@@ -16,7 +16,6 @@ from slapo_training.replica_loss import OnlyRun, ReplicaLoss, buffers_kept
 
 from .options import Options
 from .stage_call import precision
-from .step import StepResult
 
 
 class StepLosses:
@@ -50,6 +49,7 @@ class StepLosses:
         self,
         parts: list[Batch],
         labels: list[Any],
+        training: bool,
         scale: float,
         module: nn.Module,
         forward: Callable[[list[Any]], None],
@@ -60,13 +60,14 @@ class StepLosses:
         Args:
             parts: The micro-batches.
             labels: Theirs.
+            training: Whether they are trained.
             scale: What the loss is multiplied by, with fp16.
             module: This rank's stages.
             forward: Runs the micro-batches forward in training, with these in the place of labels.
             together: Does on all ranks what may fail on one.
         """
         if self._terms is not None:
-            return [*self._terms.losses(labels)]
+            return [*self._terms.losses(labels, training)]
         if self.over is None:
             return labels
         over, rows = self.over, rows_of(parts[0])
@@ -78,9 +79,12 @@ class StepLosses:
             forward([*runs])
         return [*together(lambda: over.second_runs(runs, labels, rows))]
 
-    def end(self, losses: list[Any], result: StepResult, training: bool) -> None:
-        """End a step that ran with these."""
+    def meet(self, losses: list[Any], failure: Exception | None) -> None:
+        """Tell other replicas, which may wait for outputs of this one, of its error in a run with these."""
         if isinstance(losses[0], OnlyRun):
-            losses[0].end(result.failure)
-        elif self._terms is not None and result.failure is None:
+            losses[0].end(failure)
+
+    def end(self, training: bool) -> None:
+        """End a step that went well on all ranks. Collective."""
+        if self._terms is not None:
             self._terms.end(training)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from slapo_core.agreement import gather
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 from .batches import Batch
 from .losses import LossFn, MicroBatchLoss, loss_of
-from .means import Counted, told_by
+from .means import Counted, CountedMeans, told_by
 from .structures import fields_of, tensors_of
 
 Count = str | Callable[..., Any]
@@ -62,6 +64,7 @@ class LossTerms:
         self._seen: set[str] = set()
         self._own: list[list[float]] = []
         self._checked: set[bool] = set()
+        self._noted: list[tuple[str, float, int]] = []
 
     def count(self, parts: Sequence[Batch]) -> None:
         """Count what the terms of these micro-batches are means over; touches no other rank.
@@ -76,11 +79,12 @@ class LossTerms:
                 raise BuildError(f"{_called(name)} counts {number}; a count is a number from 0 on")
         self._own = [numbers[start : start + len(self.names)] for start in range(0, len(numbers), len(self.names))]
 
-    def losses(self, labels: Sequence[Any]) -> list[MicroBatchLoss]:
+    def losses(self, labels: Sequence[Any], training: bool) -> list[MicroBatchLoss]:
         """Return the loss of each micro-batch that was counted. Collective over the replicas.
 
         Args:
             labels: Theirs, for the loss function.
+            training: Whether they are trained.
         """
         totals = torch.tensor(self._own, dtype=torch.float64).sum(0)
         dp = self._program.axis_size("dp")
@@ -94,16 +98,32 @@ class LossTerms:
             for counts in self._own
         ]
         return [
-            _WeighedLoss(self, own, dict(zip(self.names, counts, strict=True)), dict(zip(self.names, weights, strict=True)))
+            _WeighedLoss(self, own, self._by_name(counts), self._by_name(weights), not self.is_checked(training))
             for own, counts, weights in zip(labels, self._own, weighed, strict=True)
         ]
+
+    def _by_name(self, numbers: Sequence[float]) -> dict[str, float]:
+        return dict(zip(self.names, numbers, strict=True))
 
     def is_checked(self, training: bool) -> bool:
         """Return whether the terms of a loss in this mode were compared with what they are said to be."""
         return training in self._checked
 
+    def note(self, name: str, count: float, labels: int) -> None:
+        """Note over how many labels a term is a mean that has this count."""
+        self._noted.append((name, count, labels))
+
     def end(self, training: bool) -> None:
-        """End a step that went well."""
+        """End a step that went well; collective where its terms were not checked.
+
+        Raises:
+            BuildError: on every rank: a term is a mean over other numbers than its counts.
+        """
+        if self.is_checked(training):
+            return
+        noted, self._noted = [each for own in gather(self._noted, self._program.mesh) for each in own], []
+        for name in self.names:
+            _check_counts_of(name, [(count, labels) for each, count, labels in noted if each == name and (count or labels)])
         self._checked.add(training)
 
     def _number(self, name: str, count: Count, part: Batch) -> torch.Tensor:
@@ -137,7 +157,7 @@ class LossTerms:
         self._seen.add(argument)
         return (value != self._ignored).sum()
 
-    def terms_of(self, output: Any, labels: Any) -> dict[str, torch.Tensor]:
+    def terms_of(self, output: Any, labels: Any, is_watched: bool) -> dict[str, torch.Tensor]:
         """Return the terms of a micro-batch's loss.
 
         Raises:
@@ -160,7 +180,7 @@ class LossTerms:
                 f"{whose} has the term {others[0]!r}, of which loss_weights says no count; add it there, or detach it"
             )
         found = {name: fields[name].reshape(()) for name in self.names}
-        if "loss" not in self.names and not self.is_checked(torch.is_grad_enabled()):
+        if "loss" not in self.names and is_watched:
             _check_sum(fields.get("loss"), found)
         return found
 
@@ -168,20 +188,31 @@ class LossTerms:
 class _WeighedLoss(MicroBatchLoss):
     """The terms of one micro-batch by their weights."""
 
-    def __init__(self, terms: LossTerms, labels: Any, counts: dict[str, float], weights: dict[str, float]) -> None:
+    def __init__(
+        self, terms: LossTerms, labels: Any, counts: dict[str, float], weights: dict[str, float], is_watched: bool
+    ) -> None:
         self._terms, self._labels, self._counts, self._weights = terms, labels, counts, weights
+        self._means = CountedMeans() if is_watched else None
+
+    def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
+        """Run a stage; it is watched until the terms were compared with what they are said to be."""
+        with self._watching():
+            return stage()
 
     def loss(self, output: Any) -> torch.Tensor:
         """Return their weighted sum; a term over nothing, which may be no number, is 0."""
-        found = self._terms.terms_of(output, self._labels)
-        if not self._terms.is_checked(torch.is_grad_enabled()):
-            for name, term in found.items():
-                _check_count(name, self._counts[name], term)
+        with self._watching():
+            found = self._terms.terms_of(output, self._labels, self._means is not None)
+        for name, term in found.items() if self._means is not None else ():
+            if (labels := self._means.labels_of(term)) is not None:  # type: ignore[union-attr]
+                self._terms.note(name, self._counts[name], labels)
         total: Any = 0
         for name, term in found.items():
-            weight = self._weights[name]
-            total = total + (term * weight if self._counts[name] else _nothing(term, output))
-        return total if isinstance(total, torch.Tensor) else torch.zeros(())
+            total = total + (term * self._weights[name] if self._counts[name] else _nothing(term, output))
+        return total  # type: ignore[no-any-return]
+
+    def _watching(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._means is None else self._means
 
 
 def _called(name: str) -> str:
@@ -221,14 +252,15 @@ def _check_sum(loss: Any, terms: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _check_count(name: str, count: float, term: torch.Tensor) -> None:
-    """Raise ``BuildError`` where a term tells by its graph that it is a mean over another number of labels."""
-    told = told_by(term)
-    if isinstance(told, Counted) and told.labels != count:
-        raise BuildError(
-            f"{_called(name)} counts {count:g}, but the {'term' if name else 'loss'} is a mean over {told.labels} labels; give "
-            "a function of the batch that counts those, of a next-token loss lambda labels: (labels[:, 1:] != -100).sum()"
-        )
+def _check_counts_of(name: str, found: Sequence[tuple[float, int]]) -> None:
+    """Raise ``BuildError`` where the counts of a term are no multiples of the labels that it was found to be a mean over."""
+    for count, labels in found:
+        if count * found[0][1] != labels * found[0][0]:
+            raise BuildError(
+                f"{_called(name)} counts {found[0][0]:g} and {count:g} in two micro-batches, but the "
+                f"{'term' if name else 'loss'} is a mean over {found[0][1]} and {labels} labels there; give a function of the batch that counts these, of a "
+                "next-token loss lambda labels: (labels[:, 1:] != -100).sum()"
+            )
 
 
 def _nothing(term: torch.Tensor, output: Any) -> torch.Tensor:

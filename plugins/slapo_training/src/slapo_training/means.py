@@ -88,10 +88,10 @@ class CountedMeans(TorchFunctionMode):
             self._note(result, _given(func, args, kwargs))
             return result
         sources = [found for value in _flat(args, kwargs) if (found := self._trace(value)) is not None] if self._noted else []
-        keeps = sources and self._is_kept(func, args, kwargs, sources)
+        factor = self._factor(func, args, kwargs, sources) if sources else None
         result = func(*args, **kwargs)
         if sources:
-            self._follow(result, sources, bool(keeps))
+            self._follow(result, sources, factor)
         elif func in _FACTORIES:
             self._note_zero(result)
         return result
@@ -105,7 +105,7 @@ class CountedMeans(TorchFunctionMode):
         if (trace := self._trace(loss) or self._alias_of(loss)) is None:
             return None
         noted = [self._noted[index] for index in sorted(trace.noted)]
-        if not trace.is_alone:
+        if trace.factor != 1.0:
             return Mixed(tuple(sorted(counted for counted, _ in noted)))
         ((counted, is_mean),) = noted
         if not is_mean:
@@ -115,6 +115,14 @@ class CountedMeans(TorchFunctionMode):
             )
         return counted
 
+    def labels_of(self, term: torch.Tensor) -> int | None:
+        """Return over how many labels a term of a loss is a mean, times some number; None where that is not known."""
+        trace = self._trace(term) or self._alias_of(term)
+        if trace is None or trace.factor is None:
+            return None
+        ((counted, is_mean),) = (self._noted[index] for index in trace.noted)
+        return counted.labels if is_mean else None
+
     def _note(self, result: torch.Tensor, given: dict[str, Any]) -> None:
         if given["reduction"] == "none" or given["target"].is_floating_point():
             return
@@ -123,7 +131,7 @@ class CountedMeans(TorchFunctionMode):
             return
         counted = Counted(int((given["target"] != given["ignore_index"]).sum()), given["ignore_index"])
         self._noted.append((counted, given["reduction"] == "mean" and given["weight"] is None))
-        self._found[id(result)] = _Trace(result, result._version, frozenset([len(self._noted) - 1]), True)
+        self._found[id(result)] = _Trace(result, result._version, frozenset([len(self._noted) - 1]), 1.0)
 
     def _note_zero(self, result: Any) -> None:
         """Remember a number that is 0 by itself, to which losses may be added."""
@@ -143,33 +151,40 @@ class CountedMeans(TorchFunctionMode):
                 return found if found.version == tensor._version == value._version else None
         return None
 
-    def _is_kept(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[_Trace]) -> bool:
-        """Return whether a function gives the number that it is given."""
-        if len(sources) != 1 or not sources[0].is_alone or sources[0].tensor.numel() != 1:
-            return False
+    def _factor(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[_Trace]
+    ) -> float | None:
+        """Return how many times the loss that it is made of a function's result is; None where it is something else."""
+        (source, *others), before = sources, sources[0].factor
+        if others or before is None or source.tensor.numel() != 1:
+            return None
         if func in _DETACHING:
-            return not torch.is_grad_enabled()
+            return None if torch.is_grad_enabled() else before
         if func in _RESHAPING:
-            return len([value for value in _flat(args, kwargs) if isinstance(value, torch.Tensor)]) == 1
-        if (neutral := _NEUTRAL.get(func)) is None or kwargs or len(args) != 2:
-            return False
-        number, is_ordered = neutral
+            return before if len([value for value in _flat(args, kwargs) if isinstance(value, torch.Tensor)]) == 1 else None
+        if func not in _ARITHMETIC or kwargs or len(args) != 2:
+            return None
         first, second = args
-        if first is sources[0].tensor:
-            return self._is(second, number)
-        return not is_ordered and self._is(first, number)
+        if first is not source.tensor:
+            return before * self._changed(_ARITHMETIC[func], first) if _ARITHMETIC[func] in "+*" else None
+        return before * self._changed(_ARITHMETIC[func], second)
 
-    def _is(self, value: Any, number: int) -> bool:
-        if isinstance(value, torch.Tensor):
-            zero = self._zeros.get(id(value))
-            return number == 0 and zero is not None and zero[1] == value._version
-        return isinstance(value, int | float) and value == number
+    def _changed(self, sign: str, other: Any) -> float:
+        """Return what a number is multiplied by as another one is added and so on; not a number where that is not all."""
+        if isinstance(other, torch.Tensor):
+            zero = self._zeros.get(id(other))
+            other = 0 if sign in "+-" and zero is not None and zero[1] == other._version else None
+        if not isinstance(other, int | float) or (sign in "+-" and other) or (sign == "/" and not other):
+            return float("nan")
+        return {"*": float(other), "/": 1 / other if other else 0.0}.get(sign, 1.0)
 
-    def _follow(self, result: Any, sources: list[_Trace], is_kept: bool) -> None:
+    def _follow(self, result: Any, sources: list[_Trace], factor: float | None) -> None:
         noted = frozenset().union(*(source.noted for source in sources))
         for each in _flat((result,), {}):
             if isinstance(each, torch.Tensor) and each.numel() <= _FOLLOWED:
-                self._found[id(each)] = _Trace(each, each._version, noted, is_kept and each.numel() == 1)
+                self._found[id(each)] = _Trace(
+                    each, each._version, noted, factor if each.numel() == 1 and factor == factor else None
+                )
 
 
 class _Trace(NamedTuple):
@@ -179,13 +194,13 @@ class _Trace(NamedTuple):
         tensor: It; its id is no other's while it is kept.
         version: How often it had been written.
         noted: Which losses it was made of.
-        is_alone: Whether it is the number of the only one.
+        factor: How many times the only one it is; None where it is something else.
     """
 
     tensor: torch.Tensor
     version: int
     noted: frozenset[int]
-    is_alone: bool
+    factor: float | None
 
 
 _FOLLOWED = 4096
@@ -204,13 +219,13 @@ _RESHAPING = _functions(
 )
 """Functions that give the one number they are given."""
 _DETACHING = _functions("detach detach_") | {torch.Tensor.data.__get__}  # type: ignore[attr-defined]
-_NEUTRAL: dict[Callable[..., Any], tuple[int, bool]] = {
-    **dict.fromkeys(_functions("add add_"), (0, False)),
-    **dict.fromkeys(_functions("sub sub_ subtract"), (0, True)),
-    **dict.fromkeys(_functions("mul mul_ multiply"), (1, False)),
-    **dict.fromkeys(_functions("div div_ true_divide divide"), (1, True)),
+_ARITHMETIC: dict[Callable[..., Any], str] = {
+    **dict.fromkeys(_functions("add add_"), "+"),
+    **dict.fromkeys(_functions("sub sub_ subtract"), "-"),
+    **dict.fromkeys(_functions("mul mul_ multiply"), "*"),
+    **dict.fromkeys(_functions("div div_ true_divide divide"), "/"),
 }
-"""Functions of two to the number that changes nothing, and whether it has to be the second."""
+"""Functions of two numbers."""
 _FACTORIES = _functions("zeros tensor zeros_like new_zeros new_tensor full scalar_tensor new_full as_tensor")
 
 

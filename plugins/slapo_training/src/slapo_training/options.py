@@ -158,8 +158,8 @@ class CommonOptions:
             raise BuildError(f"loss_over is {self.loss_over!r}; give {OVER_REPLICAS!r}, or None for a loss of each micro-batch")
         if self.loss_fn is None:
             raise BuildError(
-                "loss_over='replicas' computes the loss of the outputs of all replicas, and a model that computes it itself has "
-                "its own alone; let it return what the loss is made of, and give loss_fn=, a function of (outputs, labels)"
+                "loss_over='replicas' computes the loss of the outputs of all replicas, and a model that computes it itself "
+                "has its own alone; let it return what the loss is made of, and give loss_fn=, a function of (outputs, labels)"
             )
         if self.loss_weights is not None:
             raise BuildError(
