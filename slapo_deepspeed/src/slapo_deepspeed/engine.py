@@ -21,7 +21,7 @@ from slapo_training.batches import Batch, rows_of
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.losses import CountedLoss, check_has_gradient
-from slapo_training.means import Counted
+from slapo_training.means import Told
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.options import is_rate
@@ -38,7 +38,7 @@ from .config_reading import check_config
 from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
 from .own_optimizer import is_offloaded
-from .pipeline import RunningStage, in_pipeline, steps
+from .pipeline import RunningStage, in_pipeline, staying, steps
 from .shares import stepping
 from .starting import TorchLinear, imported, start
 from .used_parameters import UsedParameters
@@ -93,7 +93,7 @@ class DeepSpeedEngine(BatchEngine):
         self._clipped_norm: float | None = None
         self.model.clip_fp32_gradients = self._clip
         self._loss = CountedLoss(options.loss_fn)
-        self._counted: list[Counted | None] = []
+        self._counted: list[Told] = []
         named = dict(self.module.named_parameters())
         self._remember_trained(named)
         self._gradients = WholeGradients(program, named, whole_shape)
@@ -242,13 +242,15 @@ class DeepSpeedEngine(BatchEngine):
 
     # ---- one step
 
-    def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Counted | None]]:
+    def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[Told]]:
         self._counted.clear()
         if self._stage is not None:
-            self._begin(self._stage, batch, training=False)
-            loss = torch.as_tensor(self.model.eval_batch(steps(len(batch.parts)))).detach().float().reshape(())
+            self._begin(self._stage, batch, training)
+            with staying(self.model.module, training):
+                loss = torch.as_tensor(self.model.eval_batch(steps(len(batch.parts)))).detach().float().reshape(())
             return loss, self._stage.counted
-        self.model.eval()
+        self.model.train(training)
+        self._modes.freeze()
         return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
 
     def _begin(self, stage: RunningStage, batch: MicroBatches, training: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from slapo_core.parameters import is_part
 from slapo_core.program import Boundary, Program
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
-from slapo_training.losses import CountedLoss, LossFn, check_has_gradient
-from slapo_training.means import Counted
+from slapo_training.losses import CountedLoss, LossFn, check_has_gradient, run_stage
+from slapo_training.means import Told
 from slapo_training.modes import Modes
 from slapo_training.other_stages import copies
 
@@ -46,7 +46,7 @@ class RunningStage(nn.Module):
         self._names: tuple[str, ...] = ()
         self._weights: LabelWeights | None = None
         self._parts: Iterator[tuple[int, Batch, Any]] = iter(())
-        self.counted: list[Counted | None] = []
+        self.counted: list[Told] = []
 
     def begin(self, program: Program, parts: list[Batch], labels: list[Any], weights: LabelWeights | None) -> None:
         """Begin a step.
@@ -70,8 +70,9 @@ class RunningStage(nn.Module):
         values = unpack(received, self._inputs, self._dtype) if self._index else ()
         batch = {name: part[name] for name in self._names if name in part}
         if self._outputs is not None:
-            return pack(self.stage(*values, **batch), self._outputs, self._index)
-        loss, counted = self._loss_of(lambda: self.stage(*values, **batch), labels)
+            sent = run_stage(labels, lambda: self.stage(*values, **batch), self._index)
+            return pack(sent, self._outputs, self._index)
+        loss, counted = self._loss_of(lambda: self.stage(*values, **batch), labels, self._index)
         check_has_gradient(loss)
         self.counted.append(counted)
         return loss if self._weights is None else self._weights.weighted(index, loss, counted)
@@ -89,8 +90,10 @@ def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
     class Stages(PipelineModule):  # type: ignore[misc]
         """Its tied weights are those of the program; DeepSpeed's own are whole layers."""
 
+        stays_in_training = False
+
         def train(self, mode: bool = True) -> Any:
-            super().train(mode)
+            super().train(mode or self.stays_in_training)
             modes.freeze()
             return self
 
@@ -120,6 +123,17 @@ def in_pipeline(program: Program, stage: RunningStage, modes: Modes) -> Any:
         parameter.model_parallel = is_first and program.axis_rank("tp") == 0  # type: ignore[attr-defined]
         parameter.tensor_model_parallel = is_first and is_part(parameter)  # type: ignore[attr-defined]
     return made
+
+
+@contextmanager
+def staying(stages: Any, training: bool) -> Iterator[None]:
+    """Let stages be in training mode inside, if they are to: DeepSpeed evaluates whatever it runs forward alone."""
+    stages.stays_in_training = training
+    stages.train(training)
+    try:
+        yield
+    finally:
+        stages.stays_in_training = False
 
 
 def _ties(program: Program) -> list[tuple[nn.Parameter, dist.ProcessGroup, int]]:

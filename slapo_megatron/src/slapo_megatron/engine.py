@@ -16,7 +16,7 @@ from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
-from slapo_training.means import Counted
+from slapo_training.means import Told
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.other_stages import release_others
@@ -251,10 +251,11 @@ class MegatronEngine(BatchEngine):
             self.lr_scheduler.step()
         return loss
 
-    def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Counted | None]]:
-        self._begin(batch, training=False)
+    def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[Told]]:
+        self._begin(batch, training)
         for chunk in self.model:
-            chunk.eval()
+            chunk.train(training)
+        self._modes.freeze()
         with self._mode():
             loss = self._scheduled(batch, training=False)
         return loss, self._stages[-1].counted

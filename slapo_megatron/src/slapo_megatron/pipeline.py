@@ -14,8 +14,8 @@ from slapo_core.parameters import is_part, shard_spec
 from slapo_core.program import Program
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
-from slapo_training.losses import CountedLoss, LossFn, check_has_gradient
-from slapo_training.means import Counted
+from slapo_training.losses import CountedLoss, LossFn, check_has_gradient, run_stage
+from slapo_training.means import Told
 from slapo_training.other_stages import copies
 
 from .carrier import Layout, carrier_dtype, reached
@@ -75,7 +75,7 @@ class RunningStage(nn.Module):
         self._names: tuple[str, ...] | None = None
         self._weights: LabelWeights | None = None
         self._received: torch.Tensor | None = None
-        self.counted: list[Counted | None] = []
+        self.counted: list[Told] = []
 
     def begin(self, program: Program, borders: Borders, weights: LabelWeights | None) -> None:
         """Begin a step.
@@ -123,9 +123,9 @@ class RunningStage(nn.Module):
             values = self._borders.layouts[self._index].unpack(self._received)
         with without_mode():
             if not self.post_process:
-                return self.stage(*values, **batch)
+                return run_stage(labels, lambda: self.stage(*values, **batch), self._index)
             args, kwargs = by_position(self.stage, batch) if self._names is None else (values, batch)
-            loss, counted = self._loss_of(lambda: self.stage(*args, **kwargs), labels)
+            loss, counted = self._loss_of(lambda: self.stage(*args, **kwargs), labels, self._index)
         check_has_gradient(loss)
         self.counted.append(counted)
         return loss if self._weights is None else self._weights.weighted(index, loss, counted)

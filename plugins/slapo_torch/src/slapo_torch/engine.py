@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,7 @@ from slapo_core.logger import get_logger
 from slapo_core.program import Program
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
 from slapo_training.engine_checkpoint import Position
-from slapo_training.means import EQUAL_PARTS
+from slapo_training.means import Counted
 from slapo_training.meeting import check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
 from slapo_training.optimizers import adopted, keep_types, made, scheduled_rate
@@ -28,15 +29,17 @@ from slapo_training.saving import Saving
 from . import model_state
 from .checkpoint import TorchSaver, Trained
 from .checkpoint_load import load_checkpoint
+from .device import device_of
 from .failures import Peers
 from .holdings import Holdings
-from .means import LabelCount, Share
+from .means import LabelCount, Share, labels_of, numbers_of
 from .merged import merged
 from .options import Options
 from .replicas import Replicas, check_dense
 from .schedules import for_rows, kind_of
 from .stage_call import StageCall, precision
 from .step import StepResult, run_whole
+from .step_losses import StepLosses
 from .updates import LossScale, MissedSteps, Progress, check_elementwise, step_rate
 
 if TYPE_CHECKING:
@@ -96,7 +99,7 @@ class TorchEngine(Engine):
             Peers(program.mesh["tp"].get_group()) if program.mesh is not None and program.axis_size("tp") > 1 else None
         )
         self._plans: dict[Any, Any] = {}
-        self._device = _device(program)
+        self._device = device_of(program)
         # of numbers that ranks compare: one rank by itself need not wait for its device to give them back
         self._meeting = self._device if any(mesh_groups(program.mesh)) else torch.device("cpu")
         self.timeline: list[dict[str, Any]] = []
@@ -122,6 +125,7 @@ class TorchEngine(Engine):
         self._outdated = False
         self._is_closed = False
         self._unchecked: torch.Tensor | int = 0
+        self._losses = StepLosses(program, options, self._device)
         self._scale = 1.0
         try:
             compare(options.agreed(), program.mesh)
@@ -246,21 +250,34 @@ class TorchEngine(Engine):
         if self._outdated:
             self._take_in_unfrozen()
             prepared = self._together(lambda: self._prepare(batch, training), self._facts_of)
-        runner, parts, labels = prepared
+        runner, first, parts, labels = prepared
         scale = self._loss_scale.value if training and self._loss_scale is not None else 1.0
         is_all = len(parts) * self.program.axis_size("dp") == 1
-        share = Share(len(parts), self._labels.value, self._differs, scale, is_all)
-        result = runner(parts, labels, share)
+        differs = self._differs and not self._losses.are_whole
+        share = Share(len(parts), self._labels.value, differs, scale, is_all)
+
+        def forward(run: Runner, losses: list[Any]) -> None:
+            self._settle(run(parts, losses, share), False, share)
+
+        if (over := self._losses.over) is not None and not training:
+            forward(runner, runs := over.first_runs(len(parts)))
+            return over.shared(self._together(lambda: over.evaluated(runs, labels, rows_of(parts[0]))))
+        losses = self._losses.begin(
+            parts, labels, training, scale, self.module, lambda runs: forward(first(), runs), self._together
+        )
+        result = runner(parts, losses, share)
+        self._losses.meet(losses, result.failure)
         result.unused += self._shards.num_unused() if training and self._shards is not None else 0
         loss = self._settle(result, training, share)
+        self._losses.end(training)
         if self._options.record_timeline:
             rank = dist.get_rank() if dist.is_initialized() else 0
             place = {"rank": rank, "dp": self.program.axis_rank("dp"), "tp": self.program.axis_rank("tp")}
             self.timeline = [{**place, **action} for action in result.actions]
         return loss
 
-    def _prepare(self, given: _Given, training: bool) -> tuple[Runner, list[Batch], list[Any]]:
-        """Cut the batch and find what runs it; touches no other rank."""
+    def _prepare(self, given: _Given, training: bool) -> tuple[Runner, Callable[[], Runner], list[Batch], list[Any]]:
+        """Cut the batch and find what runs it, and what runs it forward alone in this mode; touches no other rank."""
         if training and self._is_closed:
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
         batch = named_inputs(self.program.module, *given)
@@ -270,11 +287,13 @@ class TorchEngine(Engine):
         low, high = counted_labels(parts, self._ignored)
         shape = fingerprint([training, schedule, *(signature(part) for part in parts[:1])])
         self._facts = _Facts([shape, *low], [shape, *high])
-        check_labels(batch, self.program.module, self._options.loss_fn)
+        check_labels(batch, self.program.module, self._options.loss_fn, self._options.loss_over is None)
+        self._losses.count(parts)
         labels: list[Any] = [None] * len(parts)
         if self._options.loss_fn is not None:
-            labels = [part.pop("labels") for part in parts]
-        return self._runner(parts[0], training, schedule), parts, labels
+            labels = [part.pop("labels", None) for part in parts]
+        first = partial(self._runner, parts[0], training, schedule, forward_only=True)
+        return self._runner(parts[0], training, schedule), first, parts, labels
 
     def _schedule_for(self, batch: Batch) -> tuple[str, int]:
         """The pipeline schedule and the number of micro-batches of this batch."""
@@ -286,27 +305,28 @@ class TorchEngine(Engine):
         get_logger().warning("a batch of %d rows runs in %s", rows, how)
         return found
 
-    def _runner(self, part: Batch, training: bool, schedule: tuple[str, int]) -> Runner:
+    def _runner(self, part: Batch, training: bool, schedule: tuple[str, int], forward_only: bool = False) -> Runner:
+        backward = training and not forward_only
         if len(self.program.stages) == 1:
             if (call := self._whole) is None:
                 call = self._whole = StageCall(self.program.stages[0], None, self._options, self._device.type)
             walk = self._shards.walk if self._shards is not None else None
-            return lambda parts, labels, share: run_whole(call, parts, labels, share, training, self._replicas, walk)
+            return lambda parts, labels, share: run_whole(call, parts, labels, share, backward, self._replicas, walk)
         from .pipeline import StagePlan  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
-        key = (training, schedule, signature(part))
+        key = (training, forward_only, schedule, signature(part))
         assert self.program.replan is not None
         with torch.set_grad_enabled(training), precision(self._options, self._device.type):
             program = self.program.replan(training, part)  # the same one, unless the model has changed
         plan: StagePlan | None = self._plans.get(key)
         if plan is None or plan.program is not program:
-            plan = self._plans[key] = StagePlan(program, self._options, schedule, self._mine, training, self._replicas)
+            plan = self._plans[key] = StagePlan(program, self._options, schedule, self._mine, backward, self._replicas)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             if self._shards is not None:
                 self._shards.follow(stage.module for each in self._plans.values() for stage in each.program.stages)
         inputs = fingerprint([stage.inputs for stage in plan.program.stages])
-        self._facts = _Facts([*self._facts.low, inputs], [*self._facts.high, inputs])
+        self._facts = _Facts([*self._facts.low[:3], inputs], [*self._facts.high[:3], inputs])
         return plan.run
 
     def _facts_of(self) -> _Facts:
@@ -370,8 +390,7 @@ class TorchEngine(Engine):
     def _settle(self, result: StepResult, training: bool, share: Share) -> torch.Tensor:
         """The mean loss over micro-batches and replicas, on every rank; or the error of any rank, on every rank."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
-        known = [counted for counted in result.counted if counted is not None]
-        self._ignored = known[0].ignore_index if known else self._ignored
+        self._ignored = next((told.ignore_index for told in result.counted if isinstance(told, Counted)), self._ignored)
         used = self._shards.used() if self._shards is not None else ()
         unchecked = self._holdings.num_unchecked(used) if training else 0
         if training and result.failure is None:
@@ -379,31 +398,23 @@ class TorchEngine(Engine):
         if result.failure is not None and self._peers is not None:
             self._peers.meet(result.failure)
         is_double = any(loss.dtype is torch.float64 for loss in result.losses)
-        of_loss = [own.item(), sum(counted.labels for counted in known), len(known), len(result.counted)]
+        of_loss = [own.item(), *numbers_of(result.counted)]
         if self.program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
             of_loss = [0.0] * len(of_loss)
-        numbers = [*of_loss, result.failure is not None, result.unused, unchecked, is_double]
-        total, labels, told, losses, failures, unused, self._unchecked, doubles = all_reduce(
+        numbers = [result.failure is not None, result.unused, unchecked, is_double, *of_loss]
+        failures, unused, self._unchecked, doubles, total, *told = all_reduce(
             torch.tensor(numbers, dtype=torch.float64).to(self._meeting), self._mesh
         ).tolist()
         self._unused = bool(unused)
         if failures:
             self._start_over()
             agree(result.failure, self._mesh)
-        if told not in (0, losses):
+        try:
+            mean, self._scale, self._labels.value = share.mean(total, labels_of(told), self.program.axis_size("dp"))
+        except BuildError:
             self._start_over()
-            raise BuildError("what the loss is a mean over can be told for some micro-batches only; " + EQUAL_PARTS)
-        dtype = torch.float64 if doubles else torch.float32
-        return torch.tensor(self._mean(total, labels if told else None, share), dtype=dtype, device=self._device)
-
-    def _mean(self, total: float, labels: float | None, share: Share) -> float:
-        """The loss of the batch, from the sum of the shares; and what the gradients are still to be multiplied by."""
-        dp = self.program.axis_size("dp")
-        self._scale = (share.parts * share.unit * dp / labels if labels else 1.0) / share.scale
-        self._labels.value = labels / (share.parts * dp) if labels else share.unit
-        if labels is None:
-            return total / dp / share.scale
-        return total * share.parts * share.unit / labels / share.scale if labels else float("nan")
+            raise
+        return torch.tensor(mean, dtype=torch.float64 if doubles else torch.float32, device=self._device)
 
     def _check_gradients(self) -> None:
         """Refuse a step in which ranks have parts of a gradient and take each for the whole."""
@@ -486,13 +497,3 @@ class TorchEngine(Engine):
             self._missed.catch_up(rate)
             self.lr_scheduler = rate
         self.optimizer = optimizer
-
-
-def _device(program: Program) -> torch.device:
-    kind = program.mesh.device_type if program.mesh is not None else _parameter_device(program.module)
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def _parameter_device(module: nn.Module) -> str:
-    first = next(module.parameters(), None)
-    return first.device.type if first is not None else "cpu"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from slapo_training.means import Counted
+from slapo_core.errors import BuildError
+from slapo_training.means import EQUAL_PARTS, UNTOLD, Counted, Mixed, Told
 
 
 class LabelCount:
@@ -47,9 +49,47 @@ class Share(NamedTuple):
     scale: float = 1.0
     is_all: bool = False
 
-    def of(self, loss: torch.Tensor, counted: Counted | None) -> torch.Tensor:
+    def of(self, loss: torch.Tensor, counted: Told) -> torch.Tensor:
         """This share of a loss, which is a mean over ``counted`` labels."""
-        if counted is None or counted.labels == self.unit:
+        if not isinstance(counted, Counted) or counted.labels == self.unit:
             return loss * self.scale / self.parts if self.scale != 1.0 else loss / self.parts
         known = loss if counted.labels else loss.nan_to_num()  # of no labels a mean is not a number
         return known * (self.scale * counted.labels / (self.parts * self.unit))
+
+    def mean(self, total: float, labels: float | None, dp: int) -> tuple[float, float, float]:
+        """Return the loss of a batch, and what that leaves to do.
+
+        Args:
+            total: Sum of these shares over all replicas.
+            labels: Of all micro-batches; None where the losses are no means over labels.
+            dp: Number of replicas.
+
+        Returns:
+            The loss, what the gradients are still to be multiplied by, and the next step's ``unit``.
+        """
+        if labels is None:
+            return total / dp / self.scale, 1.0 / self.scale, self.unit
+        unit = labels / (self.parts * dp)
+        factor = (self.unit / unit if labels else 1.0) / self.scale
+        return (total / dp * factor if labels else float("nan")), factor, unit
+
+
+def numbers_of(told: Sequence[Told]) -> list[float]:
+    """What the losses of one rank tell, as numbers to be summed over ranks."""
+    counts = [each.labels for each in told if isinstance(each, Counted)]
+    mixed = [each.number for each in told if isinstance(each, Mixed)]
+    return [sum(counts), len(counts), len(told), len(mixed), sum(mixed), sum(each**2 for each in mixed)]
+
+
+def labels_of(numbers: Sequence[float]) -> float | None:
+    """Return how many labels all losses together are means over, from the sum of ``numbers_of``; None where they are not.
+
+    Raises:
+        BuildError: some are; or they are made of means over different numbers of labels.
+    """
+    labels, told, losses, mixed, total, squares = numbers
+    if told not in (0, losses):
+        raise BuildError("what the loss is a mean over can be told for some micro-batches only; " + EQUAL_PARTS)
+    if mixed * squares != total * total:
+        raise BuildError(UNTOLD)
+    return labels if told else None

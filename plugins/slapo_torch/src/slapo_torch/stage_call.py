@@ -11,8 +11,8 @@ from torch import nn
 from slapo_core.errors import BuildError
 from slapo_core.inputs import by_position
 from slapo_core.program import Boundary, Stage
-from slapo_training.losses import CountedLoss, check_has_gradient, loss_of
-from slapo_training.means import EQUAL_PARTS, Counted
+from slapo_training.losses import CountedLoss, MicroBatchLoss, check_has_gradient, loss_of, run_stage
+from slapo_training.means import UNTOLD, Told, is_counted
 
 from .means import Share
 from .options import Options
@@ -34,13 +34,13 @@ class StageCall(nn.Module):
         self.inputs = stage.inputs
         self.outputs = outputs
         self.share = Share(options.microbatches)
-        self.counted: list[Counted | None] = []
+        self.counted: list[Told] = []
         self._index = stage.index
         self._options = options
         self._device_type = device_type
         self._loss_of = CountedLoss(options.loss_fn)
 
-    def begin(self, share: Share) -> list[Counted | None]:
+    def begin(self, share: Share) -> list[Told]:
         """Begin a step: what each micro-batch's loss adds to it; what these are means over goes to the list returned."""
         self.share, self.counted = share, []
         return self.counted
@@ -56,7 +56,7 @@ class StageCall(nn.Module):
         with precision(self._options, self._device_type):
             if self.outputs is None:
                 return self._loss(batch, labels, *received)
-            return self._sendable(self._run(received, batch))
+            return self._sendable(run_stage(labels, lambda: self._run(received, batch), self._index))
 
     def _loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         """This micro-batch's share of the loss."""
@@ -65,16 +65,13 @@ class StageCall(nn.Module):
         return loss
 
     def _share_of_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
-        if self.share.is_all:  # it weighs the same whatever it is a mean over
+        if self.share.is_all and not isinstance(labels, MicroBatchLoss):  # it weighs the same whatever it is a mean over
             return self.share.of(loss_of(self._run(received, batch), self._options.loss_fn, labels), None)
-        loss, counted = self._loss_of(lambda: self._run(received, batch), labels)
-        self.counted.append(counted)
-        if self.share.differs and counted is None:
-            raise BuildError(
-                "micro-batches or ranks have different numbers of labels, and what the loss is a mean over cannot be told, as "
-                f"it is no plain cross_entropy; {EQUAL_PARTS}"
-            )
-        return self.share.of(loss, counted)
+        loss, told = self._loss_of(lambda: self._run(received, batch), labels, self._index)
+        self.counted.append(told)
+        if self.share.differs and not is_counted(told):
+            raise BuildError(UNTOLD)
+        return self.share.of(loss, told)
 
     def _run(self, received: tuple[torch.Tensor, ...], batch: Mapping[str, Any]) -> Any:
         if self.inputs or self.outputs is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_training.batches import Batch
-from slapo_training.means import Counted
+from slapo_training.means import Told
 
 from .first_gradients import FirstGradients
 from .means import Share
@@ -34,7 +34,7 @@ class StepResult:
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
-    counted: list[Counted | None] = field(default_factory=list)
+    counted: list[Told] = field(default_factory=list)
     failure: Exception | None = None
     unused: int = 0
     actions: list[dict[str, Any]] = field(default_factory=list)

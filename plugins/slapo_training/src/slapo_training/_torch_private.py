@@ -17,7 +17,30 @@ def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
 
     None where that does not tell, as for a weighted mean, or for what is unpacked, and so may run, only once.
     """
-    node = loss.grad_fn
+    return _nll_mean_of_node(loss.grad_fn)
+
+
+def nll_means_behind(loss: torch.Tensor) -> list[tuple[int, int]]:
+    """What ``nll_mean_of`` tells of the nodes that a loss was made of, up to some hundred before it."""
+    nodes = [loss.grad_fn]
+    seen, found = set(nodes), []
+    for node in nodes:
+        if node is None or len(nodes) > _LOOKED_AT:
+            continue
+        if (told := _nll_mean_of_node(node)) is not None:
+            found.append(told)
+            continue
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                nodes.append(before)
+    return found
+
+
+_LOOKED_AT = 200
+
+
+def _nll_mean_of_node(node: Any) -> tuple[int, int] | None:
     if (told := getattr(node, "label_mean", None)) is not None:
         return int((told[0] != told[1]).sum()), told[1]
     if node is None or node.name() not in ("NllLossBackward0", "NllLoss2DBackward0"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from slapo_core.errors import BuildError
 from slapo_core.inputs import named_inputs, variadic
 from slapo_core.program import Program
 
+from .batch_losses import BatchLosses
 from .batches import Batch, check_labels, content, fingerprint, labels_of, signature, split
 from .common_batch import Cut, cut_together
 from .label_weights import LabelWeights
-from .means import EQUAL_PARTS, Counted
+from .means import EQUAL_PARTS, Told
 from .meeting import on_all
 from .options import CommonOptions
 
@@ -31,7 +33,7 @@ class MicroBatches(NamedTuple):
 
     Args:
         parts: The model's arguments for each micro-batch.
-        labels: Those of each for a loss function; None where the model makes the loss itself.
+        labels: Those of each for a loss function, or what takes their place; None where the model makes the loss itself.
         weights: What each weighs in the loss; None for all alike.
     """
 
@@ -65,6 +67,7 @@ class BatchEngine(Engine):
         self.grad_norm: float | None = None
         self.steps = 0
         self._trained: dict[str, tuple[nn.Parameter, bool]] = {}
+        self._losses: BatchLosses | None = None
 
     def _remember_trained(self, named: Mapping[str, nn.Parameter]) -> None:
         """Note which of this rank's parameters are trained from now on."""
@@ -80,8 +83,13 @@ class BatchEngine(Engine):
         """One step; its loss, the same on all ranks."""
 
     @abstractmethod
-    def _evaluate(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Counted | None]]:
-        """The loss without gradients, the same on all ranks, and on ranks that compute losses what they are means over."""
+    def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[Told]]:
+        """The loss without gradients, the same on all ranks, and on ranks that compute losses what they are means over.
+
+        Args:
+            batch: What runs.
+            training: Whether the model runs in training mode.
+        """
 
     def train_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
         """Forward, backward and one optimizer step; see ``Engine.train_batch``.
@@ -99,8 +107,14 @@ class BatchEngine(Engine):
                 "another engine, and load a checkpoint"
             )
         cut = self._cut(args, batch, training=True)
+        losses = self._losses_of()
+        cut = cut._replace(labels=losses.begin(cut.parts, cut.labels, self._tree, partial(self._forward, cut)))
         self._is_broken = True
-        loss = self._train(cut)
+        try:
+            loss = self._train(cut)
+        except Exception as err:
+            losses.meet(cut.labels, err)
+            raise
         self._is_broken = False
         self.steps += 1
         return loss
@@ -109,7 +123,28 @@ class BatchEngine(Engine):
     def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
         """The mean loss in evaluation mode, without gradients; see ``Engine.eval_batch``."""
         self._check_weights()
-        return self._evaluate(self._cut(args, batch, training=False))[0]
+        cut = self._cut(args, batch, training=False)
+
+        def run(labels: list[Any]) -> torch.Tensor:
+            return self._evaluate(cut._replace(labels=labels))[0]
+
+        return self._losses_of().evaluate(cut.parts, cut.labels, self._tree, partial(self._forward, cut), run)
+
+    @property
+    def _tree(self) -> nn.Module:
+        """This rank's stages."""
+        tree: nn.Module = self.module
+        return tree
+
+    def _losses_of(self) -> BatchLosses:
+        if self._losses is None:
+            self._losses = BatchLosses(self.program, self._common, self.device)
+        return self._losses
+
+    @torch.no_grad()
+    def _forward(self, batch: MicroBatches, labels: list[Any], training: bool) -> None:
+        """Run micro-batches forward alone, with these in the place of labels."""
+        self._evaluate(batch._replace(labels=labels), training)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -137,14 +172,17 @@ class BatchEngine(Engine):
             parts = split(batch, self._number, several=variadic(self.program.module))
             if training:
                 self._check_trained(parts[0])
-            check_labels(batch, self.program.module, self._common.loss_fn)
+            check_labels(batch, self.program.module, self._common.loss_fn, self._common.loss_over is None)
+            self._losses_of().count(parts)
             counts = labels_of(parts, self._common.ignored_label)
             return Cut(parts, counts, fingerprint([training, signature(parts[0])]), content(batch))
 
         parts, weights = cut_together(self.program, self.device, cut)
         has_loss_fn = self._common.loss_fn is not None
-        labels = [part.pop("labels") if has_loss_fn else None for part in parts]
+        labels = [part.pop("labels", None) if has_loss_fn else None for part in parts]
         parts = [self._in_precision(part) for part in parts]
+        if self._losses_of().are_whole:
+            return MicroBatches(parts, labels, None)
         if self._kind is None and weights.is_open:
             self._kind = self._told(parts, labels, weights)
         weights.kind = self._kind

@@ -139,9 +139,11 @@ def counted_labels(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], t
     return (min(wholes), min(rests)), (max(wholes), max(rests))
 
 
-def check_labels(batch: Mapping[str, Any], module: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-    """Raise ``BuildError`` where the loss function has no labels, or the labels nobody who takes them."""
-    if loss_fn is not None and "labels" not in batch:
+def check_labels(
+    batch: Mapping[str, Any], module: nn.Module, loss_fn: Callable[..., Any] | None, needs_labels: bool = True
+) -> None:
+    """Raise ``BuildError`` where the loss function has no labels but needs them, or the labels nobody who takes them."""
+    if loss_fn is not None and needs_labels and "labels" not in batch:
         raise BuildError("loss_fn needs labels, but the batch has none; pass labels=")
     if loss_fn is None and "labels" in batch and not _takes(module, "labels"):
         raise BuildError(

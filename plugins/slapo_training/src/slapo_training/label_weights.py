@@ -8,7 +8,7 @@ import torch
 
 from slapo_core.errors import BuildError
 
-from .means import EQUAL_PARTS, Counted
+from .means import EQUAL_PARTS, UNTOLD, Counted, Told
 
 
 class LabelWeights:
@@ -36,17 +36,14 @@ class LabelWeights:
         """Whether it matters which of the numbers counts, and that is not known yet."""
         return self._differs and self.kind is None
 
-    def kinds_of(self, index: int, counted: Counted | None) -> set[int]:
+    def kinds_of(self, index: int, counted: Told) -> set[int]:
         """Which of the numbers a micro-batch's loss may be a mean over.
 
         Raises:
             BuildError: it is none that can be told.
         """
-        if counted is None:
-            raise BuildError(
-                "micro-batches or ranks have different numbers of labels, and what the loss is a mean over cannot be told, as "
-                f"it is no plain cross_entropy; {EQUAL_PARTS}"
-            )
+        if not isinstance(counted, Counted):
+            raise BuildError(UNTOLD)
         if found := {kind for kind in (0, 1) if self._own[index][kind] == counted.labels}:
             return found
         raise BuildError(
@@ -54,7 +51,7 @@ class LabelWeights:
             f"of them, but the batch does not show so many; {EQUAL_PARTS}"
         )
 
-    def of(self, index: int, counted: Counted | None) -> float:
+    def of(self, index: int, counted: Told) -> float:
         """The factor of a micro-batch's loss.
 
         Args:
@@ -71,7 +68,7 @@ class LabelWeights:
         assert self.kind is not None
         return self._own[index][self.kind] * self._num_parts / self._totals[self.kind] if self._totals[self.kind] else 0.0
 
-    def weighted(self, index: int, loss: torch.Tensor, counted: Counted | None) -> torch.Tensor:
+    def weighted(self, index: int, loss: torch.Tensor, counted: Told) -> torch.Tensor:
         """A micro-batch's loss times its factor; one over no labels, which is not a number, is zero."""
         factor = self.of(index, counted)
         if factor == 1.0:

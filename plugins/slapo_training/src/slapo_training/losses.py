@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -10,9 +11,34 @@ import torch
 
 from slapo_core.errors import BuildError
 
-from .means import Counted, CountedMeans, told_by
+from .means import CountedMeans, Told, told_by
 
 LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+class MicroBatchLoss(ABC):
+    """Loss of one micro-batch, which an engine is given in the place of its labels.
+
+    The mean of these losses over the micro-batches of all replicas, and of their gradients, is that of the whole batch.
+    """
+
+    def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
+        """Run one stage of the model for this micro-batch.
+
+        Args:
+            stage: Runs it.
+            index: Which stage.
+        """
+        return stage()
+
+    @abstractmethod
+    def loss(self, output: Any) -> torch.Tensor:
+        """Return the loss, a tensor of no dimension, of the model's output."""
+
+
+def run_stage(labels: Any, stage: Callable[[], Any], index: int = 0) -> Any:
+    """Run one stage of the model, as the loss in the place of ``labels`` wants it, if there is one."""
+    return labels.run(stage, index) if isinstance(labels, MicroBatchLoss) else stage()
 
 
 class CountedLoss:
@@ -28,30 +54,33 @@ class CountedLoss:
     def __init__(self, loss_fn: LossFn | None) -> None:
         self._loss_fn = loss_fn
         self._is_watched = True
-        self._told: Counted | None = None
+        self._told: Told = None
 
-    def __call__(self, model: Callable[[], Any], labels: Any) -> tuple[torch.Tensor, Counted | None]:
+    def __call__(self, model: Callable[[], Any], labels: Any, index: int = 0) -> tuple[torch.Tensor, Told]:
         """The loss, a tensor of no dimension, and what it is a mean over; None where that is not known.
 
         Args:
             model: Runs the model, and gives its output.
-            labels: For the loss function.
+            labels: For the loss function; or a ``MicroBatchLoss``, which is taken for the mean of no labels.
+            index: Number of the stage that ``model`` runs.
 
         Raises:
             BuildError: there is no loss, or it is not one number; or it is none of which parts can be averaged.
         """
+        if isinstance(labels, MicroBatchLoss):
+            return labels.loss(labels.run(model, index)), None
         means = CountedMeans()
         if self._loss_fn is not None:
             output = model()
             with means:
                 loss = loss_of(output, self._loss_fn, labels)
-            return loss, means.behind(loss)
+            return loss, means.behind(loss) or told_by(loss)
         training = torch.is_grad_enabled()
         watched = self._is_watched or not training
         with means if watched else nullcontext():
             loss = loss_of(model(), None, None)
-        told = told_by(loss)
-        counted = means.behind(loss) if watched else told
+        told = told_by(loss, looks_behind=watched or self._told is not None)
+        counted = (means.behind(loss) or told) if watched else told
         if training:
             self._is_watched = told != counted if watched else told is None and self._told is not None
             self._told = told

@@ -1,9 +1,13 @@
-"""Losses that are means over labels: how many labels each of them has."""
+"""Losses that are means over labels: how many labels each of them has.
+
+Such a mean is the loss if the loss is made of it by operations that keep one number as it is. Equal values do not count: a
+cross entropy may be computed for a log alone.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +16,19 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import BuildError
 
-from ._torch_private import nll_mean_of
+from ._torch_private import nll_mean_of, nll_means_behind
 
 _LOSSES: tuple[Callable[..., Any], ...] = (F.cross_entropy, F.nll_loss)
-EQUAL_PARTS = "pad so that all have as many labels, or train with one micro-batch on one replica"
+EQUAL_PARTS = (
+    "say with loss_weights= what each term is a mean over, pad so that all have as many labels, or train with one micro-batch "
+    "on one replica"
+)
 """What to do about a loss that is no plain mean over labels."""
+UNTOLD = (
+    "micro-batches or ranks have different numbers of labels, and what the loss is a mean over cannot be told, as it is no "
+    f"plain cross_entropy; {EQUAL_PARTS}"
+)
+"""Said of a loss that is no plain mean where labels are uneven."""
 
 _SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
 
@@ -33,45 +45,201 @@ class Counted(NamedTuple):
     ignore_index: int
 
 
+class Mixed(NamedTuple):
+    """The labels of the losses in a loss that is more than one of them, or not a mean over them.
+
+    Args:
+        terms: Of each, in the order of their numbers.
+    """
+
+    terms: tuple[Counted, ...]
+
+    @property
+    def number(self) -> int:
+        """One that differs where the terms do, but for one case in a million; small enough for sums of squares in float64."""
+        return hash(self.terms) % 2**20
+
+
+Told = Counted | Mixed | None
+"""What a loss tells of its labels: that it is a mean over them, that some are in it, or nothing."""
+
+
+def is_counted(told: Told) -> bool:
+    """Return whether a loss is a plain mean over labels."""
+    return isinstance(told, Counted)
+
+
 class CountedMeans(TorchFunctionMode):
-    """Inside of it the losses that are means over labels, ``cross_entropy`` and ``nll_loss``, are noted with their labels."""
+    """Notes losses over labels, ``cross_entropy`` and ``nll_loss``, with their labels, and follows what is made of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._means: list[tuple[torch.Tensor, Counted]] = []
-        self._others: list[torch.Tensor] = []
+        self._noted: list[tuple[Counted, bool]] = []
+        self._found: dict[int, _Trace] = {}
+        self._zeros: dict[int, tuple[torch.Tensor, int]] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the function."""
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         if func in _LOSSES:
-            given = _given(func, args, kwargs or {})
-            if (counted := _counted(given)) is not None:
-                self._means.append((result, counted))
-            elif _is_unlike_a_mean(given):
-                self._others.append(result)
+            result = func(*args, **kwargs)
+            self._note(result, _given(func, args, kwargs))
+            return result
+        sources = [found for value in _flat(args, kwargs) if (found := self._trace(value)) is not None] if self._noted else []
+        factor = self._factor(func, args, kwargs, sources) if sources else None
+        result = func(*args, **kwargs)
+        if sources:
+            self._follow(result, sources, factor)
+        elif func in _FACTORIES:
+            self._note_zero(result)
         return result
 
-    def behind(self, loss: torch.Tensor) -> Counted | None:
-        """What this loss is a mean over; None where it is none of those noted, or more than one of them.
+    def behind(self, loss: torch.Tensor) -> Told:
+        """Return what this loss is a mean over, or what other losses are in it.
 
         Raises:
             BuildError: the loss is a sum over labels, or a mean with weights for classes.
         """
-        if any(other is loss for other in self._others):
+        if (trace := self._trace(loss) or self._alias_of(loss)) is None:
+            return None
+        noted = [self._noted[index] for index in sorted(trace.noted)]
+        if trace.factor != 1.0:
+            return Mixed(tuple(sorted(counted for counted, _ in noted)))
+        ((counted, is_mean),) = noted
+        if not is_mean:
             raise BuildError(
                 "the loss sums over its labels, or weights their classes, so the mean of several parts is another number; take "
                 "reduction='mean' without weight=, or train with one micro-batch on one replica"
             )
-        return next((counted for mean, counted in self._means if _same(mean, loss)), None)
+        return counted
+
+    def labels_of(self, term: torch.Tensor) -> int | None:
+        """Return over how many labels a term of a loss is a mean, times some number; None where that is not known."""
+        trace = self._trace(term) or self._alias_of(term)
+        if trace is None or trace.factor is None:
+            return None
+        ((counted, is_mean),) = (self._noted[index] for index in trace.noted)
+        return counted.labels if is_mean else None
+
+    def _note(self, result: torch.Tensor, given: dict[str, Any]) -> None:
+        if given["reduction"] == "none" or given["target"].is_floating_point():
+            return
+        legacy = given["size_average"] is not None or given["reduce"] is not None
+        if legacy and given["weight"] is None and given["reduction"] == "mean":
+            return
+        counted = Counted(int((given["target"] != given["ignore_index"]).sum()), given["ignore_index"])
+        self._noted.append((counted, given["reduction"] == "mean" and given["weight"] is None))
+        self._found[id(result)] = _Trace(result, result._version, frozenset([len(self._noted) - 1]), 1.0)
+
+    def _note_zero(self, result: Any) -> None:
+        """Remember a number that is 0 by itself, to which losses may be added."""
+        if isinstance(result, torch.Tensor) and result.numel() == 1 and not result.requires_grad and not result.is_meta:
+            self._zeros[id(result)] = (result, result._version) if not result.any() else (result, -1)
+
+    def _trace(self, value: Any) -> _Trace | None:
+        """Return what is known of a tensor, unless it was written since."""
+        found = self._found.get(id(value))
+        return found if found is not None and found.version == value._version else None
+
+    def _alias_of(self, value: torch.Tensor) -> _Trace | None:
+        """Return what is known of a tensor in the same memory, as an ``autograd.Function`` makes that returns its input."""
+        for found in self._found.values():
+            tensor = found.tensor
+            if tensor.numel() == 1 == value.numel() and (tensor.data_ptr(), tensor.dtype) == (value.data_ptr(), value.dtype):
+                return found if found.version == tensor._version == value._version else None
+        return None
+
+    def _factor(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[_Trace]
+    ) -> float | None:
+        """Return how many times the loss that it is made of a function's result is; None where it is something else."""
+        (source, *others), before = sources, sources[0].factor
+        if others or before is None or source.tensor.numel() != 1:
+            return None
+        if func in _DETACHING:
+            return None if torch.is_grad_enabled() else before
+        if func in _RESHAPING:
+            return before if len([value for value in _flat(args, kwargs) if isinstance(value, torch.Tensor)]) == 1 else None
+        if func not in _ARITHMETIC or kwargs or len(args) != 2:
+            return None
+        first, second = args
+        if first is not source.tensor:
+            return before * self._changed(_ARITHMETIC[func], first) if _ARITHMETIC[func] in "+*" else None
+        return before * self._changed(_ARITHMETIC[func], second)
+
+    def _changed(self, sign: str, other: Any) -> float:
+        """Return what a number is multiplied by as another one is added and so on; not a number where that is not all."""
+        if isinstance(other, torch.Tensor):
+            zero = self._zeros.get(id(other))
+            other = 0 if sign in "+-" and zero is not None and zero[1] == other._version else None
+        if not isinstance(other, int | float) or (sign in "+-" and other) or (sign == "/" and not other):
+            return float("nan")
+        return {"*": float(other), "/": 1 / other if other else 0.0}.get(sign, 1.0)
+
+    def _follow(self, result: Any, sources: list[_Trace], factor: float | None) -> None:
+        noted = frozenset().union(*(source.noted for source in sources))
+        for each in _flat((result,), {}):
+            if isinstance(each, torch.Tensor) and each.numel() <= _FOLLOWED:
+                self._found[id(each)] = _Trace(
+                    each, each._version, noted, factor if each.numel() == 1 and factor == factor else None
+                )
 
 
-def told_by(loss: torch.Tensor) -> Counted | None:
-    """What a loss is a mean over, where it needs a gradient and itself is a ``cross_entropy`` or ``nll_loss``; else None."""
-    told = nll_mean_of(loss)
-    return Counted(*told) if told is not None else None
+class _Trace(NamedTuple):
+    """A tensor that was made of losses.
+
+    Args:
+        tensor: It; its id is no other's while it is kept.
+        version: How often it had been written.
+        noted: Which losses it was made of.
+        factor: How many times the only one it is; None where it is something else.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    noted: frozenset[int]
+    factor: float | None
+
+
+_FOLLOWED = 4096
+"""Elements of the largest tensor that is followed: losses are few numbers."""
+
+
+def _functions(names: str) -> frozenset[Callable[..., Any]]:
+    """The functions of these names, of tensors and of ``torch``."""
+    owners = (torch.Tensor, torch)
+    return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
+
+
+_RESHAPING = _functions(
+    "clone contiguous view reshape squeeze unsqueeze flatten expand ravel __getitem__ select movedim atleast_1d view_as "
+    "reshape_as mean sum stack cat to type float double half bfloat16 cpu cuda positive squeeze_ unsqueeze_ max min"
+)
+"""Functions that give the one number they are given."""
+_DETACHING = _functions("detach detach_") | {torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+_ARITHMETIC: dict[Callable[..., Any], str] = {
+    **dict.fromkeys(_functions("add add_"), "+"),
+    **dict.fromkeys(_functions("sub sub_ subtract"), "-"),
+    **dict.fromkeys(_functions("mul mul_ multiply"), "*"),
+    **dict.fromkeys(_functions("div div_ true_divide divide"), "/"),
+}
+"""Functions of two numbers."""
+_FACTORIES = _functions("zeros tensor zeros_like new_zeros new_tensor full scalar_tensor new_full as_tensor")
+
+
+def told_by(loss: torch.Tensor, looks_behind: bool = False) -> Told:
+    """Return what a loss in training tells of its labels by its graph; None where it tells nothing.
+
+    Args:
+        loss: It needs a gradient, and is a ``cross_entropy`` or ``nll_loss`` itself.
+        looks_behind: Whether to look for some that it is made of, too.
+    """
+    if (told := nll_mean_of(loss)) is not None:
+        return Counted(*told)
+    terms = [Counted(*each) for each in nll_means_behind(loss)] if looks_behind else []
+    return Mixed(tuple(sorted(terms))) if terms else None
 
 
 def _given(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -81,22 +249,10 @@ def _given(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return given.arguments
 
 
-def _counted(given: dict[str, Any]) -> Counted | None:
-    target, ignored = given["target"], given["ignore_index"]
-    legacy = given["size_average"] is not None or given["reduce"] is not None
-    if given["weight"] is not None or legacy or given["reduction"] != "mean" or target.is_floating_point():
-        return None
-    return Counted(int((target != ignored).sum()), ignored)
-
-
-def _is_unlike_a_mean(given: dict[str, Any]) -> bool:
-    """Whether a loss is one number, of a sum or of weighted classes."""
-    return given["reduction"] == "sum" or (given["reduction"] == "mean" and given["weight"] is not None)
-
-
-def _same(mean: torch.Tensor, loss: torch.Tensor) -> bool:
-    """Whether a loss is this number; of no labels it is none."""
-    if mean is loss:
-        return True
-    one, other = mean.detach().double().reshape(()), loss.detach().double().reshape(())
-    return bool(one == other) or bool(one.isnan() and other.isnan())
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The values of a call, those in lists and tuples one by one."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value

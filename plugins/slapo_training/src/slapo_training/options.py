@@ -14,6 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from slapo_core.errors import BuildError, UnknownNameError
 
+from .loss_terms import Count, check_counts
+from .replica_loss import OVER_REPLICAS
+
 IGNORE_INDEX = -100
 """Label value that losses leave out unless told otherwise."""
 
@@ -40,6 +43,14 @@ class CommonOptions:
             ``partial`` that has one, else -100. It is needed where a loss that is no plain ``cross_entropy`` or ``nll_loss``
             leaves out another one: it has to be a mean over equal parts, and only by this value those are told that are not,
             in the batch's ``labels``, and refused. Of the plain ones each part's labels are counted as they enter the loss.
+        loss_weights: The count that the loss is a mean over: the name of an argument of the batch (of integer labels those
+            that are not ignored count; a mask, bool, of floating-point numbers or called one, counts its sum), or a function of
+            arguments of a micro-batch, by their names, that gives a number. Or a dict of such counts by the names of terms: the
+            model's output, or the result of ``loss_fn``, then has these terms, each a mean over its count, and the loss is
+            their sum. None counts the labels of plain ``cross_entropy`` and ``nll_loss``.
+        loss_over: ``"replicas"``: ``loss_fn`` is given the outputs and labels of all micro-batches and replicas together, as of
+            an in-batch contrastive loss. Outputs have the batch in dimension 0, or are the same for every micro-batch, and the
+            batch may have no labels. With several micro-batches each runs forward twice. None: of each micro-batch its own.
     """
 
     target: ClassVar[str] = ""
@@ -52,6 +63,8 @@ class CommonOptions:
     precision: str = "fp32"
     clip: float = 0.0
     ignore_index: int | None = None
+    loss_weights: Count | Mapping[str, Count] | None = None
+    loss_over: str | None = None
 
     @classmethod
     def of(cls: type[T], config: Mapping[str, Any]) -> T:
@@ -74,8 +87,14 @@ class CommonOptions:
         given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
         return [
             f"ignore_index={self.ignored_label}",
+            f"loss_over={self.loss_over!r} and loss_weights= of {self._named_weights()}",
             *(f"no {name}" if value is None else name for name, value in given.items()),
         ]
+
+    def _named_weights(self) -> Any:
+        given = self.loss_weights
+        named = given if isinstance(given, Mapping) else {"the loss": given}
+        return {name: count if isinstance(count, str) or count is None else "a function" for name, count in named.items()}
 
     @property
     def ignored_label(self) -> int:
@@ -93,12 +112,14 @@ class CommonOptions:
         Raises:
             BuildError: the loss sums, or weights its labels.
         """
+        if self.loss_over is not None:
+            return
         if self._of_loss("reduction", "mean") == "sum" and num_parts > 1:
             raise BuildError(f"loss_fn has reduction='sum', but the losses of {num_parts} parts are averaged; use 'mean'")
-        if self._of_loss("weight", None) is not None and num_parts > 1:
+        if self._of_loss("weight", None) is not None and self.loss_weights is None and num_parts > 1:
             raise BuildError(
                 f"loss_fn weights its labels, so the mean over {num_parts} parts is another number; leave weight= out, "
-                "or train with one micro-batch on one replica"
+                "say with loss_weights= what it is a mean over, or train with one micro-batch on one replica"
             )
 
     def _of_loss(self, name: str, default: Any) -> Any:
@@ -126,6 +147,25 @@ class CommonOptions:
         self._check_rate()
         if self.loss_fn is not None and not _takes_two(self.loss_fn):
             raise BuildError("loss_fn does not take (outputs, labels)")
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        if self.loss_weights is not None:
+            check_counts(self.loss_weights)
+        if self.loss_over is None:
+            return
+        if self.loss_over != OVER_REPLICAS:
+            raise BuildError(f"loss_over is {self.loss_over!r}; give {OVER_REPLICAS!r}, or None for a loss of each micro-batch")
+        if self.loss_fn is None:
+            raise BuildError(
+                "loss_over='replicas' computes the loss of the outputs of all replicas, and a model that computes it itself "
+                "has its own alone; let it return what the loss is made of, and give loss_fn=, a function of (outputs, labels)"
+            )
+        if self.loss_weights is not None:
+            raise BuildError(
+                "loss_over='replicas' computes the loss of the whole batch at once, where no term has to be weighed; leave out "
+                "loss_weights="
+            )
 
     def _check_rate(self) -> None:
         rate = self.lr_scheduler
