@@ -21,6 +21,7 @@ from slapo_training.engine_checkpoint import Position
 from slapo_training.means import EQUAL_PARTS
 from slapo_training.meeting import check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
+from slapo_training.optimizer_making import OptimizerMaking
 from slapo_training.optimizers import adopted
 from slapo_training.pieces import Piece
 from slapo_training.saving import Saving
@@ -33,7 +34,6 @@ from .failures import Peers
 from .holdings import Holdings
 from .means import LabelCount, Share
 from .merged import merged
-from .optimizer_making import OptimizerMaking
 from .options import Options
 from .replicas import Replicas, check_dense
 from .schedules import for_rows, kind_of
@@ -477,12 +477,15 @@ class TorchEngine(Engine):
         if given is None:
             return
         trainable = [] if self.optimizer is not None else self._holdings.trainable
-        making = OptimizerMaking(given, self.program, self.module, trainable, is_adopted=self._shards is not None)
+        layout = model_state.layout(self.program, self.module)
+        making = OptimizerMaking(given, layout, self.module, trainable, is_adopted=self._shards is not None)
         self._together(making.begin)
         making.step_whole()
-        self._together(lambda: making.finish(self._options.lr_scheduler, self._missed))
+        self._together(lambda: making.finish(self._options.lr_scheduler))
+        making.settle()
         if making.optimizer is not None:
             self.optimizer, self.lr_scheduler = making.optimizer, making.rate
+            self._missed.catch_up(self.lr_scheduler)
 
 
 def _device(program: Program) -> torch.device:

@@ -47,7 +47,7 @@ class MissedSteps:
         """Bring a new schedule to where those of the other ranks are."""
         with warnings.catch_warnings():  # the new optimizer has not stepped, and torch takes that for a mistake
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            for loss in self._losses:
+            for loss in self._losses if schedule is not None else ():
                 step_rate(schedule, loss)
         self._losses.clear()
 

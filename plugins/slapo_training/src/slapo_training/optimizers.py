@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.errors import BuildError
 from slapo_core.parameters import facts
-from slapo_core.program import Program
 
-from .meeting import on_all
-from .options import CommonOptions, is_rate
+from .options import is_rate
 from .whole_steps.tree import groups_in, has_state, optimizers_in, replace_parameters
 
 
@@ -80,50 +77,6 @@ def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module)
 
     replace_parameters(optimizer, successors)
     return optimizer
-
-
-def made_on_all(
-    options: CommonOptions, program: Program, mine: nn.Module, fits: Callable[[torch.optim.Optimizer], None]
-) -> tuple[torch.optim.Optimizer | None, Any]:
-    """This rank's optimizer and the schedule of its learning rate, as far as they are given. Collective.
-
-    Args:
-        options: What is given.
-        program: Whose parameters they are for.
-        mine: This rank's stages.
-        fits: Raises for an optimizer that the engine cannot take, or makes it fit, before the learning rate's schedule is made.
-
-    Raises:
-        BuildError: some rank cannot have them; an optimizer that was given is unchanged on all then.
-    """
-    if options.optimizer is None:
-        return None, None
-    found: list[Any] = [None, None]
-
-    def make() -> None:
-        trainable = [parameter for parameter in mine.parameters() if parameter.requires_grad]
-        optimizer = made(options.optimizer, trainable, program.module, mine)
-        fits(optimizer)
-        keep_types(optimizer)
-        rate = None if options.lr_scheduler is None else scheduled_rate(options.lr_scheduler, optimizer)
-        if isinstance(rate, ReduceLROnPlateau):
-            raise BuildError("lr_scheduler= gave a ReduceLROnPlateau, which is stepped without the loss here; give another")
-        found[:] = optimizer, rate
-
-    groups = options.optimizer.param_groups if isinstance(options.optimizer, torch.optim.Optimizer) else []
-    before = [(group, dict(group)) for group in groups]
-    try:
-        on_all(make, program)
-    except Exception:
-        groups[:] = [_restored(group, facts) for group, facts in before]
-        raise
-    return found[0], found[1]
-
-
-def _restored(group: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    group.clear()
-    group.update(before)
-    return group
 
 
 def keep_types(optimizer: torch.optim.Optimizer) -> None:

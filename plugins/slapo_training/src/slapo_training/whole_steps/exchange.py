@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,7 @@ def owners(wholes: Sequence[Whole], size: int) -> list[int]:
 class _Route(NamedTuple):
     """What one bucket sends: by rank the boxes that this rank sends, as numbers of holdings, and those that it gets."""
 
+    label: int
     wholes: tuple[int, ...]
     outgoing: list[list[int]]
     incoming: list[list[Box]]
@@ -88,16 +89,21 @@ class Exchange:
         self._owners = [everyone if owner_of is None else (owner_of[number],) for number in range(len(wholes))]
         self.owned = [number for number in range(len(wholes)) if self._rank in self._owners[number]]
         self._holdings: Sequence[Holding] = ()
+        self._labels: Sequence[int] = ()
         self._there: list[_Route] = []
         self._back: list[_Route] = []
 
-    def bind(self, holdings: Sequence[Holding]) -> None:
+    def bind(self, holdings: Sequence[Holding], labels: Sequence[int]) -> None:
         """Plan the messages for what this rank holds. Collective.
+
+        Args:
+            holdings: The boxes in this rank's memory.
+            labels: A number for each tensor; those of one label may be exchanged without the others.
 
         Raises:
             BuildError: on every rank: the ranks do not hold all of a tensor.
         """
-        self._holdings = holdings
+        self._holdings, self._labels = holdings, labels
         everyone: list[list[Box]] = [[each.box for each in holdings]]
         if self._group is not None:
             everyone *= self._size
@@ -124,13 +130,16 @@ class Exchange:
         left = 0
         for number, whole in enumerate(self._wholes):
             size = math.prod(whole.shape)
-            is_other = bool(found) and self._wholes[found[-1][0]].dtype is not whole.dtype
+            is_other = bool(found) and self._kind(found[-1][0]) != self._kind(number)
             if size > left or is_other:
                 found.append([])
                 left = _BUCKET
             found[-1].append(number)
             left -= size
         return [tuple(each) for each in found]
+
+    def _kind(self, number: int) -> tuple[int, torch.dtype]:
+        return self._labels[number], self._wholes[number].dtype
 
     def _route(self, bucket: tuple[int, ...], everyone: Sequence[Sequence[Box]], senders: dict[tuple[Box, int], int]) -> _Route:
         kept = set(bucket)
@@ -144,7 +153,7 @@ class Exchange:
             [b for b in boxes if b[0] in kept and self._rank in self._owners[b[0]] and senders[b, self._rank] == rank]
             for rank, boxes in enumerate(everyone)
         ]
-        return _Route(bucket, outgoing, incoming)
+        return _Route(self._labels[bucket[0]], bucket, outgoing, incoming)
 
     def _route_back(self, bucket: tuple[int, ...], everyone: Sequence[Sequence[Box]]) -> _Route:
         """Of the way back: what this rank holds, by who sends it, and the boxes that it sends, by who gets them."""
@@ -157,7 +166,7 @@ class Exchange:
             [box for box in boxes if box[0] in kept and self._source(box[0], rank) == self._rank]
             for rank, boxes in enumerate(everyone)
         ]
-        return _Route(bucket, held, sent)
+        return _Route(self._labels[bucket[0]], bucket, held, sent)
 
     def _source(self, whole: int, rank: int) -> int:
         """The rank that sends a tensor's boxes to another: one that has it whole keeps its own."""
@@ -182,13 +191,17 @@ class Exchange:
         return [bool(flag) for flag in flags.tolist()]
 
     def gather(
-        self, sources: Sequence[Sequence[torch.Tensor | None]], targets: Sequence[Callable[[int], torch.Tensor | None]]
+        self,
+        sources: Sequence[Sequence[torch.Tensor | None]],
+        targets: Sequence[Callable[[int], torch.Tensor | None]],
+        labels: Container[int] | None = None,
     ) -> None:
         """Put whole tensors together on their owners. Collective.
 
         Args:
             sources: For each kind of value this rank's tensors by place; where there is none zeros are sent.
             targets: For each kind the whole tensor of a number, to be filled; None for one that has none.
+            labels: Of the tensors that are sent; None for all.
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
@@ -199,7 +212,7 @@ class Exchange:
             got = [len(sources) * sum(math.prod(box[2]) for box in boxes) for boxes in route.incoming]
             return (route, *self._send(self._flat(parts, route), sizes, got))
 
-        for route, received, work in self._posted(self._there, post):
+        for route, received, work in self._posted(_labelled(self._there, labels), post):
             if work is not None:
                 work.wait()
             at = 0
@@ -211,12 +224,15 @@ class Exchange:
                             _box_of(whole, box).copy_(received[at : at + size].view(box[2]))
                         at += size
 
-    def scatter(self, wholes: Callable[[int], torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def scatter(
+        self, wholes: Callable[[int], torch.Tensor], targets: Sequence[torch.Tensor], labels: Container[int] | None = None
+    ) -> None:
         """Give every rank its boxes of the whole tensors. Collective.
 
         Args:
             wholes: The whole tensor of a number that this rank owns.
             targets: This rank's tensors by place.
+            labels: Of the tensors that are sent; None for all.
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
@@ -225,7 +241,7 @@ class Exchange:
             got = [sum(self._numel(place) for place in places) for places in route.outgoing]
             return (route, *self._send(self._flat(parts, route), sizes, got))
 
-        for route, received, work in self._posted(self._back, post):
+        for route, received, work in self._posted(_labelled(self._back, labels), post):
             if work is not None:
                 work.wait()
             at = 0
@@ -255,7 +271,7 @@ class Exchange:
             return torch.zeros(self._numel(place), dtype=self._dtype(holding.whole), device=source.device)
         if tensor.layout is not torch.strided:
             tensor = tensor.to_dense()
-        return holding.of(tensor).reshape(-1).to(self._dtype(holding.whole))
+        return holding.of(tensor).reshape(-1).to(self._wholes[holding.whole].source.device, self._dtype(holding.whole))
 
     def _dtype(self, whole: int) -> torch.dtype:
         return self._wholes[whole].dtype
@@ -275,6 +291,10 @@ class Exchange:
         received = flat.new_empty(sum(got))
         work = dist.all_to_all_single(received, flat, got, sizes, group=self._group, async_op=True)
         return received, work
+
+
+def _labelled(routes: Sequence[_Route], labels: Container[int] | None) -> list[_Route]:
+    return [route for route in routes if labels is None or route.label in labels]
 
 
 def _senders(everyone: Sequence[Sequence[Box]], owners: Sequence[tuple[int, ...]]) -> dict[tuple[Box, int], int]:

@@ -15,22 +15,25 @@ class GroupOptions:
 
     Args:
         inner: The optimizer; a load replaces its groups, so that they are known by their numbers.
+
+    Attributes:
+        outer: The outer groups, by the same numbers.
     """
 
     def __init__(self, inner: Optimizer) -> None:
         self._inner = inner
-        self._outer: list[Group] = []
+        self.outer: list[Group] = []
         self._known: list[Group] = []
 
     def add(self, outer: Group) -> None:
         """Keep a group equal to the next one of the optimizer, which it takes its options of."""
-        self._outer.append(outer)
+        self.outer.append(outer)
         self._known.append({})
-        self._take(len(self._outer) - 1)
+        self._take(len(self.outer) - 1)
 
     def exchange(self) -> None:
         """Take over what was set on one side since the last time; the outer one goes first."""
-        for number, outer in enumerate(self._outer):
+        for number, outer in enumerate(self.outer):
             inner, known = self._inner.param_groups[number], self._known[number]
             for key in [*dict.fromkeys([*outer, *inner])]:
                 if key in _OWN:
@@ -43,12 +46,12 @@ class GroupOptions:
 
     def take_inner(self) -> None:
         """Let the outer groups have the options of the optimizer's."""
-        for number in range(len(self._outer)):
+        for number in range(len(self.outer)):
             self._take(number)
 
     def _take(self, number: int) -> None:
         inner = self._inner.param_groups[number]
-        self._outer[number].update((key, value) for key, value in inner.items() if key not in _OWN)
+        self.outer[number].update((key, value) for key, value in inner.items() if key not in _OWN)
         self._remember(number)
 
     def _remember(self, number: int) -> None:

@@ -14,14 +14,17 @@ from torch import nn
 
 from slapo_core.agreement import all_reduce, gather
 from slapo_core.errors import BuildError
+from slapo_core.parameters import is_part, shard_spec
 from slapo_core.program import Program
 
-from ..pieces import Piece
+from ..model_tensors import parameters
+from ..pieces import Piece, piece_of
+from ..ranks import stage_group
 from .exchange import Holding
 from .optimizer import WholeTensorOptimizer
 from .probe import Finding, probe
 from .stand_ins import StandIns
-from .tree import Optimizer, has_state, replace_parameters
+from .tree import Optimizer, has_state, held_in, replace_parameters
 from .wholes import Blocks, Whole, is_fused, wholes_of
 
 Group = dist.ProcessGroup | None
@@ -40,6 +43,7 @@ class Layout:
         dtype: Of the values that are stepped; None for the parameters' own.
         is_flat: Whether the engine deals ranges of flattened parameters out to the replicas.
         blocks: By the names of fused parameters the blocks that are stepped one by one.
+        refusal: The reason why the engine cannot step whole tensors, and what can; empty where it can.
     """
 
     program: Program
@@ -49,6 +53,28 @@ class Layout:
     dtype: torch.dtype | None = None
     is_flat: bool = False
     blocks: Mapping[str, Blocks] = field(default_factory=dict)
+    refusal: str = ""
+
+    @classmethod
+    def of_engine(cls, program: Program, module: nn.Module, dtype: torch.dtype | None, is_flat: bool, refusal: str = "") -> Layout:
+        """Return that of an engine which leaves tensor-parallel parts as they are, or flattens them for its optimizer.
+
+        Args:
+            program: The program.
+            module: This rank's stages.
+            dtype: Of the values that are stepped.
+            is_flat: Whether the engine deals ranges of flattened parameters out to the replicas.
+            refusal: The reason why the engine cannot step whole tensors, and what can.
+        """
+        named = {name: each for name, each in parameters(module).items() if isinstance(each, nn.Parameter)}
+
+        def group(parameter: nn.Parameter) -> Group:
+            if is_flat:
+                return stage_group(program)
+            spec = shard_spec(parameter)
+            return spec.group if spec is not None and is_part(parameter) else None
+
+        return cls(program, named, lambda each: piece_of(each, shard_spec(each)), group, dtype, is_flat, refusal=refusal)
 
     def is_part(self, name: str, parameter: nn.Parameter) -> bool:
         """Return whether what this rank has is anything but the whole tensor of the unmodified model."""
@@ -99,8 +125,8 @@ class WholeSteps:
         depends, joins, coupled, self._draws, communicates = map(
             bool, all_reduce(found, layout.program.mesh, dist.ReduceOp.MAX).tolist()
         )
-        self._check(optimizer, coupled and not self._draws, communicates)
         self.is_needed = depends or joins
+        self._check(optimizer, coupled and not self._draws, communicates)
         self._everywhere = joins
         self._stand_ins: list[StandIns] = []
         self._by_source: dict[int, list[nn.Parameter]] = {}
@@ -109,8 +135,10 @@ class WholeSteps:
             self._make(layout.trained())
 
     def _check(self, optimizer: Optimizer | None, coupled: bool, communicates: bool) -> None:
+        kind = "the optimizer" if optimizer is None else type(optimizer).__name__
+        if self.is_needed and self._layout.refusal:
+            raise BuildError(f"{kind} steps a parameter as a whole, and {self._layout.refusal}")
         if coupled and self._layout.program.axis_size("pp") > 1:
-            kind = "the optimizer" if optimizer is None else type(optimizer).__name__
             what = "calls collectives itself" if communicates else "makes the step of one parameter depend on the others"
             raise BuildError(
                 f"{kind} {what}, and each rank of a pipeline has only those of its stages; use pp=1, or an optimizer that "
@@ -158,6 +186,15 @@ class WholeSteps:
         finally:
             for each in self._stand_ins:
                 each.release()
+
+    def settle(self, optimizer: WholeTensorOptimizer) -> None:
+        """Forget the whole tensors that the optimizer does not step. Collective."""
+        known = {id(parameter) for parameter in held_in(optimizer.inner)}
+        for each in self._stand_ins:
+            if each.keep(known) and each.wholes:
+                each.bind(*local_places(each.wholes, self._layout))
+        self._stand_ins[:] = [each for each in self._stand_ins if each.wholes]
+        optimizer.stand_ins[:] = self._stand_ins
 
     def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], StandIns | None]:
         """Stand-ins for parameters that are added later. Collective."""

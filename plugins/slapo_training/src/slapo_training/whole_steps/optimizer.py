@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -71,9 +71,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             for whole, parameter in zip(each.wholes, each.parameters, strict=True)
         }
 
-    def owned(self) -> set[int]:
-        """Return the ids of the stand-ins that this rank steps."""
-        return {id(parameter) for each in self._stand_ins for parameter in each.owned()}
+    def owned(self, labels: Container[int] | None = None) -> set[int]:
+        """Return the ids of the stand-ins of some groups that this rank steps; of all where none are given."""
+        return {id(parameter) for each in self._stand_ins for parameter in each.owned(labels)}
 
     @property
     def stand_ins(self) -> list[StandIns]:
@@ -84,18 +84,30 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step the whole tensors, and give each rank its parts. Collective."""
         self._options.exchange()
+        labels = self._present()
         try:
             for each in self._stand_ins:
-                each.fetch_all()
-            with self._owned_only(), self._randomness(), torch.enable_grad():
+                each.fetch_all(labels)
+            with self._owned_only(labels), self._randomness(), torch.enable_grad():
                 found = self.inner.step() if closure is None else self.inner.step(closure)
             for each in self._stand_ins:
-                each.put()
+                each.put(labels)
         finally:
             for each in self._stand_ins:
                 each.release()
             self._options.exchange()
         return found
+
+    def _present(self) -> list[int] | None:
+        """The numbers of the groups that are stepped, where an engine has taken others out meanwhile; None for all."""
+        present = {id(group) for group in self.param_groups}
+        numbers = [number for number, group in enumerate(self._options.outer) if id(group) in present]
+        return None if len(numbers) == len(self._options.outer) else numbers
+
+    def number_of(self, parameter: nn.Parameter) -> int:
+        """Return the number of the group of a stand-in; those that are in no group count as of the first."""
+        groups = ({id(each) for each in group["params"]} for group in self.inner.param_groups)
+        return next((number for number, own in enumerate(groups) if id(parameter) in own), 0)
 
     @contextmanager
     def whole_values(self) -> Iterator[None]:
@@ -149,9 +161,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         return found
 
     @contextmanager
-    def _owned_only(self) -> Iterator[None]:
+    def _owned_only(self, labels: Container[int] | None = None) -> Iterator[None]:
         """Hide stand-ins that other ranks own: not every optimizer leaves alone what has no gradient."""
-        owned = self.owned()
+        owned = self.owned(labels)
         others = {id(each) for own in self._stand_ins for each in own.parameters} - owned
         if not others:
             yield

@@ -136,7 +136,10 @@ class _Trial:
         """
         numbers = torch.Generator().manual_seed(0)
         whole = [torch.randn(self._shape(each), generator=numbers) for each in self._chosen]
-        substitutes = [_substitute(old, cut(value.to(old.device))) for old, value in zip(self._chosen, whole, strict=True)]
+        substitutes = [
+            _substitute(old, cut(value.to(old.device)), is_bare=cut in _flat)
+            for old, value in zip(self._chosen, whole, strict=True)
+        ]
         before = [each.detach().clone() for each in substitutes]
         stepped = range(len(substitutes)) if places is None else places
         trial = self._copy(substitutes, stepped)
@@ -242,9 +245,11 @@ def _representatives(optimizer: Optimizer) -> list[nn.Parameter]:
     return list(chosen.values())
 
 
-def _substitute(old: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """A parameter with a value of its own and the attributes of another; tensors of its shape are cut to the new one."""
+def _substitute(old: nn.Parameter, value: torch.Tensor, is_bare: bool = False) -> nn.Parameter:
+    """A parameter with a value of its own and the attributes of another, which a range of a flattened one has not."""
     new = nn.Parameter(value.detach().to(old.dtype).clone())
+    if is_bare:
+        return new
     spec = shard_spec(old)
     shapes = {tuple(old.shape), *([] if spec is None else [tuple(spec.full_shape)])}
     for name, each in vars(old).items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,21 +29,49 @@ class StandIns:
 
     def __init__(self, wholes: Sequence[Whole], group: dist.ProcessGroup | None, everywhere: bool) -> None:
         size = 1 if group is None else group.size()
-        self.wholes, self._group = wholes, group
-        self._exchange = Exchange(wholes, None if everywhere else owners(wholes, size), group)
+        self.wholes, self._group = list(wholes), group
+        self._owners = None if everywhere else owners(wholes, size)
+        self._exchange = Exchange(self.wholes, self._owners, group)
         self._owned = set(self._exchange.owned)
         self._tensors: Tensors | None = None
+        self._labels: Sequence[int] = ()
         self.parameters: list[nn.Parameter] = []
 
-    def bind(self, tensors: Tensors, holdings: Sequence[Holding]) -> None:
+    def keep(self, known: Container[int]) -> bool:
+        """Leave out stand-ins that no optimizer has; it is bound anew then.
+
+        Args:
+            known: Ids of those that one has.
+
+        Returns:
+            Whether some were left out.
+        """
+        kept = [number for number, parameter in enumerate(self.parameters) if id(parameter) in known]
+        if len(kept) == len(self.wholes):
+            return False
+        self.wholes = [self.wholes[number] for number in kept]
+        self.parameters = [self.parameters[number] for number in kept]
+        self._owners = None if self._owners is None else [self._owners[number] for number in kept]
+        self._exchange = Exchange(self.wholes, self._owners, self._group)
+        self._owned = set(self._exchange.owned)
+        return True
+
+    def bind(self, tensors: Tensors, holdings: Sequence[Holding], labels: Sequence[int] | None = None) -> None:
         """Say where this rank's values and gradients are from now on. Collective.
 
         Args:
             tensors: Gives the rank's tensors, each with its gradient.
             holdings: The boxes of the whole tensors in these.
+            labels: A number for each stand-in; an engine may step those of one number at a time.
         """
-        self._tensors = tensors
-        self._exchange.bind(holdings)
+        self._tensors, self._labels = tensors, labels or [0] * len(self.wholes)
+        self._exchange.bind(holdings, self._labels)
+
+    def move(self, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Say that other tensors, which are laid out alike, have the rank's values from now on."""
+        before = self._tensors
+        assert before is not None
+        self._tensors = lambda: [value_of(each) for each in before()]
 
     def make(self) -> None:
         """Make the stand-ins, with the values that their parts have now; ``release`` frees them. Collective."""
@@ -52,9 +80,9 @@ class StandIns:
             self.parameters.append(stand_in(whole, self._nothing(whole), masks[number]))
         self.fetch()
 
-    def owned(self) -> list[nn.Parameter]:
-        """Return the stand-ins that this rank steps."""
-        return [self.parameters[number] for number in sorted(self._owned)]
+    def owned(self, labels: Container[int] | None = None) -> list[nn.Parameter]:
+        """Return the stand-ins of some labels that this rank steps; of all where none are given."""
+        return [self.parameters[number] for number in sorted(self._owned) if labels is None or self._labels[number] in labels]
 
     @torch.no_grad()
     def fetch(self) -> None:
@@ -63,21 +91,22 @@ class StandIns:
         self._exchange.gather([self._values()], [self._target])
 
     @torch.no_grad()
-    def fetch_all(self) -> None:
-        """Give the owned stand-ins their values and gradients. Collective."""
+    def fetch_all(self, labels: Container[int] | None) -> None:
+        """Give the owned stand-ins of some labels their values and gradients. Collective."""
         values = self._values()
         gradients = [value.grad for value in values]
         known = self._exchange.has_gradient(gradients, self._device)
-        self._allocate()
+        self._allocate(labels)
         for number in self._owned:
             parameter = self.parameters[number]
-            parameter.grad = torch.empty_like(parameter) if known[number] else None
-        self._exchange.gather([values, gradients], [self._target, lambda number: self.parameters[number].grad])
+            is_meant = known[number] and (labels is None or self._labels[number] in labels)
+            parameter.grad = torch.empty_like(parameter) if is_meant else None
+        self._exchange.gather([values, gradients], [self._target, lambda number: self.parameters[number].grad], labels)
 
     @torch.no_grad()
-    def put(self) -> None:
+    def put(self, labels: Container[int] | None = None) -> None:
         """Give each rank its parts of the new values. Collective."""
-        self._exchange.scatter(lambda number: self.parameters[number].detach(), self._values())
+        self._exchange.scatter(self._target, self._values(), labels)
 
     def release(self) -> None:
         """Free the memory of the stand-ins."""
@@ -96,8 +125,10 @@ class StandIns:
     def _target(self, number: int) -> torch.Tensor:
         return self.parameters[number].detach()
 
-    def _allocate(self) -> None:
+    def _allocate(self, labels: Container[int] | None = None) -> None:
         for number in self._owned:
+            if labels is not None and self._labels[number] not in labels:
+                continue
             whole = self.wholes[number]
             self.parameters[number].data = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
 
