@@ -23,7 +23,7 @@ from slapo_training.engine_dialect import holds_copies
 from slapo_training.losses import CountedLoss, check_has_gradient
 from slapo_training.means import Told
 from slapo_training.modes import Modes
-from slapo_training.optimizers import made_on_all
+from slapo_training.optimizer_making import made_on_all
 from slapo_training.options import is_rate
 from slapo_training.other_stages import release_others
 from slapo_training.pieces import Piece
@@ -33,7 +33,7 @@ from slapo_training.saving import Saver, Saving
 from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 
-from . import checkpoint, masters
+from . import checkpoint, flat_parts, masters
 from .config_reading import check_config
 from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
@@ -81,13 +81,14 @@ class DeepSpeedEngine(BatchEngine):
         self._plan: Program | None = None
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         check_same_start(program, dict(self.module.named_parameters()), replicas=False)
-        optimizer, rate = made_on_all(options, program, self.module, self._fit)
+        optimizer, rate = made_on_all(options, flat_parts.layout(program, self.module, options.zero_stage), self.module, self._fit)
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
             release_others(program, [self.module], lambda x: x.to(dtype) if x.is_floating_point() else x)
         mpu = MeshGroups(program) if program.mesh is not None and pipelined is None else None
         own = trainable if optimizer is None and options.trains else None
         self._initialize(pipelined or self.module, optimizer, own, rate, mpu)  # others may wait within for a rank that fails
+        flat_parts.bind(self.model, program)
         if self._stage is not None:
             self.model._allocate_or_extend_buffers = self._buffer
         self._clipped_norm: float | None = None

@@ -61,7 +61,7 @@ class Shares:
         self._outer: Any = model.optimizer if self.optimizer is not None else None
         named = {**parameters(module), **buffers(module)}
         self.names = {id(tensor): name for name, tensor in named.items()}
-        self._lies = dict(_flattened(self._outer, program.axis_rank("dp")))
+        self._lies = dict(flattened(self._outer, program.axis_rank("dp")))
         self.pieces = {name: _place(tensor) for name, tensor in named.items()}
         found = [(share, is_own) for name, tensor in named.items() for share, is_own in self._of(name, tensor)]
         is_first = program.axis_rank("dp") == 0
@@ -173,7 +173,7 @@ def stepping(model: Any) -> torch.optim.Optimizer | None:
     return found
 
 
-def _flattened(outer: Any, replica: int) -> Iterator[tuple[int, tuple[torch.Tensor, int, int]]]:
+def flattened(outer: Any, replica: int) -> Iterator[tuple[int, tuple[torch.Tensor, int, int]]]:
     """With stages 1 and 2 of ZeRO by the ``id`` of a parameter the flat tensor of this rank, in fp32, that may have some of it.
 
     Yields:

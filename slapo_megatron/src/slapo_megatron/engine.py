@@ -18,7 +18,7 @@ from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.means import Told
 from slapo_training.modes import Modes
-from slapo_training.optimizers import made_on_all
+from slapo_training.optimizer_making import made_on_all
 from slapo_training.other_stages import release_others
 from slapo_training.pieces import Piece, piece_of
 from slapo_training.quiet import without_warnings
@@ -32,7 +32,7 @@ from .cpu_mode import mode_of
 from .files import MegatronFiles
 from .limits import ANOTHER_OPTIMIZER
 from .optimizer_state import OptimizerState
-from .optimizers import is_shared_out, megatrons, optimizer_config, wrapped
+from .optimizers import bind_masters, is_shared_out, megatrons, optimizer_config, whole_layout, wrapped
 from .options import MegatronOptions
 from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
 from .sharded_state import Held
@@ -72,7 +72,7 @@ class MegatronEngine(BatchEngine):
             chunks = nn.ModuleList(program.stages[index].module for index in own)
             self.module = chunks[0] if len(own) == 1 else chunks
             check_same_start(program, _named(chunks))
-            optimizer, self.lr_scheduler = made_on_all(options, program, chunks, self._fit)
+            optimizer, self.lr_scheduler = made_on_all(options, whole_layout(options, program, chunks), chunks, self._fit)
             with self._mode(), without_warnings():
                 self._make(program, own, chunks, optimizer)
         except BaseException:
@@ -110,6 +110,7 @@ class MegatronEngine(BatchEngine):
             self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
         if optimizer is not None:
             self.optimizer = wrapped(optimizer, optimizer_settings, self.model, self.groups)
+            bind_masters(optimizer)
         else:
             self.optimizer = megatrons(optimizer_settings, self.model, self.groups) if options.trains else None
         self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)

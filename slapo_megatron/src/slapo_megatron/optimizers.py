@@ -6,6 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+
+from slapo_core.program import Program
+from slapo_training.whole_steps.making import Layout
+from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
+from slapo_training.whole_steps.tree import replace_parameters
 
 from .options import MegatronOptions
 from .starting import config_of
@@ -67,6 +73,29 @@ def wrapped(optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any]
         made.grad_stats_parallel_group = groups.mp
     made.tp_group = groups.tp
     return made
+
+
+def whole_layout(options: MegatronOptions, program: Program, module: nn.Module) -> Layout:
+    """What this rank's optimizer steps of the parameters; with bf16 fp32 copies of them."""
+    dtype = torch.float32 if options.precision == "bf16" else None
+    refusal = (
+        "the distributed optimizer gives each rank ranges of flattened ones; leave distributed_optimizer out"
+        if options.distributed_optimizer
+        else ""
+    )
+    return Layout.of_engine(program, module, dtype, is_flat=options.distributed_optimizer, refusal=refusal)
+
+
+def bind_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Tell an optimizer of whole tensors of the fp32 copies that Megatron has put in the places of its parameters. Collective."""
+    if not isinstance(optimizer, WholeTensorOptimizer):
+        return
+    sources = {id(whole.source) for each in optimizer.stand_ins for whole in each.wholes}
+    replace_parameters(
+        optimizer.inner, lambda each: [each if id(each) in sources else getattr(each, "main_param", each)]
+    )
+    for each in optimizer.stand_ins:
+        each.move(lambda source: getattr(source, "main_param", source))
 
 
 def is_shared_out(optimizer: torch.optim.Optimizer) -> bool:

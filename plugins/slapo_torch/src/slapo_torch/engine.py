@@ -22,9 +22,11 @@ from slapo_training.engine_checkpoint import Position
 from slapo_training.means import Counted
 from slapo_training.meeting import check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
-from slapo_training.optimizers import adopted, keep_types, made, scheduled_rate
+from slapo_training.optimizer_making import OptimizerMaking
+from slapo_training.optimizers import adopted
 from slapo_training.pieces import Piece
 from slapo_training.saving import Saving
+from slapo_training.whole_steps.tree import groups_in
 
 from . import model_state
 from .checkpoint import TorchSaver, Trained
@@ -40,7 +42,7 @@ from .schedules import for_rows, kind_of
 from .stage_call import StageCall, precision
 from .step import StepResult, run_whole
 from .step_losses import StepLosses
-from .updates import LossScale, MissedSteps, Progress, check_elementwise, step_rate
+from .updates import LossScale, MissedSteps, Progress, step_rate
 
 if TYPE_CHECKING:
     from .fsdp import ShardedReplicas
@@ -135,7 +137,7 @@ class TorchEngine(Engine):
                 self._holdings.release_others()
                 self._together(self._shard)
                 self._together(self._begin_shards)
-            self._together(self._make_optimizer)
+            self._make_optimizer()
             self._holdings.release_others()
             self._together(self._make_replicas)
         except Exception:
@@ -382,7 +384,7 @@ class TorchEngine(Engine):
         holdings = Holdings(self.program, self.module)
         holdings.check_same_start()
         self._holdings, self._outdated = holdings, False
-        self._together(self._make_optimizer)
+        self._make_optimizer()
         self._together(self._make_replicas)
         if self._shards is not None:
             self._shards.gather()
@@ -467,7 +469,6 @@ class TorchEngine(Engine):
         if given is not None:
             check_dense(self.module)
         if isinstance(given, torch.optim.Optimizer):
-            check_elementwise(given)
             adopted(given, self.program.module, self.module)
 
     def _shard(self) -> None:
@@ -478,22 +479,21 @@ class TorchEngine(Engine):
     def _begin_shards(self) -> None:
         given = self._options.optimizer
         assert self._shards is not None
-        self._shards.begin(given.param_groups if isinstance(given, torch.optim.Optimizer) else ())
+        self._shards.begin(groups_in(given) if isinstance(given, torch.optim.Optimizer) else ())
         self._holdings = Holdings(self.program, self.module)
 
     def _make_optimizer(self) -> None:
-        given, trainable = self._options.optimizer, self._holdings.trainable
-        if given is None or not trainable or self.optimizer is not None:
+        """Make the optimizer where there is something to train, and the schedule of its learning rate. Collective."""
+        given = self._options.optimizer
+        if given is None:
             return
-        if isinstance(given, torch.optim.Optimizer) and self._shards is not None:
-            optimizer = given  # it was adopted as the parameters were shared out
-        else:
-            optimizer = made(given, trainable, self.program.module, self.module)
-        if self._shards is not None:
-            check_elementwise(optimizer)
-        keep_types(optimizer)
-        if self._options.lr_scheduler is not None:
-            rate = scheduled_rate(self._options.lr_scheduler, optimizer)
-            self._missed.catch_up(rate)
-            self.lr_scheduler = rate
-        self.optimizer = optimizer
+        trainable = [] if self.optimizer is not None else self._holdings.trainable
+        layout = model_state.layout(self.program, self.module)
+        making = OptimizerMaking(given, layout, self.module, trainable, is_adopted=self._shards is not None)
+        self._together(making.begin)
+        making.step_whole()
+        self._together(lambda: making.finish(self._options.lr_scheduler))
+        making.settle()
+        if making.optimizer is not None:
+            self.optimizer, self.lr_scheduler = making.optimizer, making.rate
+            self._missed.catch_up(self.lr_scheduler)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from slapo_core.parameters import shard_spec
+from slapo_core.parameters import is_part, shard_spec
+from slapo_core.program import Program
 from slapo_training.model_tensors import Tensors, buffers, parameters, write
 from slapo_training.pieces import Piece, piece_of
+from slapo_training.whole_steps.making import Layout
 
 from .replica_spec import in_replica, replica_spec
 
@@ -30,6 +33,18 @@ def piece(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
     if spec is None:
         return piece_of(value, shard_spec(tensor))
     return piece_of(value, spec.inner, in_replica(tensor).shape, spec.rows())
+
+
+def layout(program: Program, module: nn.Module) -> Layout:
+    """What this rank holds of the parameters, for an optimizer that may need the whole ones."""
+    named = {name: each for name, each in parameters(module).items() if isinstance(each, nn.Parameter)}
+    return Layout(program, named, lambda parameter: piece(parameter, parameter), _holders)
+
+
+def _holders(parameter: nn.Parameter) -> dist.ProcessGroup | None:
+    """The ranks that together have the whole parameter."""
+    spec = shard_spec(parameter)
+    return spec.group if spec is not None and is_part(parameter) else None
 
 
 def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[str]:

@@ -22,21 +22,6 @@ from slapo_training.plain import check_plain
 from .means import LabelCount
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse one that looks at a whole parameter, or all of them, where each rank steps some rows.
-
-    Raises:
-        BuildError: it is one of those of ``torch.optim`` that do.
-    """
-    found = _WHOLE & {kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim")}
-    for name in found:
-        raise BuildError(
-            f"{name} steps a parameter as a whole, and with data_parallel='fsdp' each rank steps some rows; use one "
-            "that steps each element alone, e.g. AdamW, or data_parallel='ddp'"
-        )
-
-
-_WHOLE = {"Adafactor", "LBFGS", "Muon"}
 _RATE = "learning-rate schedule"
 
 
@@ -62,7 +47,7 @@ class MissedSteps:
         """Bring a new schedule to where those of the other ranks are."""
         with warnings.catch_warnings():  # the new optimizer has not stepped, and torch takes that for a mistake
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            for loss in self._losses:
+            for loss in self._losses if schedule is not None else ():
                 step_rate(schedule, loss)
         self._losses.clear()
 

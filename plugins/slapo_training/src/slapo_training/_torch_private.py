@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
@@ -92,3 +93,16 @@ class MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return getattr(torch.serialization, name)
         raise pickle.UnpicklingError(f"it has {module}.{name}, which no checkpoint needs")
+
+
+class CollectiveWatch(TorchDispatchMode):
+    """Raises ``CollectiveFound`` where code inside calls a collective."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            raise CollectiveFound(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class CollectiveFound(Exception):
+    """A collective was called where none may be."""

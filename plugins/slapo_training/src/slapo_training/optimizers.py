@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.errors import BuildError
 from slapo_core.parameters import facts
-from slapo_core.program import Program
 
-from .meeting import on_all
-from .options import CommonOptions, is_rate
+from .options import is_rate
+from .whole_steps.tree import groups_in, has_state, optimizers_in, replace_parameters
 
 
 def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
@@ -34,14 +32,18 @@ def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: 
     result = given if isinstance(given, torch.optim.Optimizer) else given(list(trainable))
     if not isinstance(result, torch.optim.Optimizer):
         raise BuildError(f"optimizer= gave a {type(result).__name__}; it must return a torch.optim.Optimizer")
-    if isinstance(result, torch.optim.LBFGS):
-        raise BuildError("LBFGS computes the loss several times in a step, which no engine does; give another optimizer")
     if result is given:
         return adopted(result, model, mine)
+    _check_steps_once(result)
     known = {id(each) for each in (*trainable, *mine.parameters())}
     if any(id(each) not in known for group in result.param_groups for each in group["params"]):
         raise BuildError("optimizer= gave an optimizer of other parameters than it was given; make it of these")
     return result
+
+
+def _check_steps_once(optimizer: torch.optim.Optimizer) -> None:
+    if any(isinstance(each, torch.optim.LBFGS) for each in optimizers_in(optimizer)):
+        raise BuildError("LBFGS computes the loss several times in a step, which no engine does; give another optimizer")
 
 
 def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
@@ -55,68 +57,26 @@ def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module)
     Raises:
         BuildError: it has stepped already, or has parameters that are not the model's; it is unchanged then.
     """
-    if optimizer.state:
+    _check_steps_once(optimizer)
+    if has_state(optimizer):
         raise BuildError("the optimizer has stepped already, and its state is for parameters as they were; give a new one")
     known = {facts(parameter).names for parameter in model.parameters()} - {()}
     held = {facts(parameter).names: parameter for parameter in mine.parameters() if facts(parameter).names}
     own = {id(parameter): parameter for parameter in mine.parameters()}
-    groups = []
-    for group in optimizer.param_groups:
+    for group in groups_in(optimizer):
         for parameter in group["params"]:
             if id(parameter) not in own and facts(parameter).names not in known:
                 raise BuildError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the scheduled model's; "
                     "make it of that model's parameters(), or give a factory, lambda parameters: ..."
                 )
-        found = [own.get(id(parameter), held.get(facts(parameter).names)) for parameter in group["params"]]
-        groups.append([parameter for parameter in found if parameter is not None])
-    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = parameters
+
+    def successors(parameter: nn.Parameter) -> list[nn.Parameter]:
+        found = own.get(id(parameter), held.get(facts(parameter).names))
+        return [] if found is None else [found]
+
+    replace_parameters(optimizer, successors)
     return optimizer
-
-
-def made_on_all(
-    options: CommonOptions, program: Program, mine: nn.Module, fits: Callable[[torch.optim.Optimizer], None]
-) -> tuple[torch.optim.Optimizer | None, Any]:
-    """This rank's optimizer and the schedule of its learning rate, as far as they are given. Collective.
-
-    Args:
-        options: What is given.
-        program: Whose parameters they are for.
-        mine: This rank's stages.
-        fits: Raises for an optimizer that the engine cannot take, or makes it fit, before the learning rate's schedule is made.
-
-    Raises:
-        BuildError: some rank cannot have them; an optimizer that was given is unchanged on all then.
-    """
-    if options.optimizer is None:
-        return None, None
-    found: list[Any] = [None, None]
-
-    def make() -> None:
-        trainable = [parameter for parameter in mine.parameters() if parameter.requires_grad]
-        optimizer = made(options.optimizer, trainable, program.module, mine)
-        fits(optimizer)
-        keep_types(optimizer)
-        rate = None if options.lr_scheduler is None else scheduled_rate(options.lr_scheduler, optimizer)
-        if isinstance(rate, ReduceLROnPlateau):
-            raise BuildError("lr_scheduler= gave a ReduceLROnPlateau, which is stepped without the loss here; give another")
-        found[:] = optimizer, rate
-
-    groups = options.optimizer.param_groups if isinstance(options.optimizer, torch.optim.Optimizer) else []
-    before = [(group, dict(group)) for group in groups]
-    try:
-        on_all(make, program)
-    except Exception:
-        groups[:] = [_restored(group, facts) for group, facts in before]
-        raise
-    return found[0], found[1]
-
-
-def _restored(group: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    group.clear()
-    group.update(before)
-    return group
 
 
 def keep_types(optimizer: torch.optim.Optimizer) -> None:
@@ -169,6 +129,6 @@ def scheduled_rate(given: Any, optimizer: torch.optim.Optimizer) -> Any:
     result = given if is_rate(given) else given(optimizer)
     if not is_rate(result):
         raise BuildError(f"lr_scheduler= gave a {type(result).__name__}; it must return one of torch.optim.lr_scheduler")
-    if result.optimizer is not optimizer:
+    if result.optimizer not in (optimizer, getattr(optimizer, "inner", None)):
         raise BuildError("lr_scheduler is that of another optimizer; give a factory, lambda optimizer: ...")
     return result

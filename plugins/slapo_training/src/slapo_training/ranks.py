@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -111,3 +112,23 @@ def new_group(rows: Sequence[list[int]], mesh: DeviceMesh, backend: str | None =
     own = next(row for row in rows if dist.get_rank() in row)
     alone: dist.ProcessGroup = dist.new_group(own, job_timeout(), backend=backend, use_local_synchronization=True)
     return alone
+
+
+def stage_group(program: Program) -> dist.ProcessGroup | None:
+    """The replicas and tensor-parallel ranks of this rank's stages; None where it is alone. Collective for the first time."""
+    mesh = program.mesh
+    axes = [axis for axis in ("dp", "tp") if program.axis_size(axis) > 1]
+    if mesh is None or not axes:
+        return None
+    if len(axes) == 1:
+        alone: dist.ProcessGroup = mesh.get_group(axes[0])
+        return alone
+    replicas = mesh.get_group("dp")
+    if (group := _stages.get(replicas)) is None:
+        names = [*(mesh.mesh_dim_names or ())]
+        by_stage = mesh.mesh.movedim([names.index(axis) for axis in axes], [-2, -1])
+        group = _stages[replicas] = new_group(by_stage.reshape(-1, mesh[tuple(axes)].size()).tolist(), mesh)
+    return group
+
+
+_stages: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

@@ -1,0 +1,240 @@
+"""How an engine comes to an optimizer that steps whole tensors, where its ranks hold parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.agreement import all_reduce, gather
+from slapo_core.errors import BuildError
+from slapo_core.parameters import is_part, shard_spec
+from slapo_core.program import Program
+
+from ..model_tensors import parameters
+from ..pieces import Piece, piece_of
+from ..ranks import stage_group
+from .exchange import Holding
+from .optimizer import WholeTensorOptimizer
+from .probe import Finding, probe
+from .stand_ins import StandIns
+from .tree import Optimizer, has_state, held_in, replace_parameters
+from .wholes import Blocks, Whole, is_fused, wholes_of
+
+Group = dist.ProcessGroup | None
+Make = Callable[[list[nn.Parameter]], Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a rank holds of the parameters that are trained.
+
+    Args:
+        program: The program.
+        named: This rank's parameters by their first names in the unmodified model, in the model's order.
+        piece: Gives what of the whole tensor a parameter is.
+        group: Gives the ranks that together hold the whole tensor; None where this rank alone does.
+        dtype: Of the values that are stepped; None for the parameters' own.
+        is_flat: Whether the engine deals ranges of flattened parameters out to the replicas.
+        blocks: By the names of fused parameters the blocks that are stepped one by one.
+        refusal: The reason why the engine cannot step whole tensors, and what can; empty where it can.
+    """
+
+    program: Program
+    named: Mapping[str, nn.Parameter]
+    piece: Callable[[nn.Parameter], Piece]
+    group: Callable[[nn.Parameter], Group]
+    dtype: torch.dtype | None = None
+    is_flat: bool = False
+    blocks: Mapping[str, Blocks] = field(default_factory=dict)
+    refusal: str = ""
+
+    @classmethod
+    def of_engine(cls, program: Program, module: nn.Module, dtype: torch.dtype | None, is_flat: bool, refusal: str = "") -> Layout:
+        """Return that of an engine which leaves tensor-parallel parts as they are, or flattens them for its optimizer.
+
+        Args:
+            program: The program.
+            module: This rank's stages.
+            dtype: Of the values that are stepped.
+            is_flat: Whether the engine deals ranges of flattened parameters out to the replicas.
+            refusal: The reason why the engine cannot step whole tensors, and what can.
+        """
+        named = {name: each for name, each in parameters(module).items() if isinstance(each, nn.Parameter)}
+
+        def group(parameter: nn.Parameter) -> Group:
+            if is_flat:
+                return stage_group(program)
+            spec = shard_spec(parameter)
+            return spec.group if spec is not None and is_part(parameter) else None
+
+        return cls(program, named, lambda each: piece_of(each, shard_spec(each)), group, dtype, is_flat, refusal=refusal)
+
+    def is_part(self, name: str, parameter: nn.Parameter) -> bool:
+        """Return whether what this rank has is anything but the whole tensor of the unmodified model."""
+        if self.is_flat or name in self.blocks or is_fused(parameter):
+            return True
+        piece = self.piece(parameter)
+        return any(ranges != ((0, size),) for ranges, size in zip(piece.ranges, piece.full_shape, strict=True))
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return those that are trained now."""
+        return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
+
+    @property
+    def has_parts(self) -> bool:
+        """Return whether some trained parameter is one that the rank has not as the unmodified model has it."""
+        return any(self.is_part(name, parameter) for name, parameter in self.trained().items())
+
+
+def examined(optimizer: Optimizer, layout: Layout) -> Finding | None:
+    """Return what the updates of an optimizer depend on; None where the rank has all that an update could depend on."""
+    if not layout.has_parts and layout.program.axis_size("pp") == 1:
+        return None
+    return probe(optimizer)
+
+
+class WholeSteps:
+    """Makes an optimizer of whole tensors out of one of the rank's parameters. Collective.
+
+    Args:
+        optimizer: Of the rank's parameters; None where it has none.
+        finding: What its updates depend on.
+        layout: What the rank holds.
+
+    Attributes:
+        is_needed: Whether some rank's optimizer needs whole tensors where it has parts.
+
+    Raises:
+        BuildError: on every rank: there is no layout of this kind on which it is right.
+    """
+
+    def __init__(self, optimizer: Optimizer | None, finding: Finding | None, layout: Layout) -> None:
+        self._layout = layout
+        own = finding or Finding()
+        depends = own.flat if layout.is_flat else own.shape
+        flags = [depends and layout.has_parts, own.coupled and layout.has_parts, own.coupled, own.draws, own.communicates]
+        device = layout.program.mesh.device_type if layout.program.mesh is not None else "cpu"
+        found = torch.tensor([int(flag) for flag in flags], device=device)
+        depends, joins, coupled, self._draws, communicates = map(
+            bool, all_reduce(found, layout.program.mesh, dist.ReduceOp.MAX).tolist()
+        )
+        self.is_needed = depends or joins
+        self._check(optimizer, coupled and not self._draws, communicates)
+        self._everywhere = joins
+        self._stand_ins: list[StandIns] = []
+        self._by_source: dict[int, list[nn.Parameter]] = {}
+        self._sources: dict[int, nn.Parameter] = {}
+        if self.is_needed and optimizer is not None:
+            self._make(layout.trained())
+
+    def _check(self, optimizer: Optimizer | None, coupled: bool, communicates: bool) -> None:
+        kind = "the optimizer" if optimizer is None else type(optimizer).__name__
+        if self.is_needed and self._layout.refusal:
+            raise BuildError(f"{kind} steps a parameter as a whole, and {self._layout.refusal}")
+        if coupled and self._layout.program.axis_size("pp") > 1:
+            what = "calls collectives itself" if communicates else "makes the step of one parameter depend on the others"
+            raise BuildError(
+                f"{kind} {what}, and each rank of a pipeline has only those of its stages; use pp=1, or an optimizer that "
+                "steps each parameter for itself, with clip= of build for a norm over all"
+            )
+
+    def _make(self, named: Mapping[str, nn.Parameter]) -> None:
+        groups: dict[tuple[int, ...], tuple[Group, list[Whole]]] = {}
+        for name, parameter in named.items():
+            if self._layout.is_part(name, parameter):
+                group = self._layout.group(parameter)
+                ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+                piece, blocks = self._layout.piece(parameter), self._layout.blocks.get(name)
+                dtype = self._layout.dtype or parameter.dtype
+                groups.setdefault(ranks, (group, []))[1].extend(wholes_of(name, parameter, piece.full_shape, dtype, blocks))
+        for group, wholes in groups.values():
+            made = StandIns(wholes, group, self._everywhere)
+            made.bind(*local_places(wholes, self._layout))
+            made.make()
+            self._stand_ins.append(made)
+            for whole, parameter in zip(wholes, made.parameters, strict=True):
+                self._by_source.setdefault(id(whole.source), []).append(parameter)
+                self._sources[id(parameter)] = whole.source
+
+    def stepped(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return what the optimizer steps in the places of the rank's parameters."""
+        return list(chain.from_iterable(self._by_source.get(id(each), [each]) for each in parameters))
+
+    def optimizer(self, optimizer: Optimizer, make: Make | None, trainable: Sequence[nn.Parameter]) -> WholeTensorOptimizer:
+        """Return the optimizer of whole tensors; touches no other rank.
+
+        Args:
+            optimizer: Of the rank's parameters.
+            make: The factory that made it; None for an object that was given.
+            trainable: What the factory gets.
+        """
+        try:
+            inner = optimizer if make is None else make(self.stepped(trainable))
+            if inner is optimizer and has_state(inner):
+                raise BuildError("the optimizer has made a state for parts of parameters; give a factory, lambda parameters: ...")
+            # what was given, and what a factory takes from elsewhere, has the rank's own parameters
+            replace_parameters(inner, lambda parameter: self._by_source.get(id(parameter), [parameter]))
+            randomness = (lambda: common_randomness(self._layout.program)) if self._draws else nullcontext
+            return WholeTensorOptimizer(inner, self._stand_ins, self._sources, self._extended, randomness)
+        finally:
+            for each in self._stand_ins:
+                each.release()
+
+    def settle(self, optimizer: WholeTensorOptimizer) -> None:
+        """Forget the whole tensors that the optimizer does not step. Collective."""
+        known = {id(parameter) for parameter in held_in(optimizer.inner)}
+        for each in self._stand_ins:
+            if each.keep(known) and each.wholes:
+                each.bind(*local_places(each.wholes, self._layout))
+        self._stand_ins[:] = [each for each in self._stand_ins if each.wholes]
+        optimizer.stand_ins[:] = self._stand_ins
+
+    def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], StandIns | None]:
+        """Stand-ins for parameters that are added later. Collective."""
+        known = {id(parameter) for parameter in added}
+        named = {name: each for name, each in self._layout.named.items() if id(each) in known}
+        before = len(self._stand_ins)
+        self._make(named)
+        made = self._stand_ins[before:]
+        if len(made) > 1:
+            raise BuildError("parameters of several kinds of sharding are added in one group; add a group for each")
+        return self.stepped(added), made[0] if made else None
+
+
+def local_places(wholes: Sequence[Whole], layout: Layout) -> tuple[Callable[[], list[nn.Parameter]], list[Holding]]:
+    """Return this rank's parameters that have something of whole tensors, and the boxes in them."""
+    sources = list({id(whole.source): whole.source for whole in wholes}.values())
+    places = {id(source): place for place, source in enumerate(sources)}
+    holdings = []
+    for number, whole in enumerate(wholes):
+        for chunk in whole.chunks(layout.piece(whole.source).chunks()):
+            holdings.append(Holding(number, places[id(whole.source)], chunk))
+    return lambda: sources, holdings
+
+
+@contextmanager
+def common_randomness(program: Program) -> Iterator[None]:
+    """Let the ranks of a stage draw the same numbers inside. Collective over them.
+
+    Ranks whose generators are in one state go on from it, as a process alone would; others get a common state, and have their
+    own again behind it.
+    """
+    state = torch.get_rng_state()
+    everyone = [state.numpy().tobytes()]
+    for axis in ("dp", "tp"):
+        if program.mesh is not None and program.axis_size(axis) > 1:
+            everyone = [each for found in gather(everyone, program.mesh[axis]) for each in found]
+    if len(set(everyone)) == 1:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.set_rng_state(torch.frombuffer(bytearray(everyone[0]), dtype=torch.uint8))
+        yield
+    torch.randint(2, ())  # the next step has other numbers

@@ -1,0 +1,184 @@
+"""The optimizer that an engine sees: it has the rank's parameters, and another one steps the whole tensors behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from .group_options import GroupOptions
+from .stand_ins import StandIns
+from .tree import Optimizer, groups_in, optimizers_in
+
+Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], StandIns | None]]
+
+
+class WholeTensorOptimizer(torch.optim.Optimizer):
+    """Steps an optimizer of whole tensors, of which ranks hold parts. Collective where it steps.
+
+    Its groups have the rank's parameters, and the options of the groups of ``inner``: what is set on one side is taken over by
+    the other when it steps. All other attributes are those of ``inner``.
+
+    Args:
+        inner: Has stand-ins for the parameters that the rank holds a part of, and the others as they are.
+        stand_ins: Of each group of ranks.
+        sources: The rank's parameter for each stand-in, by its id.
+        extend: Makes stand-ins of parameters that are added later.
+        randomness: What is around the step of an optimizer that draws random numbers.
+
+    Attributes:
+        inner: As given.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        stand_ins: Sequence[StandIns],
+        sources: Mapping[int, nn.Parameter],
+        extend: Extension,
+        randomness: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.inner = inner
+        self._stand_ins, self._sources, self._extend, self._randomness = list(stand_ins), dict(sources), extend, randomness
+        self._is_built = False
+        super().__init__(self._local_groups() or [{"params": []}], dict(inner.defaults))
+        self._is_built, self._options = True, GroupOptions(inner)
+        for group, _ in zip(self.param_groups, inner.param_groups, strict=False):
+            self._options.add(group)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of ``inner``: of whole tensors that this rank owns, and of the parameters that it has whole."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Ignore what the base class begins with."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def stepped(self) -> dict[str, nn.Parameter]:
+        """Return the stand-ins by the names of the whole tensors."""
+        return {
+            whole.name: parameter
+            for each in self._stand_ins
+            for whole, parameter in zip(each.wholes, each.parameters, strict=True)
+        }
+
+    def owned(self, labels: Container[int] | None = None) -> set[int]:
+        """Return the ids of the stand-ins of some groups that this rank steps; of all where none are given."""
+        return {id(parameter) for each in self._stand_ins for parameter in each.owned(labels)}
+
+    @property
+    def stand_ins(self) -> list[StandIns]:
+        """Those of each group of ranks."""
+        return self._stand_ins
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step the whole tensors, and give each rank its parts. Collective."""
+        self._options.exchange()
+        labels = self._present()
+        try:
+            for each in self._stand_ins:
+                each.fetch_all(labels)
+            with self._owned_only(labels), self._randomness(), torch.enable_grad():
+                found = self.inner.step() if closure is None else self.inner.step(closure)
+            for each in self._stand_ins:
+                each.put(labels)
+        finally:
+            for each in self._stand_ins:
+                each.release()
+            self._options.exchange()
+        return found
+
+    def _present(self) -> list[int] | None:
+        """The numbers of the groups that are stepped, where an engine has taken others out meanwhile; None for all."""
+        present = {id(group) for group in self.param_groups}
+        numbers = [number for number, group in enumerate(self._options.outer) if id(group) in present]
+        return None if len(numbers) == len(self._options.outer) else numbers
+
+    def number_of(self, parameter: nn.Parameter) -> int:
+        """Return the number of the group of a stand-in; those that are in no group count as of the first."""
+        groups = ({id(each) for each in group["params"]} for group in self.inner.param_groups)
+        return next((number for number, own in enumerate(groups) if id(parameter) in own), 0)
+
+    @contextmanager
+    def whole_values(self) -> Iterator[None]:
+        """Let ``inner`` have the values of the whole tensors inside; changes are given back to the parts. Collective."""
+        try:
+            for each in self._stand_ins:
+                each.fetch()
+            with self._owned_only():
+                yield
+            for each in self._stand_ins:
+                each.put()
+        finally:
+            for each in self._stand_ins:
+                each.release()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the rank. Collective where it holds parts of them."""
+        if not self._is_built:
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        local = [given] if isinstance(given, torch.Tensor) else list(given)
+        stepped, made = self._extend(local)
+        if made is not None:
+            self._stand_ins.append(made)
+            self._sources |= {id(each): whole.source for each, whole in zip(made.parameters, made.wholes, strict=True)}
+        self.inner.add_param_group({**param_group, "params": stepped})
+        if made is not None:
+            made.release()
+        super().add_param_group({**param_group, "params": local})
+        self._options.add(self.param_groups[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return that of ``inner``, whose state is of the whole tensors that this rank owns."""
+        self._options.exchange()
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let ``inner`` take what ``state_dict`` gave."""
+        self.inner.load_state_dict(state_dict)
+        self._options.take_inner()
+
+    def _local_groups(self) -> list[dict[str, Any]]:
+        """The groups of ``inner`` with the rank's parameters, each in one group."""
+        found, seen = [], set[int]()
+        for group in self.inner.param_groups:
+            local = {id(each): each for each in (self._sources.get(id(old), old) for old in group["params"])}
+            own = [each for key, each in local.items() if key not in seen]
+            seen |= local.keys()
+            found.append({**{key: value for key, value in group.items() if key != "param_names"}, "params": own})
+        return found
+
+    @contextmanager
+    def _owned_only(self, labels: Container[int] | None = None) -> Iterator[None]:
+        """Hide stand-ins that other ranks own: not every optimizer leaves alone what has no gradient."""
+        owned = self.owned(labels)
+        others = {id(each) for own in self._stand_ins for each in own.parameters} - owned
+        if not others:
+            yield
+            return
+        kept: list[tuple[Any, Any, Any]] = []
+        for group in groups_in(self.inner):
+            kept.append((group, "params", group["params"]))
+            group["params"] = [each for each in group["params"] if id(each) not in others]
+        for each in optimizers_in(self.inner):
+            for value in vars(each).values():
+                if isinstance(value, list) and any(id(item) in others for item in value):
+                    kept.append((value, slice(None), list(value)))
+                    value[:] = [item for item in value if id(item) not in others]
+        try:
+            yield
+        finally:
+            for holder, key, value in kept:
+                holder[key] = value

@@ -1,0 +1,333 @@
+"""Numeric probe of an optimizer: what one element's update depends on, found by stepping small parameters whole and in parts."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from slapo_core.causes import reason
+from slapo_core.parameters import shard_spec
+
+from .._torch_private import CollectiveFound, CollectiveWatch
+from .tree import Optimizer, groups_in, optimizers_in, parameters_in
+
+
+class Finding(NamedTuple):
+    """What an update depends on.
+
+    Args:
+        shape: Whether it changes where a rank has rows or columns of a parameter instead of the whole.
+        flat: Whether it changes where a rank has a range of the flattened parameter.
+        coupled: Whether the update of one parameter depends on which others there are.
+        draws: Whether a step draws random numbers of the process.
+        communicates: Whether a step calls collectives.
+        why_unknown: The reason why it could not be tried; it is then taken to depend on the shape.
+    """
+
+    shape: bool = False
+    flat: bool = False
+    coupled: bool = False
+    draws: bool = False
+    communicates: bool = False
+    why_unknown: str = ""
+
+
+class _Size(NamedTuple):
+    """Shapes of the parameters that are stepped, by their number of dimensions, and how often."""
+
+    shapes: dict[int, tuple[int, ...]]
+    steps: int
+
+
+_SMALL = _Size({0: (), 1: (12,), 2: (8, 6), 3: (4, 4, 4), 4: (4, 4, 3, 3)}, 10)
+_LARGE = _Size({0: (), 1: (512,), 2: (192, 160), 3: (16, 16, 16), 4: (32, 16, 3, 3)}, 3)
+"""Optimizers treat small parameters differently: Adafactor factors, Shampoo preconditions, from some size on."""
+_SCALES = (1.0, 1.0, 10.0, 0.1)
+"""Of gradients, step by step: a limit on norms is to be passed in some steps."""
+_TOLERANCE = 1e-3
+_REPRESENTATIVES = 2
+
+Cut = Callable[[torch.Tensor], torch.Tensor]
+
+
+def probe(optimizer: Optimizer) -> Finding:
+    """Find out what the updates of an optimizer depend on.
+
+    Neither the optimizer nor its parameters nor any random state are changed: copies of it step small parameters.
+
+    Args:
+        optimizer: As it was made; it has not stepped.
+    """
+    with _apart():
+        try:
+            return _probed(optimizer)
+        except CollectiveFound:
+            return Finding(shape=True, flat=True, coupled=True, communicates=True)
+        except Exception as err:
+            return Finding(shape=True, flat=True, why_unknown=reason(err))
+
+
+def _probed(optimizer: Optimizer) -> Finding:
+    trial = _Trial(optimizer, _SMALL)
+    with CollectiveWatch():
+        whole = trial.run_first()
+    coupled = trial.draws or trial.is_coupled(whole)
+    shape = trial.keeps_factors or not trial.is_same_in_parts(whole, _rows) or not trial.is_same_in_parts(whole, _columns)
+    flat = shape or not trial.is_same_in_parts(whole, _flat)
+    if not shape:
+        large = _Trial(optimizer, _LARGE, trial.is_sparse)
+        whole = large.run(_all)
+        shape = large.keeps_factors or not large.is_same_in_parts(whole, _rows) or not large.is_same_in_parts(whole, _columns)
+        flat = flat or shape or not large.is_same_in_parts(whole, _flat)
+    return Finding(shape, flat, coupled, trial.draws)
+
+
+class _Trial:
+    """Steps of copies of an optimizer with few small parameters in the places of its own.
+
+    Args:
+        optimizer: What is copied.
+        size: Of the parameters.
+
+    Attributes:
+        is_sparse: Whether gradients are sparse ones, of all rows.
+        draws: Whether a run drew random numbers of the process.
+        keeps_factors: Whether a run left state that is neither a number nor one for each element.
+    """
+
+    def __init__(self, optimizer: Optimizer, size: _Size, is_sparse: bool = False) -> None:
+        self._optimizer, self._size, self.is_sparse = optimizer, size, is_sparse
+        self._all, self._chosen = parameters_in(optimizer), _representatives(optimizer)
+        self._places = {id(parameter): place for place, parameter in enumerate(self._chosen)}
+        self.draws = self.keeps_factors = False
+        if not self._chosen:
+            raise ValueError("it has no parameters")
+
+    def run_first(self) -> list[torch.Tensor]:
+        """Return what some steps add to whole parameters, of gradients as the optimizer takes them: dense, or sparse ones.
+
+        Raises:
+            Exception: it takes neither.
+        """
+        try:
+            return self.run(_all)
+        except CollectiveFound:
+            raise
+        except Exception as err:
+            self.is_sparse = True
+            try:
+                return self.run(_all)
+            except Exception:
+                raise err from None
+
+    def run(self, cut: Cut, places: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Return what some steps add to the parameters.
+
+        Args:
+            cut: Gives the part of a parameter, or of its gradient, that is stepped.
+            places: Of the parameters that are stepped, others are left out; None for all.
+        """
+        numbers = torch.Generator().manual_seed(0)
+        whole = [torch.randn(self._shape(each), generator=numbers) for each in self._chosen]
+        substitutes = [
+            _substitute(old, cut(value.to(old.device)), is_bare=cut in _flat)
+            for old, value in zip(self._chosen, whole, strict=True)
+        ]
+        before = [each.detach().clone() for each in substitutes]
+        stepped = range(len(substitutes)) if places is None else places
+        trial = self._copy(substitutes, stepped)
+        _seed()
+        state, other = torch.get_rng_state(), random.getstate()
+        for step in range(self._size.steps):
+            scale = _SCALES[step % len(_SCALES)]
+            for place, (each, value) in enumerate(zip(substitutes, whole, strict=True)):
+                gradient = scale * torch.randn(value.shape, generator=numbers)
+                own = cut(gradient.to(each.device)).to(each.dtype).clone()
+                each.grad = (own.to_sparse(1) if self.is_sparse else own) if place in stepped else None
+            type(trial).step(trial)
+        self.draws = self.draws or not torch.equal(state, torch.get_rng_state()) or random.getstate() != other
+        self.keeps_factors = self.keeps_factors or _keeps_factors(trial)
+        return [each.detach() - old for each, old in zip(substitutes, before, strict=True)]
+
+    def is_same_in_parts(self, whole: Sequence[torch.Tensor], cuts: tuple[Cut, Cut]) -> bool:
+        """Return whether two optimizers, each with its part of every parameter, add what one adds to the whole."""
+        for cut in cuts:
+            try:
+                found = self.run(cut)
+            except CollectiveFound:
+                raise
+            except Exception:
+                return False
+            if not all(_is_close(part, cut(full)) for part, full in zip(found, whole, strict=True)):
+                return False
+        return True
+
+    def is_coupled(self, whole: Sequence[torch.Tensor]) -> bool:
+        """Return whether some parameters are stepped differently when others are not there."""
+        for first in (0, 1):
+            places = range(first, len(self._chosen), 2)
+            if places:
+                found = self.run(_all, places)
+                if not all(_is_close(found[place], whole[place]) for place in places):
+                    return True
+        return False
+
+    def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        return self._size.shapes.get(parameter.dim(), (2,) * parameter.dim())
+
+    def _copy(self, substitutes: list[nn.Parameter], places: Sequence[int]) -> Optimizer:
+        dummies: dict[int, nn.Parameter] = {}
+        memo: dict[int, Any] = {}
+        for parameter in self._all:
+            place = self._places.get(id(parameter))
+            if place is None:
+                if parameter.dim() not in dummies:
+                    dummies[parameter.dim()] = _substitute(parameter, torch.zeros(self._shape(parameter), device=parameter.device))
+                memo[id(parameter)] = dummies[parameter.dim()]
+            else:
+                memo[id(parameter)] = substitutes[place]
+        memo |= _states(self._optimizer, memo)
+        trial = _copied(self._optimizer, memo)
+        kept = {id(substitutes[place]) for place in places}
+        for group in groups_in(trial):
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
+            _set_rate(group)
+        return trial
+
+
+def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Copy an optimizer and those that it holds; ``copy.deepcopy`` would lose all attributes but state and groups."""
+    found = optimizers_in(optimizer)
+    for each in found:
+        memo[id(each)] = object.__new__(type(each))
+    for each in found:
+        for name, value in vars(each).items():
+            if name.startswith("_optimizer_") and name.endswith("hooks"):
+                vars(memo[id(each)])[name] = type(value)()
+            elif name != "step":  # a learning-rate schedule puts a function there that steps the original
+                vars(memo[id(each)])[name] = copy.deepcopy(value, memo)
+    copied: Optimizer = memo[id(optimizer)]
+    return copied
+
+
+def _states(optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, Any]:
+    """What takes the places of tensors that an optimizer has made for each element of its parameters, by their ids."""
+    found: dict[int, Any] = {}
+    for each in optimizers_in(optimizer):
+        for parameter, state in each.state.items():
+            if (new := memo.get(id(parameter))) is None or not isinstance(state, dict):
+                continue
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
+                    is_copy = torch.equal(value, parameter)
+                    found[id(value)] = new.detach().clone() if is_copy else _shaped_like(value, new).to(value.dtype)
+    return found
+
+
+def _representatives(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Some parameters for each kind that an optimizer may treat differently."""
+    seen: dict[Any, int] = {}
+    chosen: dict[int, nn.Parameter] = {}
+    for number, group in enumerate(groups_in(optimizer)):
+        for parameter in group["params"]:
+            marks = [(name, repr(value)) for name, value in vars(parameter).items() if isinstance(value, bool | int | float | str)]
+            kind = number, parameter.dim(), parameter.dtype, tuple(marks)
+            if parameter.requires_grad and seen.setdefault(kind, 0) < _REPRESENTATIVES:
+                seen[kind] += 1
+                chosen[id(parameter)] = parameter
+    return list(chosen.values())
+
+
+def _substitute(old: nn.Parameter, value: torch.Tensor, is_bare: bool = False) -> nn.Parameter:
+    """A parameter with a value of its own and the attributes of another, which a range of a flattened one has not."""
+    new = nn.Parameter(value.detach().to(old.dtype).clone())
+    if is_bare:
+        return new
+    spec = shard_spec(old)
+    shapes = {tuple(old.shape), *([] if spec is None else [tuple(spec.full_shape)])}
+    for name, each in vars(old).items():
+        is_mask = isinstance(each, torch.Tensor) and tuple(each.shape) in shapes and each.dim() > 0
+        vars(new)[name] = _shaped_like(each, new) if is_mask else each
+    return new
+
+
+def _shaped_like(mask: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The first elements of a mask, repeated where there are too few; whole and parts cannot have the same."""
+    values = mask.detach().reshape(-1)[:1]
+    return values.expand(new.numel()).reshape(new.shape).clone()
+
+
+def _set_rate(group: dict[str, Any]) -> None:
+    """Let a group take steps that can be seen: warm-up begins with a rate of nothing."""
+    rate = group.get("lr")
+    if isinstance(rate, torch.Tensor):
+        rate.fill_(_RATE)
+    elif isinstance(rate, float | int):
+        group["lr"] = _RATE
+
+
+_RATE = 0.01
+
+
+def _keeps_factors(optimizer: Optimizer) -> bool:
+    """Return whether the state has tensors that are neither a number nor one for each element of a parameter."""
+    for each in optimizers_in(optimizer):
+        for parameter, state in each.state.items():
+            shape = parameter.shape if isinstance(parameter, torch.Tensor) else None
+            for value in state.values() if isinstance(state, dict) else ():
+                found = value if isinstance(value, list | tuple) else [value]
+                if any(isinstance(item, torch.Tensor) and item.numel() > 1 and item.shape != shape for item in found):
+                    return True
+    return False
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    return found.shape == expected.shape and bool((found - expected).abs().le(_TOLERANCE * largest).all())
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Leave no trace in the process: random states stay, warnings are not shown."""
+    before, others = torch.get_rng_state(), random.getstate()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_rng_state(before)
+        random.setstate(others)
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+def _all(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _half(tensor: torch.Tensor, dim: int, number: int) -> torch.Tensor:
+    if tensor.dim() <= dim:
+        return tensor
+    return tensor.tensor_split(2, dim)[number]
+
+
+def _flat_half(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    return _half(tensor.reshape(-1), 0, number)
+
+
+_rows: tuple[Cut, Cut] = (lambda tensor: _half(tensor, 0, 0), lambda tensor: _half(tensor, 0, 1))
+_columns: tuple[Cut, Cut] = (lambda tensor: _half(tensor, 1, 0), lambda tensor: _half(tensor, 1, 1))
+_flat: tuple[Cut, Cut] = (lambda tensor: _flat_half(tensor, 0), lambda tensor: _flat_half(tensor, 1))

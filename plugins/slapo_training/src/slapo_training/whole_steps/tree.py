@@ -1,0 +1,88 @@
+"""Optimizers that an optimizer consists of: wrappers and composites hold others in their attributes."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+Optimizer = torch.optim.Optimizer
+
+_OPAQUE = (torch.Tensor, nn.Module, dist.ProcessGroup, DeviceMesh, type, types.FunctionType, types.MethodType, types.ModuleType)
+_OWN = ("state", "param_groups", "defaults")
+_DEEPEST = 5
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizer and all that it holds in attributes, in containers or in plain objects, each once."""
+    found: list[Optimizer] = []
+    seen: set[int] = set()
+
+    def visit(value: Any, depth: int) -> None:
+        if id(value) in seen or depth > _DEEPEST or isinstance(value, _OPAQUE):
+            return
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            found.append(value)
+            depth = 0
+        for each in _inside(value):
+            visit(each, depth + 1)
+
+    visit(optimizer, 0)
+    return found
+
+
+def groups_in(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer and of all that it holds, each once."""
+    groups = (group for each in optimizers_in(optimizer) for group in each.param_groups)
+    return list({id(group): group for group in groups}.values())
+
+
+def parameters_in(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return what an optimizer and all that it holds step, each once."""
+    held = (parameter for group in groups_in(optimizer) for parameter in group["params"])
+    return list({id(parameter): parameter for parameter in held}.values())
+
+
+def held_in(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return what an optimizer and all that it holds have in groups, or in lists that are attributes, each once."""
+    lists = (value for each in optimizers_in(optimizer) for value in vars(each).values() if isinstance(value, list))
+    others = (item for value in lists for item in value if isinstance(item, nn.Parameter))
+    return list({id(parameter): parameter for parameter in (*parameters_in(optimizer), *others)}.values())
+
+
+def has_state(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer, or one that it holds, has stepped."""
+    return any(each.state for each in optimizers_in(optimizer))
+
+
+def replace_parameters(optimizer: Optimizer, successors: Callable[[nn.Parameter], Sequence[nn.Parameter]]) -> None:
+    """Let others take the places of parameters in the groups, and in lists that are attributes.
+
+    Args:
+        optimizer: It and what it holds; none has a state.
+        successors: Gives what takes the place of a parameter, nothing where the rank has none of it.
+    """
+    for group in groups_in(optimizer):
+        group["params"] = [new for old in group["params"] for new in successors(old)]
+    for each in optimizers_in(optimizer):
+        for name, value in vars(each).items():
+            if name not in _OWN and isinstance(value, list) and any(isinstance(item, nn.Parameter) for item in value):
+                value[:] = [
+                    new for item in value for new in (successors(item) if isinstance(item, nn.Parameter) else (item,))
+                ]
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a value holds, where it may hold an optimizer."""
+    if isinstance(value, list | tuple | set):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif hasattr(value, "__dict__"):
+        yield from (each for name, each in vars(value).items() if not (isinstance(value, Optimizer) and name in _OWN))

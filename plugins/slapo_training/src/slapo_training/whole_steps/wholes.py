@@ -1,0 +1,193 @@
+"""The whole tensors that an optimizer is to step, and where what a rank holds lies in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from slapo_core.parameters import facts, is_part, shard_spec, successor
+
+from ..pieces import Chunk, Piece
+
+MADE_OF = "slapo_made_of"
+"""What a step that fuses parameters sets on the new one, see ``slapo_weights.made_of``."""
+
+
+class Span(NamedTuple):
+    """Range of a rank's parameter that is a range of a whole tensor.
+
+    Args:
+        dim: Dimension of both.
+        at: Where it begins in the parameter of the scheduled model.
+        start: Where it begins in the whole tensor.
+        size: Its size.
+    """
+
+    dim: int
+    at: int
+    start: int
+    size: int
+
+    def of(self, chunk: Chunk) -> Chunk | None:
+        """Return what of a box is in the range, by its place in the whole tensor; None where nothing is."""
+        low = max(chunk.offset[self.dim], self.at)
+        high = min(chunk.offset[self.dim] + chunk.sizes[self.dim], self.at + self.size)
+        if low >= high:
+            return None
+        local = chunk.local[self.dim] + low - chunk.offset[self.dim]
+        return Chunk(
+            _put(chunk.local, self.dim, local),
+            _put(chunk.offset, self.dim, self.start + low - self.at),
+            _put(chunk.sizes, self.dim, high - low),
+        )
+
+
+class Whole(NamedTuple):
+    """Tensor that the optimizer of the unmodified model would step.
+
+    Args:
+        name: Its name there.
+        shape: Its shape.
+        source: This rank's parameter that has some of it.
+        dtype: Of the values that are stepped.
+        spans: The ranges of the scheduled model's parameter that it consists of; None where it is that parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: nn.Parameter
+    dtype: torch.dtype
+    spans: tuple[Span, ...] | None = None
+
+    def chunks(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """Give boxes of the scheduled model's parameter as boxes of this tensor."""
+        for chunk in chunks:
+            if self.spans is None:
+                yield chunk
+            else:
+                yield from (part for span in self.spans if (part := span.of(chunk)) is not None)
+
+    @property
+    def cost(self) -> int:
+        """Work of a step that multiplies the matrix by itself, in multiplications of some unit."""
+        return math.prod(self.shape) * (min(self.shape) if len(self.shape) > 1 else 1) + 1
+
+
+class Blocks(NamedTuple):
+    """Blocks of a fused parameter that are matrices of their own to the optimizer.
+
+    Args:
+        dim: Along which they lie one behind the other.
+        sizes: Their sizes along it.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+def wholes_of(
+    name: str, parameter: nn.Parameter, shape: Sequence[int], dtype: torch.dtype, blocks: Blocks | None = None
+) -> list[Whole]:
+    """Return the whole tensors that a parameter belongs to: several where a step fused them, or where blocks are asked for.
+
+    Args:
+        name: Its name in the unmodified model.
+        parameter: This rank's.
+        shape: That of the whole parameter in the scheduled model.
+        dtype: Of the values that are stepped.
+        blocks: What the user wants to have stepped one by one.
+    """
+    full = tuple(shape)
+    made = getattr(parameter, MADE_OF, None)
+    if made is not None and not facts(parameter).names and (spans := _spans(made)) is not None:
+        return [
+            Whole(part, _put(full, made[0], sum(span.size for span in own)), parameter, dtype, own)
+            for part, own in spans.items()
+        ]
+    if blocks is None:
+        return [Whole(name, full, parameter, dtype)]
+    found, at = [], 0
+    for number, size in enumerate(blocks.sizes):
+        own = (Span(blocks.dim, at, 0, size),)
+        found.append(Whole(f"{name}[{number}]", _put(full, blocks.dim, size), parameter, dtype, own))
+        at += size
+    return found
+
+
+def is_fused(parameter: nn.Parameter) -> bool:
+    """Return whether a step made the parameter of several of the unmodified model's, or of ranges of one."""
+    made = getattr(parameter, MADE_OF, None)
+    return made is not None and not facts(parameter).names and _spans(made) is not None
+
+
+def stand_in(whole: Whole, value: torch.Tensor, masks: Mapping[str, torch.Tensor]) -> nn.Parameter:
+    """Return a whole parameter for the optimizer with all that was set on the rank's.
+
+    Args:
+        whole: Which one.
+        value: Its memory.
+        masks: Attributes that are tensors of the whole shape.
+    """
+    new = cast(nn.Parameter, successor(whole.source, value, spec=None, names=(whole.name,)))
+    new._backward_hooks = None
+    new._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+    vars(new).pop(MADE_OF, None)
+    vars(new).update(masks)
+    return new
+
+
+def masks_of(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """Return the attributes of a part of a parameter that are tensors of the part's own shape, by name."""
+    if not is_part(parameter):
+        return {}
+    spec = shard_spec(parameter)
+    whole = () if spec is None else tuple(spec.full_shape)
+    found = sorted(vars(parameter).items())
+    return {
+        name: each
+        for name, each in found
+        if isinstance(each, torch.Tensor) and each.dim() and each.shape == parameter.shape and tuple(each.shape) != whole
+    }
+
+
+def whole_piece(value: torch.Tensor) -> Piece:
+    """Return the piece that a whole tensor is."""
+    return Piece(value, tuple(value.shape), tuple(((0, size),) for size in value.shape))
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Give elements of a tensor that follow each other as boxes in the same order: where each lies, and its sizes."""
+    row = math.prod(shape[1:])
+    while start < stop:
+        first, inside = divmod(start, row)
+        if inside or stop - start < row:
+            end = min(stop, (first + 1) * row)
+            for offset, sizes in boxes(shape[1:], inside, end - first * row):
+                yield (first, *offset), (1, *sizes)
+        else:
+            end = stop - stop % row
+            yield (first, *(0 for _ in shape[1:])), ((end - start) // row, *shape[1:])
+        start = end
+
+
+def _spans(made: Any) -> dict[str, tuple[Span, ...]] | None:
+    """The ranges of each parameter that a fused one is made of; None where one of them is not there as a whole, once."""
+    dim, parts = made[0], made[1]
+    spans: dict[str, list[Span]] = {}
+    at = 0
+    for name, (start, stop), _ in parts:
+        spans.setdefault(name, []).append(Span(dim, at, start, stop - start))
+        at += stop - start
+    for name, _, size in parts:
+        edges = sorted((span.start, span.start + span.size) for span in spans[name])
+        if [0, *(stop for _, stop in edges)] != [*(start for start, _ in edges), size]:
+            return None
+    return {name: tuple(own) for name, own in spans.items()}
+
+
+def _put(numbers: Sequence[int], dim: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:dim], number, *numbers[dim + 1 :])
