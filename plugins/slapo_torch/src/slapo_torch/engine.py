@@ -18,6 +18,7 @@ from slapo_core.logger import get_logger
 from slapo_core.program import Program
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
 from slapo_training.engine_checkpoint import Position
+from slapo_training.gradient_hooks import GradientAccess, StepHooks
 from slapo_training.means import EQUAL_PARTS
 from slapo_training.meeting import check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
@@ -28,6 +29,7 @@ from slapo_training.saving import Saving
 from . import model_state
 from .checkpoint import TorchSaver, Trained
 from .checkpoint_load import load_checkpoint
+from .device import device_of
 from .failures import Peers
 from .holdings import Holdings
 from .means import LabelCount, Share
@@ -96,7 +98,7 @@ class TorchEngine(Engine):
             Peers(program.mesh["tp"].get_group()) if program.mesh is not None and program.axis_size("tp") > 1 else None
         )
         self._plans: dict[Any, Any] = {}
-        self._device = _device(program)
+        self._device = device_of(program)
         # of numbers that ranks compare: one rank by itself need not wait for its device to give them back
         self._meeting = self._device if any(mesh_groups(program.mesh)) else torch.device("cpu")
         self.timeline: list[dict[str, Any]] = []
@@ -110,6 +112,7 @@ class TorchEngine(Engine):
         self._missed = MissedSteps()
         self._loss_scale = LossScale(options.loss_scale, program.mesh) if options.precision == "fp16" else None
         self._holdings = Holdings(program, self.module)
+        self._hooks = StepHooks(program, self.module, options.gradient_hooks == "step")
         self._replicas: Replicas | None = None
         self._shards: ShardedReplicas | None = None
         self._facts = _Facts([], [])
@@ -134,7 +137,9 @@ class TorchEngine(Engine):
             self._together(self._make_optimizer)
             self._holdings.release_others()
             self._together(self._make_replicas)
+            self._hooks.bind(self.module, GradientAccess())
         except Exception:
+            self._hooks.give_back()
             self._release()
             if self._shards is not None:
                 self._shards.undo()
@@ -160,6 +165,8 @@ class TorchEngine(Engine):
             return loss
         self._check_gradients()
         self._reduce()
+        if self._hooks.is_active:
+            self._together(self._hooks.run)
         self._together(lambda: self._update(loss.item()))
         self.steps += 1
         return loss
@@ -212,6 +219,7 @@ class TorchEngine(Engine):
     def close(self) -> None:
         """Take the engine's hooks off the parameters and forget its plans; it only evaluates and saves from now on."""
         self._is_closed = True
+        self._hooks.give_back()
         self._release()
         self._saver.close()
 
@@ -487,12 +495,3 @@ class TorchEngine(Engine):
             self.lr_scheduler = rate
         self.optimizer = optimizer
 
-
-def _device(program: Program) -> torch.device:
-    kind = program.mesh.device_type if program.mesh is not None else _parameter_device(program.module)
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def _parameter_device(module: nn.Module) -> str:
-    first = next(module.parameters(), None)
-    return first.device.type if first is not None else "cpu"

@@ -40,6 +40,9 @@ class CommonOptions:
             ``partial`` that has one, else -100. It is needed where a loss that is no plain ``cross_entropy`` or ``nll_loss``
             leaves out another one: it has to be a mean over equal parts, and only by this value those are told that are not,
             in the batch's ``labels``, and refused. Of the plain ones each part's labels are counted as they enter the loss.
+        gradient_hooks: ``"step"`` runs the hooks that parameters of the model had before ``build`` once in a step, each on the
+            whole reduced gradient, before it is clipped: as one process would that has the whole batch. ``"microbatch"``
+            leaves them to torch, which runs them in each micro-batch's backward on each replica.
     """
 
     target: ClassVar[str] = ""
@@ -52,6 +55,7 @@ class CommonOptions:
     precision: str = "fp32"
     clip: float = 0.0
     ignore_index: int | None = None
+    gradient_hooks: str = "step"
 
     @classmethod
     def of(cls: type[T], config: Mapping[str, Any]) -> T:
@@ -74,6 +78,7 @@ class CommonOptions:
         given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
         return [
             f"ignore_index={self.ignored_label}",
+            f"gradient_hooks={self.gradient_hooks!r}",
             *(f"no {name}" if value is None else name for name, value in given.items()),
         ]
 
@@ -116,6 +121,8 @@ class CommonOptions:
             raise BuildError(
                 f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"
             )
+        if self.gradient_hooks not in ("step", "microbatch"):
+            raise BuildError(f"gradient_hooks is {self.gradient_hooks!r}; give 'step' or 'microbatch'")
         if isinstance(self.loss_fn, nn.Module) and any(each.requires_grad for each in self.loss_fn.parameters()):
             raise BuildError("loss_fn has parameters of its own, which no optimizer would step; make them part of the model")
         if not (self.optimizer is None or callable(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer)):
