@@ -16,6 +16,8 @@ from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
+from slapo_training.gradient_hooks import StepHooks
+from slapo_training.meeting import on_all
 from slapo_training.means import Counted
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
@@ -35,6 +37,7 @@ from .optimizer_state import OptimizerState
 from .optimizers import is_shared_out, megatrons, optimizer_config, wrapped
 from .options import MegatronOptions
 from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
+from .reduced_gradients import ReducedGradients
 from .sharded_state import Held
 from .starting import ParallelState, config_of, device_of
 
@@ -71,11 +74,14 @@ class MegatronEngine(BatchEngine):
         try:
             chunks = nn.ModuleList(program.stages[index].module for index in own)
             self.module = chunks[0] if len(own) == 1 else chunks
+            self._hooks = StepHooks(program, chunks, options.gradient_hooks == "step")
             check_same_start(program, _named(chunks))
             optimizer, self.lr_scheduler = made_on_all(options, program, chunks, self._fit)
             with self._mode(), without_warnings():
                 self._make(program, own, chunks, optimizer)
         except BaseException:
+            if hasattr(self, "_hooks"):
+                self._hooks.give_back()
             self._state.close()  # a next engine would take it for the user's
             raise
 
@@ -117,6 +123,7 @@ class MegatronEngine(BatchEngine):
         named = _named(chunks)
         self._gradients, self._unused = WholeGradients(program, named), Unused(program, named, options.target)
         self._remember_trained(named)
+        self._hooks.bind(chunks, ReducedGradients(program, options, self.model))
         self._plan: tuple[Program, Borders] | None = None
 
     @property
@@ -222,6 +229,7 @@ class MegatronEngine(BatchEngine):
         try:
             self._saver.close()
         finally:
+            self._hooks.give_back()
             for chunk in self.model:
                 chunk.grad_accs.clear()  # its hooks hold it, and it them, out of the garbage collector's sight
             # all that holds groups, which end their threads with the last reference
@@ -305,6 +313,8 @@ class MegatronEngine(BatchEngine):
         with without_warnings():
             finalize_model_grads(model, num_tokens, **given)
         self._ties.reduce()
+        if self._hooks.is_active:
+            on_all(self._hooks.run, self.program)
 
 
 def _named(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:

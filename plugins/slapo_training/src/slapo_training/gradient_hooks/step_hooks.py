@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 
@@ -35,6 +35,9 @@ class GradientAccess:
 
     keeps_weights = ""
     counts_unused = False
+
+    def begin(self, hooked: Sequence[nn.Parameter]) -> None:
+        """Get ready for reading the gradients of these. Collective where an engine shares gradients out."""
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the gradient; None where there is none. Collective where an engine shares gradients out."""
@@ -106,6 +109,7 @@ class StepHooks:
         self._taken: list[tuple[nn.Parameter, str, Table]] = []
         self._hooked: dict[str, _Hooked] = {}
         self._order: list[_Hooked] = []
+        self._access = GradientAccess()
         self._handles: list[RemovableHandle] = []
         self._used = set[str]()
         self.is_active = False
@@ -139,7 +143,7 @@ class StepHooks:
             handle.remove()
         self._taken.clear()
         self._hooked.clear()
-        self._order, self.is_active = [], False
+        self._order, self.is_active, self._access = [], False, GradientAccess()
 
     def bind(self, module: nn.Module, access: GradientAccess) -> None:
         """Find the parameters as the engine has them, and agree with the other ranks on what is sent. Collective over the mesh.
@@ -204,6 +208,7 @@ class StepHooks:
             used = set[str]().union(*gather(self._used, self._program.mesh))
             self._used.clear()
         failure: Exception | None = None
+        self._access.begin([each.parameter for each in self._order if each.parameter is not None])
         with equal_random_numbers(self._program.mesh):
             for each in self._order:
                 if used is None or not used.isdisjoint(each.names):
