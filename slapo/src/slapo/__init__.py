@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     )
     from slapo_memory.recompute import checkpoint
     from slapo_models import apply_schedule
+    from slapo_training.gradient_hooks import gradient_hook
     from slapo_tune import Database, Space, Symbol
     from slapo_verify import Report, Verify, verify, verify_engine
     from slapo_weights import Weights, consolidate_model, export_weights
@@ -104,6 +105,7 @@ __all__ = [
     "get_cuda_rng_tracker",
     "get_dialect_cls",
     "get_logger",
+    "gradient_hook",
     "hookimpl",
     "hookspec",
     "init_empty_weights",

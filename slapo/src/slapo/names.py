@@ -35,6 +35,7 @@ HOMES = {
     "dataclass": "dataclasses",
     "export_weights": "slapo_weights",
     "field": "dataclasses",
+    "gradient_hook": "slapo_training.gradient_hooks",
     "partial": "functools",
     "verify": "slapo_verify",
     "verify_engine": "slapo_verify",

@@ -10,7 +10,7 @@ from torch import nn
 
 from .agreement import agree
 from .errors import ScheduleError
-from .parameters import facts, is_part, plain, shard_spec
+from .parameters import ShardSpec, facts, is_part, plain, shard_spec
 from .program import Program
 from .whole_gradients import compare_gradients
 
@@ -94,7 +94,12 @@ def over_group(parameter: torch.Tensor, read: Read) -> torch.Tensor | None:
     dist.all_reduce(present, group=spec.group)
     if not present.item():
         return None
-    mine = local.contiguous() if local is not None else torch.zeros_like(parameter)
+    return gather_parts(local if local is not None else torch.zeros_like(parameter), spec)
+
+
+def gather_parts(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """Return the full tensor from the parts of all ranks. Collective over the group of the shards."""
+    mine = local.contiguous()
     if missing := max(spec.sizes) - spec.sizes[spec.rank]:
         mine = nn.functional.pad(mine, [0, 0] * (mine.dim() - 1 - spec.dim) + [0, missing])
     shards = [torch.empty_like(mine) for _ in range(spec.num_shards)]

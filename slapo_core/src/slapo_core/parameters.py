@@ -142,6 +142,8 @@ def is_part(tensor: torch.Tensor | None) -> bool:
 def successor(old: torch.Tensor, data: torch.Tensor, **changes: Any) -> torch.Tensor:
     """A tensor with new ``data`` that takes the place of ``old``: same kind, ``requires_grad``, attributes, hooks, facts.
 
+    Both have the same tables of hooks, so that a handle of ``old`` still removes its hook.
+
     Args:
         old: A parameter or buffer.
         data: The new values; any shape.
@@ -150,7 +152,7 @@ def successor(old: torch.Tensor, data: torch.Tensor, **changes: Any) -> torch.Te
     new = nn.Parameter(data, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else data
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, table, None):
-            setattr(new, table, getattr(old, table).copy())
+            setattr(new, table, getattr(old, table))
     _carry(old, new)
     for name, value in changes.items():
         setattr(facts(new), name, value)

@@ -20,8 +20,10 @@ from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.batches import Batch, rows_of
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
+from slapo_training.gradient_hooks import StepHooks
 from slapo_training.losses import CountedLoss, check_has_gradient
 from slapo_training.means import Told
+from slapo_training.meeting import on_all
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import made_on_all
 from slapo_training.options import is_rate
@@ -39,6 +41,7 @@ from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
 from .own_optimizer import is_offloaded
 from .pipeline import RunningStage, in_pipeline, staying, steps
+from .reduced_gradients import ReducedGradients
 from .shares import stepping
 from .starting import TorchLinear, imported, start
 from .used_parameters import UsedParameters
@@ -70,18 +73,23 @@ class DeepSpeedEngine(BatchEngine):
             check_config(self._config, options.given, program.axis_size("dp"))
             self._make(program, options, dtype)
         except BaseException:
+            if hasattr(self, "_hooks"):
+                self._hooks.give_back()
             self._leave()
             raise
 
     def _make(self, program: Program, options: DeepSpeedOptions, dtype: torch.dtype) -> None:
         self.module: nn.Module = program.stages[program.axis_rank("pp")].module
         _mark_shards(self.module)
+        self._hooks = StepHooks(program, self.module, options.gradient_hooks == "step")
         self._modes = Modes(program.module)
         self._stage = RunningStage(program, options.loss_fn, dtype) if len(program.stages) > 1 else None
         self._plan: Program | None = None
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         check_same_start(program, dict(self.module.named_parameters()), replicas=False)
-        optimizer, rate = made_on_all(options, flat_parts.layout(program, self.module, options.zero_stage), self.module, self._fit)
+        optimizer, rate = made_on_all(
+            options, flat_parts.layout(program, self.module, options.zero_stage), self.module, self._fit
+        )
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
             release_others(program, [self.module], lambda x: x.to(dtype) if x.is_floating_point() else x)
@@ -100,6 +108,8 @@ class DeepSpeedEngine(BatchEngine):
         self._gradients = WholeGradients(program, named, whole_shape)
         self._unused = Unused(program, named, options.target)
         self._used = UsedParameters(program, named, options.zero_stage)
+        self._hooks.bind(self.module, ReducedGradients(self.model, self._deepspeed, options.zero_stage))
+        self._take_step, self.model._take_model_step = self.model._take_model_step, self._step
 
     def _initialize(self, model: nn.Module, optimizer: Any, own: list[nn.Parameter] | None, rate: Any, mpu: Any) -> None:
         """Let DeepSpeed make its engine, and of its config's an optimizer of ``own``."""
@@ -128,6 +138,12 @@ class DeepSpeedEngine(BatchEngine):
 
         norm = clip_grad_norm_(self.module.parameters(), self.model.gradient_clipping(), mpu=self.model.mpu)
         self._clipped_norm = float(norm)
+
+    def _step(self, *given: Any) -> None:
+        """Run the user's gradient hooks, and let DeepSpeed step."""
+        if self._hooks.is_active:
+            on_all(self._hooks.run, self.program)
+        self._take_step(*given)
 
     def _check_trained(self, part: Batch) -> None:
         size, rows = self._options.configured_rows(self.program.axis_size("dp")), rows_of(part)
@@ -231,6 +247,7 @@ class DeepSpeedEngine(BatchEngine):
         try:
             self._saver.close()
         finally:
+            self._hooks.give_back()
             self.model.destroy()
             self._used.close()
             self._leave()

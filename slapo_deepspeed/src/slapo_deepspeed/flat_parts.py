@@ -18,7 +18,9 @@ from slapo_training.whole_steps.wholes import Whole, boxes
 
 from .shares import flattened, stepping
 
-_STAGE_3 = "stage 3 of ZeRO gives each rank ranges of flattened ones; use stage 0 to 2, or target='torch' with data_parallel='fsdp'"
+_STAGE_3 = (
+    "stage 3 of ZeRO gives each rank ranges of flattened ones; use stage 0 to 2, or target='torch' with data_parallel='fsdp'"
+)
 
 
 def layout(program: Program, module: nn.Module, zero_stage: int) -> Layout:
@@ -50,9 +52,7 @@ def bind(model: Any, program: Program) -> None:
         each.bind(lambda: flats, holdings, labels)
 
 
-def _holdings(
-    number: int, whole: Whole, places: dict[int, int], lies: tuple[torch.Tensor, int, int]
-) -> Iterator[Holding]:
+def _holdings(number: int, whole: Whole, places: dict[int, int], lies: tuple[torch.Tensor, int, int]) -> Iterator[Holding]:
     """The boxes of a whole tensor in the flat one that has this rank's range of its source.
 
     Args:

@@ -16,7 +16,9 @@ from slapo_core.program import Program
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
+from slapo_training.gradient_hooks import StepHooks
 from slapo_training.means import Told
+from slapo_training.meeting import on_all
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import made_on_all
 from slapo_training.other_stages import release_others
@@ -35,6 +37,7 @@ from .optimizer_state import OptimizerState
 from .optimizers import bind_masters, is_shared_out, megatrons, optimizer_config, whole_layout, wrapped
 from .options import MegatronOptions
 from .pipeline import Borders, RunningStage, Ties, borders, mark_shards, numbered
+from .reduced_gradients import ReducedGradients
 from .sharded_state import Held
 from .starting import ParallelState, config_of, device_of
 
@@ -71,11 +74,14 @@ class MegatronEngine(BatchEngine):
         try:
             chunks = nn.ModuleList(program.stages[index].module for index in own)
             self.module = chunks[0] if len(own) == 1 else chunks
+            self._hooks = StepHooks(program, chunks, options.gradient_hooks == "step")
             check_same_start(program, _named(chunks))
             optimizer, self.lr_scheduler = made_on_all(options, whole_layout(options, program, chunks), chunks, self._fit)
             with self._mode(), without_warnings():
                 self._make(program, own, chunks, optimizer)
         except BaseException:
+            if hasattr(self, "_hooks"):
+                self._hooks.give_back()
             self._state.close()  # a next engine would take it for the user's
             raise
 
@@ -118,6 +124,7 @@ class MegatronEngine(BatchEngine):
         named = _named(chunks)
         self._gradients, self._unused = WholeGradients(program, named), Unused(program, named, options.target)
         self._remember_trained(named)
+        self._hooks.bind(chunks, ReducedGradients(program, options, self.model))
         self._plan: tuple[Program, Borders] | None = None
 
     @property
@@ -223,6 +230,7 @@ class MegatronEngine(BatchEngine):
         try:
             self._saver.close()
         finally:
+            self._hooks.give_back()
             for chunk in self.model:
                 chunk.grad_accs.clear()  # its hooks hold it, and it them, out of the garbage collector's sight
             # all that holds groups, which end their threads with the last reference
@@ -307,6 +315,8 @@ class MegatronEngine(BatchEngine):
         with without_warnings():
             finalize_model_grads(model, num_tokens, **given)
         self._ties.reduce()
+        if self._hooks.is_active:
+            on_all(self._hooks.run, self.program)
 
 
 def _named(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:

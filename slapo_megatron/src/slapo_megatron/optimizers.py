@@ -91,9 +91,7 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, WholeTensorOptimizer):
         return
     sources = {id(whole.source) for each in optimizer.stand_ins for whole in each.wholes}
-    replace_parameters(
-        optimizer.inner, lambda each: [each if id(each) in sources else getattr(each, "main_param", each)]
-    )
+    replace_parameters(optimizer.inner, lambda each: [each if id(each) in sources else getattr(each, "main_param", each)])
     for each in optimizer.stand_ins:
         each.move(lambda source: getattr(source, "main_param", source))
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core.parameters import ShardSpec
+from slapo_training.gradient_hooks import register_first
 
 from . import collectives
 
@@ -21,6 +22,8 @@ class CopySum:
     Args:
         spec: How the parameter is sharded.
     """
+
+    of_schedule = True  # not the user's
 
     def __init__(self, spec: ShardSpec) -> None:
         self.spec = spec
@@ -60,7 +63,7 @@ def sum_copies(parameter: nn.Parameter, spec: ShardSpec) -> CopySum:
     """Let every copy that the parameter holds get the whole gradient, also when it is unfrozen only later."""
     frozen, hook = not parameter.requires_grad, CopySum(spec)
     parameter.requires_grad_(True)  # torch takes hooks of no other
-    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    register_first(parameter, hook)
     parameter.requires_grad_(not frozen)
     return hook
 

@@ -11,6 +11,7 @@ from torch import nn
 from slapo_core.parameters import ShardSpec, facts, successor
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import own_forward
+from slapo_training.gradient_hooks import carry_hooks, cut_attributes
 
 from . import attention, column_forward, lasting, same_weights
 from .copies import has_copies, sum_copies
@@ -49,7 +50,9 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
         if num_shards == 1:
             facts(tensor).spec = spec
         else:
-            handles[module].set_parameter(name, _local(tensor, spec))
+            handle = handles[module]
+            handle.set_parameter(name, new := _local(tensor, spec))
+            carry_hooks(new, tensor, spec, handle.places_of(new, (module, name)))
             if has_copies(spec) and isinstance(tensor, nn.Parameter):
                 lasting.keep_hook(schedule, module, name, sum_copies(module.get_parameter(name), spec))
     for module, cut in step.cuts.items():
@@ -66,6 +69,7 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
 
 def _local(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     new = successor(tensor, spec.local(tensor.detach()), spec=spec)
+    cut_attributes(new, tensor.shape, spec.dim, spec.local)
     if tensor.grad is not None:
         new.grad = spec.local(tensor.grad)
     same_weights.remember(new, tensor)

@@ -16,6 +16,7 @@ from torch import nn
 
 from slapo_core.parameters import ParamFacts, facts
 from slapo_core.schedule import Schedule
+from slapo_training.gradient_hooks import register_first
 
 from ._torch_autograd import no_functions
 from .rules import tensor_of
@@ -44,7 +45,7 @@ class LastingHook:
             if parameter is None or not parameter.requires_grad:
                 return
             if not any(isinstance(other, type(self.hook)) for other in (parameter._backward_hooks or {}).values()):
-                parameter.register_hook(self.hook)  # type: ignore[no-untyped-call]
+                register_first(parameter, self.hook)
 
     def drop(self, module: nn.Module) -> None:
         """Take the hook off the parameter that the module has now."""

@@ -12,6 +12,7 @@ from slapo_core import paths
 from slapo_core.errors import ScheduleError
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
+from slapo_training.gradient_hooks import register_first
 
 from . import attention
 from .lasting import keep_hook
@@ -113,8 +114,7 @@ class SyncPrimitive(Primitive):
                 seen = name == "bias" and "weight" in own  # its parts are equal where the loss is a mean of values
                 label = f"{schedule.path}.{name}" if schedule.path else name
                 total = GradientSum(schedule.group, label, seen=seen)
-                handle = parameter.register_hook(total)  # type: ignore[no-untyped-call]
-                schedule.on_undo(handle.remove)
+                schedule.on_undo(register_first(parameter, total).remove)
                 keep_hook(schedule, module, name, total)
         elif sync.shared is not None:
             for each in _members(schedule, of):

@@ -187,6 +187,8 @@ class GradientSum:
         seen: Whether the gradient is known not to be whole, so that parts which happen to be equal are no error.
     """
 
+    of_schedule = True  # not the user's
+
     def __init__(self, group: collectives.Group, name: str, *, seen: bool = False) -> None:
         self.group, self.name, self.seen = group, name, seen
 

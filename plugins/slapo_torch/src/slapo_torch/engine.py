@@ -19,6 +19,7 @@ from slapo_core.logger import get_logger
 from slapo_core.program import Program
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
 from slapo_training.engine_checkpoint import Position
+from slapo_training.gradient_hooks import GradientAccess, StepHooks
 from slapo_training.means import Counted
 from slapo_training.meeting import check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
@@ -115,6 +116,7 @@ class TorchEngine(Engine):
         self._missed = MissedSteps()
         self._loss_scale = LossScale(options.loss_scale, program.mesh) if options.precision == "fp16" else None
         self._holdings = Holdings(program, self.module)
+        self._hooks = StepHooks(program, self.module, options.gradient_hooks == "step")
         self._replicas: Replicas | None = None
         self._shards: ShardedReplicas | None = None
         self._facts = _Facts([], [])
@@ -140,7 +142,9 @@ class TorchEngine(Engine):
             self._make_optimizer()
             self._holdings.release_others()
             self._together(self._make_replicas)
+            self._hooks.bind(self.module, GradientAccess())
         except Exception:
+            self._hooks.give_back()
             self._release()
             if self._shards is not None:
                 self._shards.undo()
@@ -166,6 +170,8 @@ class TorchEngine(Engine):
             return loss
         self._check_gradients()
         self._reduce()
+        if self._hooks.is_active:
+            self._together(self._hooks.run)
         self._together(lambda: self._update(loss.item()))
         self.steps += 1
         return loss
@@ -218,6 +224,7 @@ class TorchEngine(Engine):
     def close(self) -> None:
         """Take the engine's hooks off the parameters and forget its plans; it only evaluates and saves from now on."""
         self._is_closed = True
+        self._hooks.give_back()
         self._release()
         self._saver.close()
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor
 
 from slapo_core.parameters import successor
+from slapo_training.gradient_hooks import cut_attributes
 
 from .replica_spec import ReplicaSpec, replica_spec
 
@@ -29,6 +30,7 @@ class Sharded:
         key: Its name in there.
         sharded: As FSDP2 keeps it between steps.
         local: The same memory as a plain tensor, with its facts: what the model has, and the optimizer steps.
+        uncut: Tensors among the attributes of the whole parameter, of which ``local`` has rows.
         whole: As FSDP2 gathers it, in every step the same object.
         is_used: Whether it got a gradient on this rank in this step.
     """
@@ -37,6 +39,7 @@ class Sharded:
     key: str
     sharded: DTensor
     local: nn.Parameter
+    uncut: dict[str, torch.Tensor]
     whole: nn.Parameter | None = None
     is_used: bool = False
 
@@ -47,7 +50,7 @@ class Sharded:
             spec = replica_spec(self.local)
             assert self.whole is not None
             assert spec is not None
-            vars(self.whole).update(vars(successor(self.local, self.local.detach(), spec=spec.inner)))
+            vars(self.whole).update(vars(successor(self.local, self.local.detach(), spec=spec.inner)) | self.uncut)
             self._take_hooks()
         return self.whole
 
@@ -138,7 +141,8 @@ class Unit:
         for (key, sharded), spec, old in zip(holder._parameters.items(), specs, olds, strict=True):
             assert isinstance(sharded, DTensor)
             with torch.no_grad():
-                made.append(Sharded(holder, key, sharded, successor(old, sharded.to_local(), spec=spec)))
+                local = successor(old, sharded.to_local(), spec=spec)
+                made.append(Sharded(holder, key, sharded, local, cut_attributes(local, old.shape, 0, spec.cut)))
         return made
 
     @property

@@ -51,6 +51,9 @@ class CommonOptions:
         loss_over: ``"replicas"``: ``loss_fn`` is given the outputs and labels of all micro-batches and replicas together, as of
             an in-batch contrastive loss. Outputs have the batch in dimension 0, or are the same for every micro-batch, and the
             batch may have no labels. With several micro-batches each runs forward twice. None: of each micro-batch its own.
+        gradient_hooks: ``"step"`` runs the hooks that parameters of the model had before ``build`` once in a step, each on the
+            whole reduced gradient, before it is clipped: as one process would that has the whole batch. ``"microbatch"``
+            leaves them to torch, which runs them in each micro-batch's backward on each replica.
     """
 
     target: ClassVar[str] = ""
@@ -65,6 +68,7 @@ class CommonOptions:
     ignore_index: int | None = None
     loss_weights: Count | Mapping[str, Count] | None = None
     loss_over: str | None = None
+    gradient_hooks: str = "step"
 
     @classmethod
     def of(cls: type[T], config: Mapping[str, Any]) -> T:
@@ -88,6 +92,7 @@ class CommonOptions:
         return [
             f"ignore_index={self.ignored_label}",
             f"loss_over={self.loss_over!r} and loss_weights= of {self._named_weights()}",
+            f"gradient_hooks={self.gradient_hooks!r}",
             *(f"no {name}" if value is None else name for name, value in given.items()),
         ]
 
@@ -137,6 +142,8 @@ class CommonOptions:
             raise BuildError(
                 f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"
             )
+        if self.gradient_hooks not in ("step", "microbatch"):
+            raise BuildError(f"gradient_hooks is {self.gradient_hooks!r}; give 'step' or 'microbatch'")
         if isinstance(self.loss_fn, nn.Module) and any(each.requires_grad for each in self.loss_fn.parameters()):
             raise BuildError("loss_fn has parameters of its own, which no optimizer would step; make them part of the model")
         if not (self.optimizer is None or callable(self.optimizer) or isinstance(self.optimizer, torch.optim.Optimizer)):

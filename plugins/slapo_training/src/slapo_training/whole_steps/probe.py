@@ -189,7 +189,9 @@ class _Trial:
             place = self._places.get(id(parameter))
             if place is None:
                 if parameter.dim() not in dummies:
-                    dummies[parameter.dim()] = _substitute(parameter, torch.zeros(self._shape(parameter), device=parameter.device))
+                    dummies[parameter.dim()] = _substitute(
+                        parameter, torch.zeros(self._shape(parameter), device=parameter.device)
+                    )
                 memo[id(parameter)] = dummies[parameter.dim()]
             else:
                 memo[id(parameter)] = substitutes[place]
@@ -237,7 +239,9 @@ def _representatives(optimizer: Optimizer) -> list[nn.Parameter]:
     chosen: dict[int, nn.Parameter] = {}
     for number, group in enumerate(groups_in(optimizer)):
         for parameter in group["params"]:
-            marks = [(name, repr(value)) for name, value in vars(parameter).items() if isinstance(value, bool | int | float | str)]
+            marks = [
+                (name, repr(value)) for name, value in vars(parameter).items() if isinstance(value, bool | int | float | str)
+            ]
             kind = number, parameter.dim(), parameter.dtype, tuple(marks)
             if parameter.requires_grad and seen.setdefault(kind, 0) < _REPRESENTATIVES:
                 seen[kind] += 1

@@ -1,0 +1,13 @@
+"""Hooks that users put on parameters of the unmodified model, where parameters are held in parts and batches are cut.
+
+A hook was written for the whole gradient of the whole batch. ``StepHooks`` takes the hooks off a rank's parameters when an
+engine is built, and runs them once in a step, on gradients that are reduced and put together. ``carry_hooks`` is for a shard
+that is trained without an engine. This may import ``slapo_core`` and the modules of ``slapo_training`` beside it.
+"""
+
+from .carried import carry_hooks, register_first
+from .cut_attributes import cut_attributes
+from .marker import gradient_hook
+from .step_hooks import GradientAccess, StepHooks
+
+__all__ = ["GradientAccess", "StepHooks", "carry_hooks", "cut_attributes", "gradient_hook", "register_first"]

@@ -1,0 +1,37 @@
+"""Tensors that users keep as attributes of a parameter, such as a mask, cut as the parameter is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+CUT = "_slapo_cut_attributes"
+"""Attribute of a part: the names of those of its attributes that were cut with it."""
+
+
+def cut_attributes(
+    part: torch.Tensor, shape: Sequence[int], dim: int, cut: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Let a part of a parameter have the matching part of each tensor that was an attribute of the parameter.
+
+    Args:
+        part: It has the attributes of the parameter.
+        shape: Of the parameter. A tensor matches that has as many dimensions, each of the same size or of size 1.
+        dim: Dimension along which the parameter was cut; what has size 1 there stays as it is.
+        cut: Makes the part of a tensor.
+
+    Returns:
+        The tensors as they were, by name.
+    """
+    found = {name: value for name, value in vars(part).items() if _matches(value, shape) and value.shape[dim] == shape[dim]}
+    vars(part).update({name: cut(value.detach()) for name, value in found.items()})
+    if found:
+        vars(part)[CUT] = {*vars(part).get(CUT, ()), *found}
+    return found
+
+
+def _matches(value: object, shape: Sequence[int]) -> bool:
+    if type(value) is not torch.Tensor or value.dim() != len(shape) or not shape:
+        return False
+    return all(own in (1, size) for own, size in zip(value.shape, shape, strict=True))

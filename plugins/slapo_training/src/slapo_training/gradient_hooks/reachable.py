@@ -1,0 +1,72 @@
+"""What a hook may read beside the gradient: parameters and modules that it closed over."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_MOST = 2000
+"""Objects that are looked at."""
+
+
+def reads_weights(hook: Any) -> bool:
+    """Return whether a hook can reach a module or a parameter, and so may need the whole weights.
+
+    It is asked of what the hook closes over, is bound to or has as a default, and of the globals that it names. Where there is
+    much of that the answer is yes.
+    """
+    waiting, seen = [hook], dict[int, Any]()
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen[id(found)] = found
+        if isinstance(found, (nn.Module, nn.Parameter, torch.optim.Optimizer)) or len(seen) > _MOST:
+            return True
+        waiting += _inside(found)
+    return False
+
+
+def _inside(found: Any) -> Iterable[Any]:
+    if isinstance(found, (str, bytes, int, float, complex, type(None), torch.Tensor, type, types.ModuleType, torch.device)):
+        return ()
+    if isinstance(found, types.FunctionType):
+        return _of_function(found)
+    if isinstance(found, types.MethodType):
+        return (found.__self__, found.__func__)
+    if isinstance(found, functools.partial):
+        return (found.func, *found.args, *found.keywords.values(), *vars(found).values())
+    if isinstance(found, Mapping):
+        return (*found.keys(), *found.values())
+    if isinstance(found, (list, tuple, set, frozenset)):
+        return found
+    if isinstance(found, weakref.ref):
+        return (found(),)
+    call = getattr(type(found), "__call__", None)  # noqa: B004  of the class, as an instance is called by it
+    slots = (getattr(found, name, None) for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ()))
+    return (*getattr(found, "__dict__", {}).values(), *slots, *([call] if isinstance(call, types.FunctionType) else []))
+
+
+def _of_function(function: types.FunctionType) -> Iterator[Any]:
+    package = (function.__module__ or "").partition(".")[0]
+    if package in ("torch", "numpy") or package in sys.stdlib_module_names - {"__main__"}:
+        return
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it has nothing yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from getattr(function, "__dict__", {}).values()
+    codes = [function.__code__]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)

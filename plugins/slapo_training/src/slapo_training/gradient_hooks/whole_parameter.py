@@ -1,0 +1,73 @@
+"""A whole parameter for as long as a hook looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from slapo_core.gather import gather_parts
+from slapo_core.parameters import ShardSpec, facts, plain
+
+from .cut_attributes import CUT
+
+Place = tuple[nn.Module, str]
+Origin = Callable[[], torch.Tensor | None]
+"""Gives the parameter that a part was cut from, as long as somebody has it."""
+
+
+@contextmanager
+def whole_parameter(
+    part: torch.Tensor, spec: ShardSpec, origin: Origin, places: Sequence[Place], *, in_place: bool
+) -> Iterator[nn.Parameter]:
+    """Give the places of a part the whole parameter, with the values of now. Collective over the ranks of the parts.
+
+    It is the parameter of the unmodified model where the user still has that, as a hook may have closed over it. Values that
+    are changed inside go to the part.
+
+    Args:
+        part: This rank's.
+        spec: How it was cut.
+        origin: Of the part.
+        places: Where the model has the part.
+        in_place: Whether the values stay in the parameter of the unmodified model; else it has those of before again.
+    """
+    local = plain(part)
+    assert local is not None
+    values = gather_parts(local, spec)
+    found = origin()
+    if isinstance(found, nn.Parameter) and found.shape == values.shape and not found.is_meta:
+        whole, before = found, found.data
+        if in_place and (before.dtype, before.device) == (values.dtype, values.device):
+            values = before.copy_(values)  # views of it are up to date as well
+    else:
+        whole = _stand_in(part, values, spec)
+        before = values
+    whole.data = values
+    for module, name in places:
+        module._parameters[name] = whole
+    try:
+        yield whole
+    finally:
+        for module, name in places:
+            module._parameters[name] = part  # type: ignore[assignment]
+        values, whole.data = whole.data, values if in_place else before
+    changed = spec.local(values)
+    if not torch.equal(changed, local):
+        with torch.no_grad():
+            local.copy_(changed)
+
+
+def _stand_in(part: torch.Tensor, values: torch.Tensor, spec: ShardSpec) -> nn.Parameter:
+    """Make a parameter of these values with the attributes of the whole one."""
+    whole = nn.Parameter(values, requires_grad=part.requires_grad)
+    vars(whole).update(vars(part))
+    for name in sorted(vars(part).get(CUT, ())):
+        if isinstance(value := vars(part).get(name), torch.Tensor):
+            vars(whole)[name] = gather_parts(value.expand(part.shape), spec)
+    vars(whole).pop(CUT, None)
+    whole.__dict__.pop("_slapo_facts", None)
+    facts(whole).names = facts(part).names
+    return whole
