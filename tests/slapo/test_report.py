@@ -1,9 +1,11 @@
-"""The page of a run. Its looks are checked by eye in a browser; here, what it says and that nothing in it can run."""
+"""The page of a run: what it says, that nothing in it can run, and, where there is a browser, that all of it can be read."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from collections import defaultdict
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,11 +16,14 @@ from rich.console import Console
 
 from slapo.report.axis import linear_axis, log_axis, step_axis
 from slapo.report.page import page, write_report
+from slapo.report.style import STYLE
 from slapo.training import worker
 from slapo.training.data import Corpus
 from slapo.training.record import ModuleRecord, RankRecord, RunRecord, StepRecord
 from slapo.training.settings import Settings
 from slapo_core.errors import VerifyError
+
+from .browser import CHROMIUM, faults_of
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=\"alert(1)\">&amp;"
 VOID = {"meta", "link", "img", "br", "path"}
@@ -179,3 +184,51 @@ def test_step_axis_labels_first_and_last(num_steps: int):
     assert ticks[0] == 1
     assert ticks[-1] == num_steps
     assert len(ticks) <= 9
+
+
+def rules() -> dict[str, list[tuple[int, set[str]]]]:
+    """For each selector of the style sheet outside of media queries: in which rules it stands, and what they set."""
+    found: dict[str, list[tuple[int, set[str]]]] = defaultdict(list)
+    plain = re.sub(r"/\*.*?\*/|@media[^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", STYLE, flags=re.DOTALL)
+    for index, (selectors, body) in enumerate(re.findall(r"([^{}]+)\{([^{}]*)\}", plain)):
+        names = {declaration.partition(":")[0].strip() for declaration in body.split(";")} - {""}
+        for selector in selectors.split(","):
+            found[selector.strip()].append((index, names))
+    return found
+
+
+def test_no_class_of_the_style_sheet_is_defined_twice():
+    """A class may share a rule with its neighbour and have one more beside it; anything else is two meanings of one name."""
+    found = rules()
+    assert len(found) > 60
+    for selector, places in found.items():
+        order = [index for index, _ in places]
+        assert order == [*range(order[0], order[0] + len(order))], selector
+        properties = [name for _, names in places for name in names]
+        assert len(properties) == len(set(properties)), selector
+
+
+def test_only_what_the_pointer_shows_is_hidden():
+    shown = {"details[open] > summary .inside"}  # sums up what the open module shows
+    hidden = {selector for selector, places in rules().items() if any("display" in names for _, names in places)}
+    text = {selector for selector in hidden if re.search(rf"{re.escape(selector)}[^{{}}]*\{{[^}}]*display: none", STYLE)}
+    assert text == {".rule", ".readout"} | shown
+
+
+def long_run(steps: int, microbatches: int) -> RunRecord:
+    losses = [5.5 - 0.1 * step for step in range(steps)]
+    timeline = [
+        {"rank": rank, "tp": 0, "dp": 0, "stage": rank, "kind": kind, "microbatch": index, "start": start, "end": start + width}
+        for rank in range(2)
+        for index in range(microbatches)
+        for kind, start, width in (("F", 0.004 * index, 0.0018), ("B", 0.06 + 0.004 * index, 0.0035))
+    ]
+    return make_record(losses=losses, reference=[loss + 1e-7 for loss in losses], timeline=timeline)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_all_text_can_be_read_in_a_browser(tmp_path: Path):
+    for steps, microbatches in ((30, 12), (1, 1)):
+        assert faults_of(page(long_run(steps, microbatches)), tmp_path) == []
+    lost = page(long_run(3, 4)).replace("</style>", ".note { display: none; }</style>")
+    assert any("hidden: Bubble" in fault for fault in faults_of(lost, tmp_path))

@@ -7,9 +7,9 @@ const show = (value, digits) => value === null || value === undefined ? "none" :
 for (const plot of document.querySelectorAll("[data-chart]")) {
   const first = +plot.dataset.first, last = +plot.dataset.last;
   const rule = plot.appendChild(document.createElement("div"));
-  const note = plot.appendChild(document.createElement("div"));
+  const readout = plot.appendChild(document.createElement("div"));
   rule.className = "rule";
-  note.className = "note";
+  readout.className = "readout";
   plot.addEventListener("pointermove", event => {
     const box = plot.getBoundingClientRect();
     const part = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
@@ -17,13 +17,14 @@ for (const plot of document.querySelectorAll("[data-chart]")) {
     const left = 100 * (step - first) / (last - first);
     const lines = ["step " + step, "scheduled " + show(run.losses[step - 1], 6)];
     if (run.reference.length) {
-      const gap = Math.abs(run.losses[step - 1] - run.reference[step - 1]);
-      lines.push("reference " + show(run.reference[step - 1], 6), "difference " + gap.toExponential(1));
+      const own = run.losses[step - 1], other = run.reference[step - 1];
+      const gap = own === null || other === null ? "none" : Math.abs(own - other).toExponential(1);
+      lines.push("reference " + show(other, 6), "difference " + gap);
     }
-    note.textContent = lines.join("\\n");
+    readout.textContent = lines.join("\\n");
     rule.style.left = left + "%";
-    note.style.left = left > 55 ? "auto" : "calc(" + left + "% + 10px)";
-    note.style.right = left > 55 ? "calc(" + (100 - left) + "% + 10px)" : "auto";
+    readout.style.left = left > 55 ? "auto" : "calc(" + left + "% + 10px)";
+    readout.style.right = left > 55 ? "calc(" + (100 - left) + "% + 10px)" : "auto";
     plot.classList.add("read");
   });
   plot.addEventListener("pointerleave", () => plot.classList.remove("read"));

@@ -47,8 +47,8 @@ figcaption { display: flex; flex-wrap: wrap; gap: 4px 16px; justify-content: spa
 .key.bar-idle::before { background: var(--tint); outline: 1px solid var(--rule); }
 .key[class*=bar-]::before { height: 11px; vertical-align: -1px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 24px; }
-.y-label, .x-label { color: var(--soft); font-size: 12px; } .x-label { text-align: center; }
-.y-label { margin-bottom: 6px; }
+.x-label { color: var(--soft); font-size: 12px; text-align: center; }
+.y-label { color: var(--soft); font-size: 12px; margin-bottom: 10px; }
 .plot { position: relative; height: 240px; margin: 0 10px 26px 48px; border-left: 1px solid var(--rule);
   border-bottom: 1px solid var(--rule); }
 .plot svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible; }
@@ -62,9 +62,10 @@ figcaption { display: flex; flex-wrap: wrap; gap: 4px 16px; justify-content: spa
 .tick.x { top: calc(100% + 7px); transform: translateX(-50%); } .tick.y { right: calc(100% + 7px);
   transform: translateY(-50%); }
 .limit-label { position: absolute; right: 4px; color: var(--bad); font-size: 12px; transform: translateY(2px); }
-.rule, .note { position: absolute; display: none; pointer-events: none; } .read .rule, .read .note { display: block; }
+.rule, .readout { position: absolute; display: none; pointer-events: none; }
+.read .rule, .read .readout { display: block; }
 .rule { top: 0; bottom: 0; border-left: 1px solid var(--soft); }
-.note { top: 8px; padding: 6px 9px; white-space: pre; font-size: 12px; background: var(--card);
+.readout { top: 8px; padding: 6px 9px; white-space: pre; font-size: 12px; background: var(--card);
   border: 1px solid var(--rule); border-radius: 6px; font-variant-numeric: tabular-nums; }
 .row { display: grid; grid-template-columns: 104px minmax(0, 1fr) 66px; gap: 10px; align-items: center; margin-top: 6px; }
 .who small { display: block; line-height: 1.1; } .who { font-size: 13px; line-height: 1.25; }
@@ -73,6 +74,7 @@ figcaption { display: flex; flex-wrap: wrap; gap: 4px 16px; justify-content: spa
 .bar { position: absolute; top: 0; bottom: 0; overflow: hidden; border-radius: 3px;
   font: 600 11px/30px system-ui, sans-serif; text-align: center; color: var(--bar-ink);
   box-shadow: inset 0 0 0 1px var(--card); }
+.bar::before { content: ""; display: inline-block; } /* a number wider than its bar wraps below it, where none of it shows */
 .bar-F.bar { background: var(--forward); } .bar-B.bar { background: var(--backward); }
 .bar-I.bar { background: var(--backward); } .bar-W.bar { background: var(--backward); opacity: .55; }
 .bar-other.bar { background: var(--soft); }
@@ -105,7 +107,7 @@ summary { cursor: pointer; } summary:focus-visible { outline: 2px solid var(--ow
 .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)); gap: 28px; }
 @media (max-width: 560px) {
   header, main { padding: 0 12px; } header { padding-top: 18px; } section { padding: 14px 12px; } h1 { font-size: 21px; }
-  .row { grid-template-columns: 62px minmax(0, 1fr); } .busy { display: none; } .plot { margin-left: 42px; }
+  .row { grid-template-columns: 62px minmax(0, 1fr) 40px; } .busy { white-space: normal; line-height: 1.1; } .plot { margin-left: 42px; }
   .numbers th, .numbers td { padding-left: 16px; }
 }
 @media print { body { background: none; } section { break-inside: avoid; } }

@@ -46,7 +46,7 @@ def timeline(events: Sequence[Mapping[str, Any]], device: str = "cpu") -> str:
 <figcaption><h3>Last step</h3><span class="legend">{legend}<span class="key bar-idle">idle</span></span></figcaption>
 {rows}
 <div class="row axis" aria-hidden="true"><span></span><div class="track">{_ticks(span)}</div><span></span></div>
-<div class="x-label">milliseconds; the number in a bar is its micro-batch</div>
+<div class="x-label">milliseconds; the number in a bar is its micro-batch, which narrow bars have in their tooltip</div>
 <p class="note">{bubbles}{BUSY}{ON_GPUS if device == "cuda" else ""}.</p>
 </figure>"""
 
