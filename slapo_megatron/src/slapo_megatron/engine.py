@@ -17,8 +17,8 @@ from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.gradient_hooks import StepHooks
-from slapo_training.meeting import on_all
 from slapo_training.means import Counted
+from slapo_training.meeting import on_all
 from slapo_training.modes import Modes
 from slapo_training.optimizers import made_on_all
 from slapo_training.other_stages import release_others

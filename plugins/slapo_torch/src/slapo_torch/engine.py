@@ -494,4 +494,3 @@ class TorchEngine(Engine):
             self._missed.catch_up(rate)
             self.lr_scheduler = rate
         self.optimizer = optimizer
-

@@ -31,9 +31,7 @@ class CarriedHook:
         places: Where the model has the part.
     """
 
-    def __init__(
-        self, ref: HookRef, whole: torch.Tensor, part: torch.Tensor, spec: ShardSpec, places: list[Place]
-    ) -> None:
+    def __init__(self, ref: HookRef, whole: torch.Tensor, part: torch.Tensor, spec: ShardSpec, places: list[Place]) -> None:
         self.ref, self.origin = ref, weakref.ref(whole)
         self._part, self._spec, self._places = weakref.ref(part), spec, places
 
@@ -108,5 +106,3 @@ def register_first(parameter: nn.Parameter, hook: Hook) -> Any:
 def _changed(hook: Hook, gradient: torch.Tensor) -> torch.Tensor:
     result = hook(gradient)
     return gradient if result is None else result
-
-
