@@ -121,7 +121,7 @@ def weights(model: Any) -> None:
 
 
 def after(model: Any) -> None:
-    """Hooks behind the accumulation: they scale, clip by norm, put another gradient, and read weights and masks of what they get."""
+    """Hooks behind the accumulation: they scale, clip by norm, put another gradient, and read weights and masks."""
 
     def clip(q: torch.Tensor) -> None:
         nn.utils.clip_grad_norm_([q], 0.01)
@@ -216,7 +216,7 @@ def scheduled(model: nn.Module, layout: dict[str, int], tied: bool) -> Schedule:
 
 
 def differences(rank: int, target: str, layout: dict[str, int], cases: list[tuple[str, bool]], **config: Any) -> list[str]:
-    """What differs of each family from one process, relative to the largest change of the tensor; nothing where all is right."""
+    """What differs of each family from one process, by the largest change of the tensor; nothing where all is right."""
     wrong = []
     for family, tied in cases:
         clip = config.get("clip", 0.0)

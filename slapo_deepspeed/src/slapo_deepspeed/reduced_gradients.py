@@ -26,7 +26,7 @@ class ReducedGradients(GradientAccess):
     def __init__(self, model: Any, deepspeed: Any, zero_stage: int) -> None:
         self._model, self._deepspeed, self._zero_stage = model, deepspeed, zero_stage
         if zero_stage or model.fp16_enabled() or model.bfloat16_enabled():
-            self.keeps_weights = "target 'deepspeed' keeps elsewhere with ZeRO or half precision"
+            self.steps_all, self.keeps_weights = True, "target 'deepspeed' keeps elsewhere with ZeRO or half precision"
 
     @property
     def _scale(self) -> float:
@@ -44,7 +44,9 @@ class ReducedGradients(GradientAccess):
         """Let this be the reduced gradient."""
         from deepspeed.utils import safe_set_full_grad
 
-        assert gradient is not None
+        if gradient is None:
+            parameter.grad = None
+            return
         scaled = gradient if self._scale == 1.0 else gradient * self._scale
         if (kept := getattr(parameter, "_hp_grad", None)) is not None:  # in bf16, where `grad` is none that is stepped
             kept.copy_(scaled)

@@ -24,7 +24,7 @@ class ReducedGradients(GradientAccess):
         chunks: Megatron's ``DistributedDataParallel`` around each stage of this rank.
     """
 
-    counts_unused = True
+    counts_unused = steps_all = True
 
     def __init__(self, program: Program, options: MegatronOptions, chunks: Sequence[Any]) -> None:
         self._chunks = chunks
@@ -45,7 +45,7 @@ class ReducedGradients(GradientAccess):
 
     def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the reduced gradient."""
-        return parameter.main_grad if parameter.requires_grad else None  # type: ignore[attr-defined,no-any-return]
+        return parameter.main_grad if parameter.requires_grad else None  # type: ignore[attr-defined]
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Let this be the reduced gradient."""

@@ -21,8 +21,8 @@ def gradient_hook(hook: Callable[[Any], Any], kind: str = "whole") -> Callable[[
 
     Args:
         hook: For ``Tensor.register_hook`` or ``Tensor.register_post_accumulate_grad_hook``.
-        kind: ``"elementwise"`` where each element is computed from the same element alone, alike at all places; such a hook gets
-            the part of the reduced gradient that its rank has. ``"whole"`` for all others: masks, norms, slices.
+        kind: ``"elementwise"`` where each element is computed from the same element alone, alike at all places; such a hook
+            gets the part of the reduced gradient that its rank has. ``"whole"`` for all others: masks, norms, slices.
 
     Raises:
         UnknownNameError: no such kind.

@@ -31,10 +31,12 @@ class GradientAccess:
     Attributes:
         keeps_weights: Where else an engine keeps the weights, so that a hook cannot change them; empty where it does not.
         counts_unused: Whether the engine takes zeros for the gradient of a parameter that a step does not use.
+        steps_all: Whether the engine steps a parameter whose gradient a hook took away, with zeros.
     """
 
     keeps_weights = ""
     counts_unused = False
+    steps_all = False
 
     def begin(self, hooked: Sequence[nn.Parameter]) -> None:
         """Get ready for reading the gradients of these. Collective where an engine shares gradients out."""
@@ -249,15 +251,11 @@ class StepHooks:
     def _applied(self, each: _Hooked, gradient: torch.Tensor, whole: nn.Parameter) -> torch.Tensor | None:
         before = gradient.clone() if each.differs else gradient
         kept = whole.detach().clone() if self._access.keeps_weights and each.post_hooks else None
-        for hook in _present(each.hooks):
-            result = hook(gradient)
-            if result is not None and result.shape != gradient.shape:
-                raise BuildError(
-                    f"a hook of {each.names[0]!r} made a gradient of shape {tuple(result.shape)} out of one of "
-                    f"{tuple(gradient.shape)}; return one of the same shape"
-                )
-            gradient = gradient if result is None else result
-        found = self._after(each, gradient, whole) if each.post_hooks else gradient
+        own, whole.grad = whole.grad, None  # as in a backward, before the gradient is accumulated
+        try:
+            found = _after_accumulation(each, _after_hooks(each, gradient), whole)
+        finally:
+            whole.grad = own
         self._check(each, found, whole, kept)
         if each.differs and (found is None or not torch.equal(before, found)):
             raise BuildError(
@@ -265,32 +263,51 @@ class StepHooks:
             )
         return found
 
-    def _after(self, each: _Hooked, gradient: torch.Tensor, whole: nn.Parameter) -> torch.Tensor | None:
-        """What the hooks make of the gradient that wait for it to be accumulated."""
-        before, kind = whole.grad, whole.grad_dtype
-        whole.grad, whole.grad_dtype = None, gradient.dtype
-        whole.grad = gradient
-        try:
-            for hook in _present(each.post_hooks):
-                hook(whole)
-            return whole.grad
-        finally:
-            whole.grad = None
-            whole.grad_dtype = kind
-            whole.grad = before
-
     def _check(self, each: _Hooked, gradient: torch.Tensor | None, whole: nn.Parameter, kept: torch.Tensor | None) -> None:
         """Refuse what an engine would not see."""
         if kept is not None and not torch.equal(kept, whole.detach()):
+            whole.copy_(kept)
             raise BuildError(
                 f"a hook of {each.names[0]!r} changes the weights, which {self._access.keeps_weights}; let it change the "
                 "gradient, or use target='torch'"
             )
-        if gradient is None and self._access.counts_unused:
+        if gradient is None and self._access.steps_all:
             raise BuildError(
                 f"a hook of {each.names[0]!r} takes the gradient away, and this engine would step with zeros; let it change "
                 "the gradient, or use target='torch'"
             )
+
+
+def _after_hooks(each: _Hooked, gradient: torch.Tensor) -> torch.Tensor:
+    """Return what the hooks of ``register_hook`` make of a gradient."""
+    for hook in _present(each.hooks):
+        result = hook(gradient)
+        if result is None:
+            continue
+        if not isinstance(result, torch.Tensor) or result.shape != gradient.shape:
+            what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else f"type {type(result).__name__}"
+            raise BuildError(
+                f"a hook of {each.names[0]!r} returns a gradient of {what}, where it got one of shape {tuple(gradient.shape)}; "
+                "return a tensor of that shape, or None"
+            )
+        gradient = result
+    return gradient
+
+
+def _after_accumulation(each: _Hooked, gradient: torch.Tensor, whole: nn.Parameter) -> torch.Tensor | None:
+    """Return what the hooks that wait for an accumulated gradient make of it, which they find at the parameter."""
+    if not each.post_hooks:
+        return gradient
+    kind, whole.grad_dtype = whole.grad_dtype, gradient.dtype
+    whole.grad = gradient
+    try:
+        for hook in _present(each.post_hooks):
+            if hook(whole) is not None:
+                raise BuildError(f"a hook of {each.names[0]!r} that waits for the accumulated gradient has to return None")
+        return whole.grad
+    finally:
+        whole.grad = None
+        whole.grad_dtype = kind
 
 
 def _present(refs: Iterable[HookRef]) -> Iterator[Hook]:
