@@ -71,6 +71,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             for whole, parameter in zip(each.wholes, each.parameters, strict=True)
         }
 
+    def sources(self) -> set[int]:
+        """Return the ids of the rank's parameters that stand-ins are stepped for."""
+        return {id(whole.source) for each in self._stand_ins for whole in each.wholes}
+
     def owned(self, labels: Container[int] | None = None) -> set[int]:
         """Return the ids of the stand-ins of some groups that this rank steps; of all where none are given."""
         return {id(parameter) for each in self._stand_ins for parameter in each.owned(labels)}
@@ -148,6 +152,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let ``inner`` take what ``state_dict`` gave."""
         self.inner.load_state_dict(state_dict)
+        self._options.take_inner()
+
+    def take_options(self) -> None:
+        """Let the groups have the options of those of ``inner``."""
         self._options.take_inner()
 
     def _local_groups(self) -> list[dict[str, Any]]:
