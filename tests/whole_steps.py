@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -81,6 +82,12 @@ def engine_of(target: str, kind: str, name: str, mesh: DeviceMesh, **options: An
     return build(schedule, target, optimizer=EVERY[name], **options), schedule
 
 
+def state_of(engine: Any, schedule: Schedule) -> dict[str, torch.Tensor]:
+    """The weights, whole on every rank."""
+    with getattr(engine, "whole_parameters", nullcontext)():
+        return {key: value.detach().clone() for key, value in schedule.full_state().items()}
+
+
 def errors(
     rank: int, target: str, kind: str, layout: dict[str, int], names: list[str], options: dict[str, Any]
 ) -> dict[str, float | str]:
@@ -97,7 +104,7 @@ def errors(
         torch.manual_seed(5)
         for batch in batches(dp):
             engine.train_batch(**part_of(batch, mesh))
-        state = schedule.full_state()
+        state = state_of(engine, schedule)
         engine.close()
         found[name] = max(
             float((state[key] - value).abs().max() / ((value - before[key]).abs().max() + 1e-6))
@@ -135,7 +142,7 @@ def resumed(
             found[name] = f"{type(err).__name__}: {err}"
             continue
         engine.train_batch(**part_of(batches(2)[-1], mesh))
-        state = schedule.full_state()
+        state = state_of(engine, schedule)
         engine.close()
         found[name] = max(
             float((state[key] - value).abs().max() / ((value - before[key]).abs().max() + 1e-6))

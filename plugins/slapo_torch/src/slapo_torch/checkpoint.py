@@ -120,7 +120,9 @@ class TorchSaver(Saver):
         position.check_same(words for *_, words, _ in everyone)
         owners = [own for _, own, *_ in everyone if own is not None]
         told = [_told({path: own for path, (own, _) in each["optimizer"].items()}) for each in stages]
-        if {words for _, _, words, *_ in everyone}.difference(map(digest, told)):  # what is long travels where ranks differ alone
+        if {words for _, _, words, *_ in everyone}.difference(
+            map(digest, told)
+        ):  # what is long travels where ranks differ alone
             told = ranks.gather(_told(place["optimizer"]))
         files = {place_of(ranks): bytes_of(place)}
         if ranks.place == 0:

@@ -146,9 +146,7 @@ class _Reading:
         if self._is_same_layout:
             random_state.check(self._place["random"])
         shapes = self._saved.facts()
-        self._states = {
-            path: optimizer_taken.wanted(each, self._taken[path], shapes, path) for path, each in steppers.items()
-        }
+        self._states = {path: optimizer_taken.wanted(each, self._taken[path], shapes, path) for path, each in steppers.items()}
 
     def fetch(self) -> None:
         """Read the tensors into new ones."""

@@ -100,9 +100,7 @@ def wanted(
     return found
 
 
-def _check_parts(
-    stepped: Stepped, state: Mapping[str, Any], parts: Mapping[str, Any]
-) -> None:
+def _check_parts(stepped: Stepped, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Refuse state of parts of parameters that are not this rank's.
 
     Args:
@@ -118,8 +116,8 @@ def _check_parts(
         of_whole = kept["values"] if is_part(parameter) else ()
         for key in [*of_whole, *(key for key in kept["parts"] if key not in parts.get(name, {}))]:
             raise BuildError(
-                f"{key!r} in the state of {type(stepped.optimizer).__name__} is no number for each element of {name!r}, which is "
-                f"sharded otherwise than when it was saved; {SAME_LAYOUT}"
+                f"{key!r} in the state of {type(stepped.optimizer).__name__} is no number for each element of {name!r}, which "
+                f"is sharded otherwise than when it was saved; {SAME_LAYOUT}"
             )
 
 

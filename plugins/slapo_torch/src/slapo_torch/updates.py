@@ -21,7 +21,6 @@ from slapo_training.plain import check_plain
 
 from .means import LabelCount
 
-
 _RATE = "learning-rate schedule"
 
 

@@ -121,8 +121,8 @@ class Exchange:
         for whole, volume in zip(self._wholes, volumes, strict=True):
             if volume < math.prod(whole.shape):
                 raise BuildError(
-                    f"the ranks hold {volume} of {math.prod(whole.shape)} elements of {whole.name!r}, which the optimizer steps "
-                    "as a whole; use one that steps each element alone, e.g. AdamW"
+                    f"the ranks hold {volume} of {math.prod(whole.shape)} elements of {whole.name!r}, which the optimizer "
+                    "steps as a whole; use one that steps each element alone, e.g. AdamW"
                 )
 
     def _buckets(self) -> list[tuple[int, ...]]:
@@ -205,9 +205,7 @@ class Exchange:
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
-            parts = [
-                self._packed(kind, place) for places in route.outgoing for kind in sources for place in places
-            ]
+            parts = [self._packed(kind, place) for places in route.outgoing for kind in sources for place in places]
             sizes = [len(sources) * sum(self._numel(place) for place in places) for places in route.outgoing]
             got = [len(sources) * sum(math.prod(box[2]) for box in boxes) for boxes in route.incoming]
             return (route, *self._send(self._flat(parts, route), sizes, got))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -56,7 +56,9 @@ class Layout:
     refusal: str = ""
 
     @classmethod
-    def of_engine(cls, program: Program, module: nn.Module, dtype: torch.dtype | None, is_flat: bool, refusal: str = "") -> Layout:
+    def of_engine(
+        cls, program: Program, module: nn.Module, dtype: torch.dtype | None, is_flat: bool, refusal: str = ""
+    ) -> Layout:
         """Return that of an engine which leaves tensor-parallel parts as they are, or flattens them for its optimizer.
 
         Args:
@@ -178,7 +180,9 @@ class WholeSteps:
         try:
             inner = optimizer if make is None else make(self.stepped(trainable))
             if inner is optimizer and has_state(inner):
-                raise BuildError("the optimizer has made a state for parts of parameters; give a factory, lambda parameters: ...")
+                raise BuildError(
+                    "the optimizer has made a state for parts of parameters; give a factory, lambda parameters: ..."
+                )
             # what was given, and what a factory takes from elsewhere, has the rank's own parameters
             replace_parameters(inner, lambda parameter: self._by_source.get(id(parameter), [parameter]))
             randomness = (lambda: common_randomness(self._layout.program)) if self._draws else nullcontext

@@ -78,9 +78,7 @@ def replace_parameters(optimizer: Optimizer, successors: Callable[[nn.Parameter]
     for each in optimizers_in(optimizer):
         for name, value in vars(each).items():
             if name not in _OWN and isinstance(value, list) and any(isinstance(item, nn.Parameter) for item in value):
-                value[:] = [
-                    new for item in value for new in (successors(item) if isinstance(item, nn.Parameter) else (item,))
-                ]
+                value[:] = [new for item in value for new in (successors(item) if isinstance(item, nn.Parameter) else (item,))]
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
