@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -81,6 +82,12 @@ def engine_of(target: str, kind: str, name: str, mesh: DeviceMesh, **options: An
     return build(schedule, target, optimizer=EVERY[name], **options), schedule
 
 
+def state_of(engine: Any, schedule: Schedule) -> dict[str, torch.Tensor]:
+    """The weights, whole on every rank."""
+    with getattr(engine, "whole_parameters", nullcontext)():
+        return {key: value.detach().clone() for key, value in schedule.full_state().items()}
+
+
 def errors(
     rank: int, target: str, kind: str, layout: dict[str, int], names: list[str], options: dict[str, Any]
 ) -> dict[str, float | str]:
@@ -97,7 +104,45 @@ def errors(
         torch.manual_seed(5)
         for batch in batches(dp):
             engine.train_batch(**part_of(batch, mesh))
-        state = schedule.full_state()
+        state = state_of(engine, schedule)
+        engine.close()
+        found[name] = max(
+            float((state[key] - value).abs().max() / ((value - before[key]).abs().max() + 1e-6))
+            for key, value in expected.items()
+            if key in state
+        )
+    return found
+
+
+def saved(
+    rank: int, target: str, kind: str, layout: dict[str, int], names: list[str], options: dict[str, Any], folder: str
+) -> None:
+    """Train all steps but the last, and save, each optimizer in a folder of its own."""
+    mesh = mesh_of(**layout)
+    for name in names:
+        engine, _ = engine_of(target, kind, name, mesh, **copy.deepcopy(options))
+        torch.manual_seed(5)
+        for batch in batches(2)[:-1]:
+            engine.train_batch(**part_of(batch, mesh))
+        engine.save(f"{folder}/{name}")
+        engine.close()
+
+
+def resumed(
+    rank: int, target: str, kind: str, layout: dict[str, int], names: list[str], options: dict[str, Any], folder: str
+) -> dict[str, float | str]:
+    """Load what was saved, train the last step, and give what ``errors`` gives."""
+    mesh, found = mesh_of(**layout), dict[str, float | str]()
+    for name in names:
+        before, expected = reference(kind, name, 2)
+        engine, schedule = engine_of(target, kind, name, mesh, **copy.deepcopy(options))
+        try:
+            engine.load(f"{folder}/{name}")
+        except Exception as err:
+            found[name] = f"{type(err).__name__}: {err}"
+            continue
+        engine.train_batch(**part_of(batches(2)[-1], mesh))
+        state = state_of(engine, schedule)
         engine.close()
         found[name] = max(
             float((state[key] - value).abs().max() / ((value - before[key]).abs().max() + 1e-6))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from slapo_core.errors import BuildError
 from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
 from slapo_training.pieces import Chunk, piece_of
@@ -16,17 +17,28 @@ from slapo_training.whole_steps.making import Layout
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 from slapo_training.whole_steps.wholes import Whole, boxes
 
+from .groups import whole_shape
 from .shares import flattened, stepping
-
-_STAGE_3 = (
-    "stage 3 of ZeRO gives each rank ranges of flattened ones; use stage 0 to 2, or target='torch' with data_parallel='fsdp'"
-)
-
 
 def layout(program: Program, module: nn.Module, zero_stage: int) -> Layout:
     """What this rank's optimizer steps of the parameters: with ZeRO flat ranges of them, in fp32."""
-    dtype = torch.float32 if zero_stage else None
-    return Layout.of_engine(program, module, dtype, is_flat=zero_stage > 0, refusal=_STAGE_3 if zero_stage == 3 else "")
+    return Layout.of_engine(program, module, torch.float32 if zero_stage else None, is_flat=zero_stage > 0)
+
+
+class _Range(NamedTuple):
+    """Elements of a parameter that this rank has.
+
+    Args:
+        flat: The flat tensor that has them.
+        at: Where it has them.
+        first: The first one.
+        last: The one behind the last.
+    """
+
+    flat: torch.Tensor
+    at: int
+    first: int
+    last: int
 
 
 def bind(model: Any, program: Program) -> None:
@@ -35,41 +47,72 @@ def bind(model: Any, program: Program) -> None:
     Args:
         model: DeepSpeed's engine.
         program: Whose parameters it has.
+
+    Raises:
+        BuildError: on every rank: a step depends on all parameters, and ZeRO steps some after the others.
     """
-    optimizer = stepping(model)
-    lies = dict(flattened(model.optimizer, program.axis_rank("dp")))
-    if not isinstance(optimizer, WholeTensorOptimizer) or not lies:
+    optimizer, outer = stepping(model), model.optimizer
+    if not isinstance(optimizer, WholeTensorOptimizer) or (ranges := _ranges(outer, optimizer, program)) is None:
         return
-    flats = list({id(flat): flat for flat, _, _ in lies.values()}.values())
+    flats = list({id(each.flat): each.flat for each in ranges.values()}.values())
+    if optimizer.steps_together and len(flats) > 1 and not hasattr(outer, "bf16_groups"):
+        model.destroy()
+        raise BuildError(
+            f"{type(optimizer.inner).__name__} makes the step of one parameter depend on the others, and ZeRO steps "
+            f"{len(flats)} groups of them one after the other; give one group, or use stage 0 of ZeRO"
+        )
     places = {id(flat): place for place, flat in enumerate(flats)}
     for each in optimizer.stand_ins:
+        own = [ranges[id(whole.source)] for whole in each.wholes]
+        labels = [places[id(one.flat)] for one in own]
         holdings = [
             holding
-            for number, whole in enumerate(each.wholes)
-            for holding in _holdings(number, whole, places, lies[id(whole.source)])
+            for number, (whole, one, place) in enumerate(zip(each.wholes, own, labels, strict=True))
+            for holding in _holdings(number, whole, place, one)
         ]
-        labels = [optimizer.number_of(parameter) for parameter in each.parameters]
         each.bind(lambda: flats, holdings, labels)
+    optimizer.flats = flats
 
 
-def _holdings(number: int, whole: Whole, places: dict[int, int], lies: tuple[torch.Tensor, int, int]) -> Iterator[Holding]:
+def _ranges(outer: Any, optimizer: WholeTensorOptimizer, program: Program) -> dict[int, _Range] | None:
+    """What this rank has of each parameter, by its id; None where ZeRO deals nothing out."""
+    sources = {id(whole.source): whole.source for each in optimizer.stand_ins for whole in each.wholes}
+    if hasattr(outer, "fp32_partitioned_groups_flat"):
+        return {key: _range_of_stage_3(outer, source) for key, source in sources.items()}
+    lies = dict(flattened(outer, program.axis_rank("dp")))
+    if not lies:
+        return None
+    found = {}
+    for key, source in sources.items():
+        flat, low, offset = lies[key]
+        first, last = max(offset, low), min(offset + source.numel(), low + flat.numel())
+        found[key] = _Range(flat, first - low, first - offset, last - offset)
+    return found
+
+
+def _range_of_stage_3(outer: Any, source: Any) -> _Range:
+    step, size = source.ds_tensor.ds_numel, source.ds_numel
+    start = min(step * outer._get_param_partition_rank(source), size)
+    place = outer.grad_position[outer.get_param_id(source)]
+    return _Range(outer.fp32_partitioned_groups_flat[place[0]], place[1], start, min(start + step, size))
+
+
+def _holdings(number: int, whole: Whole, place: int, own: _Range) -> Iterator[Holding]:
     """The boxes of a whole tensor in the flat one that has this rank's range of its source.
 
     Args:
         number: Of the whole tensor.
         whole: It.
-        places: Of the flat tensors by their ids.
-        lies: The flat tensor, how many numbers are before it, and how many before the source.
+        place: Of the flat tensor.
+        own: What this rank has of the source.
     """
-    flat, low, offset = lies
-    source = whole.source
-    first, last = max(offset, low), min(offset + source.numel(), low + flat.numel())
-    at = first - low
-    chunks = [*whole.chunks(piece_of(source, shard_spec(source)).chunks())]
-    for begin, sizes in boxes(tuple(source.shape), first - offset, last - offset):
+    shape = tuple(whole_shape(whole.source))
+    chunks = [*whole.chunks(piece_of(torch.empty(shape, device="meta"), shard_spec(whole.source)).chunks())]
+    at = own.at
+    for begin, sizes in boxes(shape, own.first, own.last):
         for chunk in chunks:
             if (part := _inside(chunk, begin, sizes)) is not None:
-                yield Holding(number, places[id(flat)], part, (at, sizes))
+                yield Holding(number, place, part, (at, sizes))
         at += torch.Size(sizes).numel()
 
 

@@ -87,7 +87,7 @@ def whole_layout(options: MegatronOptions, program: Program, module: nn.Module) 
 
 
 def bind_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Tell an optimizer of whole tensors of the fp32 copies that Megatron has put in the places of its parameters. Collective."""
+    """Tell an optimizer of whole tensors of the fp32 copies that Megatron has put in the places of its parameters."""
     if not isinstance(optimizer, WholeTensorOptimizer):
         return
     sources = {id(whole.source) for each in optimizer.stand_ins for whole in each.wholes}

@@ -9,7 +9,7 @@ buffers, modules' extra state.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,8 +23,10 @@ from slapo_training.pieces import Piece
 from slapo_training.plain import digest
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers, Saver, Saving
+from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from . import extra_state, model_state, optimizer_state
+from .stepped import stepped_by
 from .updates import Progress
 
 if TYPE_CHECKING:
@@ -82,42 +84,51 @@ class TorchSaver(Saver):
         place: dict[str, Any] = {}
         pieces: dict[str, Piece] = {}
 
-        def collect() -> tuple[Any, str, tuple[str, str], str, bool]:
-            optimizer_state.check(module, what.optimizer)
-            state = optimizer_state.held(module, what.optimizer)
+        def collect() -> tuple[Any, Any, str, tuple[str, str], str, bool]:
+            steppers = stepped_by(module, what.optimizer)
+            for each in steppers.values():
+                optimizer_state.check(each)
+            states = {spot: optimizer_state.held(each) for spot, each in steppers.items()}
             parameters, buffers = model_tensors.parameters(module), model_tensors.buffers(module)
-            kept = parameters if program.axis_rank("dp") else {**parameters, **buffers}
-            pieces.update({MODEL + name: model_state.piece(tensor, tensor) for name, tensor in kept.items()})
-            pieces.update({optimizer_state.key_of(*key): piece for key, piece in state.tensors.items()})
+            saved = parameters if program.axis_rank("dp") else {**parameters, **buffers}
+            pieces.update({MODEL + name: model_state.piece(tensor, tensor) for name, tensor in saved.items()})
+            for spot, state in states.items():
+                pieces.update({optimizer_state.key_of(*key, spot): piece for key, piece in state.tensors.items()})
             extra = extra_state.packed(program.module)
             run, progress = extra_state.run(program.module, module), what.progress.packed()
             place.update(
                 buffers={name: tensor.detach() for name, tensor in buffers.items()},
                 ranges=ranges_of(module),
-                optimizer=state.own,
+                optimizer={spot: state.own for spot, state in states.items()},
                 progress=progress,
                 extra=extra,
                 run=run,
                 random=random_state.packed(),
             )
-            once = {"optimizer": (state.own, state.once), "progress": progress, "extra": (extra, run)}
+            kept = {spot: (state.own, state.once) for spot, state in states.items()}
+            once = {"optimizer": kept, "progress": progress, "extra": (extra, run)}
+            owns = isinstance(what.optimizer, WholeTensorOptimizer)
             is_first = program.axis_rank("dp") == program.axis_rank("tp") == 0
             fits = self._files is not None and self._files.fits(pieces)
-            words = digest(optimizer_state.told(state.own))
-            return once if is_first else None, words, Writing.proposed(path, TARGET), position.words(), fits
+            words = digest(_told(place["optimizer"]))
+            beside = kept if owns and not is_first else None
+            return once if is_first else None, beside, words, Writing.proposed(path, TARGET), position.words(), fits
 
         everyone = ranks.on_all(collect)
         stages = [own for own, *_ in everyone if own is not None]
-        writing = Writing.agreed([proposed for _, _, proposed, *_ in everyone], TARGET)
+        writing = Writing.agreed([proposed for _, _, _, proposed, *_ in everyone], TARGET)
         position.check_same(words for *_, words, _ in everyone)
-        told = [optimizer_state.told(own["optimizer"][0]) for own in stages]
-        if {words for _, words, *_ in everyone}.difference(map(digest, told)):  # what is long travels where ranks differ alone
-            told = ranks.gather(optimizer_state.told(place["optimizer"]))
+        owners = [own for _, own, *_ in everyone if own is not None]
+        told = [_told({path: own for path, (own, _) in each["optimizer"].items()}) for each in stages]
+        if {words for _, _, words, *_ in everyone}.difference(
+            map(digest, told)
+        ):  # what is long travels where ranks differ alone
+            told = ranks.gather(_told(place["optimizer"]))
         files = {place_of(ranks): bytes_of(place)}
         if ranks.place == 0:
             files[COMMON] = bytes_of(
                 {
-                    "optimizer": optimizer_state.merged([own["optimizer"] for own in stages], told),
+                    "optimizer": _merged([own["optimizer"] for own in stages], owners, told),
                     "progress": [own["progress"] for own in stages],
                     "extra": extra_state.merged([own["extra"] for own in stages]),
                     "run": {path for own in stages for path in own["extra"][1]},
@@ -144,6 +155,25 @@ class TorchSaver(Saver):
                 writing.seal(about, meeting)
 
         return write
+
+
+def _told(owns: Mapping[str, Any]) -> dict[str, Any]:
+    """Of each of a rank's optimizers in few words what ranks should have alike."""
+    return {path: optimizer_state.told(own) for path, own in owns.items()}
+
+
+def _merged(
+    stages: Sequence[Mapping[str, Any]], owners: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What is kept once of each of the optimizers, by its place in the rank's."""
+    return {
+        path: optimizer_state.merged(
+            [each.get(path, (None, {})) for each in stages],
+            [each[path] for each in owners if path in each],
+            [each[path] for each in told if path in each],
+        )
+        for path in dict.fromkeys(path for each in (*stages, *owners) for path in each)
+    }
 
 
 def ranges_of(module: nn.Module) -> dict[str, Any]:

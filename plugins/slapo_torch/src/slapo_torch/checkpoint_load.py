@@ -17,10 +17,12 @@ from slapo_training.engine_checkpoint import Position
 from slapo_training.handing import Handed
 from slapo_training.pieces import Piece
 from slapo_training.ranks import Ranks
+from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from . import extra_state, model_state, optimizer_state, optimizer_taken
 from .checkpoint import COMMON, MODEL, TARGET, Trained, layout_of, place_of, ranges_of
 from .optimizer_state import key_of
+from .stepped import stepped_by
 
 if TYPE_CHECKING:
     from slapo_training.tensor_files import SavedTensors
@@ -36,7 +38,9 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
         BuildError: on every rank: no complete checkpoint, a damaged one, other parameters or another optimizer.
     """
     ranks = Ranks.of(what.program)
-    groups = ranks.on_all(lambda: optimizer_state.groups(what.module, what.optimizer))
+    groups = ranks.on_all(
+        lambda: {path: optimizer_state.groups(each) for path, each in stepped_by(what.module, what.optimizer).items()}
+    )
     checkpoint = checkpoint_folder.opened(path, TARGET, ranks)
     reading = _Reading(what, ranks, checkpoint)
     with checkpoint_folder.reading(checkpoint):
@@ -76,8 +80,8 @@ class _Reading:
         self._model: dict[str, torch.Tensor] = {}
         self._progress: dict[str, Any] = {}
         self._extra: dict[str, Any] = {}
-        self._taken: optimizer_taken.Taken | None = None
-        self._states: dict[tuple[str, Any], Piece] = {}
+        self._taken: dict[str, optimizer_taken.Taken] = {}
+        self._states: dict[str, dict[tuple[str, Any], Piece]] = {}
         self._saved: SavedTensors
 
     def open(self) -> None:
@@ -110,7 +114,7 @@ class _Reading:
         if faults:
             raise BuildError(f"{'; '.join(faults)}; load it into the model it was saved from")
 
-    def check(self, groups: list[list[dict[str, Any]]]) -> None:
+    def check(self, groups: list[dict[str, list[dict[str, Any]]]]) -> None:
         """Choose what this rank takes.
 
         Args:
@@ -121,13 +125,17 @@ class _Reading:
         """
         program, module, optimizer, progress = self._what
         kept, now = self._place.get("ranges", {}), ranges_of(module)
-        own = self._place.get("optimizer") if kept == now else None
-        parts = (self._place.get("optimizer") or {}).get("parts", {})
-        here = {name: each for name, each in parts.items() if name in now and kept[name] == now[name]}
-        saved = self.common["optimizer"]
-        taken = optimizer_taken.chosen(module, optimizer, groups, saved, own, here, progress.goes_by_order)
+        steppers, place = stepped_by(module, optimizer), self._place.get("optimizer") or {}
+        for path, each in steppers.items():
+            own, saved = place.get(path), self.common["optimizer"].get(path)
+            parts = {} if own is None else own["parts"]
+            here = {name: part for name, part in parts.items() if name in now and kept[name] == now[name]}
+            everyone = [ranks.get(path, []) for ranks in groups]
+            own = own if kept == now else None
+            self._taken[path] = optimizer_taken.chosen(each, everyone, saved, own, here, progress.goes_by_order)
         stages = self.common["progress"]
-        first = [] if taken is None or taken.source is None else [stages[taken.source]]
+        source = self._taken[""].source if self._taken else None
+        first = [] if source is None else [stages[source]]
         self._progress = progress.chosen([*([self._place["progress"]] if kept == now else first), *stages])
         progress.check_same(self._progress)
         self._extra = self.common["extra"]
@@ -137,13 +145,15 @@ class _Reading:
         extra_state.check_same(program.module, self._extra)
         if self._is_same_layout:
             random_state.check(self._place["random"])
-        self._taken, self._states = taken, optimizer_taken.wanted(module, optimizer, taken, self._saved.facts())
+        shapes = self._saved.facts()
+        self._states = {path: optimizer_taken.wanted(each, self._taken[path], shapes, path) for path, each in steppers.items()}
 
     def fetch(self) -> None:
         """Read the tensors into new ones."""
         empty = {name: torch.empty_like(piece.tensor, device="cpu") for name, piece in self._pieces.items()}
         fresh = {MODEL + name: piece._replace(tensor=empty[name]) for name, piece in self._pieces.items()}
-        self._saved.read({**fresh, **{key_of(*key): piece for key, piece in self._states.items()}})
+        states = {key_of(*key, path): piece for path, own in self._states.items() for key, piece in own.items()}
+        self._saved.read({**fresh, **states})
         kept, now = self._place.get("ranges", {}), ranges_of(self._what.module)
         own = {name: each for name, each in self._place.get("buffers", {}).items() if kept[name] == now.get(name)}
         self._model = {name: own.get(name, each) for name, each in empty.items()}
@@ -152,7 +162,10 @@ class _Reading:
         """Give others' code its states, while the tensors are as they were; it may raise."""
         program, module, optimizer, progress = self._what
         extra_state.put(program.module, self._extra, handed)
-        optimizer_taken.put(module, optimizer, self._taken, self._states, handed)
+        for path, each in stepped_by(module, optimizer).items():
+            optimizer_taken.put(each, self._taken[path], self._states[path], handed)
+        if isinstance(optimizer, WholeTensorOptimizer):
+            optimizer.take_options()
         progress.put(self._progress, handed)
 
     def put(self) -> None:

@@ -11,17 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
-from slapo_training.model_tensors import parameters
 from slapo_training.pieces import Piece
 from slapo_training.plain import check_plain, digest
 
 from .model_state import piece
 from .optimizer_groups import groups_of
 from .replica_spec import replica_spec
+from .stepped import Stepped
 
 
 class State(NamedTuple):
@@ -29,33 +28,31 @@ class State(NamedTuple):
 
     Args:
         tensors: By the name of the parameter and the optimizer's own for it, where they lie.
-        own: Plain data that come back to this rank on the same layout; None without an optimizer.
+        own: Plain data that come back to this rank on the same layout.
         once: What is kept once of each parameter, plain data.
     """
 
     tensors: dict[tuple[str, Any], Piece]
-    own: dict[str, Any] | None
+    own: dict[str, Any]
     once: dict[str, Any]
 
 
-def key_of(name: str, key: Any) -> str:
-    """The name of a tensor in the checkpoint, which no other has."""
-    return f"optimizer.{key if isinstance(key, str) and key.isidentifier() else [key]}.{name}"
+def key_of(name: str, key: Any, path: str = "") -> str:
+    """The name of a tensor in the checkpoint, which no other has; of the optimizer at a place in the rank's."""
+    return f"optimizer.{f'[{path!r}].' if path else ''}{key if isinstance(key, str) and key.isidentifier() else [key]}.{name}"
 
 
-def check(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def check(stepped: Stepped) -> None:
     """Refuse to write what could not be read back.
 
     Raises:
         BuildError: its state has objects that would only come back by running what a file says, or tensors of other shapes than
             the parameters have, where replicas share these out.
     """
-    if optimizer is None:
-        return
-    kind = type(optimizer).__name__
-    state, more = _named_state(module, optimizer)
-    check_plain({**state, "groups": groups(module, optimizer), "more": more}, f"the state of {kind}")
-    for parameter, kept in optimizer.state.items():
+    kind = type(stepped.optimizer).__name__
+    state, more = _named_state(stepped)
+    check_plain({**state, "groups": groups(stepped), "more": more}, f"the state of {kind}")
+    for parameter, kept in stepped.optimizer.state.items():
         if not isinstance(parameter, torch.Tensor):
             if isinstance(parameter, int):
                 raise BuildError(f"{kind} keeps a state for {parameter!r}, which is a parameter's number in a checkpoint")
@@ -69,12 +66,10 @@ def check(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
             )
 
 
-def held(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
+def held(stepped: Stepped) -> State:
     """What is written of the optimizer, which was checked."""
-    if optimizer is None:
-        return State({}, None, {})
-    named, more = _named_state(module, optimizer)
-    known = parameters(module)
+    named, more = _named_state(stepped)
+    known = stepped.known
     tensors: dict[tuple[str, Any], Piece] = {}
     numbers: dict[str, dict[Any, Any]] = {}
     parts: dict[str, dict[Any, Any]] = {}
@@ -95,7 +90,7 @@ def held(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
             else:
                 own["values"][key] = value
     rest = {"numbers": numbers, "parts": parts, "foreign": named["foreign"], "more": more}
-    return State(tensors, {"class": class_of(optimizer), "groups": groups(module, optimizer), **rest}, once)
+    return State(tensors, {"class": class_of(stepped.optimizer), "groups": groups(stepped), **rest}, once)
 
 
 def told(own: Mapping[str, Any] | None) -> dict[str, dict[Any, str]]:
@@ -109,25 +104,29 @@ def told(own: Mapping[str, Any] | None) -> dict[str, dict[Any, str]]:
 
 
 def merged(
-    ranks: Sequence[tuple[Mapping[str, Any] | None, Mapping[str, Any]]], everyone: Sequence[Mapping[str, Mapping[Any, str]]]
+    ranks: Sequence[tuple[Mapping[str, Any] | None, Mapping[str, Any]]],
+    owners: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    everyone: Sequence[Mapping[str, Mapping[Any, str]]],
 ) -> dict[str, Any] | None:
     """What is kept once, of the optimizers of all pipeline ranks.
 
     Args:
         ranks: ``State.own`` and ``State.once`` of each.
+        owners: Those of other ranks that own whole tensors.
         everyone: ``told`` of these and all others.
     """
     found = [(own, once) for own, once in ranks if own is not None]
     if not found:
         return None
     owns = [own for own, _ in found]
+    kept = [*found, *owners]
     return {
         "class": owns[0]["class"],
         "groups": [[] if own is None else own["groups"] for own, _ in ranks],
-        "state": {name: each for _, once in reversed(found) for name, each in once.items()},
-        "numbers": {name: each for own in reversed(owns) for name, each in own["numbers"].items()},
+        "state": {name: each for _, once in reversed(kept) for name, each in once.items()},
+        "numbers": {name: each for own, _ in reversed(kept) for name, each in own["numbers"].items()},
         "more": owns[0]["more"],
-        "foreign": any(own["foreign"] for own in owns),
+        "foreign": any(own["foreign"] for own, _ in kept),
         "differs": next(_different(everyone), ""),
     }
 
@@ -143,14 +142,14 @@ def _different(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iterator[
                 yield from (f"{key!r}{whose}" for key, word in words.items() if seen.setdefault((whose, key), word) != word)
 
 
-def groups(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+def groups(stepped: Stepped) -> list[dict[str, Any]]:
     """This rank's groups, by names."""
-    return [] if optimizer is None else groups_of(optimizer, names_in(module, optimizer)[1])
+    return groups_of(stepped.optimizer, stepped.names()[1])
 
 
-def _named_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, dict[Any, Any]], dict[str, Any]]:
+def _named_state(stepped: Stepped) -> tuple[dict[str, dict[Any, Any]], dict[str, Any]]:
     """What is kept of ``parameters`` by name, and what is ``foreign`` to them; and what else is in the ``state_dict``."""
-    (names, _), written = names_in(module, optimizer), optimizer.state_dict()
+    (names, _), written = stepped.names(), stepped.state_dict()
     found: dict[str, dict[Any, Any]] = {"parameters": {}, "foreign": {}}
     for key, value in written.pop("state").items():
         whose = ("parameters", names[key]) if type(key) is int else ("foreign", key)
@@ -170,10 +169,3 @@ def _is_one(value: Any) -> bool:
 def class_of(optimizer: torch.optim.Optimizer) -> str:
     """The full name of its class."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def names_in(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[str], list[list[str]]]:
-    """Original names in the order in which the optimizer counts its parameters, and by its groups."""
-    names = {id(parameter): name for name, parameter in parameters(module).items()}
-    groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    return [name for group in groups for name in group], groups

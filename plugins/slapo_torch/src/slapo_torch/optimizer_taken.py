@@ -6,18 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
 from slapo_training.handing import Handed
-from slapo_training.model_tensors import parameters
 from slapo_training.pieces import Piece
 
 from . import optimizer_groups
 from .model_state import piece
 from .optimizer_groups import SAME_LAYOUT
-from .optimizer_state import class_of, groups, key_of, names_in
+from .optimizer_state import class_of, groups, key_of
+from .stepped import Stepped
 
 
 class Taken(NamedTuple):
@@ -43,19 +42,17 @@ class Taken(NamedTuple):
 
 
 def chosen(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    stepped: Stepped,
     everyone: Sequence[Sequence[Mapping[str, Any]]],
     saved: Mapping[str, Any] | None,
     own: Mapping[str, Any] | None,
     parts: Mapping[str, Any],
     goes_by_order: bool,
-) -> Taken | None:
-    """What the optimizer takes; an engine without one takes nothing.
+) -> Taken:
+    """What the optimizer takes.
 
     Args:
-        module: This rank's stages.
-        optimizer: Its own.
+        stepped: This rank's.
         everyone: ``groups`` of all ranks.
         saved: What ``merged`` gave.
         own: ``State.own`` of the rank in this one's place, which had the same parts of parameters; None where it had others.
@@ -65,8 +62,7 @@ def chosen(
     Raises:
         BuildError: no state was saved, or that of another class, or other groups, or of what is only kept for the same layout.
     """
-    if optimizer is None:
-        return None
+    optimizer = stepped.optimizer
     if saved is None:
         raise BuildError("the checkpoint has no optimizer state; build without optimizer= to load the weights alone")
     kind = type(optimizer).__name__
@@ -74,11 +70,11 @@ def chosen(
     if there != class_of(optimizer):
         raise BuildError(f"the checkpoint's optimizer is {there}, the engine's is {class_of(optimizer)}; build with the same")
     optimizer_groups.check_names(everyone, saved["groups"])
-    before, here = (saved["groups"] if own is None else [own["groups"]]), groups(module, optimizer)
+    before, here = (saved["groups"] if own is None else [own["groups"]]), groups(stepped)
     if own is not None:
         optimizer_groups.check_names([here], before)
     optimizer_groups.check_same(here, before)
-    _check_parts(module, optimizer, saved["state"], parts)
+    _check_parts(stepped, saved["state"], parts)
     if own is None and saved["differs"]:
         raise BuildError(f"the ranks that saved it had different {saved['differs']} in the state of {kind}; {SAME_LAYOUT}")
     if own is None and saved["foreign"]:
@@ -90,72 +86,58 @@ def chosen(
 
 
 def wanted(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    taken: Taken | None,
+    stepped: Stepped,
+    taken: Taken,
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    path: str,
 ) -> dict[tuple[str, Any], Piece]:
     """Tensors for what is to be read of the optimizer's state, by parameter and the optimizer's own name."""
-    if optimizer is None or taken is None:
-        return {}
     found = {}
-    for name, parameter in _stepped(module, optimizer).items():
+    for name, parameter in stepped.own().items():
         for key in taken.state.get(name, {"tensors": ()})["tensors"]:
-            _, dtype = shapes[key_of(name, key)]
+            _, dtype = shapes[key_of(name, key, path)]
             found[name, key] = piece(parameter, torch.empty(parameter.shape, dtype=dtype))
     return found
 
 
-def _check_parts(
-    module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], parts: Mapping[str, Any]
-) -> None:
+def _check_parts(stepped: Stepped, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Refuse state of parts of parameters that are not this rank's.
 
     Args:
-        module: This rank's stages.
-        optimizer: Its own.
+        stepped: This rank's.
         state: Of each parameter what is kept once.
         parts: What fits this rank's parts, as it was saved.
 
     Raises:
         BuildError: it would be needed.
     """
-    for name, parameter in _stepped(module, optimizer).items():
+    for name, parameter in stepped.own().items():
         kept = state.get(name, {"parts": (), "values": {}})
         of_whole = kept["values"] if is_part(parameter) else ()
         for key in [*of_whole, *(key for key in kept["parts"] if key not in parts.get(name, {}))]:
             raise BuildError(
-                f"{key!r} in the state of {type(optimizer).__name__} is no number for each element of {name!r}, which is "
-                f"sharded otherwise than when it was saved; {SAME_LAYOUT}"
+                f"{key!r} in the state of {type(stepped.optimizer).__name__} is no number for each element of {name!r}, which "
+                f"is sharded otherwise than when it was saved; {SAME_LAYOUT}"
             )
 
 
 def put(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    taken: Taken | None,
+    stepped: Stepped,
+    taken: Taken,
     read: Mapping[tuple[str, Any], Piece],
     handed: Handed,
 ) -> None:
     """Hand the optimizer what was saved."""
-    if optimizer is None or taken is None:
-        return
-    names, listed = names_in(module, optimizer)
+    (names, listed), own = stepped.names(), stepped.own()
     index = {name: number for number, name in enumerate(names)}
     state: dict[Any, Any] = dict(taken.foreign)
-    for name in index:
+    for name in own:
         if (kept := taken.state.get(name)) is not None:
             tensors = {key: read[name, key].tensor for key in kept["tensors"]}
             single = taken.numbers.get(name, {}).items()
             numbers = {key: value if dtype is None else torch.tensor(value, dtype=dtype) for key, (value, dtype) in single}
             parts = {key: taken.parts[name][key] for key in kept["parts"]}
             state[index[name]] = {**tensors, **numbers, **kept["values"], **parts}
-    made = [{**each, "params": [index[name] for name in own]} for each, own in zip(taken.options, listed, strict=True)]
+    made = [{**each, "params": [index[name] for name in group]} for each, group in zip(taken.options, listed, strict=True)]
     packed = {**taken.more, "state": state, "param_groups": made}
-    handed.to(type(optimizer).__name__, optimizer.load_state_dict, packed, optimizer.state_dict)
-
-
-def _stepped(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Those that the optimizer has, by name."""
-    known = parameters(module)
-    return {name: known[name] for name in names_in(module, optimizer)[0]}
+    handed.to(type(stepped.optimizer).__name__, stepped.load_state_dict, packed, stepped.state_dict)

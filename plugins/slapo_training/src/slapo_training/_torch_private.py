@@ -95,7 +95,7 @@ class MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it has {module}.{name}, which no checkpoint needs")
 
 
-class CollectiveWatch(TorchDispatchMode):
+class CollectiveWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises ``CollectiveFound`` where code inside calls a collective."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

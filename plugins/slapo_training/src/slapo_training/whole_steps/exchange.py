@@ -121,8 +121,8 @@ class Exchange:
         for whole, volume in zip(self._wholes, volumes, strict=True):
             if volume < math.prod(whole.shape):
                 raise BuildError(
-                    f"the ranks hold {volume} of {math.prod(whole.shape)} elements of {whole.name!r}, which the optimizer steps "
-                    "as a whole; use one that steps each element alone, e.g. AdamW"
+                    f"the ranks hold {volume} of {math.prod(whole.shape)} elements of {whole.name!r}, which the optimizer "
+                    "steps as a whole; use one that steps each element alone, e.g. AdamW"
                 )
 
     def _buckets(self) -> list[tuple[int, ...]]:

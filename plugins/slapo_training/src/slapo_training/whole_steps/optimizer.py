@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.errors import BuildError
+
 from .group_options import GroupOptions
 from .stand_ins import StandIns
 from .tree import Optimizer, groups_in, optimizers_in
@@ -31,6 +33,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     Attributes:
         inner: As given.
+        flats: Flat tensors that an engine has put in the places of the parameters, by the numbers of their stand-ins.
     """
 
     def __init__(
@@ -43,14 +46,14 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.inner = inner
         self._stand_ins, self._sources, self._extend, self._randomness = list(stand_ins), dict(sources), extend, randomness
-        self._is_built = False
+        self._is_built, self.flats = False, list[torch.Tensor]()
         super().__init__(self._local_groups() or [{"params": []}], dict(inner.defaults))
         self._is_built, self._options = True, GroupOptions(inner)
         for group, _ in zip(self.param_groups, inner.param_groups, strict=False):
             self._options.add(group)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The state of ``inner``: of whole tensors that this rank owns, and of the parameters that it has whole."""
         return self.inner.state
 
@@ -71,9 +74,18 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             for whole, parameter in zip(each.wholes, each.parameters, strict=True)
         }
 
+    def sources(self) -> set[int]:
+        """Return the ids of the rank's parameters that stand-ins are stepped for."""
+        return {id(whole.source) for each in self._stand_ins for whole in each.wholes}
+
     def owned(self, labels: Container[int] | None = None) -> set[int]:
         """Return the ids of the stand-ins of some groups that this rank steps; of all where none are given."""
         return {id(parameter) for each in self._stand_ins for parameter in each.owned(labels)}
+
+    @property
+    def steps_together(self) -> bool:
+        """Return whether each rank steps all, as the step of one tensor depends on the others."""
+        return any(each.is_everywhere for each in self._stand_ins)
 
     @property
     def stand_ins(self) -> list[StandIns]:
@@ -81,7 +93,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         return self._stand_ins
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the whole tensors, and give each rank its parts. Collective."""
         self._options.exchange()
         labels = self._present()
@@ -98,16 +110,12 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             self._options.exchange()
         return found
 
-    def _present(self) -> list[int] | None:
-        """The numbers of the groups that are stepped, where an engine has taken others out meanwhile; None for all."""
-        present = {id(group) for group in self.param_groups}
-        numbers = [number for number, group in enumerate(self._options.outer) if id(group) in present]
-        return None if len(numbers) == len(self._options.outer) else numbers
-
-    def number_of(self, parameter: nn.Parameter) -> int:
-        """Return the number of the group of a stand-in; those that are in no group count as of the first."""
-        groups = ({id(each) for each in group["params"]} for group in self.inner.param_groups)
-        return next((number for number, own in enumerate(groups) if id(parameter) in own), 0)
+    def _present(self) -> set[int] | None:
+        """The numbers of the flat tensors that are stepped, where an engine steps some after the others; None for all."""
+        if not self.flats:
+            return None
+        present = {id(each) for group in self.param_groups for each in group["params"]}
+        return {number for number, flat in enumerate(self.flats) if id(flat) in present}
 
     @contextmanager
     def whole_values(self) -> Iterator[None]:
@@ -129,7 +137,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         given = param_group["params"]
-        local = [given] if isinstance(given, torch.Tensor) else list(given)
+        local: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
         stepped, made = self._extend(local)
         if made is not None:
             self._stand_ins.append(made)
@@ -148,6 +156,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let ``inner`` take what ``state_dict`` gave."""
         self.inner.load_state_dict(state_dict)
+        self._options.take_inner()
+
+    def take_options(self) -> None:
+        """Let the groups have the options of those of ``inner``."""
         self._options.take_inner()
 
     def _local_groups(self) -> list[dict[str, Any]]:
@@ -182,3 +194,16 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         finally:
             for holder, key, value in kept:
                 holder[key] = value
+
+
+def check_saved(optimizer: Any, target: str) -> None:
+    """Refuse to save or load a state of whole tensors, which an engine's own checkpoints do not keep.
+
+    Raises:
+        BuildError: the optimizer has one.
+    """
+    if isinstance(optimizer, WholeTensorOptimizer):
+        raise BuildError(
+            f"{type(optimizer.inner).__name__} steps whole tensors, whose state a checkpoint of target {target!r} does not "
+            "keep; use target='torch', or an optimizer that steps each element alone"
+        )

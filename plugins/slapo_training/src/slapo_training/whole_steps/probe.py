@@ -1,4 +1,4 @@
-"""Numeric probe of an optimizer: what one element's update depends on, found by stepping small parameters whole and in parts."""
+"""Numeric probe of an optimizer: what an element's update depends on, by stepping small parameters whole and in parts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def probe(optimizer: Optimizer) -> Finding:
 
 def _probed(optimizer: Optimizer) -> Finding:
     trial = _Trial(optimizer, _SMALL)
-    with CollectiveWatch():
+    with CollectiveWatch():  # type: ignore[no-untyped-call]
         whole = trial.run_first()
     coupled = trial.draws or trial.is_coupled(whole)
     shape = trial.keeps_factors or not trial.is_same_in_parts(whole, _rows) or not trial.is_same_in_parts(whole, _columns)
@@ -301,7 +301,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def _apart() -> Iterator[None]:
     """Leave no trace in the process: random states stay, warnings are not shown."""
     before, others = torch.get_rng_state(), random.getstate()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     try:
         with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

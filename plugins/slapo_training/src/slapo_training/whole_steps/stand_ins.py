@@ -25,11 +25,12 @@ class StandIns:
     Attributes:
         wholes: As given.
         parameters: Of each the stand-in.
+        is_everywhere: As given.
     """
 
     def __init__(self, wholes: Sequence[Whole], group: dist.ProcessGroup | None, everywhere: bool) -> None:
         size = 1 if group is None else group.size()
-        self.wholes, self._group = list(wholes), group
+        self.wholes, self._group, self.is_everywhere = list(wholes), group, everywhere
         self._owners = None if everywhere else owners(wholes, size)
         self._exchange = Exchange(self.wholes, self._owners, group)
         self._owned = set(self._exchange.owned)

@@ -20,20 +20,25 @@ _DEEPEST = 5
 
 def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizer and all that it holds in attributes, in containers or in plain objects, each once."""
-    found: list[Optimizer] = []
+    return list(named_optimizers_in(optimizer).values())
+
+
+def named_optimizers_in(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizer, under no name, and all that it holds by their places, as ``"parts.0"``, each once."""
+    found: dict[str, Optimizer] = {}
     seen: set[int] = set()
 
-    def visit(value: Any, depth: int) -> None:
+    def visit(value: Any, place: tuple[str, ...], depth: int) -> None:
         if id(value) in seen or depth > _DEEPEST or isinstance(value, _OPAQUE):
             return
         seen.add(id(value))
         if isinstance(value, Optimizer):
-            found.append(value)
+            found[".".join(place)] = value
             depth = 0
-        for each in _inside(value):
-            visit(each, depth + 1)
+        for name, each in _inside(value):
+            visit(each, (*place, name), depth + 1)
 
-    visit(optimizer, 0)
+    visit(optimizer, (), 0)
     return found
 
 
@@ -76,11 +81,12 @@ def replace_parameters(optimizer: Optimizer, successors: Callable[[nn.Parameter]
                 value[:] = [new for item in value for new in (successors(item) if isinstance(item, nn.Parameter) else (item,))]
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    """What a value holds, where it may hold an optimizer."""
-    if isinstance(value, list | tuple | set):
-        yield from value
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value holds, where it may hold an optimizer, by name."""
+    if isinstance(value, list | tuple):
+        yield from ((str(number), each) for number, each in enumerate(value))
     elif isinstance(value, dict):
-        yield from value.values()
+        yield from ((str(key) if isinstance(key, str | int) else "?", each) for key, each in value.items())
     elif hasattr(value, "__dict__"):
-        yield from (each for name, each in vars(value).items() if not (isinstance(value, Optimizer) and name in _OWN))
+        own = _OWN if isinstance(value, Optimizer) else ()
+        yield from ((name, each) for name, each in vars(value).items() if name not in own)

@@ -133,8 +133,8 @@ def stand_in(whole: Whole, value: torch.Tensor, masks: Mapping[str, torch.Tensor
         masks: Attributes that are tensors of the whole shape.
     """
     new = cast(nn.Parameter, successor(whole.source, value, spec=None, names=(whole.name,)))
-    new._backward_hooks = None
-    new._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(new, table, None)
     vars(new).pop(MADE_OF, None)
     vars(new).update(masks)
     return new
