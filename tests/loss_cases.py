@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -165,12 +166,12 @@ WEIGHED = {
 class Towers(nn.Module):
     """Two encoders and a temperature, as CLIP has them."""
 
-    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0, norm: bool = False, scale: float | list[float] = 1.0) -> None:
         super().__init__()
         self.first, self.image = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
         self.text, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
-        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+        self.logit_scale = nn.Parameter(torch.tensor(scale))
 
     def forward(self, image: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
         image = self.image(self.dropout(self.norm(self.first(image)).tanh()))
@@ -211,6 +212,14 @@ class Encoder(nn.Module):
         return Embedded(embedding, (embedding.sum(-1), embedding.square().sum(-1)))
 
 
+class WithMean(Encoder):
+    """Returns a number of its micro-batch alone, too."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(x)
+        return {"scores": found.scores, "mean": found.embedding.mean()}
+
+
 def supervised(output: Embedded, labels: torch.Tensor) -> torch.Tensor:
     """Pulls rows of one class together, and their scores' statistics over the batch."""
     near = F.normalize(output.embedding, dim=-1) @ F.normalize(output.embedding, dim=-1).T
@@ -225,9 +234,76 @@ def of_encoder(step: int) -> Batch:
 
 OVER = {
     "clip": Case(Towers, of_towers, {"loss_fn": contrast, "loss_over": "replicas"}),
+    "clip with a vector": Case(partial(Towers, scale=[1.0]), of_towers, {"loss_fn": contrast, "loss_over": "replicas"}),
     "classes": Case(Encoder, of_encoder, {"loss_fn": supervised, "loss_over": "replicas"}),
     "sum": Case(Tagger, of_tagger, {"loss_fn": nn.CrossEntropyLoss(reduction="sum"), "loss_over": "replicas"}),
 }
+_SIZES = {"lm": "labels", "mtp": "later_labels", "z": lambda ids: ids.numel()}
+REFUSED: dict[str, tuple[Case, str]] = {
+    "no argument": (
+        Case(Masked, of_masked, {"loss_weights": "masks"}),
+        "loss_weights is 'masks', which is no tensor of the batch; it has x, y, mask",
+    ),
+    "no argument of a function": (
+        Case(Heads, of_heads, {"loss_weights": {**_SIZES, "z": lambda lengths: lengths.sum()}}),
+        "the function of loss_weights['z'] takes 'lengths', which the batch does not have; it has ids, labels, later_labels",
+    ),
+    "less than nothing": (
+        Case(Masked, of_masked, {"loss_weights": lambda mask, x: -1 if dist.get_rank() else mask.sum()}),
+        "loss_weights counts -1.0; a count is a number from 0 on",
+    ),
+    "no number": (
+        Case(Masked, of_masked, {"loss_weights": lambda mask: mask.sum(1)}),
+        "the function of loss_weights gives a tensor of shape (2,); it has to give one number",
+    ),
+    "unclear integers": (
+        Case(
+            Masked, lambda step: {**of_masked(step), "kinds": torch.ones(ROWS, 1, dtype=torch.int64)}, {"loss_weights": "kinds"}
+        ),
+        "loss_weights is 'kinds', whose integers are all 0 or 1: a mask, or labels of two classes; make a mask bool",
+    ),
+    "no term": (
+        Case(Heads, of_heads, {"loss_weights": {**_SIZES, "aux": lambda: 1}}),
+        "loss_weights has the term 'aux', and the model's output, which has loss, lm, mtp, z, logits, has no such number",
+    ),
+    "no term of loss_fn": (
+        Case(Tagger, of_tagger, {"loss_fn": with_size, "loss_weights": {"ce": "labels", "kl": "labels", "rows": lambda: 1}}),
+        "loss_weights has the term 'kl', and the result of loss_fn, which has ce, size, rows, has no such number",
+    ),
+    "no sum": (
+        Case(Heads, of_heads, {"loss_weights": {"lm": "labels", "mtp": "later_labels"}}),
+        "and its terms lm, mtp add up to",
+    ),
+    "other labels": (
+        Case(Heads, of_heads, {"loss_weights": {**_SIZES, "lm": "later_labels"}}),
+        "loss_weights['lm'] counts",
+    ),
+    "over what differs": (
+        Case(WithMean, of_encoder, {"loss_fn": lambda output, labels: output["scores"][0].std(), "loss_over": "replicas"}),
+        "output 'mean' has shape (), no row for each of the micro-batch's, and differs between micro-batches or replicas",
+    ),
+    "over no loss": (
+        Case(
+            partial(Towers, scale=[1.0]),
+            of_towers,
+            {"loss_fn": lambda output, labels: output["image"], "loss_over": "replicas"},
+        ),
+        "the loss is not one number but (8, 8)",
+    ),
+    "over a model's own": (
+        Case(Masked, of_masked, {"loss_over": "replicas"}),
+        "let it return what the loss is made of, and give loss_fn=, a function of (outputs, labels)",
+    ),
+    "over and weights": (
+        Case(Towers, of_towers, {"loss_fn": contrast, "loss_over": "replicas", "loss_weights": lambda: 1}),
+        "no term has to be weighed; leave out loss_weights=",
+    ),
+    "over what": (
+        Case(Towers, of_towers, {"loss_fn": contrast, "loss_over": "batch"}),
+        "loss_over is 'batch'; give 'replicas'",
+    ),
+}
+"""What is refused on all ranks before the first step, and what is said."""
 CASES = {**{f"weighed {name}": case for name, case in WEIGHED.items()}, **{f"over {name}": case for name, case in OVER.items()}}
 
 
@@ -293,6 +369,22 @@ def differences(target: str, case: Case, mesh: Any, **options: Any) -> float:
     worst = max(worst, abs(engine.eval_batch(**shares(case.batch(0), mesh)).item() - evaluated))
     engine.close()
     return worst if worst == worst else float("inf")
+
+
+def refusals(rank: int, target: str, layout: dict[str, int]) -> dict[str, str]:
+    """What the first step of each case says, or its build."""
+    found, mesh = {}, mesh_of(**layout)
+    for name, (case, _) in REFUSED.items():
+
+        def run(case: Case = case) -> None:
+            engine, _ = engine_of(case, mesh, target, microbatches=2)
+            try:
+                engine.train_batch(**shares(case.batch(0), mesh))
+            finally:
+                engine.close()
+
+        found[name] = message_of(run)
+    return found
 
 
 def all_differences(

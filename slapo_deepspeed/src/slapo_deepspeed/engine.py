@@ -283,7 +283,7 @@ class DeepSpeedEngine(BatchEngine):
             self.model.reset_activation_shape()
             self._plan = plan
 
-    def _train(self, batch: MicroBatches) -> torch.Tensor:
+    def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Told]]:
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training=True)
@@ -298,7 +298,7 @@ class DeepSpeedEngine(BatchEngine):
             loss = self._mean(losses)
         norm = self.model.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm
         self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
-        return loss
+        return loss, self._counted if self._stage is None else self._stage.counted
 
     def _train_part(self, index: int, batch: MicroBatches) -> torch.Tensor:
         loss = self._part(index, batch)

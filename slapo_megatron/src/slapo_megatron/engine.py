@@ -244,7 +244,7 @@ class MegatronEngine(BatchEngine):
 
     # ---- one step
 
-    def _train(self, batch: MicroBatches) -> torch.Tensor:
+    def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Told]]:
         self._begin(batch, training=True)
         for chunk in self.model:
             chunk.train()
@@ -261,7 +261,7 @@ class MegatronEngine(BatchEngine):
         self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        return loss
+        return loss, self._stages[-1].counted
 
     def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[Told]]:
         self._begin(batch, training)

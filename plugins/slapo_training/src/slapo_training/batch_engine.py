@@ -22,10 +22,12 @@ from slapo_core.program import Program
 from .batch_losses import BatchLosses
 from .batches import Batch, check_labels, content, fingerprint, labels_of, signature, split
 from .common_batch import Cut, cut_together
+from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
 from .means import EQUAL_PARTS, Told
 from .meeting import on_all
 from .options import CommonOptions
+from .replica_loss import buffers_kept, draws_kept
 
 
 class MicroBatches(NamedTuple):
@@ -68,6 +70,7 @@ class BatchEngine(Engine):
         self.steps = 0
         self._trained: dict[str, tuple[nn.Parameter, bool]] = {}
         self._losses: BatchLosses | None = None
+        self._hidden = HiddenLabels(program)
 
     def _remember_trained(self, named: Mapping[str, nn.Parameter]) -> None:
         """Note which of this rank's parameters are trained from now on."""
@@ -79,8 +82,8 @@ class BatchEngine(Engine):
         """Device of this rank."""
 
     @abstractmethod
-    def _train(self, batch: MicroBatches) -> torch.Tensor:
-        """One step; its loss, the same on all ranks."""
+    def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Told]]:
+        """One step; its loss, the same on all ranks, and on ranks that compute losses what they are means over."""
 
     @abstractmethod
     def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[Told]]:
@@ -111,7 +114,8 @@ class BatchEngine(Engine):
         cut = cut._replace(labels=losses.begin(cut.parts, cut.labels, self._tree, partial(self._forward, cut)))
         self._is_broken = True
         try:
-            loss = self._train(cut)
+            loss, told = self._train(cut)
+            self._compare(told, cut, training=True)
         except Exception as err:
             losses.meet(cut.labels, err)
             raise
@@ -126,7 +130,9 @@ class BatchEngine(Engine):
         cut = self._cut(args, batch, training=False)
 
         def run(labels: list[Any]) -> torch.Tensor:
-            return self._evaluate(cut._replace(labels=labels))[0]
+            loss, told = self._evaluate(cut._replace(labels=labels))
+            self._compare(told, cut, training=False)
+            return loss
 
         return self._losses_of().evaluate(cut.parts, cut.labels, self._tree, partial(self._forward, cut), run)
 
@@ -183,10 +189,19 @@ class BatchEngine(Engine):
         parts = [self._in_precision(part) for part in parts]
         if self._losses_of().are_whole:
             return MicroBatches(parts, labels, None)
-        if self._kind is None and weights.is_open:
-            self._kind = self._told(parts, labels, weights)
+        batch = MicroBatches(parts, labels, weights)
+        is_asked = self._kind is None and weights.is_open
+        if is_asked or (training and not self._hidden.is_checked and len(parts) * self.program.axis_size("dp") > 1):
+            told = self._told(batch, training)
+            self._kind = self._kind_of(told, weights) if is_asked else self._kind
+            self._compare(told, batch, training)
         weights.kind = self._kind
-        return MicroBatches(parts, labels, weights)
+        return batch
+
+    def _compare(self, told: list[Told], batch: MicroBatches, training: bool) -> None:
+        """Look whether losses are means over as many labels each, where the batch does not show these. Collective."""
+        if batch.weights is not None and len(batch.parts) * self.program.axis_size("dp") > 1:
+            self._hidden.check(told, batch.weights, training)
 
     def _check_trained(self, part: Batch) -> None:
         """Raise ``BuildError`` where the engine was configured for other micro-batches than this one; one rank alone."""
@@ -209,9 +224,14 @@ class BatchEngine(Engine):
         return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, part)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _told(self, parts: list[Batch], labels: list[Any], weights: LabelWeights) -> int:
-        """Find which labels the loss counts, by an evaluation of this batch; the same on all ranks. Collective."""
-        possible, losses = {0, 1}, self._evaluate(MicroBatches(parts, labels, None))[1]
+    def _told(self, batch: MicroBatches, training: bool) -> list[Told]:
+        """Return what losses are means over, by a run of this batch that leaves no trace. Collective."""
+        with buffers_kept(self._tree), draws_kept():
+            return [*self._evaluate(batch._replace(weights=None), training)[1]]
+
+    def _kind_of(self, losses: list[Told], weights: LabelWeights) -> int:
+        """Find which labels the loss counts; the same on all ranks. Collective."""
+        possible = {0, 1}
 
         def look() -> None:
             for index, counted in enumerate(losses):

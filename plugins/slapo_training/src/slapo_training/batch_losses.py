@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from slapo_core.program import Program
-from slapo_core.random import rng_state, set_rng_state
 
 from .batches import Batch, rows_of
 from .loss_terms import LossTerms
 from .losses import MicroBatchLoss
 from .meeting import on_all
 from .options import CommonOptions
-from .replica_loss import OnlyRun, ReplicaLoss, buffers_kept
+from .replica_loss import OnlyRun, ReplicaLoss, buffers_kept, draws_kept
 
 Forward = Callable[[list[Any], bool], None]
 """Runs the micro-batches forward alone, with these in the place of labels, in training or in evaluation mode."""
@@ -110,7 +108,7 @@ class BatchLosses:
         if self._terms.is_checked(training):
             return
         looks = [_Look(each) for each in self._terms.losses(labels, training)]
-        with buffers_kept(module), _same_draws():
+        with buffers_kept(module), draws_kept():
             forward([*looks], training)
 
         def tell() -> None:
@@ -139,13 +137,3 @@ class _Look(MicroBatchLoss):
         except Exception as err:
             self.error = err
             return torch.zeros(())
-
-
-@contextmanager
-def _same_draws() -> Iterator[None]:
-    """Put the random state back behind what runs inside."""
-    state = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(state)

@@ -36,6 +36,10 @@ class LabelWeights:
         """Whether it matters which of the numbers counts, and that is not known yet."""
         return self._differs and self.kind is None
 
+    def shows(self, index: int, terms: Sequence[Counted]) -> bool:
+        """Return whether a micro-batch has each of these numbers of labels."""
+        return all(each.labels in self._own[index] for each in terms)
+
     def kinds_of(self, index: int, counted: Told) -> set[int]:
         """Which of the numbers a micro-batch's loss may be a mean over.
 

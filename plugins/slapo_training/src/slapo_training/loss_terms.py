@@ -258,8 +258,8 @@ def _check_counts_of(name: str, found: Sequence[tuple[float, int]]) -> None:
         if count * found[0][1] != labels * found[0][0]:
             raise BuildError(
                 f"{_called(name)} counts {found[0][0]:g} and {count:g} in two micro-batches, but the "
-                f"{'term' if name else 'loss'} is a mean over {found[0][1]} and {labels} labels there; give a function of the batch that counts these, of a "
-                "next-token loss lambda labels: (labels[:, 1:] != -100).sum()"
+                f"{'term' if name else 'loss'} is a mean over {found[0][1]} and {labels} labels there; give a function of the "
+                "batch that counts these, of a next-token loss lambda labels: (labels[:, 1:] != -100).sum()"
             )
 
 

@@ -124,14 +124,15 @@ class CountedMeans(TorchFunctionMode):
         return counted.labels if is_mean else None
 
     def _note(self, result: torch.Tensor, given: dict[str, Any]) -> None:
-        if given["reduction"] == "none" or given["target"].is_floating_point():
+        if given["target"].is_floating_point():
             return
         legacy = given["size_average"] is not None or given["reduce"] is not None
         if legacy and given["weight"] is None and given["reduction"] == "mean":
             return
         counted = Counted(int((given["target"] != given["ignore_index"]).sum()), given["ignore_index"])
         self._noted.append((counted, given["reduction"] == "mean" and given["weight"] is None))
-        self._found[id(result)] = _Trace(result, result._version, frozenset([len(self._noted) - 1]), 1.0)
+        factor = 1.0 if result.numel() == 1 and given["reduction"] != "none" else None
+        self._found[id(result)] = _Trace(result, result._version, frozenset([len(self._noted) - 1]), factor)
 
     def _note_zero(self, result: Any) -> None:
         """Remember a number that is 0 by itself, to which losses may be added."""
@@ -155,13 +156,14 @@ class CountedMeans(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[_Trace]
     ) -> float | None:
         """Return how many times the loss that it is made of a function's result is; None where it is something else."""
-        (source, *others), before = sources, sources[0].factor
-        if others or before is None or source.tensor.numel() != 1:
+        source, before = sources[0], sources[0].factor
+        if any(each.tensor is not source.tensor for each in sources) or before is None or source.tensor.numel() != 1:
             return None
         if func in _DETACHING:
             return None if torch.is_grad_enabled() else before
         if func in _RESHAPING:
-            return before if len([value for value in _flat(args, kwargs) if isinstance(value, torch.Tensor)]) == 1 else None
+            others = [value for value in _flat(args, kwargs) if isinstance(value, torch.Tensor) and value is not source.tensor]
+            return None if others else before
         if func not in _ARITHMETIC or kwargs or len(args) != 2:
             return None
         first, second = args
@@ -203,8 +205,8 @@ class _Trace(NamedTuple):
     factor: float | None
 
 
-_FOLLOWED = 4096
-"""Elements of the largest tensor that is followed: losses are few numbers."""
+_FOLLOWED = 2**20
+"""Elements of the largest tensor that is followed: losses are few numbers, at most one for each token."""
 
 
 def _functions(names: str) -> frozenset[Callable[..., Any]]:

@@ -289,6 +289,16 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
                 tensor.copy_(values)
 
 
+@contextmanager
+def draws_kept() -> Iterator[None]:
+    """Put the random state back behind what runs inside."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
 _CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Relative differences that rounding makes."""
 

@@ -1,0 +1,54 @@
+"""Losses that are no plain means, on DeepSpeed: each step is that of the whole batch in one process, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slapo_core.testing import run_distributed
+from tests.engines import zero
+from tests.loss_cases import CASES, REFUSED, all_differences, refusals
+from tests.loss_graphs import OTHERS, train
+
+pytestmark = pytest.mark.multiproc
+
+NAMES = [name for name in CASES if name != "over clip"]  # DeepSpeed takes no parameter without dimensions
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ({"dp": 2}, {"microbatches": 2}),
+        ({"dp": 2}, {"microbatches": 1}),
+        ({"pp": 2}, {"microbatches": 2}),
+        ({"dp": 2}, {"microbatches": 2, **zero(3)}),
+    ],
+    ids=str,
+)
+def test_each_step_is_that_of_the_whole_batch(layout: dict[str, int], options: dict[str, Any]) -> None:
+    for found in run_distributed(all_differences, 2, "deepspeed", layout, options, NAMES, timeout=110):
+        for name, difference in found.items():
+            assert not isinstance(difference, str), (name, difference)
+            assert difference < (5e-5 if name == "over sum" else 5e-6), name
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
+    for found in run_distributed(refusals, 2, "deepspeed", {"dp": 2}):
+        for name, (_, text) in REFUSED.items():
+            assert text in found[name], (name, found[name])
+
+
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["shown", "hidden"])
+def test_a_mean_that_is_not_the_loss_is_not_taken_for_it(is_hidden: bool) -> None:
+    names = ["logged before", "two heads", *OTHERS, "later"]
+    for found in run_distributed(train, 2, "deepspeed", {"dp": 2}, names, is_hidden, False):
+        for name, (*steps, last) in found.items():
+            assert all(step < 1e-5 for step in steps), (name, steps)
+            if name in OTHERS or is_hidden:
+                assert not steps
+                assert "with loss_weights= what each term is a mean over" in last, (name, last)
+            elif name == "later":
+                assert "what the loss is a mean over cannot be told" in last
+            else:
+                assert last < 1e-5, (name, last)
