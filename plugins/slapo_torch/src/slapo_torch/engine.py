@@ -28,7 +28,9 @@ from slapo_training.saving import Saving
 from . import model_state
 from .checkpoint import TorchSaver, Trained
 from .checkpoint_load import load_checkpoint
+from .device import device_of
 from .failures import Peers
+from .first_step import OTHER_LABELS, TorchFirstStep
 from .holdings import Holdings
 from .means import LabelCount, Share
 from .merged import merged
@@ -92,11 +94,12 @@ class TorchEngine(Engine):
         self._options = options
         self._mesh = program.mesh
         self._modes = Modes(program.module)
+        self._first = TorchFirstStep(program, options)
         self._peers = (
             Peers(program.mesh["tp"].get_group()) if program.mesh is not None and program.axis_size("tp") > 1 else None
         )
         self._plans: dict[Any, Any] = {}
-        self._device = _device(program)
+        self._device = device_of(program)
         # of numbers that ranks compare: one rank by itself need not wait for its device to give them back
         self._meeting = self._device if any(mesh_groups(program.mesh)) else torch.device("cpu")
         self.timeline: list[dict[str, Any]] = []
@@ -250,6 +253,8 @@ class TorchEngine(Engine):
         scale = self._loss_scale.value if training and self._loss_scale is not None else 1.0
         is_all = len(parts) * self.program.axis_size("dp") == 1
         share = Share(len(parts), self._labels.value, self._differs, scale, is_all)
+        if training:
+            share = self._first.look(parts, labels, share, self._device, self._shards)
         result = runner(parts, labels, share)
         result.unused += self._shards.num_unused() if training and self._shards is not None else 0
         loss = self._settle(result, training, share)
@@ -304,7 +309,8 @@ class TorchEngine(Engine):
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             if self._shards is not None:
-                self._shards.follow(stage.module for each in self._plans.values() for stage in each.program.stages)
+                programs = [*(each.program for each in self._plans.values()), *self._first.programs]
+                self._shards.follow(stage.module for each in programs for stage in each.stages)
         inputs = fingerprint([stage.inputs for stage in plan.program.stages])
         self._facts = _Facts([*self._facts.low, inputs], [*self._facts.high, inputs])
         return plan.run
@@ -394,12 +400,16 @@ class TorchEngine(Engine):
             self._start_over()
             raise BuildError("what the loss is a mean over can be told for some micro-batches only; " + EQUAL_PARTS)
         dtype = torch.float64 if doubles else torch.float32
+        if share.injects and told and labels != share.parts * share.unit * self.program.axis_size("dp"):
+            self._start_over()
+            raise BuildError(OTHER_LABELS)
         return torch.tensor(self._mean(total, labels if told else None, share), dtype=dtype, device=self._device)
 
     def _mean(self, total: float, labels: float | None, share: Share) -> float:
         """The loss of the batch, from the sum of the shares; and what the gradients are still to be multiplied by."""
         dp = self.program.axis_size("dp")
         self._scale = (share.parts * share.unit * dp / labels if labels else 1.0) / share.scale
+        self._scale /= share.parts if share.injects else 1
         self._labels.value = labels / (share.parts * dp) if labels else share.unit
         if labels is None:
             return total / dp / share.scale
@@ -486,13 +496,3 @@ class TorchEngine(Engine):
             self._missed.catch_up(rate)
             self.lr_scheduler = rate
         self.optimizer = optimizer
-
-
-def _device(program: Program) -> torch.device:
-    kind = program.mesh.device_type if program.mesh is not None else _parameter_device(program.module)
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def _parameter_device(module: nn.Module) -> str:
-    first = next(module.parameters(), None)
-    return first.device.type if first is not None else "cpu"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from slapo_training.first_step import scaled_gradient
 from slapo_training.means import Counted
 
 
@@ -39,6 +40,8 @@ class Share(NamedTuple):
         differs: Whether micro-batches or ranks have different numbers of labels, so that theirs have to be known.
         scale: What all is multiplied by beside, with fp16.
         is_all: Whether there is no other micro-batch on any rank.
+        injects: Whether the model injects gradients: these are not divided by ``parts`` as the loss is, so that gradients of
+            losses are multiplied by it, and gradients of parameters divided in the end.
     """
 
     parts: int
@@ -46,9 +49,13 @@ class Share(NamedTuple):
     differs: bool = False
     scale: float = 1.0
     is_all: bool = False
+    injects: bool = False
 
     def of(self, loss: torch.Tensor, counted: Counted | None) -> torch.Tensor:
         """This share of a loss, which is a mean over ``counted`` labels."""
+        return scaled_gradient(self._value(loss, counted), self.parts if self.injects else 1.0)
+
+    def _value(self, loss: torch.Tensor, counted: Counted | None) -> torch.Tensor:
         if counted is None or counted.labels == self.unit:
             return loss * self.scale / self.parts if self.scale != 1.0 else loss / self.parts
         known = loss if counted.labels else loss.nan_to_num()  # of no labels a mean is not a number

@@ -5,10 +5,14 @@ from __future__ import annotations
 import datetime
 import pathlib
 import pickle
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 
 def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
@@ -69,3 +73,40 @@ class MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return getattr(torch.serialization, name)
         raise pickle.UnpicklingError(f"it has {module}.{name}, which no checkpoint needs")
+
+
+def leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that the backward of these would accumulate gradients in."""
+    found: dict[int, torch.Tensor] = {id(each): each for each in outputs if each.requires_grad and each.grad_fn is None}
+    seen: set[Any] = set()
+    nodes: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None and node.name().endswith("AccumulateGrad"):
+            found[id(leaf)] = leaf
+        nodes += [each for each, _ in node.next_functions if each is not None]
+    return [*found.values()]
+
+
+@contextmanager
+def without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """While tensors have none of the hooks that see their gradients."""
+    kept = [(hooks, list(hooks.items())) for each in tensors if (hooks := each._backward_hooks)]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, items in kept:
+            hooks.update(items)
+
+
+def first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> RemovableHandle:
+    """Have a hook see the tensor's gradients before all others that it has."""
+    handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    assert tensor._backward_hooks is not None
+    cast("OrderedDict[int, Any]", tensor._backward_hooks).move_to_end(handle.id, last=False)
+    return cast(RemovableHandle, handle)

@@ -20,6 +20,7 @@ from slapo_core.program import Program
 
 from .batches import Batch, check_labels, content, fingerprint, labels_of, signature, split
 from .common_batch import Cut, cut_together
+from .first_step import FirstStep, GradientScale
 from .label_weights import LabelWeights
 from .means import EQUAL_PARTS, Counted
 from .meeting import on_all
@@ -65,6 +66,7 @@ class BatchEngine(Engine):
         self.grad_norm: float | None = None
         self.steps = 0
         self._trained: dict[str, tuple[nn.Parameter, bool]] = {}
+        self._first = FirstStep(program, options)
 
     def _remember_trained(self, named: Mapping[str, nn.Parameter]) -> None:
         """Note which of this rank's parameters are trained from now on."""
@@ -88,7 +90,8 @@ class BatchEngine(Engine):
 
         Raises:
             BuildError: there is no optimizer; the batch cannot be cut into equal micro-batches; the micro-batches or ranks have
-                different numbers of labels, and which of them the loss counts cannot be told.
+                different numbers of labels, and which of them the loss counts cannot be told; the first step's checks refuse
+                the model, see ``FirstStep``.
         """
         if not self._trains:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
@@ -99,8 +102,13 @@ class BatchEngine(Engine):
                 "another engine, and load a checkpoint"
             )
         cut = self._cut(args, batch, training=True)
+        self._first.check(cut.parts, cut.labels, self.device)
+        scale = self._first.scale(len(cut.parts))
+        if cut.weights is not None:
+            cut.weights.gradient = scale
         self._is_broken = True
-        loss = self._train(cut)
+        with GradientScale(parameter for parameter, _ in self._trained.values()).dividing(scale):
+            loss = self._train(cut)
         self._is_broken = False
         self.steps += 1
         return loss

@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from slapo_core.errors import BuildError, UnknownNameError
 
+from .check_switches import VARIABLE, disabled_checks
+
 IGNORE_INDEX = -100
 """Label value that losses leave out unless told otherwise."""
 
@@ -40,6 +42,10 @@ class CommonOptions:
             ``partial`` that has one, else -100. It is needed where a loss that is no plain ``cross_entropy`` or ``nll_loss``
             leaves out another one: it has to be a mean over equal parts, and only by this value those are told that are not,
             in the batch's ``labels``, and refused. Of the plain ones each part's labels are counted as they enter the loss.
+        check: Look at the first step that cuts a batch, before it is trained on: a loss that is no mean over rows is refused,
+            modules that mix rows are named in a warning, and gradients that the model injects are weighted right. It costs at
+            most two steps, once. ``SLAPO_DISABLE_CHECKS`` switches off the checks ``rows`` and ``injected`` by name.
+        strict: Refuse where the first step's checks would warn.
     """
 
     target: ClassVar[str] = ""
@@ -52,6 +58,8 @@ class CommonOptions:
     precision: str = "fp32"
     clip: float = 0.0
     ignore_index: int | None = None
+    check: bool = True
+    strict: bool = False
 
     @classmethod
     def of(cls: type[T], config: Mapping[str, Any]) -> T:
@@ -66,7 +74,7 @@ class CommonOptions:
                 notes = [ENGINES_OWN] if key == "config" else []
                 raise BuildError(str(UnknownNameError.of("option", key, known, notes, f"target {cls.target!r}")))
         options = cls(**config)
-        options.check()
+        options.validate()
         return options
 
     def agreed(self) -> list[str]:
@@ -74,6 +82,7 @@ class CommonOptions:
         given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
         return [
             f"ignore_index={self.ignored_label}",
+            f"check={self.check} with {VARIABLE}={','.join(disabled_checks())!r} and strict={self.strict}",
             *(f"no {name}" if value is None else name for name, value in given.items()),
         ]
 
@@ -106,12 +115,15 @@ class CommonOptions:
         given = self.loss_fn.keywords if isinstance(self.loss_fn, partial) else {}
         return given.get(name, getattr(self.loss_fn, name, default))
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ``BuildError`` for a value that cannot work."""
         if type(self.microbatches) is not int or self.microbatches < 1:
             raise BuildError(f"microbatches is {self.microbatches!r}; give a whole number from 1 on")
         if isinstance(self.clip, bool) or not isinstance(self.clip, (int, float)) or not self.clip >= 0:
             raise BuildError(f"clip is {self.clip!r}; give the largest gradient norm, or 0 for no clipping")
+        for name in ("check", "strict"):
+            if type(getattr(self, name)) is not bool:
+                raise BuildError(f"{name} is {getattr(self, name)!r}; give True or False")
         if self.ignore_index is not None and type(self.ignore_index) is not int:
             raise BuildError(
                 f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"

@@ -1,0 +1,140 @@
+"""The first-step checks of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import BuildError
+from slapo_core.logger import get_logger
+from slapo_core.program import Program
+
+from ..batches import Batch
+from ..modes import Modes
+from ..options import CommonOptions
+from .injected import IN_FP16, is_injected
+from .injected_labels import InjectedLabels
+from .left_alone import RandomNumbers, left_alone
+from .row_parts import Rows, joined, whole_and_parts
+from .rows_check import RowsCheck
+from .stage_runs import Around, Planned, Run, RunFailedError, StageRuns
+from ..check_switches import UNSEEN, disabled_checks, say_unseen
+
+
+def _nothing_around(has_backward: bool) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+class FirstStep:
+    """Looks at the micro-batches of the first step that cuts a batch, before they are trained on.
+
+    Args:
+        program: What runs.
+        options: Of the engine.
+
+    Attributes:
+        injects: Whether the model injects gradients into its backward.
+    """
+
+    def __init__(self, program: Program, options: CommonOptions) -> None:
+        self._program, self._options, self._modes = program, options, Modes(program.module)
+        self._off = disabled_checks() if options.check else tuple(UNSEEN)
+        self._is_done = False
+        self.injects = False
+        self._labels: InjectedLabels | None = None
+
+    def scale(self, num_parts: int) -> float:
+        """Return what gradients of losses are multiplied by, and gradients of parameters divided by, in the backwards.
+
+        Args:
+            num_parts: Micro-batches of a replica.
+        """
+        return float(num_parts) if self.injects else 1.0
+
+    def mean_labels(self, parts: Sequence[Batch], labels: Sequence[Any], device: torch.device) -> float | None:
+        """Return over how many labels the loss of a micro-batch is a mean, on average over all replicas. Collective.
+
+        None where the loss is no known mean over labels. For models that inject gradients: their losses are to be weighted
+        before the batch has run.
+        """
+        rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
+        return None if self._labels is None else self._labels.mean(rows, device)
+
+    def is_due(self, num_parts: int) -> bool:
+        """Return whether the next step has to be looked at; alike on all ranks."""
+        is_cut = num_parts * self._program.axis_size("dp") > 1
+        return not self._is_done and (is_cut or self._options.precision == "fp16")
+
+    def check(
+        self, parts: Sequence[Batch], labels: Sequence[Any], device: torch.device, around: Around = _nothing_around
+    ) -> None:
+        """Make the checks where they are due. Collective over the mesh.
+
+        Args:
+            parts: The model's arguments for each micro-batch.
+            labels: Those of each for the loss function.
+            device: Of this rank.
+            around: What the engine puts around a forward.
+
+        Raises:
+            BuildError: a loss that is no mean over rows; injected gradients with fp16; with ``strict=True`` modules that mix
+                rows. The same on all ranks.
+        """
+        if not self.is_due(len(parts)):
+            return
+        if not any(self._program.axis_rank(axis) for axis in ("pp", "dp", "tp")):
+            say_unseen(self._off)
+        rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
+        if len(self._off) < len(UNSEEN) and rows[0].number:
+            self._modes.set(True)
+            runs = StageRuns(self._program, self._options.loss_fn, device, around)
+            try:
+                self._look(rows, runs)
+            except RunFailedError as err:  # the step is going to say more
+                get_logger().debug("first-step checks were left out: %s", err)
+                return
+        self._is_done = True
+
+    def _look(self, rows: list[Rows], runs: StageRuns) -> None:
+        first = runs.planned(rows[0])
+        is_cut = len(rows) * self._program.axis_size("dp") > 1
+        with left_alone(self._modules(first)) as numbers:
+            base = self._injected(runs, first, numbers) if "injected" not in self._off else None
+            if base is not None and base.found:
+                if self._options.precision == "fp16":
+                    raise BuildError(IN_FP16)
+                self.injects = True
+                self._labels = InjectedLabels(self._program, self._options.ignored_label, rows[0], base.counted, runs.device)
+        if "rows" not in self._off and is_cut:
+            self._look_at_rows(rows, runs, base)
+
+    def _injected(self, runs: StageRuns, first: Planned, numbers: RandomNumbers) -> Run | None:
+        try:
+            return runs(first, numbers, behind=is_injected)
+        except RunFailedError as err:
+            get_logger().debug("whether the model injects gradients was not seen: %s", err)
+            return None
+
+    def _look_at_rows(self, rows: list[Rows], runs: StageRuns, base: Run | None) -> None:
+        """Compare a micro-batch with its halves; where a model does not take these, two micro-batches with each of them."""
+        whole, parts = whole_and_parts(rows)
+        choices = [(whole, parts)]
+        if rows[0].number > 1 and len(rows) > 1:
+            choices.append((joined(rows[:2]), rows[:2]))
+        for all_rows, some in choices:
+            try:
+                plans = [runs.planned(each) for each in (all_rows, *some)]
+                with left_alone(self._modules(*plans)) as numbers:
+                    known = base if all_rows is rows[0] else None
+                    RowsCheck(self._program, self._options, runs, numbers, plans, len(rows)).make(known)
+                return
+            except RunFailedError as err:
+                get_logger().debug("the first-step check 'rows' cannot run rows of this number: %s", err)
+
+    def _modules(self, *plans: Planned) -> list[nn.Module]:
+        trees = [self._program.module, *(stage.module for each in plans for stage in each.program.stages)]
+        return [module for tree in trees for module in tree.modules()]
