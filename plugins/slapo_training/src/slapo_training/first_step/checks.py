@@ -7,22 +7,21 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
 from ..batches import Batch
+from ..check_switches import UNSEEN, disabled_checks, say_unseen
 from ..modes import Modes
 from ..options import CommonOptions
 from .injected import IN_FP16, is_injected
 from .injected_labels import InjectedLabels
-from .left_alone import RandomNumbers, left_alone
-from .row_parts import Rows, joined, whole_and_parts
+from .left_alone import RandomNumbers
+from .row_parts import Rows, joined, unlike_halves
 from .rows_check import RowsCheck
-from .stage_runs import Around, Planned, Run, RunFailedError, StageRuns
-from ..check_switches import UNSEEN, disabled_checks, say_unseen
+from .stage_runs import Around, Planned, Run, RunFailedError, StageRuns, runs_alone
 
 
 def _nothing_around(has_backward: bool) -> AbstractContextManager[Any]:
@@ -99,42 +98,25 @@ class FirstStep:
                 return
         self._is_done = True
 
-    def _look(self, rows: list[Rows], runs: StageRuns) -> None:
-        first = runs.planned(rows[0])
-        is_cut = len(rows) * self._program.axis_size("dp") > 1
-        with left_alone(self._modules(first)) as numbers:
-            base = self._injected(runs, first, numbers) if "injected" not in self._off else None
-            if base is not None and base.found:
-                if self._options.precision == "fp16":
-                    raise BuildError(IN_FP16)
-                self.injects = True
-                self._labels = InjectedLabels(self._program, self._options.ignored_label, rows[0], base.counted, runs.device)
-        if "rows" not in self._off and is_cut:
-            self._look_at_rows(rows, runs, base)
+    def _look(self, parts: list[Rows], runs: StageRuns) -> None:
+        halves = unlike_halves(parts, self._options.ignored_label)
+        whole, base = runs.planned(joined(halves)), None
+        if "injected" not in self._off:
+            with runs_alone(self._program, [whole]) as numbers:
+                base = self._injected(runs, whole, numbers)
+        if "rows" not in self._off and len(parts) * self._program.axis_size("dp") > 1:
+            RowsCheck(self._program, self._options, runs, parts).make(halves, base)
 
-    def _injected(self, runs: StageRuns, first: Planned, numbers: RandomNumbers) -> Run | None:
+    def _injected(self, runs: StageRuns, whole: Planned, numbers: RandomNumbers) -> Run | None:
+        """Look whether gradients are injected, and return the run of these rows."""
         try:
-            return runs(first, numbers, behind=is_injected)
+            run = runs(whole, numbers, behind=is_injected)
         except RunFailedError as err:
             get_logger().debug("whether the model injects gradients was not seen: %s", err)
             return None
-
-    def _look_at_rows(self, rows: list[Rows], runs: StageRuns, base: Run | None) -> None:
-        """Compare a micro-batch with its halves; where a model does not take these, two micro-batches with each of them."""
-        whole, parts = whole_and_parts(rows)
-        choices = [(whole, parts)]
-        if rows[0].number > 1 and len(rows) > 1:
-            choices.append((joined(rows[:2]), rows[:2]))
-        for all_rows, some in choices:
-            try:
-                plans = [runs.planned(each) for each in (all_rows, *some)]
-                with left_alone(self._modules(*plans)) as numbers:
-                    known = base if all_rows is rows[0] else None
-                    RowsCheck(self._program, self._options, runs, numbers, plans, len(rows)).make(known)
-                return
-            except RunFailedError as err:
-                get_logger().debug("the first-step check 'rows' cannot run rows of this number: %s", err)
-
-    def _modules(self, *plans: Planned) -> list[nn.Module]:
-        trees = [self._program.module, *(stage.module for each in plans for stage in each.program.stages)]
-        return [module for tree in trees for module in tree.modules()]
+        if run.found:
+            if self._options.precision == "fp16":
+                raise BuildError(IN_FP16)
+            self.injects = True
+            self._labels = InjectedLabels(self._program, self._options.ignored_label, whole.rows, run.counted, runs.device)
+        return run

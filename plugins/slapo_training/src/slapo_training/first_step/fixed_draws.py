@@ -80,7 +80,7 @@ def _fixed(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any
     """Return what a draw gives, or None for a function that is none."""
     given.pop("generator", None)
     if func in _LIKE:
-        return torch.full_like(*args, fill_value=_LIKE[func], **given)
+        return torch.empty_like(*args, **given).fill_(_LIKE[func])
     if func in _NEW:
         return torch.zeros(*args, **given).fill_(_NEW[func])
     if func is torch.bernoulli:

@@ -12,7 +12,7 @@ from slapo_core.program import Program
 
 from ..batches import labels_of
 from ..means import Counted
-from .row_parts import Rows, with_labels
+from .row_parts import Rows
 
 _UNKNOWN = -1
 
@@ -31,7 +31,7 @@ class InjectedLabels:
     def __init__(self, program: Program, ignored: int, rows: Rows, counted: Counted | None, device: torch.device) -> None:
         self._program = program
         self._ignored = ignored if counted is None else counted.ignore_index
-        own = labels_of([with_labels(rows)], self._ignored)[0]
+        own = labels_of([rows.given()], self._ignored)[0]
         labels = _UNKNOWN if counted is None else counted.labels
         is_other = [int(labels not in (_UNKNOWN, number)) for number in own]
         row = torch.tensor([labels, *is_other, self._ignored if counted is not None else -(2**40)], device=device)
@@ -46,7 +46,7 @@ class InjectedLabels:
             return None
         if self._kind is None:
             return self._found
-        counts = labels_of([with_labels(part) for part in parts], self._ignored)
+        counts = labels_of([part.given() for part in parts], self._ignored)
         total = torch.tensor(sum(each[self._kind] for each in counts), device=device)
         dp = self._program.axis_size("dp")
         if dp > 1:

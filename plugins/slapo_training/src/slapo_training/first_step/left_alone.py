@@ -21,10 +21,15 @@ _TORCHS_OWN = set(vars(nn.Module()))
 
 
 class RandomNumbers:
-    """The generators of this process as they are now."""
+    """The generators of this process as they are now.
+
+    Attributes:
+        start: The ``position`` of these.
+    """
 
     def __init__(self) -> None:
         self._torch, self._others = rng_state(), OtherRandomNumbers()
+        self.start = self.position()
 
     def put_back(self) -> None:
         """Let the same numbers come next as when this was made."""

@@ -1,4 +1,4 @@
-"""Rows of a micro-batch cut into parts, and losses of parts put together again."""
+"""Rows of a batch, cut and joined, and losses of parts put together."""
 
 from __future__ import annotations
 
@@ -31,14 +31,12 @@ class Rows(NamedTuple):
     def cut(self, sizes: Sequence[int]) -> list[Rows]:
         """Cut the rows into parts of these sizes, in order."""
         total, starts = self.number, [sum(sizes[:index]) for index in range(len(sizes))]
+        parts = [narrowed(tuple(self), total, start, size) for start, size in zip(starts, sizes, strict=True)]
+        return [Rows(*part) for part in parts]
 
-        def part(start: int, size: int) -> Any:
-            def narrowed(leaf: Any) -> Any:
-                return leaf.narrow(0, start, size) if _has(leaf, total) else leaf
-
-            return narrowed
-
-        return [Rows(*tree_map(part(start, size), tuple(self))) for start, size in zip(starts, sizes, strict=True)]
+    def given(self) -> Batch:
+        """Return the arguments together with the labels of a loss function, as they were given."""
+        return self.batch if self.labels is None else {**self.batch, "labels": self.labels}
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
@@ -54,23 +52,52 @@ def joined(parts: Sequence[Rows]) -> Rows:
     return Rows(*tree_map(together, tuple(first)))
 
 
-def with_labels(part: Rows) -> Batch:
-    """Return the arguments together with the labels of a loss function, as they were given."""
-    return part.batch if part.labels is None else {**part.batch, "labels": part.labels}
-
-
 def narrowed(value: Any, total: int, start: int, size: int) -> Any:
     """Return some rows of every tensor in ``value`` that has ``total`` of them."""
     return tree_map(lambda leaf: leaf.narrow(0, start, size) if _has(leaf, total) else leaf, value)
 
 
-def whole_and_parts(parts: Sequence[Rows]) -> tuple[Rows, list[Rows]]:
-    """Return a micro-batch and its two halves; of micro-batches of one row, two of them together, and each of these."""
+def unlike_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
+    """Return two halves of micro-batches that have as many rows as one together, and are least alike in labels and masks.
+
+    Of micro-batches of one row, two micro-batches, or the same row twice.
+
+    Args:
+        parts: All micro-batches of this rank.
+        ignored: Label value that the loss leaves out.
+    """
     number = parts[0].number
-    if number > 1:
-        return parts[0], parts[0].cut([number - number // 2, number // 2])
-    pair = [parts[0], parts[1] if len(parts) > 1 else parts[0]]
-    return joined(pair), pair
+    if number == 1:
+        return unlike_pair(parts[0], [*parts[1:], parts[0]], ignored)
+    half = number // 2
+    half += number % 2 == 0 and half % 2 == 1 and number > 2  # rows may go in pairs
+    halves = [part.cut([number - half, half]) for part in parts]
+    own = halves[0][0]
+    return unlike_pair(own, [second for _, second in halves], ignored)
+
+
+def unlike_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:
+    """Return some rows, and those of the others that are least like them in labels and masks."""
+    counts = _counts(own, ignored)
+
+    def distance(other: Rows) -> float:
+        return sum(abs(a - b) for a, b in zip(counts, _counts(other, ignored), strict=False))
+
+    return [own, max(others, key=distance)]
+
+
+def _counts(rows: Rows, ignored: int) -> list[float]:
+    """Numbers of labels in each argument for each row, and sums of masks."""
+    found = []
+    for leaf in tree_leaves(rows.given()):
+        if not _has(leaf, rows.number):
+            continue
+        if leaf.is_floating_point() or leaf.dtype is torch.bool:
+            is_mask = leaf.dtype is torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
+            found.append(float(leaf.sum()) / rows.number if is_mask else 0.0)
+        elif not leaf.is_complex():
+            found.append(float((leaf != ignored).sum()) / rows.number)
+    return found
 
 
 def expected_losses(
@@ -86,7 +113,7 @@ def expected_losses(
     """
     if all(each is not None for each in counted):
         return [_weighted(losses, [each.labels for each in counted if each is not None])]
-    whole, rest = zip(*labels_of([with_labels(part) for part in parts], ignored), strict=True)
+    whole, rest = zip(*labels_of([part.given() for part in parts], ignored), strict=True)
     # an engine refuses other numbers of labels of which it does not know what they are to the loss
     weights = ([part.number for part in parts], whole, rest)
     return [_weighted(losses, each) for each in weights if sum(each)]

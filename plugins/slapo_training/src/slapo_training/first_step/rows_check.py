@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
 from slapo_core.agreement import gather
@@ -14,12 +15,13 @@ from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
 from ..losses import loss_of
+from ..means import Counted
 from ..options import CommonOptions
 from . import row_mixing
 from .findings import Cut, Pair, loss_is_no_mean, rows_are_mixed
 from .left_alone import RandomNumbers
-from .row_parts import expected_losses, narrowed
-from .stage_runs import Planned, Run, StageRuns
+from .row_parts import Rows, expected_losses, joined, narrowed, unlike_pair
+from .stage_runs import Planned, Run, RunFailedError, StageRuns, runs_alone
 
 T = TypeVar("T")
 
@@ -29,17 +31,15 @@ class Compared(NamedTuple):
 
     Args:
         whole: The run of all rows.
-        pair: What differs on this rank, if anything.
-        differs: Whether something differs on any rank.
+        pair: What differs on some rank, if anything.
     """
 
     whole: Run
     pair: Pair | None
-    differs: bool
 
 
-class RowsCheck:
-    """Compares a micro-batch with its parts. Collective over the mesh.
+class Trial:
+    """Runs of some rows and of their parts. Every method is collective over the mesh.
 
     Args:
         program: What runs.
@@ -47,7 +47,7 @@ class RowsCheck:
         runs: Run the stages.
         numbers: Where random numbers start.
         plans: All rows, and then their parts.
-        num_parts: Micro-batches of a replica.
+        synced: BatchNorms that take the statistics of all rows of a batch.
     """
 
     def __init__(
@@ -57,33 +57,130 @@ class RowsCheck:
         runs: StageRuns,
         numbers: RandomNumbers,
         plans: Sequence[Planned],
-        num_parts: int,
+        synced: Sequence[nn.Module],
     ) -> None:
         self._program, self._options, self._runs, self._numbers = program, options, runs, numbers
-        self._plans, self._num_parts = plans, num_parts
-        own = [stage.module for stage in plans[0].program.stages if program.rank_of(stage.index) == program.axis_rank("pp")]
+        self._plans, self._synced = plans, synced
+        own = self._own_modules(0)
         self._tolerance = row_mixing.tolerance_of(own, options.precision)
-        norms = row_mixing.batch_norms(program.module)
-        # with one micro-batch these take statistics of the whole batch
-        self._whole = [each for each in norms.values() if num_parts == 1 and row_mixing.over_replicas(each)]
-        self._norms = {path: each for path, each in norms.items() if each not in self._whole}
         self._fixed = False
 
-    def make(self, base: Run | None) -> None:
-        """Make the check.
+    @property
+    def rows(self) -> int:
+        """Number of all rows."""
+        return self._plans[0].rows.number
+
+    def compare(self, base: Run | None, norms: Iterable[nn.Module] = (), doubted: bool = False) -> Compared:
+        """Compare the loss of all rows with the mean of the losses of their parts.
 
         Args:
             base: A run of all rows, where there was one.
+            norms: BatchNorms that are to use their running statistics.
+            doubted: Whether other rows have differed already: a root, say, differs less where parts have similar losses.
+        """
+        allowed = self._tolerance.repeated if doubted else self._tolerance.loss
+        if base is None or self._runs.anywhere(base.position != self._numbers.start):
+            base, self._fixed = None, True
+        with row_mixing.by_running_statistics([*self._synced, *norms]):
+            whole = base or self._run(0)
+            parts = [self._run(index) for index in range(1, len(self._plans))]
+        pair = None
+        # a model that draws other numbers for other rows gives no losses to compare
+        is_same_draw = all(each.position == whole.position for each in parts)
+        losses = [each.loss for each in parts if each.loss is not None]
+        if is_same_draw and whole.loss is not None and len(losses) == len(parts):
+            pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
+        return Compared(whole, self.first(pair))
+
+    def mixing(self, norms: Iterable[nn.Module]) -> str | None:
+        """Return the path of the first module that mixes rows, beside BatchNorms that use their running statistics."""
+        events = []
+        with row_mixing.by_running_statistics([*self._synced, *norms]):
+            for index in range(2):
+                with row_mixing.events_of(self._own_modules(index)) as found:
+                    self._run(index)
+                events.append(found)
+        rows = self._plans[0].rows.number, self._plans[1].rows.number
+        return self.first(row_mixing.first_mixing(events[0], events[1], rows, self._tolerance.values))
+
+    def loss_function(self, whole: Run) -> Pair | None:
+        """Compare what the loss function gives for all outputs, and for those of some rows; where outputs can be cut."""
+        loss_fn, pair, losses, start = self._options.loss_fn, None, [], 0
+        rows = [planned.rows for planned in self._plans]
+        if loss_fn is not None and whole.loss is not None:
+            try:
+                for part in rows[1:]:
+                    output = narrowed(whole.output, rows[0].number, start, part.number)
+                    with torch.no_grad():
+                        losses.append(loss_of(output, loss_fn, part.labels).item())
+                    start += part.number
+                pair = self._differing(whole.loss, losses, [None] * len(losses), self._tolerance.repeated)
+            except Exception as err:  # of what cannot be cut
+                get_logger().debug("the loss function was not run on some rows of the outputs: %s", err)
+        return self.first(pair)
+
+    def first(self, value: T | None) -> T | None:
+        """Return the value of the first rank that has one."""
+        return next((each for each in gather(value, self._program.mesh) if each is not None), None)
+
+    def _run(self, index: int) -> Run:
+        return self._runs(self._plans[index], self._numbers, fixed=self._fixed)
+
+    def _differing(
+        self, loss: float, losses: Sequence[float], counted: Sequence[Counted | None], tolerance: float
+    ) -> Pair | None:
+        """Return a loss and the nearest mean of its parts, where these differ by more than rounding."""
+        rows = [planned.rows for planned in self._plans[1:]]
+        means = expected_losses(rows, losses, counted, self._options.ignored_label)
+        if not means or any(not math.isfinite(each) for each in (loss, *means)):
+            return None
+        nearest = min(means, key=lambda mean: abs(mean - loss))
+        allowed = tolerance * max(abs(loss), abs(nearest)) + 1e-7
+        return (loss, nearest) if abs(nearest - loss) > allowed else None
+
+    def _own_modules(self, index: int) -> list[nn.Module]:
+        own, stages = self._program.axis_rank("pp"), self._plans[index].program.stages
+        return [stage.module for stage in stages if self._program.rank_of(stage.index) == own]
+
+
+class RowsCheck:
+    """The check of one step's micro-batches. Collective over the mesh.
+
+    Args:
+        program: What runs.
+        options: Of the engine.
+        runs: Run the stages.
+        parts: All micro-batches of this rank.
+    """
+
+    def __init__(self, program: Program, options: CommonOptions, runs: StageRuns, parts: Sequence[Rows]) -> None:
+        self._program, self._options, self._runs, self._parts = program, options, runs, parts
+        norms = row_mixing.batch_norms(program.module)
+        # with one micro-batch these take statistics of the whole batch
+        self._synced = [each for each in norms.values() if len(parts) == 1 and row_mixing.over_replicas(each)]
+        self._norms = {path: each for path, each in norms.items() if each not in self._synced}
+
+    def make(self, halves: Sequence[Rows], base: Run | None) -> None:
+        """Make the check.
+
+        Args:
+            halves: Two, that are a micro-batch together.
+            base: A run of both, where there was one.
 
         Raises:
-            BuildError: see ``FirstStep.check``.
-            RunFailedError: some rows could not be run.
+            BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
         """
-        mixing = list(self._norms)
-        pair: Pair | None = None
+        pair, mixing, is_suspect = None, list(self._norms), True
         if self._is_loss_of_rows:
-            pair, found = self._judged(base)
-            mixing += found
+            try:
+                plans = self._planned(halves)
+                with runs_alone(self._program, plans) as numbers:
+                    pair, is_suspect = self._look(self._trial(plans, numbers), base)
+            except RunFailedError as err:
+                get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
+            found = self._confirmed() if is_suspect else None
+            mixing += [found[0]] if found is not None and found[0] not in self._norms else []
+            pair = pair or (found[1] if found is not None else None)
         if mixing:
             self._say(mixing, pair)
 
@@ -93,96 +190,52 @@ class RowsCheck:
         given = (getattr(self._options, name, None) for name in ("loss_over", "loss_weights"))
         return all(each is None for each in given)
 
-    def _judged(self, base: Run | None) -> tuple[Pair | None, list[str]]:
-        """Return what differs, and the modules beside BatchNorms that mix rows.
+    def _look(self, trial: Trial, base: Run | None) -> tuple[Pair | None, bool]:
+        """Return what differs with BatchNorms as they are, and whether something does beside them."""
+        pair = trial.compare(base).pair
+        if not self._norms:
+            return pair, pair is not None
+        return pair, trial.compare(None, self._norms.values()).pair is not None
+
+    def _confirmed(self) -> tuple[str, Pair] | None:
+        """Compare what the engine averages, micro-batches or those of two replicas: rows may go in groups that halves cut.
+
+        Returns:
+            The path of a module that mixes rows, and what differs; None where nothing does.
 
         Raises:
             BuildError: the loss is no mean over rows.
         """
-        start = self._numbers.position()
-        if base is None or self._runs.anywhere(base.position != start):
-            base, self._fixed = None, True
-        compared = self._compare(base)
-        if not compared.differs:
-            return None, []
-        pair = self._first(compared.pair)
-        if self._norms:
-            compared = self._compare(None, self._norms.values())
-            if not compared.differs:
-                return pair, []
-        mixing = self._first(self._mixing())
-        wrong = self._first(self._pair_of_loss_function(compared.whole))
-        if wrong is None and mixing is None:
-            wrong = self._first(compared.pair)
-        if wrong is not None:
-            raise BuildError(self._no_mean(wrong))
-        return pair, [mixing] if mixing is not None and mixing not in self._norms else []
-
-    def _compare(self, base: Run | None, frozen: Iterable[nn.Module] = ()) -> Compared:
-        """Run all rows and their parts."""
-        with row_mixing.by_running_statistics([*self._whole, *frozen]):
-            whole = base or self._run(0)
-            parts = [self._run(index) for index in range(1, len(self._plans))]
-        pair = None
-        # a model that draws other numbers for other rows gives no losses to compare
-        is_same_draw = all(each.position == whole.position for each in parts)
-        losses = [each.loss for each in parts if each.loss is not None]
-        if is_same_draw and whole.loss is not None and len(losses) == len(parts):
-            rows = [planned.rows for planned in self._plans[1:]]
-            means = expected_losses(rows, losses, [each.counted for each in parts], self._options.ignored_label)
-            pair = self._differing(whole.loss, means)
-        return Compared(whole, pair, self._runs.anywhere(pair is not None))
-
-    def _run(self, index: int) -> Run:
-        return self._runs(self._plans[index], self._numbers, fixed=self._fixed)
-
-    def _differing(self, loss: float, means: Sequence[float]) -> Pair | None:
-        """Return a loss and the nearest mean of its parts, where these differ by more than rounding."""
-        if not means or any(not math.isfinite(each) for each in (loss, *means)):
-            return None
-        nearest = min(means, key=lambda mean: abs(mean - loss))
-        allowed = self._tolerance.loss * max(abs(loss), abs(nearest)) + 1e-7
-        return (loss, nearest) if abs(nearest - loss) > allowed else None
-
-    def _pair_of_loss_function(self, whole: Run) -> Pair | None:
-        """Compare what the loss function gives for all outputs, and for those of some rows; where outputs can be cut."""
-        loss_fn, rows = self._options.loss_fn, [planned.rows for planned in self._plans]
-        if loss_fn is None or whole.loss is None:
-            return None
-        losses, counted, start = [], [], 0
+        pair = unlike_pair(self._parts[0], self._parts[1:] or self._replicas(), self._options.ignored_label)
         try:
-            for part in rows[1:]:
-                output = narrowed(whole.output, rows[0].number, start, part.number)
-                losses.append(float(loss_of(output, loss_fn, part.labels)))
-                start += part.number
-        except Exception:  # of what cannot be cut
+            plans = self._planned(pair)
+            with runs_alone(self._program, plans) as numbers:
+                trial = self._trial(plans, numbers)
+                compared = trial.compare(None, self._norms.values(), doubted=True)
+                if compared.pair is None:
+                    return None
+                mixing, wrong = trial.mixing(self._norms.values()), trial.loss_function(compared.whole)
+                if wrong is None and mixing is not None:
+                    return mixing, compared.pair
+                raise BuildError(loss_is_no_mean(wrong or compared.pair, trial.rows, self._cut))
+        except RunFailedError as err:
+            get_logger().debug("the first-step check 'rows' was left out: %s", err)
             return None
-        counted = [None] * len(losses)
-        means = expected_losses(rows[1:], losses, counted, self._options.ignored_label)
-        return self._differing(whole.loss, means)
 
-    def _mixing(self) -> str | None:
-        """Return the path of the first module of this rank that mixes rows."""
-        own = [
-            [stage.module for stage in planned.program.stages if self._program.rank_of(stage.index) == self._own]
-            for planned in self._plans[:2]
-        ]
-        events = []
-        with row_mixing.by_running_statistics([*self._whole, *self._norms.values()]):
-            for index, modules in enumerate(own):
-                with row_mixing.events_of(modules) as found:
-                    self._run(index)
-                events.append(found)
-        rows = self._plans[0].rows.number, self._plans[1].rows.number
-        return row_mixing.first_mixing(*events, rows, self._tolerance.values)
+    def _replicas(self) -> list[Rows]:
+        """Return the first micro-batches of all other replicas. Collective."""
+        assert self._program.mesh is not None
+        own, everyone = self._parts[0], self._program.mesh.get_group("dp")
+        found: list[Rows] = [own] * everyone.size()
+        torch.distributed.all_gather_object(found, _on("cpu", own), group=everyone)
+        del found[everyone.rank()]
+        return [_on(self._runs.device, each) for each in found]
 
-    @property
-    def _own(self) -> int:
-        return self._program.axis_rank("pp")
+    def _planned(self, parts: Sequence[Rows]) -> list[Planned]:
+        return [self._runs.planned(each) for each in (joined(parts), *parts)]
 
-    def _first(self, value: T | None) -> T | None:
-        """Return the value of the first rank that has one. Collective."""
-        return next((each for each in gather(value, self._program.mesh) if each is not None), None)
+    def _trial(self, plans: Sequence[Planned], numbers: RandomNumbers) -> Trial:
+        return Trial(self._program, self._options, self._runs, numbers, plans, self._synced)
 
     def _say(self, paths: Sequence[str], pair: Pair | None) -> None:
         """Warn of modules that mix rows, or refuse them where that is asked for."""
@@ -192,9 +245,11 @@ class RowsCheck:
         if not any(self._program.axis_rank(axis) for axis in ("pp", "dp", "tp")):
             get_logger().warning("%s", text)
 
-    def _no_mean(self, pair: Pair) -> str:
-        return loss_is_no_mean(pair, self._plans[0].rows.number, self._cut)
-
     @property
     def _cut(self) -> Cut:
-        return Cut(self._num_parts, self._program.axis_size("dp"))
+        return Cut(len(self._parts), self._program.axis_size("dp"))
+
+
+def _on(device: torch.device | str, rows: Rows) -> Rows:
+    moved: Rows = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), rows)
+    return moved

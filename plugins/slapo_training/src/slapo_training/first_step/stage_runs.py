@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from slapo_core.program import Boundary, Program, Stage
 from ..losses import CountedLoss, LossFn
 from ..means import Counted
 from .fixed_draws import FixedDraws
-from .left_alone import RandomNumbers
+from .left_alone import RandomNumbers, left_alone
 from .row_parts import Rows
 
 Around = Callable[[bool], AbstractContextManager[Any]]
@@ -101,7 +101,8 @@ class StageRuns:
         """
         numbers.put_back()
         one = _OneRun(planned, CountedLoss(self._loss_fn), behind)
-        own, values = self._program.axis_rank("pp"), ()
+        own = self._program.axis_rank("pp")
+        values: Tensors = ()
         stages, has_backward = planned.program.stages, behind is not None
         for stage in stages:
             draws = FixedDraws() if fixed else nullcontext()
@@ -186,6 +187,14 @@ class _OneRun:
         loss, self.counted = self._loss_of(run, self._rows.labels)
         self.loss = float(loss.detach())
         return (loss,)
+
+
+@contextmanager
+def runs_alone(program: Program, plans: Sequence[Planned]) -> Iterator[RandomNumbers]:
+    """Put back what runs of these rows change in the model and in the process; see ``left_alone``."""
+    trees = [program.module, *(stage.module for each in plans for stage in each.program.stages)]
+    with left_alone(module for tree in trees for module in tree.modules()) as numbers:
+        yield numbers
 
 
 def _check(given: Tensors, boundaries: tuple[Boundary, ...]) -> None:
