@@ -186,7 +186,10 @@ def test_a_check_leaves_nothing_behind() -> None:
 def test_checks_are_switched_off(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clip = NO_MEANS["clip"]
     assert trained(Towers(), batch(), loss_fn=clip, check=False) > 0
-    assert [line.split(":")[0] for line in log] == ["the first-step check 'rows' is off", "the first-step check 'injected' is off"]
+    assert [line.split(":")[0] for line in log] == [
+        "the first-step check 'rows' is off",
+        "the first-step check 'injected' is off",
+    ]
     log.clear()
     monkeypatch.setenv(VARIABLE, "rows")
     assert trained(Towers(), batch(), loss_fn=clip) > 0

@@ -53,7 +53,7 @@ class TorchFirstStep(FirstStep):
             The share of a model that injects gradients as this one does, or not.
         """
         if self.is_due(len(parts)):
-            self.check(parts, labels, device, partial(self._around, device, shards))
+            self.check(parts, labels, device, partial(self._around, device, shards), share.differs)
             if shards is not None:  # as if nothing had run yet
                 shards.release()
                 shards.gather()

@@ -69,7 +69,12 @@ class FirstStep:
         return not self._is_done and (is_cut or self._options.precision == "fp16")
 
     def check(
-        self, parts: Sequence[Batch], labels: Sequence[Any], device: torch.device, around: Around = _nothing_around
+        self,
+        parts: Sequence[Batch],
+        labels: Sequence[Any],
+        device: torch.device,
+        around: Around = _nothing_around,
+        labels_differ: bool = False,
     ) -> None:
         """Make the checks where they are due. Collective over the mesh.
 
@@ -78,6 +83,7 @@ class FirstStep:
             labels: Those of each for the loss function.
             device: Of this rank.
             around: What the engine puts around a forward.
+            labels_differ: Whether the engine refuses a loss of which it is not known what it is a mean over.
 
         Raises:
             BuildError: a loss that is no mean over rows; injected gradients with fp16; with ``strict=True`` modules that mix
@@ -92,20 +98,20 @@ class FirstStep:
             self._modes.set(True)
             runs = StageRuns(self._program, self._options.loss_fn, device, around)
             try:
-                self._look(rows, runs)
+                self._look(rows, runs, labels_differ)
             except RunFailedError as err:  # the step is going to say more
                 get_logger().debug("first-step checks were left out: %s", err)
                 return
         self._is_done = True
 
-    def _look(self, parts: list[Rows], runs: StageRuns) -> None:
+    def _look(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
         halves = unlike_halves(parts, self._options.ignored_label)
         whole, base = runs.planned(joined(halves)), None
         if "injected" not in self._off:
             with runs_alone(self._program, [whole]) as numbers:
                 base = self._injected(runs, whole, numbers)
         if "rows" not in self._off and len(parts) * self._program.axis_size("dp") > 1:
-            RowsCheck(self._program, self._options, runs, parts).make(halves, base)
+            RowsCheck(self._program, self._options, runs, parts, labels_differ).make(halves, base)
 
     def _injected(self, runs: StageRuns, whole: Planned, numbers: RandomNumbers) -> Run | None:
         """Look whether gradients are injected, and return the run of these rows."""

@@ -53,7 +53,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
-        return loss.view_as(loss)
+        return loss.clone()  # a runtime may detach it in place, which a view refuses
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:

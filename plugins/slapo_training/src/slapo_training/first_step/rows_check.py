@@ -48,6 +48,7 @@ class Trial:
         numbers: Where random numbers start.
         plans: All rows, and then their parts.
         synced: BatchNorms that take the statistics of all rows of a batch.
+        labels_differ: Whether the engine refuses a loss of which it is not known what it is a mean over.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class Trial:
         numbers: RandomNumbers,
         plans: Sequence[Planned],
         synced: Sequence[nn.Module],
+        labels_differ: bool,
     ) -> None:
         self._program, self._options, self._runs, self._numbers = program, options, runs, numbers
-        self._plans, self._synced = plans, synced
+        self._plans, self._synced, self._labels_differ = plans, synced, labels_differ
         own = self._own_modules(0)
         self._tolerance = row_mixing.tolerance_of(own, options.precision)
         self._fixed = False
@@ -86,9 +88,10 @@ class Trial:
             parts = [self._run(index) for index in range(1, len(self._plans))]
         pair = None
         # a model that draws other numbers for other rows gives no losses to compare
-        is_same_draw = all(each.position == whole.position for each in parts)
+        is_known = all(each.position == whole.position for each in parts)
+        is_known = is_known and not (self._labels_differ and any(each.counted is None for each in parts))
         losses = [each.loss for each in parts if each.loss is not None]
-        if is_same_draw and whole.loss is not None and len(losses) == len(parts):
+        if is_known and whole.loss is not None and len(losses) == len(parts):
             pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
         return Compared(whole, self.first(pair))
 
@@ -151,10 +154,14 @@ class RowsCheck:
         options: Of the engine.
         runs: Run the stages.
         parts: All micro-batches of this rank.
+        labels_differ: See ``Trial``.
     """
 
-    def __init__(self, program: Program, options: CommonOptions, runs: StageRuns, parts: Sequence[Rows]) -> None:
+    def __init__(
+        self, program: Program, options: CommonOptions, runs: StageRuns, parts: Sequence[Rows], labels_differ: bool
+    ) -> None:
         self._program, self._options, self._runs, self._parts = program, options, runs, parts
+        self._labels_differ = labels_differ
         norms = row_mixing.batch_norms(program.module)
         # with one micro-batch these take statistics of the whole batch
         self._synced = [each for each in norms.values() if len(parts) == 1 and row_mixing.over_replicas(each)]
@@ -235,7 +242,7 @@ class RowsCheck:
         return [self._runs.planned(each) for each in (joined(parts), *parts)]
 
     def _trial(self, plans: Sequence[Planned], numbers: RandomNumbers) -> Trial:
-        return Trial(self._program, self._options, self._runs, numbers, plans, self._synced)
+        return Trial(self._program, self._options, self._runs, numbers, plans, self._synced, self._labels_differ)
 
     def _say(self, paths: Sequence[str], pair: Pair | None) -> None:
         """Warn of modules that mix rows, or refuse them where that is asked for."""
