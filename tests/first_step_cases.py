@@ -172,6 +172,30 @@ class Experts(nn.Module):
         return x + out
 
 
+class Balanced(nn.Module):
+    """A router whose balance loss is of the statistics of a batch, and is kept for the model's loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probs = self.gate(x).softmax(-1)
+        return x * probs.max(-1, keepdim=True).values, (probs > 0.25).float().mean(0) @ probs.mean(0)
+
+
+class Routed(nn.Module):
+    """A model of such a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.router, self.head = nn.Linear(6, WIDTH), Balanced(), nn.Linear(WIDTH, LABELS)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        out, balance = self.router(self.first(x).tanh() * 3)
+        return F.cross_entropy(self.head(out), labels[:, 0]) + balance
+
+
 class Ghost(nn.Module):
     """Normalises by the statistics of two rows."""
 

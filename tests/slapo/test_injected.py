@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo
-from slapo_core.errors import BuildError
 from slapo_core.testing import run_distributed
-from tests.slapo.injected import WAYS, Net, Scaler, batches
+from tests.slapo.injected import WAYS, Net, batches
 from tests.slapo_torch.layouts import mesh_of
 
 SGD = partial(torch.optim.SGD, lr=0.1)

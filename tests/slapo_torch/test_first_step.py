@@ -20,7 +20,8 @@ from slapo_core.logger import get_logger
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_training.check_switches import VARIABLE
-from tests.first_step_cases import MEANS, MIXING, NO_MEANS, QUIET, Loss, Towers, WithLoss, batch
+from tests.first_step_cases import MEANS, MIXING, NO_MEANS, QUIET, Loss, Routed, Towers, WithLoss, batch
+from tests.slapo.injected import WAYS, Attach, Net, batches
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 PLUGINS = Registry([slapo_torch.plugin])
@@ -110,7 +111,7 @@ def test_labels_and_masks_of_other_numbers_are_seen_where_totals_are_equal() -> 
     torch.manual_seed(0)
     labels = torch.randint(5, (8, 6))
     later = labels.flip(1).clone()
-    labels[::2, 4:] = later[1::2, :2] = -100  # six and four labels of each row, in turn
+    labels[::2, 4:] = later[1::2, 4:] = -100  # six and four labels of each row, in turn
     x = torch.randn(8, 6)
     order = torch.arange(8).view(4, 2).T.flatten()
     model = TwoHeads()
@@ -145,6 +146,11 @@ def test_modules_that_mix_rows_are_named(log: list[str], own: bool) -> None:
         assert ("microbatches=1" if "batch norm" in name else "one micro-batch on one replica") in log[0]
         with pytest.raises(BuildError, match="mixes the rows"):
             trained(copy.deepcopy(model), batch(), loss_fn=loss, strict=True)
+
+
+def test_a_balance_loss_of_a_batch_is_named(log: list[str]) -> None:
+    trained(Routed(), batch())
+    assert [line[:15] for line in log] == ["Balanced 'route"]
 
 
 def test_a_loss_is_refused_behind_a_batch_norm() -> None:
@@ -245,3 +251,81 @@ def test_a_failing_model_fails_in_its_step() -> None:
 
     with pytest.raises(ValueError, match="the model's own error"):
         trained(Failing(), batch(), loss_fn=MEANS["per row"])
+
+
+@pytest.mark.parametrize("way", [*WAYS])
+def test_injected_gradients_are_found_and_refused_in_fp16(way: str) -> None:
+    rows = batches()[0]
+    engine = engine_of(Net(way), 4)
+    engine.train_batch(**rows)
+    assert engine._first.injects
+    with pytest.raises(BuildError, match="injects gradients into its backward.*fp16.*use precision='bf16'"):
+        trained(Net(way), rows, precision="fp16", microbatches=1)
+    trained(Net(way, ()), rows, precision="fp16", microbatches=1)
+
+
+def test_what_gives_no_gradient_of_its_own_is_not_taken_for_it() -> None:
+    """Functions of one's own, hooks on parameters, and zeros times infinity."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.unused = nn.Linear(6, 5), nn.Linear(2, 2)
+            self.head.weight.register_hook(lambda grad: grad + 0.1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            roots = (x[:, :1] * 0 * self.head.bias[0]).sqrt().nan_to_num()
+            return F.cross_entropy(Doubled.apply(self.head(x)) + roots, labels[:, 0])
+
+    engine = engine_of(Model())
+    engine.train_batch(**batch())
+    assert engine._first._is_done
+    assert not engine._first.injects
+
+
+def test_injected_gradients_that_are_no_means_over_rows_are_named(log: list[str]) -> None:
+    class Statistics(Net):
+        def __init__(self) -> None:
+            super().__init__("attached", ())
+            self.gate = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            probs = self.gate(self.first(x)).softmax(-1)
+            balance = 4 * (probs > 0.25).float().mean((0, 1)) @ probs.mean((0, 1))
+            return Attach.apply(super().forward(x, labels), balance)
+
+    trained(Statistics(), batches()[0])
+    assert len(log) == 1
+    assert log[0].startswith("the gradients that the model injects into its backward for some rows are not the mean")
+    with pytest.raises(BuildError, match="are not the mean of those for their parts"):
+        trained(Statistics(), batches()[0], strict=True)
+    log.clear()
+    trained(Net("attached"), batches()[0])
+    assert log == []
+
+
+def test_reentrant_checkpoints_are_looked_into() -> None:
+    class Reentrant(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            h = self.first(x)
+            for block in self.blocks:
+                h = torch.utils.checkpoint.checkpoint(block, h, use_reentrant=True)
+            return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    model, rows = Reentrant("penalty"), batches()[0]
+    reference = copy.deepcopy(model)
+    reference(**rows).backward()
+    engine = engine_of(model, 4)
+    engine.train_batch(**rows)
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from slapo_training.means import EQUAL_PARTS
 
 from .means import Share
 from .options import Options
+from .replicas import Replicas
 from .stage_call import precision
 
 if TYPE_CHECKING:
@@ -38,7 +39,13 @@ class TorchFirstStep(FirstStep):
         self.programs: list[Program] = []
 
     def look(
-        self, parts: Sequence[Batch], labels: Sequence[Any], share: Share, device: torch.device, shards: ShardedReplicas | None
+        self,
+        parts: Sequence[Batch],
+        labels: Sequence[Any],
+        share: Share,
+        device: torch.device,
+        shards: ShardedReplicas | None,
+        replicas: Replicas | None,
     ) -> Share:
         """Make the checks where they are due. Collective.
 
@@ -48,12 +55,15 @@ class TorchFirstStep(FirstStep):
             share: What the loss of each adds to that of the batch.
             device: Of this rank.
             shards: Parameters, where replicas share them out; they are gathered.
+            replicas: What averages gradients, where each replica has all.
 
         Returns:
             The share of a model that injects gradients as this one does, or not.
         """
         if self.is_due(len(parts)):
-            self.check(parts, labels, device, partial(self._around, device, shards), share.differs)
+            around = partial(self._around, device, shards)
+            with nullcontext() if replicas is None else replicas.accumulating():
+                self.check(parts, labels, device, around, share.differs, accumulates=shards is None)
             if shards is not None:  # as if nothing had run yet
                 shards.release()
                 shards.gather()

@@ -77,18 +77,27 @@ class MetadataUnpickler(pickle.Unpickler):
 
 def leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that the backward of these would accumulate gradients in."""
-    found: dict[int, torch.Tensor] = {id(each): each for each in outputs if each.requires_grad and each.grad_fn is None}
-    seen: set[Any] = set()
-    nodes: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None and node.name().endswith("AccumulateGrad"):
-            found[id(leaf)] = leaf
-        nodes += [each for each, _ in node.next_functions if each is not None]
+    found = {id(each): each for each in outputs if each.requires_grad and each.grad_fn is None}
+    for node in _nodes(outputs):
+        if node.name().endswith("AccumulateGrad"):
+            found[id(node.variable)] = node.variable
     return [*found.values()]
+
+
+def has_inner_backward(outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the backward of these runs another one inside, as reentrant checkpoints do, for leaves that no graph shows."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in _nodes(outputs))
+
+
+def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of the graph behind tensors, each once."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    while waiting:
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            yield node
+            waiting += [each for each, _ in node.next_functions if each is not None]
 
 
 @contextmanager

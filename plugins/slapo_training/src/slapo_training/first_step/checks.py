@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
@@ -16,12 +15,12 @@ from ..batches import Batch
 from ..check_switches import UNSEEN, disabled_checks, say_unseen
 from ..modes import Modes
 from ..options import CommonOptions
-from .injected import IN_FP16, is_injected
+from .findings import Cut
+from .injected_check import InjectedCheck
 from .injected_labels import InjectedLabels
-from .left_alone import RandomNumbers
 from .row_parts import Rows, joined, unlike_halves
 from .rows_check import RowsCheck
-from .stage_runs import Around, Planned, Run, RunFailedError, StageRuns, runs_alone
+from .stage_runs import Around, RunFailedError, StageRuns
 
 
 def _nothing_around(has_backward: bool) -> AbstractContextManager[Any]:
@@ -75,6 +74,7 @@ class FirstStep:
         device: torch.device,
         around: Around = _nothing_around,
         labels_differ: bool = False,
+        accumulates: bool = False,
     ) -> None:
         """Make the checks where they are due. Collective over the mesh.
 
@@ -84,6 +84,7 @@ class FirstStep:
             device: Of this rank.
             around: What the engine puts around a forward.
             labels_differ: Whether the engine refuses a loss of which it is not known what it is a mean over.
+            accumulates: Whether a backward may leave gradients with parameters, which the engine then does not take.
 
         Raises:
             BuildError: a loss that is no mean over rows; injected gradients with fp16; with ``strict=True`` modules that mix
@@ -96,7 +97,7 @@ class FirstStep:
         rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
         if len(self._off) < len(UNSEEN) and rows[0].number:
             self._modes.set(True)
-            runs = StageRuns(self._program, self._options.loss_fn, device, around)
+            runs = StageRuns(self._program, self._options.loss_fn, device, around, accumulates)
             try:
                 self._look(rows, runs, labels_differ)
             except RunFailedError as err:  # the step is going to say more
@@ -107,22 +108,14 @@ class FirstStep:
     def _look(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
         halves = unlike_halves(parts, self._options.ignored_label)
         whole, base = runs.planned(joined(halves)), None
+        looks_at_rows = "rows" not in self._off and len(parts) * self._program.axis_size("dp") > 1
         if "injected" not in self._off:
-            with runs_alone(self._program, [whole]) as numbers:
-                base = self._injected(runs, whole, numbers)
-        if "rows" not in self._off and len(parts) * self._program.axis_size("dp") > 1:
+            check = InjectedCheck(self._program, self._options, runs)
+            base = check.make(whole)
+            if base is not None and base.found:
+                self.injects = True
+                self._labels = InjectedLabels(self._program, self._options.ignored_label, whole.rows, base.counted, runs.device)
+                if looks_at_rows:
+                    check.look_at_rows(whole, halves, Cut(len(parts), self._program.axis_size("dp")))
+        if looks_at_rows:
             RowsCheck(self._program, self._options, runs, parts, labels_differ).make(halves, base)
-
-    def _injected(self, runs: StageRuns, whole: Planned, numbers: RandomNumbers) -> Run | None:
-        """Look whether gradients are injected, and return the run of these rows."""
-        try:
-            run = runs(whole, numbers, behind=is_injected)
-        except RunFailedError as err:
-            get_logger().debug("whether the model injects gradients was not seen: %s", err)
-            return None
-        if run.found:
-            if self._options.precision == "fp16":
-                raise BuildError(IN_FP16)
-            self.injects = True
-            self._labels = InjectedLabels(self._program, self._options.ignored_label, whole.rows, run.counted, runs.device)
-        return run

@@ -10,6 +10,16 @@ from torch import nn
 Pair = tuple[float, float]
 """The loss of some rows, and the mean of the losses of their parts."""
 _MOST_NAMES = 4
+IN_FP16 = (
+    "the model injects gradients into its backward, which the loss scale of precision='fp16' would not scale; use "
+    "precision='bf16', or add the auxiliary loss to the loss"
+)
+"""Said where the loss is multiplied by a scale that the injected gradients do not know."""
+INNER_BACKWARD = (
+    "gradients that the model injects are not seen behind torch.utils.checkpoint with use_reentrant=True, and weighted wrong; "
+    "use use_reentrant=False"
+)
+"""Said where a backward cannot be run without the engine taking its gradients."""
 
 
 class Cut(NamedTuple):
@@ -35,6 +45,14 @@ def loss_is_no_mean(pair: Pair, rows: int, cut: Cut) -> str:
         f"{pair[1]:.6g}, so {cut} would train another loss than the whole batch's; use loss_over='replicas' with "
         "microbatches=1 for a loss that compares rows, loss_weights= for terms that are means over counts of their own, or one "
         "micro-batch on one replica; check=False trains the mean over the parts"
+    )
+
+
+def injected_is_no_mean(cut: Cut) -> str:
+    """Return the sentence that warns of injected gradients, as of a balance loss of the statistics of a batch."""
+    return (
+        "the gradients that the model injects into its backward for some rows are not the mean of those for their parts, so "
+        f"those of {cut} are others than the whole batch's; with one micro-batch on one replica they are of the whole batch"
     )
 
 

@@ -108,25 +108,43 @@ def events_of(modules: Sequence[nn.Module]) -> Iterator[list[Event]]:
             handle.remove()
 
 
-def first_mixing(whole: Sequence[Event], part: Sequence[Event], rows: tuple[int, int], tolerance: float) -> str | None:
+def first_mixing(whole: Sequence[Event], parts: Sequence[Sequence[Event]], rows: Sequence[int], tolerance: float) -> str | None:
     """Return the path of the first module that gives a row something else in a part than in the whole.
 
-    A difference in what a module gets was made between modules, by the forward of the module around it.
+    A difference in what a module gets was made between modules, by the forward of the module around it. A module that gives
+    rows and a number, a router's balance loss say, mixes rows as well if that number is not the mean of those of the parts.
 
     Args:
         whole: Events of all rows.
-        part: Those of the first rows alone.
-        rows: Number of rows of both.
+        parts: Those of the parts alone.
+        rows: Number of rows of the whole and of each part.
         tolerance: Relative difference that is none.
     """
-    known = _by_call(part)
+    known = [_by_call(part) for part in parts]
     for key, one in _by_call(whole).items():
-        other = known.get(key)
-        if other is None:
+        others = [part.get(key) for part in known]
+        first = others[0]
+        if first is None:
             continue
-        if any(_differ(a, b, rows, tolerance) for a, b in zip(one.tensors, other.tensors, strict=False)):
+        pairs = list(zip(one.tensors, first.tensors, strict=False))
+        if any(_differ(a, b, (rows[0], rows[1]), tolerance) for a, b in pairs):
             return one.path if one.is_output else one.inside
+        has_rows = any(_rows_dim(a.shape, b.shape, (rows[0], rows[1])) is not None for a, b in pairs)
+        if one.is_output and has_rows and not _numbers_are_means(one, others, rows, tolerance):
+            return one.path
     return None
+
+
+def _numbers_are_means(whole: Event, parts: Sequence[Event | None], rows: Sequence[int], tolerance: float) -> bool:
+    for index, tensor in enumerate(whole.tensors):
+        if tensor.dim() or not tensor.is_floating_point():
+            continue
+        found = [part.tensors[index].item() for part in parts if part is not None and len(part.tensors) > index]
+        if len(found) == len(parts):
+            mean = sum(value * number for value, number in zip(found, rows[1:], strict=True)) / rows[0]
+            if abs(tensor.item() - mean) > tolerance * max(map(abs, found)):
+                return False
+    return True
 
 
 def _by_call(events: Sequence[Event]) -> dict[tuple[str, bool, int], Event]:

@@ -99,12 +99,12 @@ class Trial:
         """Return the path of the first module that mixes rows, beside BatchNorms that use their running statistics."""
         events = []
         with row_mixing.by_running_statistics([*self._synced, *norms]):
-            for index in range(2):
+            for index in range(len(self._plans)):
                 with row_mixing.events_of(self._own_modules(index)) as found:
                     self._run(index)
                 events.append(found)
-        rows = self._plans[0].rows.number, self._plans[1].rows.number
-        return self.first(row_mixing.first_mixing(events[0], events[1], rows, self._tolerance.values))
+        rows = [planned.rows.number for planned in self._plans]
+        return self.first(row_mixing.first_mixing(events[0], events[1:], rows, self._tolerance.values))
 
     def loss_function(self, whole: Run) -> Pair | None:
         """Compare what the loss function gives for all outputs, and for those of some rows; where outputs can be cut."""

@@ -69,9 +69,13 @@ class StageRuns:
         loss_fn: Of the last stage; None takes the loss from the model's output.
         device: Of what is sent.
         around: What an engine puts around a run.
+        accumulates: Whether a run may leave gradients with parameters until it is put back, without an engine that takes them.
     """
 
-    def __init__(self, program: Program, loss_fn: LossFn | None, device: torch.device, around: Around) -> None:
+    def __init__(
+        self, program: Program, loss_fn: LossFn | None, device: torch.device, around: Around, accumulates: bool
+    ) -> None:
+        self.accumulates = accumulates
         self._program, self._loss_fn, self.device, self._around = program, loss_fn, device, around
 
     def planned(self, rows: Rows) -> Planned:
