@@ -42,9 +42,9 @@ def loss_is_no_mean(pair: Pair, rows: int, cut: Cut) -> str:
     """Return the sentence that refuses a loss."""
     return (
         f"the loss is no mean over rows: it is {pair[0]:.6g} for {rows} rows, and the losses of their parts have the mean "
-        f"{pair[1]:.6g}, so {cut} would train another loss than the whole batch's; use loss_over='replicas' with "
-        "microbatches=1 for a loss that compares rows, loss_weights= for terms that are means over counts of their own, or one "
-        "micro-batch on one replica; check=False trains the mean over the parts"
+        f"{pair[1]:.6g}, so training in {cut} would minimise another loss than the whole batch's; use loss_over='replicas' "
+        "with microbatches=1 for a loss that compares rows, loss_weights= for terms that are means over counts of their own, "
+        "or one micro-batch on one replica; check=False trains the mean over the parts"
     )
 
 
@@ -71,8 +71,8 @@ def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut
     more = [f"{len(paths) - _MOST_NAMES} more"] if len(paths) > _MOST_NAMES else []
     names = " and ".join([", ".join([*shown, *more][:-1]), [*shown, *more][-1]]) if len(paths) > 1 else shown[0]
     numbers = f" ({pair[0]:.6g} for a micro-batch, {pair[1]:.6g} for the mean of its parts)" if pair is not None else ""
-    what = f"{names} mix{'es' if len(paths) == 1 else ''} the rows of a micro-batch in training"
-    effect = f"{cut} give another loss than the whole batch{numbers}"
+    what = f"{names} mix{'es' if len(paths) == 1 else ''} the rows of a micro-batch"
+    effect = f"training in {cut} gives another loss than the whole batch{numbers}"
     if not has_batch_norm:
         return f"{what}, so {effect}; one micro-batch on one replica mixes the rows of the whole batch"
     ways = []

@@ -39,8 +39,8 @@ class InjectedCheck:
         """
         injected = self._injected(whole)
         try:
-            with runs_alone(self._program, [whole]) as numbers:
-                run = self._runs(whole, numbers, behind=injected)
+            with runs_alone(self._program, [whole]) as state:
+                run = self._runs(whole, state, behind=injected)
         except RunFailedError as err:
             get_logger().debug("whether the model injects gradients was not seen: %s", err)
             return None
@@ -48,7 +48,7 @@ class InjectedCheck:
             get_logger().info("%s", INNER_BACKWARD)
         if run.found and self._options.precision == "fp16":
             raise BuildError(IN_FP16)
-        self._is_random = self._runs.anywhere(run.position != numbers.start)
+        self._is_random = self._runs.anywhere(run.position != state.start)
         return run
 
     def look_at_rows(self, whole: Planned, halves: Sequence[Rows], cut: Cut) -> None:
@@ -60,9 +60,9 @@ class InjectedCheck:
         try:
             plans = [whole, *(self._runs.planned(each) for each in halves)]
             found = [self._injected(each) for each in plans]
-            with runs_alone(self._program, plans) as numbers:
+            with runs_alone(self._program, plans) as state:
                 for planned, injected in zip(plans, found, strict=True):
-                    self._runs(planned, numbers, behind=injected, fixed=self._is_random)
+                    self._runs(planned, state, behind=injected, fixed=self._is_random)
         except RunFailedError as err:
             get_logger().debug("whether injected gradients are means over rows was not seen: %s", err)
             return

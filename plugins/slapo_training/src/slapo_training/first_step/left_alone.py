@@ -20,24 +20,29 @@ _TORCHS_OWN = set(vars(nn.Module()))
 """Attributes of every module."""
 
 
-class RandomNumbers:
-    """The generators of this process as they are now.
+class KeptState:
+    """The random numbers of this process, and the buffers, attributes and gradients of modules, as they are now.
+
+    Args:
+        modules: Each with its own tables alone, not those of modules in it.
 
     Attributes:
-        start: The ``position`` of these.
+        start: The ``position`` of the random numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = list({id(module): module for module in modules}.values())
         self._torch, self._others = rng_state(), OtherRandomNumbers()
         self.start = self.position()
-
-    def put_back(self) -> None:
-        """Let the same numbers come next as when this was made."""
-        set_rng_state(self._torch)
-        self._others.put_back()
+        self._tables = [(module._buffers, dict(module._buffers)) for module in found]
+        buffers = {id(each): each for _, table in self._tables for each in table.values() if each is not None}
+        self._values = [(each, each.detach().clone()) for each in buffers.values()]
+        self._attributes = [(module, _attributes(module)) for module in found if not isinstance(module, fx.GraphModule)]
+        parameters = {id(each): each for module in found for each in module._parameters.values() if each is not None}
+        self._gradients = [(each, each.grad) for each in parameters.values()]
 
     def position(self) -> int:
-        """Return a number that is equal where the same numbers come next."""
+        """Return a number that is equal where the same random numbers come next."""
         now = rng_state()
         states = [*now.devices.items(), *(item for each in now.tracked.values() for item in each.items())]
         numpy = sys.modules.get("numpy.random")
@@ -47,40 +52,35 @@ class RandomNumbers:
             number = zlib.crc32(state.cpu().numpy().tobytes(), number)
         return number
 
+    def put_back(self) -> None:
+        """Let all be as when this was made."""
+        for module, before in self._attributes:
+            _put_back(module, before)
+        with torch.no_grad():
+            for table, entries in self._tables:
+                table.clear()
+                table.update(entries)
+            for tensor, value in self._values:
+                with torch.inference_mode(tensor.is_inference()):
+                    (tensor.resize_(value.shape) if tensor.shape != value.shape else tensor).copy_(value)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        set_rng_state(self._torch)
+        self._others.put_back()
+
 
 @contextmanager
-def left_alone(modules: Iterable[nn.Module]) -> Iterator[RandomNumbers]:
-    """Put back what runs inside change: buffers, gradients, attributes of modules, and random numbers.
+def left_alone(modules: Iterable[nn.Module]) -> Iterator[KeptState]:
+    """Put back what runs inside change, and give the state that each of them may start from.
 
-    Gives the random numbers from which each run inside may start. Compiled regions run eagerly, as a new shape would have them
-    compiled anew.
+    Compiled regions run eagerly, as a new shape would have them compiled anew.
     """
-    found = list({id(module): module for module in modules}.values())
-    numbers = RandomNumbers()
-    tables = [(module._buffers, dict(module._buffers)) for module in found]
-    buffers = {id(each): each for _, table in tables for each in table.values() if each is not None}
-    values = [(each, each.detach().clone()) for each in buffers.values()]
-    attributes = [(module, _attributes(module)) for module in found if not isinstance(module, fx.GraphModule)]
-    parameters = {id(each): each for module in found for each in module._parameters.values() if each is not None}
-    gradients = [(each, each.grad) for each in parameters.values()]
+    state = KeptState(modules)
     with ExitStack() as stack:
+        stack.callback(state.put_back)
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            yield numbers
-        finally:
-            for module, before in attributes:
-                _put_back(module, before)
-            with torch.no_grad():
-                for table, entries in tables:
-                    table.clear()
-                    table.update(entries)
-                for tensor, value in values:
-                    with torch.inference_mode(tensor.is_inference()):
-                        (tensor.resize_(value.shape) if tensor.shape != value.shape else tensor).copy_(value)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            numbers.put_back()
+        yield state
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:

@@ -29,10 +29,10 @@ class Tolerance(NamedTuple):
 
 def tolerance_of(modules: Sequence[nn.Module], precision: str) -> Tolerance:
     """Return what rounding may bring in a model of this precision."""
-    kinds = {p.dtype for module in modules for p in module.parameters() if p.is_floating_point()}
+    kinds = {p.dtype for module in modules for p in module.parameters() if p.is_floating_point() or p.is_complex()}
     if precision != "fp32" or kinds & {torch.bfloat16, torch.float16}:
         return Tolerance(2e-2, 5e-3, 5e-2)
-    if kinds == {torch.float64}:
+    if kinds and not kinds - {torch.float64, torch.complex128}:
         return Tolerance(1e-9, 1e-11, 1e-8)
     device = {p.device.type for module in modules for p in module.parameters()}
     if device - {"cpu", "meta"} and torch.get_float32_matmul_precision() != "highest":
@@ -120,8 +120,8 @@ def first_mixing(whole: Sequence[Event], parts: Sequence[Sequence[Event]], rows:
         rows: Number of rows of the whole and of each part.
         tolerance: Relative difference that is none.
     """
-    known = [_by_call(part) for part in parts]
-    for key, one in _by_call(whole).items():
+    calls, known = _by_call(whole), [_by_call(part) for part in parts]
+    for key, one in calls.items():
         others = [part.get(key) for part in known]
         first = others[0]
         if first is None:
@@ -132,7 +132,8 @@ def first_mixing(whole: Sequence[Event], parts: Sequence[Sequence[Event]], rows:
         has_rows = any(_rows_dim(a.shape, b.shape, (rows[0], rows[1])) is not None for a, b in pairs)
         if one.is_output and has_rows and not _numbers_are_means(one, others, rows, tolerance):
             return one.path
-    return None
+    # what runs for some rows runs for all of them, unless the forward looks at their number, or at one of them
+    return next((event.inside for part in known for key, event in part.items() if key not in calls), None)
 
 
 def _numbers_are_means(whole: Event, parts: Sequence[Event | None], rows: Sequence[int], tolerance: float) -> bool:

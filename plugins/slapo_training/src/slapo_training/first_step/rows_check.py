@@ -19,7 +19,7 @@ from ..means import Counted
 from ..options import CommonOptions
 from . import row_mixing
 from .findings import Cut, Pair, loss_is_no_mean, rows_are_mixed
-from .left_alone import RandomNumbers
+from .left_alone import KeptState
 from .row_parts import Rows, expected_losses, joined, narrowed, unlike_pair
 from .stage_runs import Planned, Run, RunFailedError, StageRuns, runs_alone
 
@@ -45,7 +45,7 @@ class Trial:
         program: What runs.
         options: Of the engine.
         runs: Run the stages.
-        numbers: Where random numbers start.
+        state: What each run starts from.
         plans: All rows, and then their parts.
         synced: BatchNorms that take the statistics of all rows of a batch.
         labels_differ: Whether the engine refuses a loss of which it is not known what it is a mean over.
@@ -56,12 +56,12 @@ class Trial:
         program: Program,
         options: CommonOptions,
         runs: StageRuns,
-        numbers: RandomNumbers,
+        state: KeptState,
         plans: Sequence[Planned],
         synced: Sequence[nn.Module],
         labels_differ: bool,
     ) -> None:
-        self._program, self._options, self._runs, self._numbers = program, options, runs, numbers
+        self._program, self._options, self._runs, self._state = program, options, runs, state
         self._plans, self._synced, self._labels_differ = plans, synced, labels_differ
         own = self._own_modules(0)
         self._tolerance = row_mixing.tolerance_of(own, options.precision)
@@ -81,7 +81,7 @@ class Trial:
             doubted: Whether other rows have differed already: a root, say, differs less where parts have similar losses.
         """
         allowed = self._tolerance.repeated if doubted else self._tolerance.loss
-        if base is None or self._runs.anywhere(base.position != self._numbers.start):
+        if base is None or self._runs.anywhere(base.position != self._state.start):
             base, self._fixed = None, True
         with row_mixing.by_running_statistics([*self._synced, *norms]):
             whole = base or self._run(0)
@@ -127,7 +127,7 @@ class Trial:
         return next((each for each in gather(value, self._program.mesh) if each is not None), None)
 
     def _run(self, index: int) -> Run:
-        return self._runs(self._plans[index], self._numbers, fixed=self._fixed)
+        return self._runs(self._plans[index], self._state, fixed=self._fixed)
 
     def _differing(
         self, loss: float, losses: Sequence[float], counted: Sequence[Counted | None], tolerance: float
@@ -181,8 +181,8 @@ class RowsCheck:
         if self._is_loss_of_rows:
             try:
                 plans = self._planned(halves)
-                with runs_alone(self._program, plans) as numbers:
-                    pair, is_suspect = self._look(self._trial(plans, numbers), base)
+                with runs_alone(self._program, plans) as state:
+                    pair, is_suspect = self._look(self._trial(plans, state), base)
             except RunFailedError as err:
                 get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
             found = self._confirmed() if is_suspect else None
@@ -216,8 +216,8 @@ class RowsCheck:
         pair = unlike_pair(self._parts[0], self._parts[1:] or self._replicas(), self._options.ignored_label)
         try:
             plans = self._planned(pair)
-            with runs_alone(self._program, plans) as numbers:
-                trial = self._trial(plans, numbers)
+            with runs_alone(self._program, plans) as state:
+                trial = self._trial(plans, state)
                 compared = trial.compare(None, self._norms.values(), doubted=True)
                 if compared.pair is None:
                     return None
@@ -241,8 +241,8 @@ class RowsCheck:
     def _planned(self, parts: Sequence[Rows]) -> list[Planned]:
         return [self._runs.planned(each) for each in (joined(parts), *parts)]
 
-    def _trial(self, plans: Sequence[Planned], numbers: RandomNumbers) -> Trial:
-        return Trial(self._program, self._options, self._runs, numbers, plans, self._synced, self._labels_differ)
+    def _trial(self, plans: Sequence[Planned], state: KeptState) -> Trial:
+        return Trial(self._program, self._options, self._runs, state, plans, self._synced, self._labels_differ)
 
     def _say(self, paths: Sequence[str], pair: Pair | None) -> None:
         """Warn of modules that mix rows, or refuse them where that is asked for."""

@@ -17,7 +17,7 @@ from slapo_core.program import Boundary, Program, Stage
 from ..losses import CountedLoss, LossFn
 from ..means import Counted
 from .fixed_draws import FixedDraws
-from .left_alone import RandomNumbers, left_alone
+from .left_alone import KeptState, left_alone
 from .row_parts import Rows
 
 Around = Callable[[bool], AbstractContextManager[Any]]
@@ -91,19 +91,19 @@ class StageRuns:
             program = program.replan(True, rows.batch)
         return Planned(program, rows)
 
-    def __call__(self, planned: Planned, numbers: RandomNumbers, behind: Behind | None = None, fixed: bool = False) -> Run:
+    def __call__(self, planned: Planned, state: KeptState, behind: Behind | None = None, fixed: bool = False) -> Run:
         """Run rows through all stages, with gradients where ``behind`` wants them.
 
         Args:
             planned: The rows.
-            numbers: Where the random numbers start.
+            state: What the run starts from.
             behind: Called behind each stage.
             fixed: Whether dropout is off, and other draws give fixed numbers.
 
         Raises:
             RunFailedError: the run broke off on a rank; raised on all.
         """
-        numbers.put_back()
+        state.put_back()
         one = _OneRun(planned, CountedLoss(self._loss_fn), behind)
         own = self._program.axis_rank("pp")
         values: Tensors = ()
@@ -116,7 +116,7 @@ class StageRuns:
             if stage.index + 1 < len(stages):
                 values = self._sent(values, stages[stage.index + 1].inputs, stage.index)
         found = self.anywhere(one.found) if has_backward else False
-        return Run(one.loss, one.counted, one.output, numbers.position(), found)
+        return Run(one.loss, one.counted, one.output, state.position(), found)
 
     def anywhere(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank."""
@@ -194,11 +194,11 @@ class _OneRun:
 
 
 @contextmanager
-def runs_alone(program: Program, plans: Sequence[Planned]) -> Iterator[RandomNumbers]:
+def runs_alone(program: Program, plans: Sequence[Planned]) -> Iterator[KeptState]:
     """Put back what runs of these rows change in the model and in the process; see ``left_alone``."""
     trees = [program.module, *(stage.module for each in plans for stage in each.program.stages)]
-    with left_alone(module for tree in trees for module in tree.modules()) as numbers:
-        yield numbers
+    with left_alone(module for tree in trees for module in tree.modules()) as state:
+        yield state
 
 
 def _check(given: Tensors, boundaries: tuple[Boundary, ...]) -> None:
