@@ -19,11 +19,13 @@ class Dialect(ABC):
             ``"precision:<fp32|bf16|fp16>"``.
         classes: For ``get_dialect_cls``: classic kind (``"pipeline_stage"``, ``"pipeline_engine"``, ``"runtime_engine"``,
             ``"log_parser"``) to class.
+        takes_check: Whether the option ``check`` is its engine's, too: plugins that read it then leave it in the configuration.
     """
 
     name: ClassVar[str] = ""
     capabilities: ClassVar[frozenset[str]] = frozenset()
     classes: ClassVar[dict[str, type]] = {}
+    takes_check: ClassVar[bool] = False
 
     @classmethod
     def check(cls, program: Program, **config: Any) -> Program | None:

@@ -38,9 +38,9 @@ class DeepSpeedOptions(CommonOptions):
 
     config: Mapping[str, Any] | str | PathLike[str] | None = None
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ``BuildError`` for a value that cannot work."""
-        super().check()
+        super().validate()
         if self.precision not in DTYPES:
             raise BuildError(f"precision is {self.precision!r}; give one of {', '.join(DTYPES)}")
         given = self.given

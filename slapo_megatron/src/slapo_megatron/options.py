@@ -67,9 +67,9 @@ class MegatronOptions(CommonOptions):
     config: Mapping[str, Mapping[str, Any]] | None = None
     timeout_minutes: int = 10
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ``BuildError`` for a value that cannot work."""
-        super().check()
+        super().validate()
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise BuildError(f"precision is {self.precision!r}; give one of {', '.join(DTYPES)}")
         if type(self.distributed_optimizer) is not bool:

@@ -29,9 +29,11 @@ def slapo_shard_rules() -> list[str]:
 
 
 @hookimpl
-def slapo_before_build(schedule: Any, config: dict[str, Any]) -> None:
+def slapo_before_build(schedule: Any, target: str | None, config: dict[str, Any]) -> None:
     """Refuse shards that lack a sync or that others read; ``check=False`` in the configuration turns this off."""
     from .completeness import check  # noqa: PLC0415  (finding plugins must stay cheap)
 
-    if config.pop("check", True):
+    if config.get("check", True):
         check(schedule)
+    if target is None or not schedule.registry.dialect(target).takes_check:
+        config.pop("check", None)

@@ -22,6 +22,7 @@ class TorchDialect(Dialect):
     """Plain torch: gradient accumulation, data parallelism, and the schedules of ``torch.distributed.pipelining``."""
 
     name = "torch"
+    takes_check = True
     capabilities = frozenset(
         {"pipeline", "data_parallel", "tensor_parallel", "precision:fp32", "precision:bf16", "precision:fp16"}
     )

@@ -15,7 +15,6 @@ from slapo_core.agreement import agree, all_reduce, compare, mesh_groups
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.inputs import named_inputs, variadic
-from slapo_core.logger import get_logger
 from slapo_core.program import Program
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
 from slapo_training.engine_checkpoint import Position
@@ -34,12 +33,13 @@ from .checkpoint import TorchSaver, Trained
 from .checkpoint_load import load_checkpoint
 from .device import device_of
 from .failures import Peers
+from .first_step import TorchFirstStep
 from .holdings import Holdings
 from .means import LabelCount, Share, labels_of, numbers_of
 from .merged import merged
 from .options import Options
 from .replicas import Replicas, check_dense
-from .schedules import for_rows, kind_of
+from .schedules import kind_of, schedule_of
 from .stage_call import StageCall, precision
 from .step import StepResult, run_whole
 from .step_losses import StepLosses
@@ -98,6 +98,7 @@ class TorchEngine(Engine):
         self._options = options
         self._mesh = program.mesh
         self._modes = Modes(program.module)
+        self._first = TorchFirstStep(program, options)
         self._peers = (
             Peers(program.mesh["tp"].get_group()) if program.mesh is not None and program.axis_size("tp") > 1 else None
         )
@@ -264,6 +265,8 @@ class TorchEngine(Engine):
         is_all = len(parts) * self.program.axis_size("dp") == 1
         differs = self._differs and not self._losses.are_whole
         share = Share(len(parts), self._labels.value, differs, scale, is_all)
+        if training:
+            share = self._first.look(parts, labels, share, self._device, self._shards, self._replicas)
 
         def forward(run: Runner, losses: list[Any]) -> None:
             self._settle(run(parts, losses, share), False, share)
@@ -291,7 +294,7 @@ class TorchEngine(Engine):
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
         batch = named_inputs(self.program.module, *given)
         self._content = content(batch) if self._shares_batches else 0
-        schedule = self._schedule_for(batch)
+        schedule = schedule_of(self._options.pipeline_schedule, self.program, self._options.microbatches, rows_of(batch))
         parts = split(batch, schedule[1], several=variadic(self.program.module))
         low, high = counted_labels(parts, self._ignored)
         shape = fingerprint([training, schedule, *(signature(part) for part in parts[:1])])
@@ -303,16 +306,6 @@ class TorchEngine(Engine):
             labels = [part.pop("labels", None) for part in parts]
         first = partial(self._runner, parts[0], training, schedule, forward_only=True)
         return self._runner(parts[0], training, schedule), first, parts, labels
-
-    def _schedule_for(self, batch: Batch) -> tuple[str, int]:
-        """The pipeline schedule and the number of micro-batches of this batch."""
-        name, number, rows = self._options.pipeline_schedule, self._options.microbatches, rows_of(batch)
-        if not rows or rows % number == 0:
-            return name, number
-        found = for_rows(name, len(self.program.stages), self.program.axis_size("pp"), number, rows)
-        how = f"{found[1]} micro-batches, not {number}" + (f", by schedule {found[0]!r}" if found[0] != name else "")
-        get_logger().warning("a batch of %d rows runs in %s", rows, how)
-        return found
 
     def _runner(self, part: Batch, training: bool, schedule: tuple[str, int], forward_only: bool = False) -> Runner:
         backward = training and not forward_only
@@ -333,7 +326,8 @@ class TorchEngine(Engine):
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             if self._shards is not None:
-                self._shards.follow(stage.module for each in self._plans.values() for stage in each.program.stages)
+                programs = [*(each.program for each in self._plans.values()), *self._first.programs]
+                self._shards.follow(stage.module for each in programs for stage in each.stages)
         inputs = fingerprint([stage.inputs for stage in plan.program.stages])
         self._facts = _Facts([*self._facts.low[:3], inputs], [*self._facts.high[:3], inputs])
         return plan.run

@@ -8,7 +8,11 @@ from typing import NamedTuple
 import torch
 
 from slapo_core.errors import BuildError
+from slapo_training.first_step import scaled_gradient
 from slapo_training.means import EQUAL_PARTS, UNTOLD, Counted, Mixed, Told
+
+OTHER_LABELS = f"the model injects gradients, and its loss is a mean over other labels than the batch shows; {EQUAL_PARTS}"
+"""Said behind a step whose losses were weighted by other numbers of labels than theirs."""
 
 
 class LabelCount:
@@ -41,6 +45,8 @@ class Share(NamedTuple):
         differs: Whether micro-batches or ranks have different numbers of labels, so that theirs have to be known.
         scale: What all is multiplied by beside, with fp16.
         is_all: Whether there is no other micro-batch on any rank.
+        injects: Whether the model injects gradients: these are not divided by ``parts`` as the loss is, so that gradients of
+            losses are multiplied by it, and gradients of parameters divided in the end.
     """
 
     parts: int
@@ -48,9 +54,13 @@ class Share(NamedTuple):
     differs: bool = False
     scale: float = 1.0
     is_all: bool = False
+    injects: bool = False
 
     def of(self, loss: torch.Tensor, counted: Told) -> torch.Tensor:
         """This share of a loss, which is a mean over ``counted`` labels."""
+        return scaled_gradient(self._value(loss, counted), self.parts if self.injects else 1.0)
+
+    def _value(self, loss: torch.Tensor, counted: Told) -> torch.Tensor:
         if not isinstance(counted, Counted) or counted.labels == self.unit:
             return loss * self.scale / self.parts if self.scale != 1.0 else loss / self.parts
         known = loss if counted.labels else loss.nan_to_num()  # of no labels a mean is not a number
@@ -66,12 +76,18 @@ class Share(NamedTuple):
 
         Returns:
             The loss, what the gradients are still to be multiplied by, and the next step's ``unit``.
+
+        Raises:
+            BuildError: the model injects gradients, and the labels are others than the batch shows.
         """
+        scale = self.scale * (self.parts if self.injects else 1)
         if labels is None:
-            return total / dp / self.scale, 1.0 / self.scale, self.unit
+            return total / dp / self.scale, 1.0 / scale, self.unit
         unit = labels / (self.parts * dp)
-        factor = (self.unit / unit if labels else 1.0) / self.scale
-        return (total / dp * factor if labels else float("nan")), factor, unit
+        if self.injects and unit != self.unit:
+            raise BuildError(OTHER_LABELS)
+        factor = self.unit / unit if labels else 1.0
+        return (total / dp * factor / self.scale if labels else float("nan")), factor / scale, unit
 
 
 def numbers_of(told: Sequence[Told]) -> list[float]:

@@ -53,9 +53,9 @@ class Options(CommonOptions):
             *super().agreed(),
         ]
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ``BuildError`` for a value that cannot work."""
-        super().check()
+        super().validate()
         kind_of(str(self.pipeline_schedule))
         if self.data_parallel not in DATA_PARALLEL:
             raise BuildError(str(UnknownNameError.of("data_parallel", str(self.data_parallel), DATA_PARALLEL)))

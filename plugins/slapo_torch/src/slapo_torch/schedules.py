@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slapo_core.errors import BuildError, UnknownNameError
+from slapo_core.logger import get_logger
+from slapo_core.program import Program
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,26 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
         return placement_in(schedule, stages, ranks, microbatches)
     turns = [stage % (2 * ranks) for stage in range(stages)]
     return tuple(2 * ranks - 1 - turn if kind.folded and turn >= ranks else turn % ranks for turn in turns)
+
+
+def schedule_of(name: str, program: Program, microbatches: int, rows: int | None) -> tuple[str, int]:
+    """Return the pipeline schedule and the number of micro-batches for a batch, with a warning where they are others.
+
+    Args:
+        name: Of the schedule.
+        program: What runs.
+        microbatches: The usual number.
+        rows: Of the batch; None where no tensor has any.
+
+    Raises:
+        BuildError: there is none.
+    """
+    if not rows or rows % microbatches == 0:
+        return name, microbatches
+    found = for_rows(name, len(program.stages), program.axis_size("pp"), microbatches, rows)
+    how = f"{found[1]} micro-batches, not {microbatches}" + (f", by schedule {found[0]!r}" if found[0] != name else "")
+    get_logger().warning("a batch of %d rows runs in %s", rows, how)
+    return found
 
 
 def for_rows(schedule: str, stages: int, ranks: int, microbatches: int, rows: int) -> tuple[str, int]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import datetime
 import pathlib
 import pickle
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 
 def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
@@ -106,3 +110,49 @@ class CollectiveWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 class CollectiveFound(Exception):
     """A collective was called where none may be."""
+
+
+def leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that the backward of these would accumulate gradients in."""
+    found = {id(each): each for each in outputs if each.requires_grad and each.grad_fn is None}
+    for node in _nodes(outputs):
+        if node.name().endswith("AccumulateGrad"):
+            found[id(node.variable)] = node.variable
+    return [*found.values()]
+
+
+def has_inner_backward(outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the backward of these runs another one inside, as reentrant checkpoints do, for leaves that no graph shows."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in _nodes(outputs))
+
+
+def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of the graph behind tensors, each once."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    while waiting:
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            yield node
+            waiting += [each for each, _ in node.next_functions if each is not None]
+
+
+@contextmanager
+def without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """While tensors have none of the hooks that see their gradients."""
+    kept = [(hooks, list(hooks.items())) for each in tensors if (hooks := each._backward_hooks)]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, items in kept:
+            hooks.update(items)
+
+
+def first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> RemovableHandle:
+    """Have a hook see the tensor's gradients before all others that it has."""
+    handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    assert tensor._backward_hooks is not None
+    cast("OrderedDict[int, Any]", tensor._backward_hooks).move_to_end(handle.id, last=False)
+    return cast(RemovableHandle, handle)

@@ -22,6 +22,7 @@ from slapo_core.program import Program
 from .batch_losses import BatchLosses
 from .batches import Batch, check_labels, content, fingerprint, labels_of, signature, split
 from .common_batch import Cut, cut_together
+from .first_step import FirstStep, GradientScale
 from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
 from .means import EQUAL_PARTS, Told
@@ -71,6 +72,7 @@ class BatchEngine(Engine):
         self._trained: dict[str, tuple[nn.Parameter, bool]] = {}
         self._losses: BatchLosses | None = None
         self._hidden = HiddenLabels(program)
+        self._first = FirstStep(program, options)
 
     def _remember_trained(self, named: Mapping[str, nn.Parameter]) -> None:
         """Note which of this rank's parameters are trained from now on."""
@@ -99,7 +101,8 @@ class BatchEngine(Engine):
 
         Raises:
             BuildError: there is no optimizer; the batch cannot be cut into equal micro-batches; the micro-batches or ranks have
-                different numbers of labels, and which of them the loss counts cannot be told.
+                different numbers of labels, and which of them the loss counts cannot be told; the first step's checks refuse
+                the model, see ``FirstStep``.
         """
         if not self._trains:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
@@ -110,11 +113,16 @@ class BatchEngine(Engine):
                 "another engine, and load a checkpoint"
             )
         cut = self._cut(args, batch, training=True)
+        self._first.check(cut.parts, cut.labels, self.device)
+        scale = self._first.scale(len(cut.parts))
+        if cut.weights is not None:
+            cut.weights.gradient = scale
         losses = self._losses_of()
         cut = cut._replace(labels=losses.begin(cut.parts, cut.labels, self._tree, partial(self._forward, cut)))
         self._is_broken = True
         try:
-            loss, told = self._train(cut)
+            with GradientScale(parameter for parameter, _ in self._trained.values()).dividing(scale):
+                loss, told = self._train(cut)
             self._compare(told, cut, training=True)
         except Exception as err:
             losses.meet(cut.labels, err)
@@ -188,7 +196,7 @@ class BatchEngine(Engine):
         labels = [part.pop("labels", None) if has_loss_fn else None for part in parts]
         parts = [self._in_precision(part) for part in parts]
         if self._losses_of().are_whole:
-            return MicroBatches(parts, labels, None)
+            return MicroBatches(parts, labels, LabelWeights.alike(len(parts)))
         batch = MicroBatches(parts, labels, weights)
         is_asked = self._kind is None and weights.is_open
         if is_asked or (training and not self._hidden.is_checked and len(parts) * self.program.axis_size("dp") > 1):
@@ -200,7 +208,9 @@ class BatchEngine(Engine):
 
     def _compare(self, told: list[Told], batch: MicroBatches, training: bool) -> None:
         """Look whether losses are means over as many labels each, where the batch does not show these. Collective."""
-        if batch.weights is not None and len(batch.parts) * self.program.axis_size("dp") > 1:
+        if batch.weights is None or self._losses_of().are_whole:
+            return
+        if len(batch.parts) * self.program.axis_size("dp") > 1:
             self._hidden.check(told, batch.weights, training)
 
     def _check_trained(self, part: Batch) -> None:

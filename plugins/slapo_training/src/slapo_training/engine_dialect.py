@@ -85,6 +85,7 @@ class EngineDialect(Dialect):
         limits: What the engine cannot do, in the order in which it is asked.
     """
 
+    takes_check = True
     distribution: ClassVar[str]
     tested: ClassVar[str]
     limits: ClassVar[tuple[Limit, ...]] = ()

@@ -8,6 +8,7 @@ import torch
 
 from slapo_core.errors import BuildError
 
+from .first_step import scaled_gradient
 from .means import EQUAL_PARTS, UNTOLD, Counted, Told
 
 
@@ -25,11 +26,18 @@ class LabelWeights:
 
     Attributes:
         kind: Which of the numbers counts, 0 or 1; None until it is told, where they differ.
+        gradient: What gradients of losses are multiplied by, beside; see ``FirstStep.scale``.
     """
 
     def __init__(self, own: Sequence[tuple[int, int]], totals: tuple[int, int], num_parts: int, differs: bool) -> None:
         self._own, self._totals, self._num_parts, self._differs = own, totals, num_parts, differs
         self.kind: int | None = None
+        self.gradient = 1.0
+
+    @classmethod
+    def alike(cls, parts: int) -> LabelWeights:
+        """Return the weights of micro-batches that count alike, whatever labels they have."""
+        return cls([(0, 0)] * parts, (0, 0), parts, differs=False)
 
     @property
     def is_open(self) -> bool:
@@ -75,6 +83,6 @@ class LabelWeights:
     def weighted(self, index: int, loss: torch.Tensor, counted: Told) -> torch.Tensor:
         """A micro-batch's loss times its factor; one over no labels, which is not a number, is zero."""
         factor = self.of(index, counted)
-        if factor == 1.0:
-            return loss
-        return loss * factor if factor else loss.nan_to_num() * 0.0
+        if factor != 1.0:
+            loss = loss * factor if factor else loss.nan_to_num() * 0.0
+        return scaled_gradient(loss, self.gradient)

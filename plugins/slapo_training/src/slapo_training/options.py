@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from slapo_core.errors import BuildError, UnknownNameError
 
+from .check_switches import VARIABLE, disabled_checks
 from .loss_terms import Count, check_counts
 from .replica_loss import OVER_REPLICAS
 
@@ -54,6 +55,10 @@ class CommonOptions:
         gradient_hooks: ``"step"`` runs the hooks that parameters of the model had before ``build`` once in a step, each on the
             whole reduced gradient, before it is clipped: as one process would that has the whole batch. ``"microbatch"``
             leaves them to torch, which runs them in each micro-batch's backward on each replica.
+        check: Look at the first step that cuts a batch, before it is trained on: a loss that is no mean over rows is refused,
+            modules that mix rows are named in a warning, and gradients that the model injects are weighted right. It costs at
+            most two steps, once. ``SLAPO_DISABLE_CHECKS`` switches off the checks ``rows`` and ``injected`` by name.
+        strict: Refuse where the first step's checks would warn.
     """
 
     target: ClassVar[str] = ""
@@ -69,6 +74,8 @@ class CommonOptions:
     loss_weights: Count | Mapping[str, Count] | None = None
     loss_over: str | None = None
     gradient_hooks: str = "step"
+    check: bool = True
+    strict: bool = False
 
     @classmethod
     def of(cls: type[T], config: Mapping[str, Any]) -> T:
@@ -83,7 +90,7 @@ class CommonOptions:
                 notes = [ENGINES_OWN] if key == "config" else []
                 raise BuildError(str(UnknownNameError.of("option", key, known, notes, f"target {cls.target!r}")))
         options = cls(**config)
-        options.check()
+        options.validate()
         return options
 
     def agreed(self) -> list[str]:
@@ -93,6 +100,7 @@ class CommonOptions:
             f"ignore_index={self.ignored_label}",
             f"loss_over={self.loss_over!r} and loss_weights= of {self._named_weights()}",
             f"gradient_hooks={self.gradient_hooks!r}",
+            f"check={self.check} with {VARIABLE}={','.join(disabled_checks())!r} and strict={self.strict}",
             *(f"no {name}" if value is None else name for name, value in given.items()),
         ]
 
@@ -132,12 +140,15 @@ class CommonOptions:
         given = self.loss_fn.keywords if isinstance(self.loss_fn, partial) else {}
         return given.get(name, getattr(self.loss_fn, name, default))
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ``BuildError`` for a value that cannot work."""
         if type(self.microbatches) is not int or self.microbatches < 1:
             raise BuildError(f"microbatches is {self.microbatches!r}; give a whole number from 1 on")
         if isinstance(self.clip, bool) or not isinstance(self.clip, (int, float)) or not self.clip >= 0:
             raise BuildError(f"clip is {self.clip!r}; give the largest gradient norm, or 0 for no clipping")
+        for name in ("check", "strict"):
+            if type(getattr(self, name)) is not bool:
+                raise BuildError(f"{name} is {getattr(self, name)!r}; give True or False")
         if self.ignore_index is not None and type(self.ignore_index) is not int:
             raise BuildError(
                 f"ignore_index is {self.ignore_index!r}; give the label value that the loss leaves out, a whole number"

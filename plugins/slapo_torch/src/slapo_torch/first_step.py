@@ -1,0 +1,77 @@
+"""The first-step checks of this engine, and shares of losses where a model injects gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.program import Program
+from slapo_training.batches import Batch
+from slapo_training.first_step import FirstStep
+
+from .means import Share
+from .options import Options
+from .replicas import Replicas
+from .stage_call import precision
+
+if TYPE_CHECKING:
+    from .fsdp import ShardedReplicas
+
+
+class TorchFirstStep(FirstStep):
+    """The checks, with what this engine puts around a forward.
+
+    Attributes:
+        programs: Those that were planned for other numbers of rows than a micro-batch has.
+    """
+
+    def __init__(self, program: Program, options: Options) -> None:
+        super().__init__(program, options)
+        self._torch_options = options
+        self.programs: list[Program] = []
+
+    def look(
+        self,
+        parts: Sequence[Batch],
+        labels: Sequence[Any],
+        share: Share,
+        device: torch.device,
+        shards: ShardedReplicas | None,
+        replicas: Replicas | None,
+    ) -> Share:
+        """Make the checks where they are due. Collective.
+
+        Args:
+            parts: Micro-batches.
+            labels: Those of each for the loss function.
+            share: What the loss of each adds to that of the batch.
+            device: Of this rank.
+            shards: Parameters, where replicas share them out; they are gathered.
+            replicas: What averages gradients, where each replica has all.
+
+        Returns:
+            The share of a model that injects gradients as this one does, or not.
+        """
+        if self.is_due(len(parts)):
+            around = partial(self._around, device, shards)
+            with nullcontext() if replicas is None else replicas.accumulating():
+                self.check(parts, labels, device, around, share.differs, accumulates=shards is None)
+            if shards is not None:  # as if nothing had run yet
+                shards.release()
+                shards.gather()
+        if not self.injects:
+            return share
+        return share._replace(injects=True, unit=self.mean_labels(parts, labels, device) or share.unit)
+
+    @contextmanager
+    def _around(self, device: torch.device, shards: ShardedReplicas | None, has_backward: bool) -> Iterator[None]:
+        with precision(self._torch_options, device.type):
+            if shards is None or shards.walk is None:
+                yield
+                return
+            with shards.walk.microbatch(has_backward):
+                yield

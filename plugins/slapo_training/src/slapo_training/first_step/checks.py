@@ -1,0 +1,124 @@
+"""The first-step checks of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from slapo_core.logger import get_logger
+from slapo_core.program import Program
+
+from ..batches import Batch
+from ..check_switches import UNSEEN, disabled_checks, say_unseen
+from ..loss_terms import sum_of_terms
+from ..modes import Modes
+from ..options import CommonOptions
+from .findings import Cut
+from .injected_check import InjectedCheck
+from .injected_labels import InjectedLabels
+from .row_parts import Rows, joined, unlike_halves
+from .rows_check import RowsCheck
+from .stage_runs import Around, RunFailedError, StageRuns
+
+
+def _nothing_around(has_backward: bool) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+class FirstStep:
+    """Looks at the micro-batches of the first step that cuts a batch, before they are trained on.
+
+    Args:
+        program: What runs.
+        options: Of the engine.
+
+    Attributes:
+        injects: Whether the model injects gradients into its backward.
+    """
+
+    def __init__(self, program: Program, options: CommonOptions) -> None:
+        self._program, self._options, self._modes = program, options, Modes(program.module)
+        self._off = disabled_checks() if options.check else tuple(UNSEEN)
+        self._is_done = False
+        self.injects = False
+        self._labels: InjectedLabels | None = None
+
+    def scale(self, num_parts: int) -> float:
+        """Return what gradients of losses are multiplied by, and gradients of parameters divided by, in the backwards.
+
+        Args:
+            num_parts: Micro-batches of a replica.
+        """
+        return float(num_parts) if self.injects else 1.0
+
+    def mean_labels(self, parts: Sequence[Batch], labels: Sequence[Any], device: torch.device) -> float | None:
+        """Return over how many labels the loss of a micro-batch is a mean, on average over all replicas. Collective.
+
+        None where the loss is no known mean over labels. For models that inject gradients: their losses are to be weighted
+        before the batch has run.
+        """
+        rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
+        return None if self._labels is None else self._labels.mean(rows, device)
+
+    def is_due(self, num_parts: int) -> bool:
+        """Return whether the next step has to be looked at; alike on all ranks."""
+        is_cut = num_parts * self._program.axis_size("dp") > 1
+        return not self._is_done and (is_cut or self._options.precision == "fp16")
+
+    def check(
+        self,
+        parts: Sequence[Batch],
+        labels: Sequence[Any],
+        device: torch.device,
+        around: Around = _nothing_around,
+        labels_differ: bool = False,
+        accumulates: bool = False,
+    ) -> None:
+        """Make the checks where they are due. Collective over the mesh.
+
+        Args:
+            parts: The model's arguments for each micro-batch.
+            labels: Those of each for the loss function.
+            device: Of this rank.
+            around: What the engine puts around a forward.
+            labels_differ: Whether the engine refuses a loss of which it is not known what it is a mean over.
+            accumulates: Whether a backward may leave gradients with parameters, which the engine then does not take.
+
+        Raises:
+            BuildError: a loss that is no mean over rows; injected gradients with fp16; with ``strict=True`` modules that mix
+                rows. The same on all ranks.
+        """
+        if not self.is_due(len(parts)):
+            return
+        if not any(self._program.axis_rank(axis) for axis in ("pp", "dp", "tp")):
+            say_unseen(self._off)
+        rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
+        if len(self._off) < len(UNSEEN) and rows[0].number:
+            self._modes.set(True)
+            runs = StageRuns(
+                self._program, sum_of_terms(self._options.loss_weights, self._options.loss_fn), device, around, accumulates
+            )
+            try:
+                self._look(rows, runs, labels_differ)
+            except RunFailedError as err:  # the step is going to say more
+                get_logger().debug("first-step checks were left out: %s", err)
+                return
+        self._is_done = True
+
+    def _look(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
+        halves = unlike_halves(parts, self._options.ignored_label)
+        whole, base = runs.planned(joined(halves)), None
+        looks_at_rows = "rows" not in self._off and len(parts) * self._program.axis_size("dp") > 1
+        if "injected" not in self._off:
+            check = InjectedCheck(self._program, self._options, runs)
+            base = check.make(whole)
+            if base is not None and base.found:
+                self.injects = True
+                self._labels = InjectedLabels(self._program, self._options.ignored_label, whole.rows, base.counted, runs.device)
+                if looks_at_rows:
+                    check.look_at_rows(whole, halves, Cut(len(parts), self._program.axis_size("dp")))
+        if looks_at_rows:
+            RowsCheck(self._program, self._options, runs, parts, labels_differ).make(halves, base)

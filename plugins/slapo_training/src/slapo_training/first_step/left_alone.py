@@ -1,0 +1,104 @@
+"""Runs of a model that leave it, and the process, as they were."""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_core.random import rng_state, set_rng_state
+from slapo_core.tracing.sandbox import OtherRandomNumbers
+
+_TORCHS_OWN = set(vars(nn.Module()))
+"""Attributes of every module."""
+
+
+class KeptState:
+    """The random numbers of this process, and the buffers, attributes and gradients of modules, as they are now.
+
+    Args:
+        modules: Each with its own tables alone, not those of modules in it.
+
+    Attributes:
+        start: The ``position`` of the random numbers.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = list({id(module): module for module in modules}.values())
+        self._torch, self._others = rng_state(), OtherRandomNumbers()
+        self.start = self.position()
+        self._tables = [(module._buffers, dict(module._buffers)) for module in found]
+        buffers = {id(each): each for _, table in self._tables for each in table.values() if each is not None}
+        self._values = [(each, each.detach().clone()) for each in buffers.values()]
+        self._attributes = [(module, _attributes(module)) for module in found if not isinstance(module, fx.GraphModule)]
+        parameters = {id(each): each for module in found for each in module._parameters.values() if each is not None}
+        self._gradients = [(each, each.grad) for each in parameters.values()]
+
+    def position(self) -> int:
+        """Return a number that is equal where the same random numbers come next."""
+        now = rng_state()
+        states = [*now.devices.items(), *(item for each in now.tracked.values() for item in each.items())]
+        numpy = sys.modules.get("numpy.random")
+        others = repr((random.getstate(), numpy.get_state(legacy=False) if numpy else None))
+        number = zlib.crc32(others.encode())
+        for _, state in states:
+            number = zlib.crc32(state.cpu().numpy().tobytes(), number)
+        return number
+
+    def put_back(self) -> None:
+        """Let all be as when this was made."""
+        for module, before in self._attributes:
+            _put_back(module, before)
+        with torch.no_grad():
+            for table, entries in self._tables:
+                table.clear()
+                table.update(entries)
+            for tensor, value in self._values:
+                with torch.inference_mode(tensor.is_inference()):
+                    (tensor.resize_(value.shape) if tensor.shape != value.shape else tensor).copy_(value)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        set_rng_state(self._torch)
+        self._others.put_back()
+
+
+@contextmanager
+def left_alone(modules: Iterable[nn.Module]) -> Iterator[KeptState]:
+    """Put back what runs inside change, and give the state that each of them may start from.
+
+    Compiled regions run eagerly, as a new shape would have them compiled anew.
+    """
+    state = KeptState(modules)
+    with ExitStack() as stack:
+        stack.callback(state.put_back)
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield state
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """A module's own attributes, and what is in those that are containers."""
+    own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
+    return {name: (value, _content(value)) for name, value in own.items()}
+
+
+def _content(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict, set, deque) else None
+
+
+def _put_back(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
+    table = vars(module)
+    for name in [name for name in table if name not in _TORCHS_OWN and name not in before]:
+        del table[name]
+    for name, (value, content) in before.items():
+        table[name] = value
+        if content is not None:
+            value.clear()
+            value.extend(content) if isinstance(value, (list, deque)) else value.update(content)

@@ -1,0 +1,187 @@
+"""Modules whose output for one row depends on the other rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+
+class Tolerance(NamedTuple):
+    """Relative differences that rounding may bring.
+
+    Args:
+        loss: Of a loss.
+        repeated: Of a loss, where another one has differed already.
+        values: Of a tensor's values, by its largest.
+    """
+
+    loss: float
+    repeated: float
+    values: float
+
+
+def tolerance_of(modules: Sequence[nn.Module], precision: str) -> Tolerance:
+    """Return what rounding may bring in a model of this precision."""
+    kinds = {p.dtype for module in modules for p in module.parameters() if p.is_floating_point() or p.is_complex()}
+    if precision != "fp32" or kinds & {torch.bfloat16, torch.float16}:
+        return Tolerance(2e-2, 5e-3, 5e-2)
+    if kinds and not kinds - {torch.float64, torch.complex128}:
+        return Tolerance(1e-9, 1e-11, 1e-8)
+    device = {p.device.type for module in modules for p in module.parameters()}
+    if device - {"cpu", "meta"} and torch.get_float32_matmul_precision() != "highest":
+        return Tolerance(2e-3, 5e-4, 1e-2)
+    return Tolerance(5e-5, 2e-6, 1e-4)
+
+
+def batch_norms(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that normalise by statistics of the rows they get in training, by path."""
+    found = {path: module for path, module in root.named_modules() if isinstance(module, _BatchNorm)}
+    return {path: module for path, module in found.items() if module.training or module.running_mean is None}
+
+
+def over_replicas(module: nn.Module) -> bool:
+    """Return whether a BatchNorm takes its statistics over all replicas."""
+    return isinstance(module, nn.SyncBatchNorm) or getattr(module, "syncs_replicas", False) is True
+
+
+@contextmanager
+def by_running_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Have these BatchNorms normalise by their running statistics, where they keep any."""
+    modes = [(module, module.training) for module in modules if getattr(module, "running_mean", None) is not None]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+class Event(NamedTuple):
+    """Tensors that a module got or gave.
+
+    Args:
+        path: Its path.
+        inside: Path of the module whose forward called it.
+        is_output: Whether these are what it gave.
+        tensors: In order.
+    """
+
+    path: str
+    inside: str
+    is_output: bool
+    tensors: list[torch.Tensor]
+
+
+@contextmanager
+def events_of(modules: Sequence[nn.Module]) -> Iterator[list[Event]]:
+    """Record what goes into modules and comes out of them, in the order of execution.
+
+    The hooks are torch's for all modules: some modules compute otherwise where something is hooked to them.
+    """
+    paths = {module: path for root in modules for path, module in root.named_modules()}
+    events: list[Event] = []
+    stack: list[str] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        if module in paths:
+            events.append(Event(paths[module], stack[-1] if stack else "", False, _tensors(args)))
+            stack.append(paths[module])
+
+    def behind(module: nn.Module, args: Any, output: Any) -> None:
+        if module in paths:
+            stack.pop()
+            events.append(Event(paths[module], stack[-1] if stack else "", True, _tensors(output)))
+
+    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(behind)]
+    try:
+        yield events
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_mixing(whole: Sequence[Event], parts: Sequence[Sequence[Event]], rows: Sequence[int], tolerance: float) -> str | None:
+    """Return the path of the first module that gives a row something else in a part than in the whole.
+
+    A difference in what a module gets was made between modules, by the forward of the module around it. A module that gives
+    rows and a number, a router's balance loss say, mixes rows as well if that number is not the mean of those of the parts.
+
+    Args:
+        whole: Events of all rows.
+        parts: Those of the parts alone.
+        rows: Number of rows of the whole and of each part.
+        tolerance: Relative difference that is none.
+    """
+    calls, known = _by_call(whole), [_by_call(part) for part in parts]
+    for key, one in calls.items():
+        others = [part.get(key) for part in known]
+        first = others[0]
+        if first is None:
+            continue
+        pairs = list(zip(one.tensors, first.tensors, strict=False))
+        if any(_differ(a, b, (rows[0], rows[1]), tolerance) for a, b in pairs):
+            return one.path if one.is_output else one.inside
+        has_rows = any(_rows_dim(a.shape, b.shape, (rows[0], rows[1])) is not None for a, b in pairs)
+        if one.is_output and has_rows and not _numbers_are_means(one, others, rows, tolerance):
+            return one.path
+    # what runs for some rows runs for all of them, unless the forward looks at their number, or at one of them
+    return next((event.inside for part in known for key, event in part.items() if key not in calls), None)
+
+
+def _numbers_are_means(whole: Event, parts: Sequence[Event | None], rows: Sequence[int], tolerance: float) -> bool:
+    for index, tensor in enumerate(whole.tensors):
+        if tensor.dim() or not tensor.is_floating_point():
+            continue
+        found = [part.tensors[index].item() for part in parts if part is not None and len(part.tensors) > index]
+        if len(found) == len(parts):
+            mean = sum(value * number for value, number in zip(found, rows[1:], strict=True)) / rows[0]
+            if abs(tensor.item() - mean) > tolerance * max(map(abs, found)):
+                return False
+    return True
+
+
+def _by_call(events: Sequence[Event]) -> dict[tuple[str, bool, int], Event]:
+    """Events by path, and number of the call."""
+    found: dict[tuple[str, bool, int], Event] = {}
+    calls: Counter[tuple[str, bool]] = Counter()
+    for event in events:
+        kind = event.path, event.is_output
+        found[event.path, event.is_output, calls[kind]] = event
+        calls[kind] += 1
+    return found
+
+
+def _differ(whole: torch.Tensor, part: torch.Tensor, rows: tuple[int, int], tolerance: float) -> bool:
+    dim = _rows_dim(whole.shape, part.shape, rows)
+    if dim is None:
+        return False
+    one, other = whole.narrow(dim, 0, part.shape[dim]), part
+    if not one.is_floating_point():
+        return False
+    one, other = one.double(), other.double()
+    is_wrong = (one - other).abs() > tolerance * other.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=1e-6)
+    return bool((is_wrong & one.isfinite() & other.isfinite()).any())
+
+
+def _rows_dim(whole: Sequence[int], part: Sequence[int], rows: tuple[int, int]) -> int | None:
+    """Return the dimension along which two tensors have so many rows, or as many groups of elements."""
+    if len(whole) != len(part):
+        return None
+    differing = [dim for dim, (one, other) in enumerate(zip(whole, part, strict=True)) if one != other]
+    if len(differing) != 1:  # none has rows, and of a square of all rows by all rows no part is another batch's
+        return None
+    dim = differing[0]
+    return dim if part[dim] and whole[dim] * rows[1] == part[dim] * rows[0] else None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel()]

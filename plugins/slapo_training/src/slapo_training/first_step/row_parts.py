@@ -1,0 +1,130 @@
+"""Rows of a batch, cut and joined, and losses of parts put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..batches import Batch, labels_of, rows_of
+from ..means import Counted
+
+
+class Rows(NamedTuple):
+    """Some rows of a batch.
+
+    Args:
+        batch: The model's arguments.
+        labels: For the loss function; None where the model makes the loss itself.
+    """
+
+    batch: Batch
+    labels: Any
+
+    @property
+    def number(self) -> int:
+        """Number of rows; 0 where no tensor has any."""
+        return rows_of(self.batch) or 0
+
+    def cut(self, sizes: Sequence[int]) -> list[Rows]:
+        """Cut the rows into parts of these sizes, in order."""
+        total, starts = self.number, [sum(sizes[:index]) for index in range(len(sizes))]
+        parts = [narrowed(tuple(self), total, start, size) for start, size in zip(starts, sizes, strict=True)]
+        return [Rows(*part) for part in parts]
+
+    def given(self) -> Batch:
+        """Return the arguments together with the labels of a loss function, as they were given."""
+        return self.batch if self.labels is None else {**self.batch, "labels": self.labels}
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Put the rows of several parts into one."""
+    first, total = parts[0], parts[0].number
+    others = [tree_leaves(tuple(part)) for part in parts[1:]]
+    position = iter(range(len(tree_leaves(tuple(first)))))
+
+    def together(leaf: Any) -> Any:
+        index = next(position)
+        return torch.cat([leaf, *(leaves[index] for leaves in others)]) if _has(leaf, total) else leaf
+
+    return Rows(*tree_map(together, tuple(first)))
+
+
+def narrowed(value: Any, total: int, start: int, size: int) -> Any:
+    """Return some rows of every tensor in ``value`` that has ``total`` of them."""
+    return tree_map(lambda leaf: leaf.narrow(0, start, size) if _has(leaf, total) else leaf, value)
+
+
+def unlike_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
+    """Return two halves of micro-batches that have as many rows as one together, and are least alike in labels and masks.
+
+    Of micro-batches of one row, two micro-batches, or the same row twice.
+
+    Args:
+        parts: All micro-batches of this rank.
+        ignored: Label value that the loss leaves out.
+    """
+    number = parts[0].number
+    if number == 1:
+        return unlike_pair(parts[0], [*parts[1:], parts[0]], ignored)
+    half = number // 2
+    half += number % 2 == 0 and half % 2 == 1 and number > 2  # rows may go in pairs
+    halves = [part.cut([number - half, half]) for part in parts]
+    own = halves[0][0]
+    return unlike_pair(own, [second for _, second in halves], ignored)
+
+
+def unlike_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:
+    """Return some rows, and those of the others that are least like them in labels and masks."""
+    counts = _counts(own, ignored)
+
+    def distance(other: Rows) -> float:
+        return sum(abs(a - b) for a, b in zip(counts, _counts(other, ignored), strict=False))
+
+    return [own, max(others, key=distance)]
+
+
+def _counts(rows: Rows, ignored: int) -> list[float]:
+    """Numbers of labels in each argument for each row, and sums of masks."""
+    found = []
+    for leaf in tree_leaves(rows.given()):
+        if not _has(leaf, rows.number):
+            continue
+        if leaf.is_floating_point() or leaf.dtype is torch.bool:
+            is_mask = leaf.dtype is torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
+            found.append(float(leaf.sum()) / rows.number if is_mask else 0.0)
+        elif not leaf.is_complex():
+            found.append(float((leaf != ignored).sum()) / rows.number)
+    return found
+
+
+def expected_losses(
+    parts: Sequence[Rows], losses: Sequence[float], counted: Sequence[Counted | None], ignored: int
+) -> list[float]:
+    """Return what the loss of all parts together may be, if it is a mean over rows or over labels.
+
+    Args:
+        parts: Rows of each.
+        losses: The loss of each.
+        counted: What each of these is a mean over; where it is known the engine weighs by it.
+        ignored: Label value that the loss leaves out.
+    """
+    if all(each is not None for each in counted):
+        return [_weighted(losses, [each.labels for each in counted if each is not None])]
+    whole, rest = zip(*labels_of([part.given() for part in parts], ignored), strict=True)
+    # an engine refuses other numbers of labels of which it does not know what they are to the loss
+    weights = ([part.number for part in parts], whole, rest)
+    return [_weighted(losses, each) for each in weights if sum(each)]
+
+
+def _weighted(losses: Sequence[float], weights: Sequence[int]) -> float:
+    total = sum(weights)
+    if not total:
+        return float("nan")
+    return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / total
+
+
+def _has(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows

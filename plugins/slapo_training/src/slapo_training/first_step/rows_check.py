@@ -1,0 +1,262 @@
+"""The check of rows: is the loss of a micro-batch the mean of the losses of its parts, and if not, why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from slapo_core.agreement import gather
+from slapo_core.errors import BuildError
+from slapo_core.logger import get_logger
+from slapo_core.program import Program
+
+from ..losses import loss_of
+from ..means import Counted
+from ..options import CommonOptions
+from . import row_mixing
+from .findings import Cut, Pair, loss_is_no_mean, rows_are_mixed
+from .left_alone import KeptState
+from .row_parts import Rows, expected_losses, joined, narrowed, unlike_pair
+from .stage_runs import Planned, Run, RunFailedError, StageRuns, runs_alone
+
+T = TypeVar("T")
+
+
+class Compared(NamedTuple):
+    """Some rows and their parts, run.
+
+    Args:
+        whole: The run of all rows.
+        pair: What differs on some rank, if anything.
+    """
+
+    whole: Run
+    pair: Pair | None
+
+
+class Trial:
+    """Runs of some rows and of their parts. Every method is collective over the mesh.
+
+    Args:
+        program: What runs.
+        options: Of the engine.
+        runs: Run the stages.
+        state: What each run starts from.
+        plans: All rows, and then their parts.
+        synced: BatchNorms that take the statistics of all rows of a batch.
+        labels_differ: Whether the engine refuses a loss of which it is not known what it is a mean over.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        options: CommonOptions,
+        runs: StageRuns,
+        state: KeptState,
+        plans: Sequence[Planned],
+        synced: Sequence[nn.Module],
+        labels_differ: bool,
+    ) -> None:
+        self._program, self._options, self._runs, self._state = program, options, runs, state
+        self._plans, self._synced, self._labels_differ = plans, synced, labels_differ
+        own = self._own_modules(0)
+        self._tolerance = row_mixing.tolerance_of(own, options.precision)
+        self._fixed = False
+
+    @property
+    def rows(self) -> int:
+        """Number of all rows."""
+        return self._plans[0].rows.number
+
+    def compare(self, base: Run | None, norms: Iterable[nn.Module] = (), doubted: bool = False) -> Compared:
+        """Compare the loss of all rows with the mean of the losses of their parts.
+
+        Args:
+            base: A run of all rows, where there was one.
+            norms: BatchNorms that are to use their running statistics.
+            doubted: Whether other rows have differed already: a root, say, differs less where parts have similar losses.
+        """
+        allowed = self._tolerance.repeated if doubted else self._tolerance.loss
+        if base is None or self._runs.anywhere(base.position != self._state.start):
+            base, self._fixed = None, True
+        with row_mixing.by_running_statistics([*self._synced, *norms]):
+            whole = base or self._run(0)
+            parts = [self._run(index) for index in range(1, len(self._plans))]
+        pair = None
+        # a model that draws other numbers for other rows gives no losses to compare
+        is_known = all(each.position == whole.position for each in parts)
+        is_known = is_known and not (self._labels_differ and any(each.counted is None for each in parts))
+        losses = [each.loss for each in parts if each.loss is not None]
+        if is_known and whole.loss is not None and len(losses) == len(parts):
+            pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
+        return Compared(whole, self.first(pair))
+
+    def mixing(self, norms: Iterable[nn.Module]) -> str | None:
+        """Return the path of the first module that mixes rows, beside BatchNorms that use their running statistics."""
+        events = []
+        with row_mixing.by_running_statistics([*self._synced, *norms]):
+            for index in range(len(self._plans)):
+                with row_mixing.events_of(self._own_modules(index)) as found:
+                    self._run(index)
+                events.append(found)
+        rows = [planned.rows.number for planned in self._plans]
+        return self.first(row_mixing.first_mixing(events[0], events[1:], rows, self._tolerance.values))
+
+    def loss_function(self, whole: Run) -> Pair | None:
+        """Compare what the loss function gives for all outputs, and for those of some rows; where outputs can be cut."""
+        loss_fn, pair, losses, start = self._options.loss_fn, None, [], 0
+        rows = [planned.rows for planned in self._plans]
+        if loss_fn is not None and whole.loss is not None:
+            try:
+                for part in rows[1:]:
+                    output = narrowed(whole.output, rows[0].number, start, part.number)
+                    with torch.no_grad():
+                        losses.append(loss_of(output, loss_fn, part.labels).item())
+                    start += part.number
+                pair = self._differing(whole.loss, losses, [None] * len(losses), self._tolerance.repeated)
+            except Exception as err:  # of what cannot be cut
+                get_logger().debug("the loss function was not run on some rows of the outputs: %s", err)
+        return self.first(pair)
+
+    def first(self, value: T | None) -> T | None:
+        """Return the value of the first rank that has one."""
+        return next((each for each in gather(value, self._program.mesh) if each is not None), None)
+
+    def _run(self, index: int) -> Run:
+        return self._runs(self._plans[index], self._state, fixed=self._fixed)
+
+    def _differing(
+        self, loss: float, losses: Sequence[float], counted: Sequence[Counted | None], tolerance: float
+    ) -> Pair | None:
+        """Return a loss and the nearest mean of its parts, where these differ by more than rounding."""
+        rows = [planned.rows for planned in self._plans[1:]]
+        means = expected_losses(rows, losses, counted, self._options.ignored_label)
+        if not means or any(not math.isfinite(each) for each in (loss, *means)):
+            return None
+        nearest = min(means, key=lambda mean: abs(mean - loss))
+        allowed = tolerance * max(abs(loss), abs(nearest)) + 1e-7
+        return (loss, nearest) if abs(nearest - loss) > allowed else None
+
+    def _own_modules(self, index: int) -> list[nn.Module]:
+        own, stages = self._program.axis_rank("pp"), self._plans[index].program.stages
+        return [stage.module for stage in stages if self._program.rank_of(stage.index) == own]
+
+
+class RowsCheck:
+    """The check of one step's micro-batches. Collective over the mesh.
+
+    Args:
+        program: What runs.
+        options: Of the engine.
+        runs: Run the stages.
+        parts: All micro-batches of this rank.
+        labels_differ: See ``Trial``.
+    """
+
+    def __init__(
+        self, program: Program, options: CommonOptions, runs: StageRuns, parts: Sequence[Rows], labels_differ: bool
+    ) -> None:
+        self._program, self._options, self._runs, self._parts = program, options, runs, parts
+        self._labels_differ = labels_differ
+        norms = row_mixing.batch_norms(program.module)
+        # with one micro-batch these take statistics of the whole batch
+        self._synced = [each for each in norms.values() if len(parts) == 1 and row_mixing.over_replicas(each)]
+        self._norms = {path: each for path, each in norms.items() if each not in self._synced}
+
+    def make(self, halves: Sequence[Rows], base: Run | None) -> None:
+        """Make the check.
+
+        Args:
+            halves: Two, that are a micro-batch together.
+            base: A run of both, where there was one.
+
+        Raises:
+            BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
+        """
+        pair, mixing, is_suspect = None, list(self._norms), True
+        if self._is_loss_of_rows:
+            try:
+                plans = self._planned(halves)
+                with runs_alone(self._program, plans) as state:
+                    pair, is_suspect = self._look(self._trial(plans, state), base)
+            except RunFailedError as err:
+                get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
+            found = self._confirmed() if is_suspect else None
+            mixing += [found[0]] if found is not None and found[0] not in self._norms else []
+            pair = pair or (found[1] if found is not None else None)
+        if mixing:
+            self._say(mixing, pair)
+
+    @property
+    def _is_loss_of_rows(self) -> bool:
+        """Return whether the engine takes the loss for a mean over rows, or over the labels in them."""
+        given = (getattr(self._options, name, None) for name in ("loss_over", "loss_weights"))
+        return all(each is None for each in given)
+
+    def _look(self, trial: Trial, base: Run | None) -> tuple[Pair | None, bool]:
+        """Return what differs with BatchNorms as they are, and whether something does beside them."""
+        pair = trial.compare(base).pair
+        if not self._norms:
+            return pair, pair is not None
+        return pair, trial.compare(None, self._norms.values()).pair is not None
+
+    def _confirmed(self) -> tuple[str, Pair] | None:
+        """Compare what the engine averages, micro-batches or those of two replicas: rows may go in groups that halves cut.
+
+        Returns:
+            The path of a module that mixes rows, and what differs; None where nothing does.
+
+        Raises:
+            BuildError: the loss is no mean over rows.
+        """
+        pair = unlike_pair(self._parts[0], self._parts[1:] or self._replicas(), self._options.ignored_label)
+        try:
+            plans = self._planned(pair)
+            with runs_alone(self._program, plans) as state:
+                trial = self._trial(plans, state)
+                compared = trial.compare(None, self._norms.values(), doubted=True)
+                if compared.pair is None:
+                    return None
+                mixing, wrong = trial.mixing(self._norms.values()), trial.loss_function(compared.whole)
+                if wrong is None and mixing is not None:
+                    return mixing, compared.pair
+                raise BuildError(loss_is_no_mean(wrong or compared.pair, trial.rows, self._cut))
+        except RunFailedError as err:
+            get_logger().debug("the first-step check 'rows' was left out: %s", err)
+            return None
+
+    def _replicas(self) -> list[Rows]:
+        """Return the first micro-batches of all other replicas. Collective."""
+        assert self._program.mesh is not None
+        own, everyone = self._parts[0], self._program.mesh.get_group("dp")
+        found: list[Rows] = [own] * everyone.size()
+        torch.distributed.all_gather_object(found, _on("cpu", own), group=everyone)
+        del found[everyone.rank()]
+        return [_on(self._runs.device, each) for each in found]
+
+    def _planned(self, parts: Sequence[Rows]) -> list[Planned]:
+        return [self._runs.planned(each) for each in (joined(parts), *parts)]
+
+    def _trial(self, plans: Sequence[Planned], state: KeptState) -> Trial:
+        return Trial(self._program, self._options, self._runs, state, plans, self._synced, self._labels_differ)
+
+    def _say(self, paths: Sequence[str], pair: Pair | None) -> None:
+        """Warn of modules that mix rows, or refuse them where that is asked for."""
+        text = rows_are_mixed(self._program.module, paths, pair, self._cut, bool(self._norms))
+        if self._options.strict:
+            raise BuildError(text)
+        if not any(self._program.axis_rank(axis) for axis in ("pp", "dp", "tp")):
+            get_logger().warning("%s", text)
+
+    @property
+    def _cut(self) -> Cut:
+        return Cut(len(self._parts), self._program.axis_size("dp"))
+
+
+def _on(device: torch.device | str, rows: Rows) -> Rows:
+    moved: Rows = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), rows)
+    return moved

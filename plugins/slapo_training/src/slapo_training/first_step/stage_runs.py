@@ -1,0 +1,213 @@
+"""Runs of a program's stages one after the other, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.agreement import all_reduce
+from slapo_core.inputs import by_position
+from slapo_core.program import Boundary, Program, Stage
+
+from ..losses import CountedLoss, LossFn
+from ..means import Counted
+from .fixed_draws import FixedDraws
+from .left_alone import KeptState, left_alone
+from .row_parts import Rows
+
+Around = Callable[[bool], AbstractContextManager[Any]]
+"""What an engine puts around a run, autocast say; told whether the run has a backward."""
+Tensors = tuple[torch.Tensor, ...]
+Behind = Callable[[Tensors, Tensors], bool]
+"""Called behind a stage with what it received and what it gave, or its loss; what it returns is put together over stages."""
+
+
+class RunFailedError(Exception):
+    """A run that broke off, on this rank or on another one."""
+
+
+class Planned(NamedTuple):
+    """Some rows, and the program in stages for as many.
+
+    Args:
+        program: For that shape.
+        rows: What runs through it.
+    """
+
+    program: Program
+    rows: Rows
+
+
+class Run(NamedTuple):
+    """Results of a run.
+
+    Args:
+        loss: On ranks with the last stage; None on others.
+        counted: What it is a mean over, where that is known.
+        output: What the model returned there.
+        position: Where this rank's random numbers are behind the run.
+        found: Whether ``behind`` said so on any rank.
+    """
+
+    loss: float | None
+    counted: Counted | None
+    output: Any
+    position: int
+    found: bool
+
+
+class StageRuns:
+    """Runs stages in training mode, each on the rank that has it. Every call is collective over the mesh.
+
+    Args:
+        program: In stages, or one.
+        loss_fn: Of the last stage; None takes the loss from the model's output.
+        device: Of what is sent.
+        around: What an engine puts around a run.
+        accumulates: Whether a run may leave gradients with parameters until it is put back, without an engine that takes them.
+    """
+
+    def __init__(
+        self, program: Program, loss_fn: LossFn | None, device: torch.device, around: Around, accumulates: bool
+    ) -> None:
+        self.accumulates = accumulates
+        self._program, self._loss_fn, self.device, self._around = program, loss_fn, device, around
+
+    def planned(self, rows: Rows) -> Planned:
+        """Plan the stages for rows of this shape.
+
+        Raises:
+            RunFailedError: on a rank that failed; raised on all.
+        """
+        program = self._program
+        if program.replan is None or len(program.stages) == 1:
+            return Planned(program, rows)
+        with self.failing_together(), torch.enable_grad(), self._around(True):
+            program = program.replan(True, rows.batch)
+        return Planned(program, rows)
+
+    def __call__(self, planned: Planned, state: KeptState, behind: Behind | None = None, fixed: bool = False) -> Run:
+        """Run rows through all stages, with gradients where ``behind`` wants them.
+
+        Args:
+            planned: The rows.
+            state: What the run starts from.
+            behind: Called behind each stage.
+            fixed: Whether dropout is off, and other draws give fixed numbers.
+
+        Raises:
+            RunFailedError: the run broke off on a rank; raised on all.
+        """
+        state.put_back()
+        one = _OneRun(planned, CountedLoss(self._loss_fn), behind)
+        own = self._program.axis_rank("pp")
+        values: Tensors = ()
+        stages, has_backward = planned.program.stages, behind is not None
+        for stage in stages:
+            draws = FixedDraws() if fixed else nullcontext()
+            with self.failing_together(), torch.set_grad_enabled(has_backward), self._around(has_backward), draws:
+                if self._program.rank_of(stage.index) == own:
+                    values = one.stage(stage, values)
+            if stage.index + 1 < len(stages):
+                values = self._sent(values, stages[stage.index + 1].inputs, stage.index)
+        found = self.anywhere(one.found) if has_backward else False
+        return Run(one.loss, one.counted, one.output, state.position(), found)
+
+    def anywhere(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank."""
+        found = torch.tensor([int(flag)], device=self.device)
+        return bool(all_reduce(found, self._program.mesh, dist.ReduceOp.MAX).item())
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Raise ``RunFailedError`` on all ranks where one of them raises an error inside."""
+        error = None
+        try:
+            yield
+        except Exception as err:
+            error = err
+        if self.anywhere(error is not None):
+            raise RunFailedError(str(error) if error is not None else "it failed on another rank") from error
+
+    def _sent(self, values: Tensors, boundaries: tuple[Boundary, ...], source: int) -> Tensors:
+        """Bring what one stage gave to the rank of the next."""
+        ranks, own = [self._program.rank_of(source), self._program.rank_of(source + 1)], self._program.axis_rank("pp")
+        if ranks[0] == ranks[1] or own not in ranks:
+            return values
+        assert self._program.mesh is not None
+        group = self._program.mesh.get_group("pp")
+        peer = dist.get_global_rank(group, ranks[1] if own == ranks[0] else ranks[0])
+        if own == ranks[0]:
+            for value in values:
+                dist.send(_bytes(value.detach().contiguous()), peer, group=group)
+            return values
+        received = [torch.empty(each.shape, dtype=each.dtype, device=self.device) for each in boundaries]
+        for value in received:
+            dist.recv(_bytes(value), peer, group=group)
+        return tuple(received)
+
+
+class _OneRun:
+    """One run of some rows through the stages of this rank."""
+
+    def __init__(self, planned: Planned, loss_of: CountedLoss, behind: Behind | None) -> None:
+        self._stages, self._rows, self._loss_of, self._behind = planned.program.stages, planned.rows, loss_of, behind
+        self.loss: float | None = None
+        self.counted: Counted | None = None
+        self.output: Any = None
+        self.found = False
+
+    def stage(self, stage: Stage, values: Tensors) -> Tensors:
+        """Run one stage; what it gives for the next."""
+        training = torch.is_grad_enabled()
+        values = tuple(
+            value.detach().requires_grad_(boundary.requires_grad and training)
+            for value, boundary in zip(values, stage.inputs, strict=True)
+        )
+        args, kwargs = values, self._rows.batch
+        if len(self._stages) > 1:
+            kwargs = {name: kwargs[name] for name in stage.batch_inputs if name in kwargs}
+        else:
+            args, kwargs = by_position(stage.module, kwargs)
+        if stage.index + 1 == len(self._stages):
+            given = self._last(stage.module, args, kwargs)
+        else:
+            given = stage.module(*args, **kwargs)
+            _check(given, self._stages[stage.index + 1].inputs)
+        if self._behind is not None:
+            self.found = self._behind(values, given) or self.found
+        return given
+
+    def _last(self, module: nn.Module, args: Any, kwargs: Any) -> Tensors:
+        def run() -> Any:
+            self.output = module(*args, **kwargs)
+            return self.output
+
+        loss, told = self._loss_of(run, self._rows.labels)
+        self.counted = told if isinstance(told, Counted) else None
+        self.loss = float(loss.detach())
+        return (loss,)
+
+
+@contextmanager
+def runs_alone(program: Program, plans: Sequence[Planned]) -> Iterator[KeptState]:
+    """Put back what runs of these rows change in the model and in the process; see ``left_alone``."""
+    trees = [program.module, *(stage.module for each in plans for stage in each.program.stages)]
+    with left_alone(module for tree in trees for module in tree.modules()) as state:
+        yield state
+
+
+def _check(given: Tensors, boundaries: tuple[Boundary, ...]) -> None:
+    """Raise where a stage gives something else than the next one is going to receive."""
+    for value, boundary in zip(given, boundaries, strict=True):
+        if (tuple(value.shape), value.dtype) != (tuple(boundary.shape), boundary.dtype):
+            raise RunFailedError(f"a stage gives {boundary.name!r} with another shape or type than planned")
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).view(torch.uint8)
