@@ -24,6 +24,7 @@ from .batches import Batch, check_labels, content, fingerprint, labels_of, signa
 from .common_batch import Cut, cut_together
 from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
+from .losses import note_failure
 from .means import EQUAL_PARTS, Told
 from .meeting import on_all
 from .options import CommonOptions
@@ -110,14 +111,14 @@ class BatchEngine(Engine):
                 "another engine, and load a checkpoint"
             )
         cut = self._cut(args, batch, training=True)
-        losses = self._losses_of()
-        cut = cut._replace(labels=losses.begin(cut.parts, cut.labels, self._tree, partial(self._forward, cut)))
+        cut = cut._replace(labels=self._losses_of().begin(cut.parts, cut.labels, self._tree, partial(self._forward, cut)))
         self._is_broken = True
         try:
             loss, told = self._train(cut)
             self._compare(told, cut, training=True)
         except Exception as err:
-            losses.meet(cut.labels, err)
+            for labels in cut.labels:
+                note_failure(labels, err)
             raise
         self._is_broken = False
         self.steps += 1
