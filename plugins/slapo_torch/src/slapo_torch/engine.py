@@ -278,7 +278,6 @@ class TorchEngine(Engine):
             parts, labels, training, scale, self.module, lambda runs: forward(first(), runs), self._together
         )
         result = runner(parts, losses, share)
-        self._losses.meet(losses, result.failure)
         result.unused += self._shards.num_unused() if training and self._shards is not None else 0
         loss = self._settle(result, training, share)
         self._losses.end(training)

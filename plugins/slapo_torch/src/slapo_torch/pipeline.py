@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from slapo_core.program import Boundary, Program
 from slapo_training.batches import Batch
+from slapo_training.losses import note_failure
 
 from ._torch_pipelining import scheduled, splits
 from .first_gradients import Extent, FirstGradients, extents
@@ -78,6 +79,8 @@ class RunningStage(PipelineStage):
         if hooks.found:
             self._hooked.add(fwd_chunk_id)
         if self.result.failure is not None:
+            if self.is_last:
+                note_failure(feed["labels"], self.result.failure)
             sent = tuple(torch.zeros(meta.shape, dtype=meta.dtype, device=self.device) for meta in self._outputs)
             self.fwd_cache[fwd_chunk_id] = (sent, [])
             return sent[0] if self.is_last else sent

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_training.batches import Batch
+from slapo_training.losses import note_failure
 from slapo_training.means import Told
 
 from .first_gradients import FirstGradients
@@ -71,6 +72,7 @@ def run_whole(
                     _run_one(call, index, {"batch": part, "labels": label}, first, replicas, result)
         except Exception as err:
             result.failure = result.failure or err
+            note_failure(label, err)
     if replicas is not None:
         result.unused = replicas.finish()
     return result

@@ -12,7 +12,7 @@ from torch import nn
 from slapo_core.program import Program
 from slapo_training.batches import Batch, rows_of
 from slapo_training.loss_terms import LossTerms
-from slapo_training.replica_loss import OnlyRun, ReplicaLoss, buffers_kept
+from slapo_training.replica_loss import ReplicaLoss, buffers_kept
 
 from .options import Options
 from .stage_call import precision
@@ -78,11 +78,6 @@ class StepLosses:
         with buffers_kept(module):
             forward([*runs])
         return [*together(lambda: over.second_runs(runs, labels, rows))]
-
-    def meet(self, losses: list[Any], failure: Exception | None) -> None:
-        """Tell other replicas, which may wait for outputs of this one, of its error in a run with these."""
-        if isinstance(losses[0], OnlyRun):
-            losses[0].end(failure)
 
     def end(self, training: bool) -> None:
         """End a step that went well on all ranks. Collective."""

@@ -25,6 +25,7 @@ from .common_batch import Cut, cut_together
 from .first_step import FirstStep, GradientScale
 from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
+from .losses import note_failure
 from .means import EQUAL_PARTS, Told
 from .meeting import on_all
 from .options import CommonOptions
@@ -117,15 +118,15 @@ class BatchEngine(Engine):
         scale = self._first.scale(len(cut.parts))
         if cut.weights is not None:
             cut.weights.gradient = scale
-        losses = self._losses_of()
-        cut = cut._replace(labels=losses.begin(cut.parts, cut.labels, self._tree, partial(self._forward, cut)))
+        cut = cut._replace(labels=self._losses_of().begin(cut.parts, cut.labels, self._tree, partial(self._forward, cut)))
         self._is_broken = True
         try:
             with GradientScale(parameter for parameter, _ in self._trained.values()).dividing(scale):
                 loss, told = self._train(cut)
             self._compare(told, cut, training=True)
         except Exception as err:
-            losses.meet(cut.labels, err)
+            for labels in cut.labels:
+                note_failure(labels, err)
             raise
         self._is_broken = False
         self.steps += 1

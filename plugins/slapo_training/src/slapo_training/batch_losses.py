@@ -15,7 +15,7 @@ from .loss_terms import LossTerms
 from .losses import MicroBatchLoss
 from .meeting import on_all
 from .options import CommonOptions
-from .replica_loss import OnlyRun, ReplicaLoss, buffers_kept, draws_kept
+from .replica_loss import ReplicaLoss, buffers_kept, draws_kept
 
 Forward = Callable[[list[Any], bool], None]
 """Runs the micro-batches forward alone, with these in the place of labels, in training or in evaluation mode."""
@@ -96,11 +96,6 @@ class BatchLosses:
         forward([*runs], False)
         on_all(lambda: found.append(over.evaluated(runs, labels, rows_of(parts[0]))), self._program)
         return over.shared(found[-1])
-
-    def meet(self, losses: list[Any], failure: Exception) -> None:
-        """Tell other replicas, which may wait for outputs of this one, of its error in a run with these."""
-        if isinstance(losses[0], OnlyRun):
-            losses[0].end(failure)
 
     def _look(self, labels: list[Any], module: nn.Module, forward: Forward, training: bool) -> None:
         """Compare the terms with what they are said to be, by a run of its own: an error within a step ends the engine."""

@@ -20,7 +20,7 @@ from slapo_core.program import Program
 
 from .batches import Batch
 from .losses import LossFn, MicroBatchLoss, loss_of
-from .means import Counted, CountedMeans, told_by
+from .means import CountedMeans
 from .structures import fields_of, tensors_of
 
 Count = str | Callable[..., Any]
@@ -226,7 +226,7 @@ class _WeighedLoss(MicroBatchLoss):
                 self._terms.note(name, self._counts[name], labels)
         total: Any = 0
         for name, term in found.items():
-            total = total + (term * self._weights[name] if self._counts[name] else _nothing(term, output))
+            total = total + (term * self._weights[name] if self._counts[name] else _nothing(term))
         return total  # type: ignore[no-any-return]
 
     def _watching(self) -> AbstractContextManager[Any]:
@@ -281,22 +281,23 @@ def _check_counts_of(name: str, found: Sequence[tuple[float, int]]) -> None:
             )
 
 
-def _nothing(term: torch.Tensor, output: Any) -> torch.Tensor:
-    """A zero in the place of a term over nothing, with gradients of zero."""
-    if isinstance(told_by(term), Counted) or bool(term.detach().isfinite()):
-        return term.nan_to_num() * 0.0
-    reached = [each for each in tensors_of(output).values() if each.requires_grad and each.numel() > 1]
-    zero: torch.Tensor = _Severed.apply(term)  # type: ignore[no-untyped-call]
-    return sum((each.nan_to_num().sum() * 0.0 for each in reached), zero)
+def _nothing(term: torch.Tensor) -> torch.Tensor:
+    """A zero in the place of a term over nothing, with gradients of zero wherever it has some."""
+    nodes = [term.grad_fn]
+    for node in nodes:
+        if node is not None:
+            node.register_hook(_zero_of_zero)
+            if len(nodes) < _CLOSE:
+                nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
+    return term.nan_to_num() * 0.0
 
 
-class _Severed(torch.autograd.Function):
-    """A zero whose backward stops: what made the number divides by zero."""
+_CLOSE = 50
+"""Operations behind a term among which is what divides by its count."""
 
-    @staticmethod
-    def forward(ctx: Any, term: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(term)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+def _zero_of_zero(given: Sequence[Any], received: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Gradients that an operation gives for zeros: zeros, where it would divide these by zero."""
+    if any(each is not None and bool(each.any()) for each in received):
         return None
+    return tuple(each if each is None else torch.zeros_like(each) for each in given)

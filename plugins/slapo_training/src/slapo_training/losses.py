@@ -31,6 +31,10 @@ class MicroBatchLoss(ABC):
         """
         return stage()
 
+    def fail(self, error: Exception) -> None:
+        """Take note that this micro-batch will not get to its loss, on a rank that has the last stage."""
+        return
+
     @abstractmethod
     def loss(self, output: Any) -> torch.Tensor:
         """Return the loss, a tensor of no dimension, of the model's output."""
@@ -39,6 +43,12 @@ class MicroBatchLoss(ABC):
 def run_stage(labels: Any, stage: Callable[[], Any], index: int = 0) -> Any:
     """Run one stage of the model, as the loss in the place of ``labels`` wants it, if there is one."""
     return labels.run(stage, index) if isinstance(labels, MicroBatchLoss) else stage()
+
+
+def note_failure(labels: Any, error: Exception) -> None:
+    """Tell the loss in the place of ``labels``, if there is one, that its micro-batch failed."""
+    if isinstance(labels, MicroBatchLoss):
+        labels.fail(error)
 
 
 class CountedLoss:

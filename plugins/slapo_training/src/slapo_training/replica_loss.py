@@ -8,7 +8,7 @@ gradients. With one micro-batch the only run keeps its graph meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -232,15 +232,12 @@ class OnlyRun(MicroBatchLoss):
         value, gradients = self._loss._computed([output], [self._labels], self._rows, training=True)
         return with_gradients(value, tensors_of(output), gradients[0], self._loss._parts(1) / self._loss.scale)
 
-    def end(self, error: Exception | None) -> None:
-        """End the run, so that the other replicas do not wait for this one, where an error came before its output."""
-        if error is not None and not self._has_met:
+    def fail(self, error: Exception) -> None:
+        """Tell the other replicas, which wait for this one's output."""
+        if not self._has_met:
             self._has_met = True
-            try:
+            with suppress(type(error)):
                 self._loss._meet(error, {})
-            except Exception as err:
-                if err is not error:
-                    raise
 
 
 def with_gradients(value: torch.Tensor, tensors: dict[str, torch.Tensor], gradients: Gradients, factor: float) -> torch.Tensor:
