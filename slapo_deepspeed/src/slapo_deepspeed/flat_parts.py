@@ -20,6 +20,7 @@ from slapo_training.whole_steps.wholes import Whole, boxes
 from .groups import whole_shape
 from .shares import flattened, stepping
 
+
 def layout(program: Program, module: nn.Module, zero_stage: int) -> Layout:
     """What this rank's optimizer steps of the parameters: with ZeRO flat ranges of them, in fp32."""
     return Layout.of_engine(program, module, torch.float32 if zero_stage else None, is_flat=zero_stage > 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from slapo_core.errors import BuildError, UnknownNameError
+
+from .whole_steps.blocks import check_blocks
 
 IGNORE_INDEX = -100
 """Label value that losses leave out unless told otherwise."""
@@ -40,6 +42,10 @@ class CommonOptions:
             ``partial`` that has one, else -100. It is needed where a loss that is no plain ``cross_entropy`` or ``nll_loss``
             leaves out another one: it has to be a mean over equal parts, and only by this value those are told that are not,
             in the batch's ``labels``, and refused. Of the plain ones each part's labels are counted as they enter the loss.
+        optimizer_blocks: For optimizers that step a tensor as a whole: globs of the names of the model's own fused parameters,
+            and of each ``(dim, blocks)``, blocks along that dimension which are tensors of their own to the optimizer: how many
+            equal ones, or their sizes. ``{"*.c_attn.weight": (1, 3)}`` is one for q, k and v each of GPT-2, ``(1, 36)`` one for
+            each of 12 heads. What a schedule fused is stepped as the unmodified model's parameters without being named.
     """
 
     target: ClassVar[str] = ""
@@ -52,6 +58,7 @@ class CommonOptions:
     precision: str = "fp32"
     clip: float = 0.0
     ignore_index: int | None = None
+    optimizer_blocks: Mapping[str, tuple[int, int | Sequence[int]]] | None = None
 
     @classmethod
     def of(cls: type[T], config: Mapping[str, Any]) -> T:
@@ -74,6 +81,7 @@ class CommonOptions:
         given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
         return [
             f"ignore_index={self.ignored_label}",
+            *([f"optimizer_blocks={dict(self.optimizer_blocks)}"] if self.optimizer_blocks else []),
             *(f"no {name}" if value is None else name for name, value in given.items()),
         ]
 
@@ -123,6 +131,7 @@ class CommonOptions:
                 f"optimizer is {self.optimizer!r}; give a torch.optim.Optimizer, or a factory, e.g. lambda parameters: "
                 "torch.optim.AdamW(parameters, lr=1e-3)"
             )
+        check_blocks(self.optimizer_blocks)
         self._check_rate()
         if self.loss_fn is not None and not _takes_two(self.loss_fn):
             raise BuildError("loss_fn does not take (outputs, labels)")
