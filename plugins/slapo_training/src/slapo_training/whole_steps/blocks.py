@@ -29,8 +29,9 @@ def check_blocks(given: Any) -> None:
     """
     if given is None:
         return
-    for pattern, value in given.items() if isinstance(given, Mapping) else [("", None)]:
-        is_pair = isinstance(pattern, str) and isinstance(value, Sequence) and len(value) == 2 and type(value[0]) is int
+    pairs: list[tuple[Any, Any]] = list(given.items()) if isinstance(given, Mapping) else [("", None)]
+    for pattern, value in pairs:
+        is_pair = isinstance(pattern, str) and isinstance(value, list | tuple) and len(value) == 2 and type(value[0]) is int
         number = value[1] if is_pair else None
         sizes = [number] if type(number) is int else number
         if not (isinstance(sizes, list | tuple) and sizes and all(type(size) is int and size > 0 for size in sizes)):
