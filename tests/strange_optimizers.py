@@ -227,6 +227,12 @@ def groups_of(parameters: Parameters) -> torch.optim.Optimizer:
     return Lamb([{"params": matrices, "lr": 0.01}, {"params": others}])
 
 
+def coupled_groups(parameters: Parameters) -> torch.optim.Optimizer:
+    """One that sums over all, with two groups."""
+    held = list(parameters)
+    return Prodigy([{"params": held[:2]}, {"params": held[2:]}])
+
+
 Factory = Callable[[Parameters], torch.optim.Optimizer]
 
 WHOLE: dict[str, Factory] = {
@@ -256,6 +262,7 @@ BY_SHAPE: dict[str, Factory] = {"decays matrices": DecaysMatrices, "scaled": Sca
 COUPLED: dict[str, Factory] = {
     "prodigy": Prodigy,
     "clips itself": partial(ClipsItself, lr=0.01, eps=1e-3),
+    "coupled groups": coupled_groups,
     "own noise": partial(Noisy, own=True),
     "noise": partial(Noisy, own=False),
 }

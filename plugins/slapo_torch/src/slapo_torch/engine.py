@@ -488,7 +488,7 @@ class TorchEngine(Engine):
         if given is None:
             return
         trainable = [] if self.optimizer is not None else self._holdings.trainable
-        layout = model_state.layout(self.program, self.module)
+        layout = model_state.layout(self.program, self.module).with_blocks(self._options.optimizer_blocks)
         making = OptimizerMaking(given, layout, self.module, trainable, is_adopted=self._shards is not None)
         self._together(making.begin)
         making.step_whole()

@@ -14,7 +14,7 @@ from typing import Any
 from slapo_core.errors import BuildError
 
 MANIFEST = "slapo.json"
-FORMAT = 5
+FORMAT = 6
 
 
 def folder_of(path: Any) -> Path:

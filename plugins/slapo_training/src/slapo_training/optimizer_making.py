@@ -103,7 +103,7 @@ def made_on_all(
     if options.optimizer is None:
         return None, None
     trainable = [parameter for parameter in mine.parameters() if parameter.requires_grad]
-    making = OptimizerMaking(options.optimizer, layout, mine, trainable)
+    making = OptimizerMaking(options.optimizer, layout.with_blocks(options.optimizer_blocks), mine, trainable)
 
     def finish() -> None:
         making.finish(options.lr_scheduler, fits)

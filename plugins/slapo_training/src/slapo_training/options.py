@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -17,6 +17,7 @@ from slapo_core.errors import BuildError, UnknownNameError
 from .check_switches import VARIABLE, disabled_checks
 from .loss_terms import Count, check_counts
 from .replica_loss import OVER_REPLICAS
+from .whole_steps.blocks import check_blocks
 
 IGNORE_INDEX = -100
 """Label value that losses leave out unless told otherwise."""
@@ -59,6 +60,10 @@ class CommonOptions:
             modules that mix rows are named in a warning, and gradients that the model injects are weighted right. It costs at
             most two steps, once. ``SLAPO_DISABLE_CHECKS`` switches off the checks ``rows`` and ``injected`` by name.
         strict: Refuse where the first step's checks would warn.
+        optimizer_blocks: For optimizers that step a tensor as a whole: globs of the names of the model's own fused parameters,
+            and of each ``(dim, blocks)``, blocks along that dimension which are tensors of their own to the optimizer: how many
+            equal ones, or their sizes. ``{"*.c_attn.weight": (1, 3)}`` is one for q, k and v each of GPT-2, ``(1, 36)`` one for
+            each of 12 heads. What a schedule fused is stepped as the unmodified model's parameters without being named.
     """
 
     target: ClassVar[str] = ""
@@ -76,6 +81,7 @@ class CommonOptions:
     gradient_hooks: str = "step"
     check: bool = True
     strict: bool = False
+    optimizer_blocks: Mapping[str, tuple[int, int | Sequence[int]]] | None = None
 
     @classmethod
     def of(cls: type[T], config: Mapping[str, Any]) -> T:
@@ -101,6 +107,7 @@ class CommonOptions:
             f"loss_over={self.loss_over!r} and loss_weights= of {self._named_weights()}",
             f"gradient_hooks={self.gradient_hooks!r}",
             f"check={self.check} with {VARIABLE}={','.join(disabled_checks())!r} and strict={self.strict}",
+            *([f"optimizer_blocks={dict(self.optimizer_blocks)}"] if self.optimizer_blocks else []),
             *(f"no {name}" if value is None else name for name, value in given.items()),
         ]
 
@@ -162,6 +169,7 @@ class CommonOptions:
                 f"optimizer is {self.optimizer!r}; give a torch.optim.Optimizer, or a factory, e.g. lambda parameters: "
                 "torch.optim.AdamW(parameters, lr=1e-3)"
             )
+        check_blocks(self.optimizer_blocks)
         self._check_rate()
         if self.loss_fn is not None and not _takes_two(self.loss_fn):
             raise BuildError("loss_fn does not take (outputs, labels)")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
 
@@ -14,18 +15,19 @@ from torch import nn
 
 from slapo_core.agreement import all_reduce, gather
 from slapo_core.errors import BuildError
-from slapo_core.parameters import is_part, shard_spec
+from slapo_core.parameters import facts, is_part, shard_spec
 from slapo_core.program import Program
 
 from ..model_tensors import parameters
 from ..pieces import Piece, piece_of
 from ..ranks import stage_group
+from .blocks import Blocks, blocks_of
 from .exchange import Holding
 from .optimizer import WholeTensorOptimizer
 from .probe import Finding, probe
 from .stand_ins import StandIns
 from .tree import Optimizer, has_state, held_in, replace_parameters
-from .wholes import Blocks, Whole, is_fused, wholes_of
+from .wholes import Whole, is_fused, wholes_of
 
 Group = dist.ProcessGroup | None
 Make = Callable[[list[nn.Parameter]], Any]
@@ -84,6 +86,24 @@ class Layout:
             return True
         piece = self.piece(parameter)
         return any(ranges != ((0, size),) for ranges, size in zip(piece.ranges, piece.full_shape, strict=True))
+
+    def with_blocks(self, given: Mapping[str, tuple[int, int | Sequence[int]]] | None) -> Layout:
+        """Return the same layout with what the user wants to have stepped block by block.
+
+        Raises:
+            BuildError: a parameter cannot be cut like this.
+        """
+        if not given:
+            return self
+        named = self.program.module.named_parameters(remove_duplicate=False)
+        everywhere = {each for name, parameter in named for each in (facts(parameter).names or (name,))}
+        for pattern in given:
+            if not any(fnmatchcase(name, pattern) for name in everywhere):
+                raise BuildError(
+                    f"optimizer_blocks names {pattern!r}, which no parameter of the model is called; give a name of one"
+                )
+        shapes = {name: self.piece(parameter).full_shape for name, parameter in self.named.items()}
+        return replace(self, blocks=blocks_of(given, shapes))
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return those that are trained now."""

@@ -223,10 +223,11 @@ def _states(optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, Any]:
     """What takes the places of tensors that an optimizer has made for each element of its parameters, by their ids."""
     found: dict[int, Any] = {}
     for each in optimizers_in(optimizer):
-        for parameter, state in each.state.items():
-            if (new := memo.get(id(parameter))) is None or not isinstance(state, dict):
+        tables = [value for value in vars(each).values() if isinstance(value, dict)]
+        for parameter, state in (item for table in tables for item in table.items()):
+            if (new := memo.get(id(parameter))) is None:
                 continue
-            for value in state.values():
+            for value in state.values() if isinstance(state, dict) else [state]:
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
                     is_copy = torch.equal(value, parameter)
                     found[id(value)] = new.detach().clone() if is_copy else _shaped_like(value, new).to(value.dtype)

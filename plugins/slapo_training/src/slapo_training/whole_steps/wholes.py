@@ -12,6 +12,7 @@ from torch import nn
 from slapo_core.parameters import facts, is_part, shard_spec, successor
 
 from ..pieces import Chunk, Piece
+from .blocks import Blocks
 
 MADE_OF = "slapo_made_of"
 """What a step that fuses parameters sets on the new one, see ``slapo_weights.made_of``."""
@@ -75,18 +76,6 @@ class Whole(NamedTuple):
     def cost(self) -> int:
         """Work of a step that multiplies the matrix by itself, in multiplications of some unit."""
         return math.prod(self.shape) * (min(self.shape) if len(self.shape) > 1 else 1) + 1
-
-
-class Blocks(NamedTuple):
-    """Blocks of a fused parameter that are matrices of their own to the optimizer.
-
-    Args:
-        dim: Along which they lie one behind the other.
-        sizes: Their sizes along it.
-    """
-
-    dim: int
-    sizes: tuple[int, ...]
 
 
 def wholes_of(

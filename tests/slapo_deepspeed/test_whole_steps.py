@@ -1,0 +1,53 @@
+"""Optimizers that step a tensor as a whole are right on every stage of ZeRO, which flattens parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slapo_core.testing import run_distributed
+from tests.engines import zero
+from tests.slapo_torch.layouts import mesh_of, message_of
+from tests.strange_optimizers import BY_SHAPE, COUPLED, WHOLE
+from tests.whole_steps import engine_of, errors
+
+pytestmark = pytest.mark.multiproc
+
+SOME = ["muon", "lamb", "composite", "scaled", "prodigy", "adamw"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "stage", "names"),
+    [
+        ("gqa", {"dp": 2}, 1, SOME),
+        pytest.param("gqa", {"dp": 2}, 3, ["muon", "scaled"], marks=pytest.mark.slow),
+        pytest.param("gqa", {"dp": 2}, 1, list({**WHOLE, **BY_SHAPE, **COUPLED}), marks=pytest.mark.slow),
+        pytest.param("gqa", {"dp": 2}, 2, SOME, marks=pytest.mark.slow),
+        pytest.param("gqa", {"tp": 2}, 0, SOME, marks=pytest.mark.slow),
+        pytest.param("gqa", {"tp": 2}, 1, SOME, marks=pytest.mark.slow),
+        pytest.param("one", {"dp": 2, "tp": 2}, 1, ["muon", "lamb", "adafactor"], marks=pytest.mark.slow),
+        pytest.param("gpt2", {"pp": 2}, 1, ["muon", "lamb"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_layout_steps_as_one_process_does(kind: str, layout: dict[str, int], stage: int, names: list[str]) -> None:
+    size = layout.get("pp", 1) * layout.get("dp", 1) * layout.get("tp", 1)
+    for found in run_distributed(errors, size, "deepspeed", kind, layout, names, zero(stage), timeout=200):
+        assert found
+        assert all(isinstance(error, float) and error < 1e-3 for error in found.values()), found
+
+
+def _messages(rank: int, folder: str) -> list[str]:
+    mesh = mesh_of(dp=2)
+    found = [message_of(lambda: engine_of("deepspeed", "gqa", "coupled groups", mesh, **zero(1)))]
+    engine: Any = engine_of("deepspeed", "gqa", "lamb", mesh, **zero(1))[0]
+    found.append(message_of(lambda: engine.save(folder)))
+    engine.close()
+    return found
+
+
+def test_what_cannot_be_right_is_refused(tmp_path: Any) -> None:
+    for groups, save in run_distributed(_messages, 2, str(tmp_path)):
+        assert "makes the step of one parameter depend on the others, and ZeRO steps 2 groups of them" in groups
+        assert "Lamb steps whole tensors, whose state a checkpoint of target 'deepspeed' does not keep" in save

@@ -1,0 +1,47 @@
+"""Optimizers that step a tensor as a whole are right on Megatron's tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slapo_core.testing import run_distributed
+from tests.slapo_torch.layouts import mesh_of, message_of
+from tests.strange_optimizers import BY_SHAPE, COUPLED, WHOLE
+from tests.whole_steps import engine_of, errors
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "names", "options"),
+    [
+        ("gqa", {"tp": 2}, ["muon", "lamb", "composite", "prodigy"], {}),
+        pytest.param("gqa", {"tp": 2}, list({**WHOLE, **BY_SHAPE, **COUPLED}), {}, marks=pytest.mark.slow),
+        pytest.param("one", {"dp": 2, "tp": 2}, ["muon", "lamb", "adafactor"], {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_layout_steps_as_one_process_does(
+    kind: str, layout: dict[str, int], names: list[str], options: dict[str, Any]
+) -> None:
+    size = layout.get("dp", 1) * layout.get("tp", 1)
+    for found in run_distributed(errors, size, "megatron", kind, layout, names, options, timeout=200):
+        assert found
+        assert all(isinstance(error, float) and error < 1e-3 for error in found.values()), found
+
+
+def _messages(rank: int, folder: str) -> list[str]:
+    mesh = mesh_of(tp=2)
+    found = [message_of(lambda: engine_of("megatron", "gqa", "muon", mesh, distributed_optimizer=True))]
+    engine: Any = engine_of("megatron", "gqa", "lamb", mesh)[0]
+    found.append(message_of(lambda: engine.save(folder)))
+    engine.close()
+    return found
+
+
+def test_what_cannot_be_right_is_refused(tmp_path: Any) -> None:
+    for shared_out, save in run_distributed(_messages, 2, str(tmp_path)):
+        assert "leave distributed_optimizer out" in shared_out
+        assert "Lamb steps whole tensors, whose state a checkpoint of target 'megatron' does not keep" in save
