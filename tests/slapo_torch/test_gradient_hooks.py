@@ -15,7 +15,7 @@ from slapo_core.testing import run_distributed
 from tests import gradient_hooks as hooked
 from tests.gradient_hooks import SGD, batches, differences, expected, made, scheduled
 
-from .layouts import gpt2, message_of, mesh_of
+from .layouts import gpt2, mesh_of, message_of
 
 pytestmark = pytest.mark.multiproc
 
@@ -208,7 +208,9 @@ def _marked(model: nn.Module) -> None:
 def _attributes(rank: int, layouts: list[tuple[dict[str, int], dict[str, Any]]]) -> list[str]:
     hooked.FAMILIES["marked"], hooked.SGD = _marked, partial(_Masked, lr=0.1)  # type: ignore[assignment]
     try:
-        return [each for layout, config in layouts for each in differences(rank, "torch", layout, [("marked", False)], **config)]
+        return [
+            each for layout, config in layouts for each in differences(rank, "torch", layout, [("marked", False)], **config)
+        ]
     finally:
         hooked.SGD = SGD
 
