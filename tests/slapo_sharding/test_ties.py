@@ -249,7 +249,7 @@ def _neighbours(rank: int) -> None:
     sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     build(sch)
     model(torch.ones(2, 4)).sum().backward()
-    assert calls == ["before", "after", "whole", "backward", "4 rows"]
+    assert calls == ["before", "after", "whole", "backward", "8 rows"]
 
 
 def test_correctness_07_hooks_of_modules_around_a_shard_survive():
