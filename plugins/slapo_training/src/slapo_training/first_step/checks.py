@@ -97,7 +97,7 @@ class FirstStep:
         rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
         if len(self._off) < len(UNSEEN) and rows[0].number:
             self._modes.set(True)
-            runs = StageRuns(self._program, self._options.loss_fn, device, around, accumulates)
+            runs = StageRuns(self._program, self._options, device, around, accumulates)
             try:
                 self._look(rows, runs, labels_differ)
             except RunFailedError as err:  # the step is going to say more
