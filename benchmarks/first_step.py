@@ -142,8 +142,8 @@ def main() -> None:
             flush=True,
         )
     print(
-        f"\nMedians of {ENGINES} new engines, and of {STEPS} later steps of each. A micro-batch of convolutions has 16 images of "
-        "32 x 32."
+        f"\nMedians of {ENGINES} new engines, and of {STEPS} later steps of each. A micro-batch of convolutions "
+        "has 16 images of 32 x 32."
     )
 
 

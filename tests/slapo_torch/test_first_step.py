@@ -19,7 +19,9 @@ from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
+from slapo_core.wrapping import wrap_forward
 from slapo_training.check_switches import VARIABLE
+from slapo_training.first_step.row_mixing import over_replicas
 from tests.first_step_cases import MEANS, MIXING, NO_MEANS, QUIET, Loss, Routed, Towers, WithLoss, batch
 from tests.slapo.injected import WAYS, Attach, Net, batches
 
@@ -242,6 +244,20 @@ def test_rows_that_go_in_groups_pass() -> None:
     for rows, microbatches in ((8, 2), (8, 4), (12, 2)):
         for model, options in models_of(pairs):
             assert trained(model, batch(rows), microbatches=microbatches, **options) > 0
+
+
+def test_one_micro_batch_on_replicas_with_the_statistics_of_all_is_right() -> None:
+    """What ``sync_batch_norm`` puts around a layer says of itself that it is over replicas."""
+
+    def around(module: nn.Module, args: Any, kwargs: Any, forward: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    layer = nn.BatchNorm1d(4)
+    assert not over_replicas(layer)
+    around.over_replicas = True  # type: ignore[attr-defined]
+    wrap_forward(layer, around)
+    assert over_replicas(layer)
+    assert over_replicas(nn.SyncBatchNorm(4))
 
 
 def test_a_failing_model_fails_in_its_step() -> None:

@@ -43,24 +43,6 @@ def check_counts(given: Any) -> None:
         raise BuildError("loss_weights names no term; leave it out, or give a count for each term of the loss")
 
 
-def sum_of_terms(given: Any, loss_fn: LossFn | None) -> LossFn | None:
-    """Return a function that gives the sum of the terms that ``loss_weights`` names; ``loss_fn`` where it names none.
-
-    Args:
-        given: The option.
-        loss_fn: What gives the terms; None takes them from the model's output.
-    """
-    if not isinstance(given, Mapping):
-        return loss_fn
-
-    def total(output: Any, labels: Any) -> torch.Tensor:
-        terms = output if loss_fn is None else loss_fn(output, labels)
-        fields = fields_of(terms) or vars(terms)
-        return torch.stack([fields[name].reshape(()) for name in given]).sum()
-
-    return total
-
-
 class LossTerms:
     """Weighs the terms of each micro-batch's loss by their counts.
 

@@ -13,7 +13,6 @@ from slapo_core.program import Program
 
 from ..batches import Batch
 from ..check_switches import UNSEEN, disabled_checks, say_unseen
-from ..loss_terms import sum_of_terms
 from ..modes import Modes
 from ..options import CommonOptions
 from .findings import Cut
@@ -98,9 +97,7 @@ class FirstStep:
         rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
         if len(self._off) < len(UNSEEN) and rows[0].number:
             self._modes.set(True)
-            runs = StageRuns(
-                self._program, sum_of_terms(self._options.loss_weights, self._options.loss_fn), device, around, accumulates
-            )
+            runs = StageRuns(self._program, self._options, device, around, accumulates)
             try:
                 self._look(rows, runs, labels_differ)
             except RunFailedError as err:  # the step is going to say more

@@ -30,6 +30,7 @@ class InjectedLabels:
 
     def __init__(self, program: Program, ignored: int, rows: Rows, counted: Counted | None, device: torch.device) -> None:
         self._program = program
+        counted = counted if isinstance(counted, Counted) else None
         self._ignored = ignored if counted is None else counted.ignore_index
         own = labels_of([rows.given()], self._ignored)[0]
         labels = _UNKNOWN if counted is None else counted.labels

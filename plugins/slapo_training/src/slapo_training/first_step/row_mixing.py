@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from slapo_core.wrapping import forward_wrappers
+
 
 class Tolerance(NamedTuple):
     """Relative differences that rounding may bring.
@@ -47,8 +49,9 @@ def batch_norms(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def over_replicas(module: nn.Module) -> bool:
-    """Return whether a BatchNorm takes its statistics over all replicas."""
-    return isinstance(module, nn.SyncBatchNorm) or getattr(module, "syncs_replicas", False) is True
+    """Return whether a BatchNorm takes its statistics over all replicas: torch's own, or by a wrapper that says so."""
+    wrappers = forward_wrappers(module)
+    return isinstance(module, nn.SyncBatchNorm) or any(getattr(each, "over_replicas", False) for each in wrappers)
 
 
 @contextmanager

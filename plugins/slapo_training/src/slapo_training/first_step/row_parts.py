@@ -111,8 +111,9 @@ def expected_losses(
         counted: What each of these is a mean over; where it is known the engine weighs by it.
         ignored: Label value that the loss leaves out.
     """
-    if all(each is not None for each in counted):
-        return [_weighted(losses, [each.labels for each in counted if each is not None])]
+    known = [each.labels for each in counted if isinstance(each, Counted)]
+    if len(known) == len(counted):
+        return [_weighted(losses, known)]
     whole, rest = zip(*labels_of([part.given() for part in parts], ignored), strict=True)
     # an engine refuses other numbers of labels of which it does not know what they are to the loss
     weights = ([part.number for part in parts], whole, rest)

@@ -21,7 +21,7 @@ from . import row_mixing
 from .findings import Cut, Pair, loss_is_no_mean, rows_are_mixed
 from .left_alone import KeptState
 from .row_parts import Rows, expected_losses, joined, narrowed, unlike_pair
-from .stage_runs import Planned, Run, RunFailedError, StageRuns, runs_alone
+from .stage_runs import Planned, Run, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class Trial:
         pair = None
         # a model that draws other numbers for other rows gives no losses to compare
         is_known = all(each.position == whole.position for each in parts)
-        is_known = is_known and not (self._labels_differ and any(each.counted is None for each in parts))
+        is_known = is_known and not (self._labels_differ and any(not isinstance(each.counted, Counted) for each in parts))
         losses = [each.loss for each in parts if each.loss is not None]
         if is_known and whole.loss is not None and len(losses) == len(parts):
             pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
@@ -194,8 +194,7 @@ class RowsCheck:
     @property
     def _is_loss_of_rows(self) -> bool:
         """Return whether the engine takes the loss for a mean over rows, or over the labels in them."""
-        given = (getattr(self._options, name, None) for name in ("loss_over", "loss_weights"))
-        return all(each is None for each in given)
+        return not has_loss_of_its_own(self._options)
 
     def _look(self, trial: Trial, base: Run | None) -> tuple[Pair | None, bool]:
         """Return what differs with BatchNorms as they are, and whether something does beside them."""

@@ -14,8 +14,9 @@ from slapo_core.agreement import all_reduce
 from slapo_core.inputs import by_position
 from slapo_core.program import Boundary, Program, Stage
 
-from ..losses import CountedLoss, LossFn
+from ..losses import CountedLoss
 from ..means import Counted
+from ..options import CommonOptions
 from .fixed_draws import FixedDraws
 from .left_alone import KeptState, left_alone
 from .row_parts import Rows
@@ -66,17 +67,17 @@ class StageRuns:
 
     Args:
         program: In stages, or one.
-        loss_fn: Of the last stage; None takes the loss from the model's output.
+        options: Of the engine; where they weigh terms or replicas, no loss is computed, and backwards start at the outputs.
         device: Of what is sent.
         around: What an engine puts around a run.
         accumulates: Whether a run may leave gradients with parameters until it is put back, without an engine that takes them.
     """
 
     def __init__(
-        self, program: Program, loss_fn: LossFn | None, device: torch.device, around: Around, accumulates: bool
+        self, program: Program, options: CommonOptions, device: torch.device, around: Around, accumulates: bool
     ) -> None:
         self.accumulates = accumulates
-        self._program, self._loss_fn, self.device, self._around = program, loss_fn, device, around
+        self._program, self._options, self.device, self._around = program, options, device, around
 
     def planned(self, rows: Rows) -> Planned:
         """Plan the stages for rows of this shape.
@@ -104,7 +105,8 @@ class StageRuns:
             RunFailedError: the run broke off on a rank; raised on all.
         """
         state.put_back()
-        one = _OneRun(planned, CountedLoss(self._loss_fn), behind)
+        loss_of = None if has_loss_of_its_own(self._options) else CountedLoss(self._options.loss_fn)
+        one = _OneRun(planned, loss_of, behind)
         own = self._program.axis_rank("pp")
         values: Tensors = ()
         stages, has_backward = planned.program.stages, behind is not None
@@ -155,7 +157,7 @@ class StageRuns:
 class _OneRun:
     """One run of some rows through the stages of this rank."""
 
-    def __init__(self, planned: Planned, loss_of: CountedLoss, behind: Behind | None) -> None:
+    def __init__(self, planned: Planned, loss_of: CountedLoss | None, behind: Behind | None) -> None:
         self._stages, self._rows, self._loss_of, self._behind = planned.program.stages, planned.rows, loss_of, behind
         self.loss: float | None = None
         self.counted: Counted | None = None
@@ -188,10 +190,19 @@ class _OneRun:
             self.output = module(*args, **kwargs)
             return self.output
 
+        if self._loss_of is None:
+            run()
+            leaves = torch.utils._pytree.tree_leaves(self.output)
+            return tuple(each for each in leaves if isinstance(each, torch.Tensor))
         loss, told = self._loss_of(run, self._rows.labels)
         self.counted = told if isinstance(told, Counted) else None
         self.loss = float(loss.detach())
         return (loss,)
+
+
+def has_loss_of_its_own(options: CommonOptions) -> bool:
+    """Return whether options say what the loss is a mean over, so that the engine does not take it for one over rows."""
+    return any(getattr(options, name, None) is not None for name in ("loss_over", "loss_weights"))
 
 
 @contextmanager
