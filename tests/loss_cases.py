@@ -163,6 +163,23 @@ WEIGHED = {
 # ---- losses over all replicas
 
 
+class Halves(nn.Module):
+    """Its first half can be split over tensor-parallel ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.down(self.up(x).relu()))
+
+
+def near(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Finds the class of each row among the other rows."""
+    rows = F.normalize(output, dim=-1)
+    return F.cross_entropy(5 * rows @ rows.T, labels.flip(0).argsort())
+
+
 class Towers(nn.Module):
     """Two encoders and a temperature, as CLIP has them."""
 
@@ -236,6 +253,7 @@ OVER = {
     "clip": Case(Towers, of_towers, {"loss_fn": contrast, "loss_over": "replicas"}),
     "clip with a vector": Case(partial(Towers, scale=[1.0]), of_towers, {"loss_fn": contrast, "loss_over": "replicas"}),
     "classes": Case(Encoder, of_encoder, {"loss_fn": supervised, "loss_over": "replicas"}),
+    "split": Case(Halves, of_encoder, {"loss_fn": near, "loss_over": "replicas"}, cut="down"),
     "sum": Case(Tagger, of_tagger, {"loss_fn": nn.CrossEntropyLoss(reduction="sum"), "loss_over": "replicas"}),
 }
 _SIZES = {"lm": "labels", "mtp": "later_labels", "z": lambda ids: ids.numel()}
@@ -351,6 +369,8 @@ def engine_of(case: Case, mesh: Any, target: str, **options: Any) -> tuple[Any, 
         name: value.chunk(parts)[0] for name, value in example.items() if name != "labels" or "loss_fn" not in case.options
     }
     schedule = create_schedule(model, mesh=mesh, example_inputs=example, plugins=PLUGINS)
+    if mesh["tp"].size() > 1:
+        schedule.tensor_parallel({"up": "colwise", "down": "rowwise"})
     if mesh["pp"].size() > 1:
         schedule[case.cut].cut_pipeline_stage()
     return build(schedule, target, **{"optimizer": sgd, **case.options, **options}), schedule

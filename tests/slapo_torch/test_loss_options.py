@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -45,12 +46,13 @@ BY_UNIT = {"microbatches": 2, "data_parallel": "fsdp", "fsdp_units": ["first"]}
         ({"dp": 2}, BY_UNIT, ""),
         ({"pp": 2}, {"microbatches": 2}, ""),
         pytest.param({"pp": 2, "dp": 2}, {"microbatches": 2}, "", marks=pytest.mark.slow),
+        ({"tp": 2}, {"microbatches": 2}, "over split"),
         ({"pp": 2}, {"microbatches": 1, "pipeline_schedule": "gpipe"}, "over"),
     ],
     ids=str,
 )
 def test_each_step_is_that_of_the_whole_batch(layout: dict[str, int], options: dict[str, Any], kind: str) -> None:
-    ranks = layout.get("pp", 1) * layout.get("dp", 1)
+    ranks = math.prod(layout.values())
     names = [name for name in CASES if name.startswith(kind)]
     for found in run_distributed(all_differences, ranks, "torch", layout, options, names, timeout=110):
         for name, difference in found.items():

@@ -410,7 +410,7 @@ class TorchEngine(Engine):
         self._unused = bool(unused)
         if failures:
             self._start_over()
-            agree(result.failure, self._mesh)
+            agree(result.own_failure, self._mesh)
         try:
             mean, self._scale, self._labels.value = share.mean(total, labels_of(told), self.program.axis_size("dp"))
         except BuildError:

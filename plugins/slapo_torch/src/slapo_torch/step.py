@@ -12,6 +12,7 @@ import torch
 from slapo_training.batches import Batch
 from slapo_training.losses import note_failure
 from slapo_training.means import Told
+from slapo_training.replica_loss import ReplicaFailedError
 
 from .first_gradients import FirstGradients
 from .means import Share
@@ -39,6 +40,11 @@ class StepResult:
     failure: Exception | None = None
     unused: int = 0
     actions: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def own_failure(self) -> Exception | None:
+        """The error, unless it is that another replica has one."""
+        return None if isinstance(self.failure, ReplicaFailedError) else self.failure
 
     def record(self, stage: int, kind: str, microbatch: int, start: float) -> None:
         """Note an action that ends now."""

@@ -31,6 +31,10 @@ Gradients = dict[str, torch.Tensor]
 """Gradients of the loss for the tensors of one micro-batch's output, by their paths, each times ``ReplicaLoss.scale``."""
 
 
+class ReplicaFailedError(BuildError):
+    """Said of another replica, which raises an error of its own."""
+
+
 class ReplicaLoss:
     """The loss of a whole batch, by its outputs on all replicas.
 
@@ -153,7 +157,7 @@ class ReplicaLoss:
         if error is not None:
             raise error
         if failed:
-            raise BuildError("another replica failed before its outputs could be gathered")
+            raise ReplicaFailedError("another replica failed before its outputs could be gathered")
         if high != -low:
             raise BuildError(
                 f"the outputs of replicas differ in their shapes or types: here {_listed(tensors)}; loss_over='replicas' takes "

@@ -22,7 +22,7 @@ from .engine_run import EngineRun, Scheduled, everywhere, maker
 from .hints import alone
 from .meeting import StrandedError
 from .model_copies import copied
-from .plain_steps import LossFn, Trained, sgd
+from .plain_steps import LossFn, Trained, sgd, sum_of_terms
 from .report import Blame, Report, short
 from .rounding import check_tolerance, rounding_error, tolerance_of
 from .verify import verify
@@ -89,7 +89,7 @@ def verify_engine(
     for what, function in (("loss_fn", loss_fn), ("optimizer", optimizer)):
         if function is not None and not callable(function):
             raise VerifyError(f"{what} is {short(function)}; give a function")
-    if loss_fn is not None and "labels" not in batch:
+    if loss_fn is not None and "labels" not in batch and options.get("loss_over") is None:
         raise VerifyError("loss_fn is given labels, and the batch has none; give 'labels' in the batch")
     with plain_modes(with_gradients=True):
         quiet = copied(reference)
@@ -282,4 +282,4 @@ def _inputs(run: EngineRun) -> dict[str, Any]:
 
 def _loss(run: EngineRun) -> Callable[[Any], torch.Tensor | None] | None:
     loss_fn = run.loss_fn
-    return None if loss_fn is None else lambda outputs: loss_fn(outputs, run.batch["labels"])
+    return None if loss_fn is None else lambda outputs: sum_of_terms(loss_fn(outputs, run.batch.get("labels")))

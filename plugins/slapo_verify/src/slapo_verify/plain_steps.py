@@ -93,7 +93,7 @@ def plain_steps(
             given.pop("labels", None)
         args, kwargs = by_position(model, given)
         outputs = model.train(training)(*args, **kwargs)
-        loss = loss_fn(outputs, labels) if loss_fn is not None else _own_loss(outputs)
+        loss = sum_of_terms(loss_fn(outputs, labels)) if loss_fn is not None else _own_loss(outputs)
         if loss is None:
             raise VerifyError("the model's outputs have no loss; give loss_fn=, a function of outputs and labels")
         return loss
@@ -130,6 +130,11 @@ def plain_steps(
 def exactly(tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
     """Its numbers in float64, or as complex ones of these."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=copy)
+
+
+def sum_of_terms(loss: Any) -> Any:
+    """Return the sum of a loss in terms, as a loss function gives it that is built with ``loss_weights``; else the loss."""
+    return sum(term for name, term in loss.items() if name != "loss") if isinstance(loss, Mapping) else loss
 
 
 def _own_loss(outputs: Any) -> torch.Tensor | None:
