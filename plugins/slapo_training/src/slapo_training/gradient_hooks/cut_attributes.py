@@ -24,14 +24,15 @@ def cut_attributes(
     Returns:
         The tensors as they were, by name.
     """
-    found = {name: value for name, value in vars(part).items() if _matches(value, shape) and value.shape[dim] == shape[dim]}
+    found = {name: value for name, value in vars(part).items() if matches(value, shape) and value.shape[dim] == shape[dim]}
     vars(part).update({name: cut(value.detach()) for name, value in found.items()})
     if found:
         vars(part)[CUT] = {*vars(part).get(CUT, ()), *found}
     return found
 
 
-def _matches(value: object, shape: Sequence[int]) -> bool:
+def matches(value: object, shape: Sequence[int]) -> bool:
+    """Return whether a value is a tensor of a parameter's shape, or of size 1 along some dimensions."""
     if type(value) is not torch.Tensor or value.dim() != len(shape) or not shape:
         return False
     return all(own in (1, size) for own, size in zip(value.shape, shape, strict=True))

@@ -16,6 +16,7 @@ from slapo_core.causes import reason
 from slapo_core.parameters import shard_spec
 
 from .._torch_private import CollectiveFound, CollectiveWatch
+from ..gradient_hooks.cut_attributes import matches
 from .tree import Optimizer, groups_in, optimizers_in, parameters_in
 
 
@@ -256,10 +257,9 @@ def _substitute(old: nn.Parameter, value: torch.Tensor, is_bare: bool = False) -
     if is_bare:
         return new
     spec = shard_spec(old)
-    shapes = {tuple(old.shape), *([] if spec is None else [tuple(spec.full_shape)])}
+    shapes = [tuple(old.shape), *([] if spec is None else [tuple(spec.full_shape)])]
     for name, each in vars(old).items():
-        is_mask = isinstance(each, torch.Tensor) and tuple(each.shape) in shapes and each.dim() > 0
-        vars(new)[name] = _shaped_like(each, new) if is_mask else each
+        vars(new)[name] = _shaped_like(each, new) if any(matches(each, shape) for shape in shapes) else each
     return new
 
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from slapo_core.parameters import facts, is_part, shard_spec, successor
+from slapo_core.parameters import facts, successor
 
+from ..gradient_hooks.cut_attributes import CUT
 from ..pieces import Chunk, Piece
 from .blocks import Blocks
 
@@ -130,17 +131,9 @@ def stand_in(whole: Whole, value: torch.Tensor, masks: Mapping[str, torch.Tensor
 
 
 def masks_of(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return the attributes of a part of a parameter that are tensors of the part's own shape, by name."""
-    if not is_part(parameter):
-        return {}
-    spec = shard_spec(parameter)
-    whole = () if spec is None else tuple(spec.full_shape)
-    found = sorted(vars(parameter).items())
-    return {
-        name: each
-        for name, each in found
-        if isinstance(each, torch.Tensor) and each.dim() and each.shape == parameter.shape and tuple(each.shape) != whole
-    }
+    """Return the attributes that were cut with a parameter, by name, in the shape of its part."""
+    found = vars(parameter)
+    return {name: found[name].expand(parameter.shape) for name in sorted(found.get(CUT, ())) if name in found}
 
 
 def whole_piece(value: torch.Tensor) -> Piece:
