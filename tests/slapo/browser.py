@@ -84,7 +84,7 @@ def faults_of(page: str, folder: Path) -> list[str]:
     """Open a page in windows of all widths, move the pointer over its charts, and return what text cannot be read there."""
     frames = "".join(f'<iframe width="{width}" height="2000" srcdoc="{escape(page)}"></iframe>' for width in WIDTHS)
     path = folder / "frames.html"
-    path.write_text(f'<!doctype html><body>{frames}<script>window.onload = () => {{{PROBE}}};</script>', encoding="utf-8")
+    path.write_text(f"<!doctype html><body>{frames}<script>window.onload = () => {{{PROBE}}};</script>", encoding="utf-8")
     assert CHROMIUM is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", "--virtual-time-budget=3000"]
     command = [CHROMIUM, *flags, "--dump-dom", path.as_uri()]
