@@ -42,7 +42,8 @@ class ReplicaStatistics:
             return call(input)
         module._check_input_dim(input)
         weight, bias = module.weight, module.bias
-        output, count, mean, squares = _Normalise.apply(input, weight, bias, module.eps, self.group)
+        normalise: Any = _Normalise.apply
+        output, count, mean, squares = normalise(input, weight, bias, module.eps, self.group)
         _update(module, count, mean, squares)
         return output
 
