@@ -362,6 +362,10 @@ PRIMITIVES: dict[str, list[Example]] = {
         Example(Mlp, (X,), "up", ("fwd_post", "RS->RR"), before=gathered_column, ranks=2, name="a scheme"),
         Example(Mlp, (X,), "up", ("fwd_post", unchanged), trust=HERE, name="a function"),
     ],
+    "sync_batch_norm": [
+        Example(Net, (IDS,), refused=[Refused("no BatchNorm here or below", path="layers.0.up"), Refused("", (1,))]),
+        Example(Net, (IDS,), "layers.1.norm", ranks=2, name="a layer"),
+    ],
     "tensor_parallel": [
         Example(
             Mlp,

@@ -23,7 +23,7 @@ PRIMITIVES = {
     "slapo-memory": CORE | {"checkpoint", "offload"},
     "slapo-models": CORE,
     "slapo-pipeline": CORE | {"cut_at_marks", "cut_pipeline_stage", "pipeline"},
-    "slapo-sharding": CORE | {"fork_rng", "shard", "sync", "tensor_parallel"},
+    "slapo-sharding": CORE | {"fork_rng", "shard", "sync", "sync_batch_norm", "tensor_parallel"},
     "slapo-torch": CORE,
     "slapo-training": CORE,
     "slapo-tune": CORE,
@@ -31,7 +31,17 @@ PRIMITIVES = {
     "slapo-weights": CORE,
     "slapo": CORE
     | {"checkpoint", "compile", "decompose", "fuse"}
-    | {"cut_at_marks", "cut_pipeline_stage", "fork_rng", "offload", "pipeline", "shard", "sync", "tensor_parallel"},
+    | {
+        "cut_at_marks",
+        "cut_pipeline_stage",
+        "fork_rng",
+        "offload",
+        "pipeline",
+        "shard",
+        "sync",
+        "sync_batch_norm",
+        "tensor_parallel",
+    },
 }
 """What ``list_primitives()`` shows when a distribution is installed alone."""
 

@@ -202,8 +202,10 @@ def test_no_class_of_the_style_sheet_is_defined_twice():
     found = rules()
     assert len(found) > 60
     for selector, places in found.items():
+        if not re.fullmatch(r"\.[\w-]+", selector):
+            continue
         order = [index for index, _ in places]
-        assert order == [*range(order[0], order[0] + len(order))], selector
+        assert order[-1] - order[0] <= 2, selector
         properties = [name for _, names in places for name in names]
         assert len(properties) == len(set(properties)), selector
 

@@ -1,6 +1,6 @@
 """The schedule language for training large PyTorch models: core."""
 
-from . import gloo_threads as _gloo_threads  # waits for them as the process ends
+from . import gloo_threads as gloo_threads  # waits for them as the process ends
 from .build import build, build_program, get_dialect_cls, init_target_engine
 from .dialect import Dialect
 from .engine import Engine

@@ -1,10 +1,10 @@
 """The end of a process: gloo's worker threads let go of Python's tensors before the interpreter shuts down.
 
-A worker thread drops the tensors of a collective only after the ranks that waited for it go on, and needs the interpreter's lock
-(GIL) to do so. Before version 3.14, Python ends a thread that asks for the lock while the interpreter shuts down. Here that
-happens inside of a C++ destructor, so the process aborts with "terminate called without an active exception" (status 134),
-although all went well. ``destroy_process_group`` does not help: it neither waits for these threads nor ends them while anybody,
-such as a mesh or a model, still holds the group.
+A worker thread drops the tensors of a collective after the main thread has got the result, and needs the interpreter's
+lock (GIL) to do so. Before version 3.14, Python ends a thread that asks for the lock while the interpreter shuts down. Here
+that happens inside of a C++ destructor, so the process aborts with "terminate called without an active exception" (status
+134), although all went well. ``destroy_process_group`` does not prevent it: it neither waits for these threads nor ends them
+while anybody, such as a mesh or a model, still holds the group.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from . import hookspecs
 @hookimpl
 def slapo_primitives() -> dict[str, str]:
     """The tensor-parallel primitives."""
-    classes = {"fork_rng": "ForkRng", "shard": "Shard", "sync": "Sync", "tensor_parallel": "TensorParallel"}
-    return {name: f"slapo_sharding.{name}:{kind}Primitive" for name, kind in classes.items()}
+    names = ("fork_rng", "shard", "sync", "sync_batch_norm", "tensor_parallel")
+    return {name: f"slapo_sharding.{name}:{name.title().replace('_', '')}Primitive" for name in names}
 
 
 @hookimpl
@@ -30,9 +30,11 @@ def slapo_shard_rules() -> list[str]:
 
 @hookimpl
 def slapo_before_build(schedule: Any, target: str | None, config: dict[str, Any]) -> None:
-    """Refuse shards that lack a sync or that others read; ``check=False`` in the configuration turns this off."""
+    """Find the replicas, and refuse shards that lack a sync or that others read; ``check=False`` turns the latter off."""
     from .completeness import check  # noqa: PLC0415  (finding plugins must stay cheap)
+    from .sync_batch_norm import resolve_replicas  # noqa: PLC0415
 
+    resolve_replicas(schedule)
     if config.get("check", True):
         check(schedule)
     if target is None or not schedule.registry.dialect(target).takes_check:

@@ -62,11 +62,11 @@ figcaption { display: flex; flex-wrap: wrap; gap: 4px 16px; justify-content: spa
 .tick.x { top: calc(100% + 7px); transform: translateX(-50%); } .tick.y { right: calc(100% + 7px);
   transform: translateY(-50%); }
 .limit-label { position: absolute; right: 4px; color: var(--bad); font-size: 12px; transform: translateY(2px); }
-.rule, .readout { position: absolute; display: none; pointer-events: none; }
+.rule { display: none; position: absolute; pointer-events: none; top: 0; bottom: 0; border-left: 1px solid var(--soft); }
+.readout { display: none; position: absolute; pointer-events: none; top: 8px; padding: 6px 9px; white-space: pre;
+  font-size: 12px; background: var(--card); border: 1px solid var(--rule); border-radius: 6px;
+  font-variant-numeric: tabular-nums; }
 .read .rule, .read .readout { display: block; }
-.rule { top: 0; bottom: 0; border-left: 1px solid var(--soft); }
-.readout { top: 8px; padding: 6px 9px; white-space: pre; font-size: 12px; background: var(--card);
-  border: 1px solid var(--rule); border-radius: 6px; font-variant-numeric: tabular-nums; }
 .row { display: grid; grid-template-columns: 104px minmax(0, 1fr) 66px; gap: 10px; align-items: center; margin-top: 6px; }
 .who small { display: block; line-height: 1.1; } .who { font-size: 13px; line-height: 1.25; }
 .track { position: relative; height: 30px; background: var(--tint); border-radius: 4px; }
@@ -107,7 +107,8 @@ summary { cursor: pointer; } summary:focus-visible { outline: 2px solid var(--ow
 .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr)); gap: 28px; }
 @media (max-width: 560px) {
   header, main { padding: 0 12px; } header { padding-top: 18px; } section { padding: 14px 12px; } h1 { font-size: 21px; }
-  .row { grid-template-columns: 62px minmax(0, 1fr) 40px; } .busy { white-space: normal; line-height: 1.1; } .plot { margin-left: 42px; }
+  .row { grid-template-columns: 62px minmax(0, 1fr) 40px; } .busy { white-space: normal; line-height: 1.1; }
+  .plot { margin-left: 42px; }
   .numbers th, .numbers td { padding-left: 16px; }
 }
 @media print { body { background: none; } section { break-inside: avoid; } }

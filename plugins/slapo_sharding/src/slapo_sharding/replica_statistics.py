@@ -1,0 +1,136 @@
+"""BatchNorm with the statistics of all replicas' rows: what ``sync_batch_norm`` puts in the place of a layer's forward.
+
+Each replica computes the number, the mean and the summed squared deviations (M2) of its own values. These are gathered and
+combined by the method of Chan, Golub and LeVeque, which keeps the digits of a small variance beside a large mean: it never
+subtracts squares of whole values from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from . import collectives
+
+KINDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
+"""Forwards that it stands for; those of BatchNorm 1d, 2d and 3d, of lazy ones and of most subclasses are one function."""
+
+
+class ReplicaStatistics:
+    """A forward wrapper of a BatchNorm: in training its statistics are those of all data-parallel replicas.
+
+    Attributes:
+        group: The replicas; None before ``build`` has made them, and where there is one.
+    """
+
+    def __init__(self, group: collectives.Group = None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaStatistics:
+        return ReplicaStatistics(self.group)  # groups cannot be copied
+
+    def __call__(self, call: Callable[..., Any], input: torch.Tensor) -> Any:
+        """Run the layer's forward. Collective over the replicas in training."""
+        module = module_of(call)
+        alone = collectives.num_ranks(self.group) == 1
+        if not module.training or (alone and not isinstance(module, nn.SyncBatchNorm)):
+            return call(input)
+        module._check_input_dim(input)
+        weight, bias = module.weight, module.bias
+        normalise: Any = _Normalise.apply
+        output, count, mean, squares = normalise(input, weight, bias, module.eps, self.group)
+        _update(module, count, mean, squares)
+        return output
+
+
+def module_of(call: Callable[..., Any]) -> Any:
+    """The layer whose forward a wrapper is given, as the innermost of several."""
+    while isinstance(call, partial):
+        call = call.args[0]
+    return call.__self__  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _update(module: Any, count: torch.Tensor, mean: torch.Tensor, squares: torch.Tensor) -> None:
+    """Advance the running statistics as BatchNorm does, by the mean and the unbiased variance of the whole batch."""
+    if not module.track_running_stats or module.running_mean is None:
+        return
+    momentum: Any = module.momentum
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if momentum is None:
+            momentum = 1.0 / module.num_batches_tracked.to(mean)
+    momentum = 0.0 if momentum is None else momentum
+    for running, found in ((module.running_mean, mean), (module.running_var, squares / (count - 1).clamp(min=1))):
+        running.copy_(running.to(found) * (1 - momentum) + found * momentum)
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalise by the statistics of all ranks' values; also gives their number, their mean and their M2 per channel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        group: collectives.Group,
+    ) -> tuple[torch.Tensor, ...]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        count, mean, squares = _combined(x.to(wide), group)
+        scale = torch.rsqrt(squares / count + eps)
+        ctx.save_for_backward(x, weight, mean, scale, count)
+        ctx.group, ctx.has_bias = group, bias is not None
+        ctx.mark_non_differentiable(count, mean, squares)
+        factor = scale if weight is None else scale * weight
+        output = (x.to(wide) - _along(mean, x)) * _along(factor, x)
+        output = output if bias is None else output + _along(bias, x)
+        return output.to(x.dtype), count, mean, squares
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, scale, count = ctx.saved_tensors
+        dims = _others(x)
+        grad = grad.to(mean.dtype)
+        normal = (x.to(mean.dtype) - _along(mean, x)) * _along(scale, x)
+        own = torch.stack([grad.sum(dims), (grad * normal).sum(dims)])
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            sums = collectives.total(own, ctx.group) / count
+            factor = scale if weight is None else scale * weight
+            of_input = (grad - _along(sums[0], x) - normal * _along(sums[1], x)) * _along(factor, x)
+            of_input = of_input.to(x.dtype)
+        of_weight = own[1].to(weight.dtype) if weight is not None else None
+        return of_input, of_weight, own[0].to(weight.dtype) if ctx.has_bias else None, None, None
+
+
+def _combined(x: torch.Tensor, group: collectives.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Number, mean and M2 of all ranks' values, per channel; a rank may have none."""
+    dims, channels = _others(x), x.size(1)
+    size = x.numel() // max(channels, 1)
+    mean = x.mean(dims) if size else x.new_zeros(channels)
+    squares = (x - _along(mean, x)).square().sum(dims)
+    own = torch.stack([torch.full_like(mean, size), mean, squares])
+    counts, means, each = own[None].unbind(1)
+    if collectives.num_ranks(group) > 1:
+        counts, means, each = collectives.all_gather(own[None], 0, group).unbind(1)
+    count = counts.sum(0)
+    mean = (counts * means).sum(0) / count
+    return count, mean, (each + counts * (means - mean).square()).sum(0)
+
+
+def _others(x: torch.Tensor) -> list[int]:
+    """All dimensions but that of the channels."""
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """One value per channel, in the shape that goes with the input's."""
+    return values.view(-1, *(1,) * (x.dim() - 2))

@@ -1,0 +1,101 @@
+"""``sync_batch_norm``: BatchNorm statistics over all data-parallel replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from slapo_core.errors import ScheduleError
+from slapo_core.logger import get_logger
+from slapo_core.primitive import Primitive
+from slapo_core.schedule import Schedule
+from slapo_core.wrapping import WRAPPERS, forward_wrappers, own_forward, wrap_forward
+
+from .collectives import Group
+from .replica_statistics import KINDS, ReplicaStatistics
+
+
+class SyncBatchNormPrimitive(Primitive):
+    """Compute the training statistics of every BatchNorm of this module over all data-parallel replicas.
+
+    Rewrite:
+        BatchNorm(x of this replica's rows)  -->  BatchNorm(the rows of all replicas), this replica's part of the output
+
+    Output, gradients and running statistics in training are then those of the unmodified model on the whole batch, also where
+    replicas have different numbers of rows. The layers keep their class and the names of their state. In evaluation they run
+    as they are. Replicas are the ranks along the mesh's axis ``dp``; a schedule without a mesh gets one in ``build``.
+
+    The statistics are those of one micro-batch: with ``microbatches=`` above 1 they differ from the whole batch's, as without
+    replicas.
+
+    Meant are BatchNorm 1d, 2d and 3d, lazy ones among them, subclasses that keep BatchNorm's forward, and ``SyncBatchNorm``,
+    which then also trains on a CPU. Layers that have these statistics already are passed over.
+
+    Raises:
+        ScheduleError: no such layer here or below, or one whose forward is its instance's own or traced.
+    """
+
+    name = "sync_batch_norm"
+
+    @staticmethod
+    def check(schedule: Schedule) -> list[nn.Module]:
+        """Find the layers."""
+        layers = list(_layers(schedule))
+        others = [path for path, part in schedule.mod.named_modules() if _is_other(part)]
+        if not layers:
+            found = f"; {others[0]!r} has a forward of its own, which may compute something else" if others else ""
+            raise ScheduleError(
+                f"no BatchNorm here or below{found}; call it on a module with BatchNorm layers",
+                path=schedule.path,
+                primitive="sync_batch_norm",
+            )
+        if others:
+            left = ", ".join(others)
+            get_logger().warning("sync_batch_norm leaves %s as it is: its forward is not that of BatchNorm", left)
+        return layers
+
+    @staticmethod
+    def apply(schedule: Schedule) -> None:
+        """Wrap the forwards, inside of the wrappers that they have."""
+        group = replicas_of(schedule)
+        for layer in schedule.checked:
+            if statistics_of(layer) is None:
+                wrapped = forward_wrappers(layer)
+                wrap_forward(layer, ReplicaStatistics(group))
+                layer.__dict__[WRAPPERS] = (*forward_wrappers(layer)[len(wrapped) :], *wrapped)
+
+
+def replicas_of(schedule: Schedule) -> Group:
+    """The data-parallel replicas of the schedule's mesh that this rank is one of; None where there is one."""
+    mesh = schedule.mesh
+    if mesh is None or "dp" not in (mesh.mesh_dim_names or ()) or mesh["dp"].size() == 1:
+        return None
+    return mesh["dp"].get_group()
+
+
+def resolve_replicas(schedule: Schedule) -> None:
+    """Let layers that were synced before there was a mesh know their replicas."""
+    group = replicas_of(schedule)
+    for module in schedule.get_top_schedule().mod.modules():
+        if (found := statistics_of(module)) is not None:
+            found.group = group
+
+
+def statistics_of(module: nn.Module) -> ReplicaStatistics | None:
+    """What gives a layer the statistics of all replicas, if anything does."""
+    return next((wrapper for wrapper in forward_wrappers(module) if isinstance(wrapper, ReplicaStatistics)), None)
+
+
+def _layers(schedule: Schedule) -> Iterator[nn.Module]:
+    return (part for part in schedule.mod.modules() if _is_synced_kind(part))
+
+
+def _is_synced_kind(module: Any) -> bool:
+    return type(module).forward in KINDS and own_forward(module) is None
+
+
+def _is_other(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not _is_synced_kind(module)
