@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from slapo_core.schedule import Schedule
 from .compare import OptimizerFactory
 from .dropouts import switch_off
 from .meeting import Ranks
+from .model_copies import copied
 from .plain_steps import LossFn, Trained, exactly, plain_steps
 from .replay import fresh_schedule, replay
 from .report import short
@@ -45,7 +45,7 @@ class EngineRun:
 
     def plainly(self, dtype: torch.dtype | None = None) -> Trained:
         """What the unmodified model does, in a type of its own, by those of the engine's options that mean something to it."""
-        model = self.reference if dtype is None else _TURNED[dtype](copy.deepcopy(self.reference))
+        model = self.reference if dtype is None else _TURNED[dtype](copied(self.reference))
         clip, rate = (self.options.get(name) for name in ("clip", "lr_scheduler"))
         largest = clip if isinstance(clip, (int, float)) and clip > 0 else 0.0
         factory = rate if callable(rate) else None
@@ -103,7 +103,7 @@ def maker(schedule: Schedule | Scheduled, reference: nn.Module) -> Callable[[], 
         raise VerifyError(f"schedule is {short(schedule)}; give a schedule, or a function that makes one of a model")
 
     def make() -> Schedule:
-        sch = schedule(copy.deepcopy(reference))
+        sch = schedule(copied(reference))
         if not isinstance(sch, Schedule):
             raise VerifyError(f"the function that schedules gave {sch!r}; let it return the schedule")
         return sch.get_top_schedule()

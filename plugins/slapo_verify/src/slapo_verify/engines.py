@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from .dropouts import switch_off
 from .engine_run import EngineRun, Scheduled, everywhere, maker
 from .hints import alone
 from .meeting import StrandedError
+from .model_copies import copied
 from .plain_steps import LossFn, Trained, sgd
 from .report import Blame, Report, short
 from .rounding import check_tolerance, rounding_error, tolerance_of
@@ -92,7 +92,7 @@ def verify_engine(
     if loss_fn is not None and "labels" not in batch:
         raise VerifyError("loss_fn is given labels, and the batch has none; give 'labels' in the batch")
     with plain_modes(with_gradients=True):
-        quiet = copy.deepcopy(reference)
+        quiet = copied(reference)
         given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         run = EngineRun(quiet, maker(schedule, quiet), given, steps, loss_fn, optimizer or sgd, options)
         report = _verified(run, target, against, tolerance, blame)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,8 @@ from slapo_core.parameters import facts, shard_spec, successor
 from slapo_core.paths import join
 from slapo_core.schedule import Schedule
 from slapo_core.weights import materialize
+
+from .model_copies import copied
 
 Values = dict[str, torch.Tensor]
 """Whole tensors by their names in the unmodified model."""
@@ -39,10 +40,10 @@ def with_values(reference: nn.Module, sch: Schedule, device: torch.device) -> tu
         VerifyError: no initialiser gives the model values, or a step brought in a parameter that none are known for.
     """
     if is_empty(reference):
-        reference = copy.deepcopy(reference)
+        reference = copied(reference)
         give_values(reference, sch.mod, device)
     if is_empty(sch.mod):
-        sch = copy.deepcopy(sch)
+        sch = copied(sch)
         fill_scheduled(sch, reference)
     return reference, sch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from slapo_core.random import rng_state, set_rng_state
 
 from .compare import OptimizerFactory
 from .dropouts import same_random_state
+from .model_copies import copied
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -80,7 +80,7 @@ def plain_steps(
         clip: Largest norm of all gradients together; 0: any.
         lr_scheduler: ``optimizer -> scheduler``, which steps behind it.
     """
-    model, state = copy.deepcopy(model), rng_state()
+    model, state = copied(model), rng_state()
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
 
     def loss_of(training: bool) -> torch.Tensor:

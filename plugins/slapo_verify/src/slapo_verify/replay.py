@@ -14,10 +14,12 @@ from slapo_core.parameters import is_part
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.serialize import decode, encode, imports_of
 
+from .model_copies import copied
+
 
 def fresh_schedule(reference: nn.Module, like: Schedule) -> Schedule:
     """A schedule without steps of a copy of the reference, in the mode and on the ranks of another one."""
-    model = copy.deepcopy(reference).train(like.mod.training)
+    model = copied(reference).train(like.mod.training)
     return create_schedule(model, group=like.group, mesh=like.mesh, example_inputs=like.example_inputs, plugins=like.registry)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ from slapo_core.errors import VerifyError
 from slapo_core.testing.equivalence import Difference, Tolerance
 
 from .compare import Computed, Task, compute, pairs
+from .model_copies import copied
 from .parameter_values import SAME
 from .report import short
 
@@ -64,7 +64,7 @@ def with_rounding(task: Task, reference: nn.Module, expected: Computed, closely:
     if not is_half(reference) and not closely:
         return replace(task, tolerance=replace(task.tolerance, noise=noise))
     wide = torch.float32 if is_half(reference) else torch.float64
-    model = copy.deepcopy(reference)
+    model = copied(reference)
     exact = compute(model.float() if is_half(reference) else model.double(), in_wider(task, wide))  # complex ones stay
     both = [
         (what, one, other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from .compare import Computed, Task, autocast, compare, compute, largest, put_to
 from .dropouts import switched_off
 from .fused_parameters import new_names
 from .meeting import StrandedError
+from .model_copies import copied
 from .once import once
 from .report import Report
 from .rounding import in_wider, is_half, is_moderate, tolerance_of, with_rounding
@@ -152,7 +152,7 @@ def _in_float32(models: Models, task: Task, blame: bool) -> Report | None:
     """The same of both models in float32, where rounding hides less; None where they do not run so. Collective."""
 
     def wide() -> Models:
-        sch, reference = copy.deepcopy(models.sch), copy.deepcopy(models.reference).float()
+        sch, reference = copied(models.sch), copied(models.reference).float()
         sch.mod.float()
         return models._replace(reference=reference, sch=sch, in_float32=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from itertools import takewhile
 from types import TracebackType
@@ -25,6 +24,7 @@ from .cause import Models
 from .compare import LEVELS, Loss, OptimizerFactory, Task
 from .meeting import Ranks
 from .meta_values import device_for, give_values, is_empty, with_values
+from .model_copies import copied
 from .plain_steps import sgd
 from .replay import fresh_schedule
 from .report import Report, short
@@ -130,7 +130,7 @@ class Verify:
             given = self._top.example_inputs if self._inputs is None else self._inputs
             self._inputs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.to(self._place), given)
             with torch.inference_mode(False):
-                before = copy.deepcopy(self._top)
+                before = copied(self._top)
                 if is_empty(before.mod):
                     give_values(before.mod, self._top.mod, self._place)
                 self._task(*with_values(before.mod, self._top, self._place))
@@ -148,9 +148,7 @@ class Verify:
         steps = self._top.journal.steps
         kept = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(self._steps, steps, strict=False)))
         undone = None if kept == len(self._steps) else "a step from before the block was undone in it"
-        models = Models(
-            reference, top, lambda: copy.deepcopy(before), steps[kept:], self._tolerance, ranks, kept, unknown=undone
-        )
+        models = Models(reference, top, lambda: copied(before), steps[kept:], self._tolerance, ranks, kept, unknown=undone)
         self.report = verified(models, task, True)
         self.report.check()
 

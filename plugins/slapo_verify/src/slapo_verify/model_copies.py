@@ -1,0 +1,37 @@
+"""Copies of models that keep the gradient hooks of their parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from slapo_core.schedule import Schedule
+
+T = TypeVar("T", nn.Module, Schedule)
+
+
+def copied(value: T) -> T:
+    """Copy a model, or a schedule with its model, and the hooks that were registered on its parameters.
+
+    ``copy.deepcopy`` copies no hooks of parameters, and a copy without them learns something else. The hooks themselves are
+    shared: one that refers to a parameter of the original still does.
+    """
+    made = copy.deepcopy(value)
+    old, new = (each.mod if isinstance(each, Schedule) else each for each in (value, made))
+    for one, other in zip(old.parameters(), new.parameters(), strict=True):
+        _copy_hooks(one, other)
+    return made
+
+
+def _copy_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    if not new.requires_grad:
+        return
+    if not new._backward_hooks:
+        for hook in (old._backward_hooks or {}).values():
+            new.register_hook(hook)  # type: ignore[no-untyped-call]
+    if not new._post_accumulate_grad_hooks:
+        for hook in (old._post_accumulate_grad_hooks or {}).values():
+            new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
