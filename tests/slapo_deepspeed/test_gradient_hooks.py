@@ -32,7 +32,7 @@ def test_every_kind_of_hook_on_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_every_kind_of_hook_on_four_ranks() -> None:
-    ways = [({"dp": 2, "tp": 2}, 3), ({"dp": 2, "tp": 2}, 2), ({"dp": 4}, 0), ({"pp": 2, "tp": 2}, 1), ({"pp": 2, "dp": 2}, 1)]
+    ways = [({"dp": 2, "tp": 2}, 1), ({"dp": 2, "tp": 2}, 2), ({"dp": 4}, 0), ({"pp": 2, "tp": 2}, 1), ({"pp": 2, "dp": 2}, 1)]
     assert run_distributed(_differences, 4, ways, timeout=110) == [[]] * 4
 
 
