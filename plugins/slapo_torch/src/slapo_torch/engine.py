@@ -309,8 +309,7 @@ class TorchEngine(Engine):
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             if self._shards is not None:
-                programs = [*(each.program for each in self._plans.values()), *self._first.programs]
-                self._shards.follow(stage.module for each in programs for stage in each.stages)
+                self._shards.follow(stage.module for each in self._plans.values() for stage in each.program.stages)
         inputs = fingerprint([stage.inputs for stage in plan.program.stages])
         self._facts = _Facts([*self._facts.low, inputs], [*self._facts.high, inputs])
         return plan.run

@@ -27,16 +27,11 @@ OTHER_LABELS = f"the model injects gradients, and its loss is a mean over other 
 
 
 class TorchFirstStep(FirstStep):
-    """The checks, with what this engine puts around a forward.
-
-    Attributes:
-        programs: Those that were planned for other numbers of rows than a micro-batch has.
-    """
+    """The checks, with what this engine puts around a forward."""
 
     def __init__(self, program: Program, options: Options) -> None:
         super().__init__(program, options)
         self._torch_options = options
-        self.programs: list[Program] = []
 
     def look(
         self,
