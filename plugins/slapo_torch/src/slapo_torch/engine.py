@@ -254,7 +254,8 @@ class TorchEngine(Engine):
         is_all = len(parts) * self.program.axis_size("dp") == 1
         share = Share(len(parts), self._labels.value, self._differs, scale, is_all)
         if training:
-            share = self._first.look(parts, labels, share, self._device, self._shards, self._replicas)
+            held = self._shards, self._replicas, self._peers
+            share = self._first.look(parts, labels, share, self._device, *held)
         result = runner(parts, labels, share)
         result.unused += self._shards.num_unused() if training and self._shards is not None else 0
         loss = self._settle(result, training, share)

@@ -14,6 +14,7 @@ from slapo_training.batches import Batch
 from slapo_training.first_step import FirstStep
 from slapo_training.means import EQUAL_PARTS
 
+from .failures import Peers
 from .means import Share
 from .options import Options
 from .replicas import Replicas
@@ -41,6 +42,7 @@ class TorchFirstStep(FirstStep):
         device: torch.device,
         shards: ShardedReplicas | None,
         replicas: Replicas | None,
+        peers: Peers | None,
     ) -> Share:
         """Make the checks where they are due. Collective.
 
@@ -51,6 +53,7 @@ class TorchFirstStep(FirstStep):
             device: Of this rank.
             shards: Parameters, where replicas share them out; they are gathered.
             replicas: What averages gradients, where each replica has all.
+            peers: The tensor-parallel ranks, where there are any.
 
         Returns:
             The share of a model that injects gradients as this one does, or not.
@@ -58,7 +61,9 @@ class TorchFirstStep(FirstStep):
         if self.is_due(len(parts)):
             around = partial(self._around, device, shards)
             with nullcontext() if replicas is None else replicas.accumulating():
-                self.check(parts, labels, device, around, share.differs, accumulates=shards is None)
+                self.check(parts, labels, device, around, share.differs, shards is None, None if peers is None else peers.meet)
+            if peers is not None:
+                peers.begin()  # whoever failed above has not failed in the step
             if shards is not None:  # as if nothing had run yet
                 shards.release()
                 shards.gather()
