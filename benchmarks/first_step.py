@@ -2,7 +2,8 @@
 
 Run ``python -m benchmarks.first_step``; it prints a section for ``benchmarks/README.md``. In each case several new engines take
 some steps of the same batch; the time of the checks in the first one is divided by the median time of the later ones, on the
-slowest rank. A step is forward, backward, reduction and AdamW.
+rank that has more to do. A step is forward, backward, reduction and AdamW. Times are those of the process: other processes of
+the machine, and waiting for other ranks, have no part in them.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def measure(rank: int, model: str, target: str, layout: dict[str, int], microbat
     ordinary = FirstStep.check
 
     def timed(self: FirstStep, *args: Any, **kwargs: Any) -> None:
-        start = time.perf_counter()
+        start = time.process_time()
         ordinary(self, *args, **kwargs)
-        checks.append(time.perf_counter() - start)
+        checks.append(time.process_time() - start)
 
     FirstStep.check = timed  # type: ignore[method-assign]
     first, later = [], []
@@ -119,10 +120,10 @@ def measure(rank: int, model: str, target: str, layout: dict[str, int], microbat
         engine = build(sch, target, optimizer=ADAMW, loss_fn=F.mse_loss, microbatches=microbatches)
         for step in range(STEPS + 1):
             dist.barrier()
-            start = time.perf_counter()
+            start = time.process_time()
             engine.train_batch(**rows)
             if step:
-                later.append(time.perf_counter() - start)
+                later.append(time.process_time() - start)
         first.append(checks[0])
         engine.close()
     return median(first), median(later)
@@ -131,7 +132,7 @@ def measure(rank: int, model: str, target: str, layout: dict[str, int], microbat
 def main() -> None:
     """Print the section."""
     print(f"\n## First-step checks: {LAYERS} GPT blocks, hidden size {HIDDEN}, 4 x {SEQUENCE} tokens in a micro-batch, fp32\n")
-    print("| model | engine | layout | micro-batches | a step (ms) | checks, once (ms) | checks / step |")
+    print("| model | engine | layout | micro-batches | a step (ms of CPU) | checks, once (ms of CPU) | checks / step |")
     print("|---|---|---|---|---|---|---|")
     for model, target, layout, microbatches in CASES:
         found = in_new_processes(measure, 2, model, target, layout, microbatches)

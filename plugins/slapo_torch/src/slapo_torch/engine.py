@@ -266,7 +266,8 @@ class TorchEngine(Engine):
         differs = self._differs and not self._losses.are_whole
         share = Share(len(parts), self._labels.value, differs, scale, is_all)
         if training:
-            share = self._first.look(parts, labels, share, self._device, self._shards, self._replicas)
+            held = self._shards, self._replicas, self._peers
+            share = self._first.look(parts, labels, share, self._device, *held)
 
         def forward(run: Runner, losses: list[Any]) -> None:
             self._settle(run(parts, losses, share), False, share)
@@ -325,8 +326,7 @@ class TorchEngine(Engine):
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             if self._shards is not None:
-                programs = [*(each.program for each in self._plans.values()), *self._first.programs]
-                self._shards.follow(stage.module for each in programs for stage in each.stages)
+                self._shards.follow(stage.module for each in self._plans.values() for stage in each.program.stages)
         inputs = fingerprint([stage.inputs for stage in plan.program.stages])
         self._facts = _Facts([*self._facts.low[:3], inputs], [*self._facts.high[:3], inputs])
         return plan.run

@@ -13,6 +13,7 @@ from slapo_core.program import Program
 from slapo_training.batches import Batch
 from slapo_training.first_step import FirstStep
 
+from .failures import Peers
 from .means import Share
 from .options import Options
 from .replicas import Replicas
@@ -23,16 +24,11 @@ if TYPE_CHECKING:
 
 
 class TorchFirstStep(FirstStep):
-    """The checks, with what this engine puts around a forward.
-
-    Attributes:
-        programs: Those that were planned for other numbers of rows than a micro-batch has.
-    """
+    """The checks, with what this engine puts around a forward."""
 
     def __init__(self, program: Program, options: Options) -> None:
         super().__init__(program, options)
         self._torch_options = options
-        self.programs: list[Program] = []
 
     def look(
         self,
@@ -42,6 +38,7 @@ class TorchFirstStep(FirstStep):
         device: torch.device,
         shards: ShardedReplicas | None,
         replicas: Replicas | None,
+        peers: Peers | None,
     ) -> Share:
         """Make the checks where they are due. Collective.
 
@@ -52,6 +49,7 @@ class TorchFirstStep(FirstStep):
             device: Of this rank.
             shards: Parameters, where replicas share them out; they are gathered.
             replicas: What averages gradients, where each replica has all.
+            peers: The tensor-parallel ranks, where there are any.
 
         Returns:
             The share of a model that injects gradients as this one does, or not.
@@ -59,7 +57,9 @@ class TorchFirstStep(FirstStep):
         if self.is_due(len(parts)):
             around = partial(self._around, device, shards)
             with nullcontext() if replicas is None else replicas.accumulating():
-                self.check(parts, labels, device, around, share.differs, accumulates=shards is None)
+                self.check(parts, labels, device, around, share.differs, shards is None, None if peers is None else peers.meet)
+            if peers is not None:
+                peers.begin()  # whoever failed above has not failed in the step
             if shards is not None:  # as if nothing had run yet
                 shards.release()
                 shards.gather()

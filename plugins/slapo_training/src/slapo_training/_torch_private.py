@@ -147,6 +147,7 @@ def without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         for hooks, items in kept:
+            hooks.clear()  # a recompute may have put one back
             hooks.update(items)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -75,6 +75,7 @@ class FirstStep:
         around: Around = _nothing_around,
         labels_differ: bool = False,
         accumulates: bool = False,
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
         """Make the checks where they are due. Collective over the mesh.
 
@@ -85,6 +86,7 @@ class FirstStep:
             around: What the engine puts around a forward.
             labels_differ: Whether the engine refuses a loss of which it is not known what it is a mean over.
             accumulates: Whether a backward may leave gradients with parameters, which the engine then does not take.
+            failed: Called with an error on the rank that has it, see ``StageRuns``.
 
         Raises:
             BuildError: a loss that is no mean over rows; injected gradients with fp16; with ``strict=True`` modules that mix
@@ -97,7 +99,7 @@ class FirstStep:
         rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
         if len(self._off) < len(UNSEEN) and rows[0].number:
             self._modes.set(True)
-            runs = StageRuns(self._program, self._options, device, around, accumulates)
+            runs = StageRuns(self._program, self._options, device, around, accumulates, failed)
             try:
                 self._look(rows, runs, labels_differ)
             except RunFailedError as err:  # the step is going to say more

@@ -44,7 +44,7 @@ def loss_is_no_mean(pair: Pair, rows: int, cut: Cut) -> str:
         f"the loss is no mean over rows: it is {pair[0]:.6g} for {rows} rows, and the losses of their parts have the mean "
         f"{pair[1]:.6g}, so training in {cut} would minimise another loss than the whole batch's; use loss_over='replicas' "
         "with microbatches=1 for a loss that compares rows, loss_weights= for terms that are means over counts of their own, "
-        "or one micro-batch on one replica; check=False trains the mean over the parts"
+        "or one micro-batch on one replica; SLAPO_DISABLE_CHECKS=rows trains the mean over parts"
     )
 
 

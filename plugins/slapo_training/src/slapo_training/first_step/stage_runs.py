@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import all_reduce
+from slapo_core.agreement import agree, all_reduce
+from slapo_core.errors import SlapoError
 from slapo_core.inputs import by_position
 from slapo_core.program import Boundary, Program, Stage
 
@@ -71,12 +72,20 @@ class StageRuns:
         device: Of what is sent.
         around: What an engine puts around a run.
         accumulates: Whether a run may leave gradients with parameters until it is put back, without an engine that takes them.
+        failed: Called with an error on the rank that has it, before ranks meet: comes back where the tensor-parallel ranks have
+            one as well, which else wait for this rank in a collective. None raises the error of the first run there.
     """
 
     def __init__(
-        self, program: Program, options: CommonOptions, device: torch.device, around: Around, accumulates: bool
+        self,
+        program: Program,
+        options: CommonOptions,
+        device: torch.device,
+        around: Around,
+        accumulates: bool = False,
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        self.accumulates = accumulates
+        self.accumulates, self._failed, self._has_run = accumulates, failed, False
         self._program, self._options, self.device, self._around = program, options, device, around
 
     def planned(self, rows: Rows) -> Planned:
@@ -118,6 +127,7 @@ class StageRuns:
             if stage.index + 1 < len(stages):
                 values = self._sent(values, stages[stage.index + 1].inputs, stage.index)
         found = self.anywhere(one.found) if has_backward else False
+        self._has_run = True
         return Run(one.loss, one.counted, one.output, state.position(), found)
 
     def anywhere(self, flag: bool) -> bool:
@@ -127,13 +137,24 @@ class StageRuns:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Raise ``RunFailedError`` on all ranks where one of them raises an error inside."""
+        """Raise ``RunFailedError`` on all ranks where one of them raises an error inside.
+
+        Raises:
+            SlapoError: the first run was refused, as the step would be.
+        """
         error = None
         try:
             yield
         except Exception as err:
             error = err
+            if self._failed is not None:
+                self._failed(err)
+            elif not self._has_run and self._program.axis_size("tp") > 1:
+                raise
         if self.anywhere(error is not None):
+            if not self._has_run and self.anywhere(isinstance(error, SlapoError)):
+                agree(error if isinstance(error, SlapoError) else None, self._program.mesh)
+            self._has_run = True
             raise RunFailedError(str(error) if error is not None else "it failed on another rank") from error
 
     def _sent(self, values: Tensors, boundaries: tuple[Boundary, ...], source: int) -> Tensors:
