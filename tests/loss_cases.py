@@ -168,10 +168,10 @@ class Halves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.last = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.down, self.last = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.down(self.up(x).relu()))
+        return self.last(self.down(self.first(x).relu()))
 
 
 def near(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -370,7 +370,7 @@ def engine_of(case: Case, mesh: Any, target: str, **options: Any) -> tuple[Any, 
     }
     schedule = create_schedule(model, mesh=mesh, example_inputs=example, plugins=PLUGINS)
     if mesh["tp"].size() > 1:
-        schedule.tensor_parallel({"up": "colwise", "down": "rowwise"})
+        schedule.tensor_parallel({"first": "colwise", "down": "rowwise"})
     if mesh["pp"].size() > 1:
         schedule[case.cut].cut_pipeline_stage()
     return build(schedule, target, **{"optimizer": sgd, **case.options, **options}), schedule

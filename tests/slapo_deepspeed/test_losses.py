@@ -22,7 +22,7 @@ NAMES = [name for name in CASES if name != "over clip"]  # DeepSpeed takes no pa
         ({"dp": 2}, {"microbatches": 2}),
         ({"dp": 2}, {"microbatches": 1}),
         ({"pp": 2}, {"microbatches": 2}),
-        ({"tp": 2}, {"microbatches": 2}),
+        pytest.param({"tp": 2}, {"microbatches": 2}, marks=pytest.mark.slow),
         ({"dp": 2}, {"microbatches": 2, **zero(3)}),
     ],
     ids=str,

@@ -19,9 +19,9 @@ NAMES = [*CASES]
     ("layout", "options"),
     [
         ({"dp": 2}, {"microbatches": 2, "distributed_optimizer": False}),
-        ({"dp": 2}, {"microbatches": 1}),
+        pytest.param({"dp": 2}, {"microbatches": 1}, marks=pytest.mark.slow),
         ({"pp": 2}, {"microbatches": 2}),
-        ({"tp": 2}, {"microbatches": 2}),
+        pytest.param({"tp": 2}, {"microbatches": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
