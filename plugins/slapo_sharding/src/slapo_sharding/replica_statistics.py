@@ -26,7 +26,10 @@ class ReplicaStatistics:
 
     Attributes:
         group: The replicas; None before ``build`` has made them, and where there is one.
+        over_replicas: Tells an engine's first-step checks that with one micro-batch these are the whole batch's statistics.
     """
+
+    over_replicas = True
 
     def __init__(self, group: collectives.Group = None) -> None:
         self.group = group
