@@ -156,14 +156,14 @@ def endings(axis: str, end: str, folder: Path) -> tuple[list[int], str]:
 @pytest.mark.parametrize(
     ("axis", "end", "times"),
     [
-        ("pp", "keep destroy", 2),
-        ("fsdp", "", 1),
+        ("pp", "cycle", 1),
+        ("fsdp", "close", 1),
         *(pytest.param(axis, end, 7, marks=pytest.mark.slow) for axis, end in product(("pp", "dp", "fsdp"), ENDINGS)),
     ],
 )
 @pytest.mark.timeout(900)
 def test_a_job_that_trained_right_never_aborts(axis: str, end: str, times: int, tmp_path: Path) -> None:
-    """231 jobs with the slow ones; without the wait for gloo's threads about every second one aborts."""
+    """233 jobs with the slow ones; without the wait for gloo's threads those abort that do not destroy their groups."""
     for time_ in range(times):
         statuses, output = endings(axis, end, tmp_path / str(time_))
         assert output.count("trained") == 2, output
