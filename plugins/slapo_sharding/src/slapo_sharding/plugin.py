@@ -31,11 +31,10 @@ def slapo_shard_rules() -> list[str]:
 @hookimpl
 def slapo_before_build(schedule: Any, target: str | None, config: dict[str, Any]) -> None:
     """Find the replicas, and refuse shards that lack a sync or that others read; ``check=False`` turns the latter off."""
-    from .completeness import check  # noqa: PLC0415  (finding plugins must stay cheap)
-    from .sync_batch_norm import resolve_replicas  # noqa: PLC0415
+    from . import completeness, sync_batch_norm  # noqa: PLC0415  (finding plugins must stay cheap)
 
-    resolve_replicas(schedule)
+    sync_batch_norm.resolve_replicas(schedule)
     if config.get("check", True):
-        check(schedule)
+        completeness.check(schedule)
     if target is None or not schedule.registry.dialect(target).takes_check:
         config.pop("check", None)
