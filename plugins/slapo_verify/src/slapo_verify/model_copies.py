@@ -1,4 +1,4 @@
-"""Copies of models that keep the gradient hooks of their parameters."""
+"""Copies of models that keep the gradient hooks and the attributes of their parameters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ T = TypeVar("T", nn.Module, Schedule)
 
 
 def copied(value: T) -> T:
-    """Copy a model, or a schedule with its model, and the hooks that were registered on its parameters.
+    """Copy a model, or a schedule with its model, and the hooks and attributes of its parameters.
 
-    ``copy.deepcopy`` copies no hooks of parameters, and a copy without them learns something else. The hooks themselves are
-    shared: one that refers to a parameter of the original still does.
+    ``copy.deepcopy`` copies neither, and a copy without them learns something else. They are shared by the copies: a hook that
+    refers to a parameter of the original still does.
     """
     made = copy.deepcopy(value)
     old, new = (each.mod if isinstance(each, Schedule) else each for each in (value, made))
     for one, other in zip(old.parameters(), new.parameters(), strict=True):
+        vars(other).update({name: each for name, each in vars(one).items() if name not in vars(other)})
         _copy_hooks(one, other)
     return made
 
