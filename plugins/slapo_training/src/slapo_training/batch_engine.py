@@ -29,7 +29,7 @@ from .losses import note_failure
 from .means import EQUAL_PARTS, Told
 from .meeting import on_all
 from .options import CommonOptions
-from .replica_loss import buffers_kept, draws_kept
+from .state_rollback import buffer_rollback, random_rollback
 
 
 class MicroBatches(NamedTuple):
@@ -118,7 +118,8 @@ class BatchEngine(Engine):
         scale = self._first.scale(len(cut.parts))
         if cut.weights is not None:
             cut.weights.gradient = scale
-        cut = cut._replace(labels=self._losses_of().begin(cut.parts, cut.labels, self._tree, partial(self._forward, cut)))
+        forward = partial(self._forward, cut, training=True)
+        cut = cut._replace(labels=self._losses_of().train(cut.parts, cut.labels, self._tree, forward))
         self._is_broken = True
         try:
             with GradientScale(parameter for parameter, _ in self._trained.values()).dividing(scale):
@@ -143,7 +144,8 @@ class BatchEngine(Engine):
             self._compare(told, cut, training=False)
             return loss
 
-        return self._losses_of().evaluate(cut.parts, cut.labels, self._tree, partial(self._forward, cut), run)
+        forward = partial(self._forward, cut, training=False)
+        return self._losses_of().evaluate(cut.parts, cut.labels, self._tree, forward, run)
 
     @property
     def _tree(self) -> nn.Module:
@@ -153,7 +155,7 @@ class BatchEngine(Engine):
 
     def _losses_of(self) -> BatchLosses:
         if self._losses is None:
-            self._losses = BatchLosses(self.program, self._common, self.device)
+            self._losses = BatchLosses(self.program, self._common, self.device, partial(on_all, program=self.program))
         return self._losses
 
     @torch.no_grad()
@@ -237,7 +239,7 @@ class BatchEngine(Engine):
     @torch.no_grad()
     def _told(self, batch: MicroBatches, training: bool) -> list[Told]:
         """Return what losses are means over, by a run of this batch that leaves no trace. Collective."""
-        with buffers_kept(self._tree), draws_kept():
+        with buffer_rollback(self._tree), random_rollback():
             return [*self._evaluate(batch._replace(weights=None), training)[1]]
 
     def _kind_of(self, losses: list[Told], weights: LabelWeights) -> int:
