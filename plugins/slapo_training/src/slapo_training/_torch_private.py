@@ -151,8 +151,8 @@ def without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             hooks.update(items)
 
 
-def first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> RemovableHandle:
-    """Have a hook see the tensor's gradients before all others that it has."""
+def register_first(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> RemovableHandle:
+    """Register a hook that runs before all others of the tensor: those of users see the gradient that it makes."""
     handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     assert tensor._backward_hooks is not None
     cast("OrderedDict[int, Any]", tensor._backward_hooks).move_to_end(handle.id, last=False)

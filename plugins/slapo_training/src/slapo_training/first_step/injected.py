@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch_private import first_hook, has_inner_backward, leaves_of, without_hooks
+from .._torch_private import has_inner_backward, leaves_of, register_first, without_hooks
 
 
 class Injected:
@@ -145,7 +145,7 @@ class GradientScale:
             yield
             return
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        handles = [first_hook(parameter, lambda gradient: gradient / number) for parameter in trained]
+        handles = [register_first(parameter, lambda gradient: gradient / number) for parameter in trained]
         try:
             yield
         finally:

@@ -117,20 +117,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         present = {id(each) for group in self.param_groups for each in group["params"]}
         return {number for number, flat in enumerate(self.flats) if id(flat) in present}
 
-    @contextmanager
-    def whole_values(self) -> Iterator[None]:
-        """Let ``inner`` have the values of the whole tensors inside; changes are given back to the parts. Collective."""
-        try:
-            for each in self._stand_ins:
-                each.fetch()
-            with self._owned_only():
-                yield
-            for each in self._stand_ins:
-                each.put()
-        finally:
-            for each in self._stand_ins:
-                each.release()
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the rank. Collective where it holds parts of them."""
         if not self._is_built:

@@ -12,7 +12,8 @@ from torch import nn
 from slapo_core.parameters import facts, successor
 
 from ..gradient_hooks.cut_attributes import CUT
-from ..pieces import Chunk, Piece
+from ..gradient_hooks.tables import TABLES
+from ..pieces import Chunk
 from .blocks import Blocks
 
 MADE_OF = "slapo_made_of"
@@ -123,7 +124,7 @@ def stand_in(whole: Whole, value: torch.Tensor, masks: Mapping[str, torch.Tensor
         masks: Attributes that are tensors of the whole shape.
     """
     new = cast(nn.Parameter, successor(whole.source, value, spec=None, names=(whole.name,)))
-    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for table in TABLES:
         setattr(new, table, None)
     vars(new).pop(MADE_OF, None)
     vars(new).update(masks)
@@ -134,11 +135,6 @@ def masks_of(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """Return the attributes that were cut with a parameter, by name, in the shape of its part."""
     found = vars(parameter)
     return {name: found[name].expand(parameter.shape) for name in sorted(found.get(CUT, ())) if name in found}
-
-
-def whole_piece(value: torch.Tensor) -> Piece:
-    """Return the piece that a whole tensor is."""
-    return Piece(value, tuple(value.shape), tuple(((0, size),) for size in value.shape))
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
