@@ -11,7 +11,7 @@ import torch
 
 from slapo_training.batches import Batch
 from slapo_training.losses import note_failure
-from slapo_training.means import Told
+from slapo_training.means import LossReduction
 from slapo_training.replica_loss import ReplicaFailedError
 
 from .first_gradients import FirstGradients
@@ -36,7 +36,7 @@ class StepResult:
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
-    counted: list[Told] = field(default_factory=list)
+    counted: list[LossReduction] = field(default_factory=list)
     failure: Exception | None = None
     unused: int = 0
     actions: list[dict[str, Any]] = field(default_factory=list)
