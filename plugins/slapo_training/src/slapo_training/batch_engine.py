@@ -238,7 +238,7 @@ class BatchEngine(Engine):
 
     @torch.no_grad()
     def _trial_reductions(self, batch: MicroBatches, training: bool) -> list[LossReduction]:
-        """Return the reductions of losses, by a forward of this batch with buffers and random numbers rolled back. Collective."""
+        """Return the reductions of losses, by a forward that leaves buffers and random numbers as they are. Collective."""
         with buffer_rollback(self._tree), random_rollback():
             return [*self._evaluate(batch._replace(weights=None), training)[1]]
 
