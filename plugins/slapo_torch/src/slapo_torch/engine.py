@@ -270,12 +270,12 @@ class TorchEngine(Engine):
 
         def forward(losses: list[Any]) -> None:
             run = first() if training else runner
-            self._settle(run(parts, losses, share), False, share)
+            self._reduced_loss(run(parts, losses, share), False, share)
 
         def run(losses: list[Any]) -> torch.Tensor:
             result = runner(parts, losses, share)
             result.unused += self._shards.num_unused() if training and self._shards is not None else 0
-            loss = self._settle(result, training, share)
+            loss = self._reduced_loss(result, training, share)
             self._losses.end(training)
             if self._options.record_timeline:
                 rank = dist.get_rank() if dist.is_initialized() else 0
@@ -288,7 +288,7 @@ class TorchEngine(Engine):
         return run(self._losses.train(parts, labels, self.module, forward, scale))
 
     def _prepare(self, given: _Given, training: bool) -> tuple[Runner, Callable[[], Runner], list[Batch], list[Any]]:
-        """Cut the batch and find what runs it, and what runs it forward alone in this mode; touches no other rank."""
+        """Return a runner, a maker of a forward-only runner, micro-batches and labels; touches no other rank."""
         if training and self._is_closed:
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
         batch = named_inputs(self.program.module, *given)
@@ -388,8 +388,8 @@ class TorchEngine(Engine):
         if self._shards is not None:
             self._shards.gather()
 
-    def _settle(self, result: StepResult, training: bool, share: Share) -> torch.Tensor:
-        """The mean loss over micro-batches and replicas, on every rank; or the error of any rank, on every rank."""
+    def _reduced_loss(self, result: StepResult, training: bool, share: Share) -> torch.Tensor:
+        """Return the mean loss over micro-batches and replicas, or raise the error of any rank, on every rank. Collective."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
         self._ignored = next((told.ignore_index for told in result.counted if isinstance(told, Counted)), self._ignored)
         used = self._shards.used() if self._shards is not None else ()
@@ -492,7 +492,7 @@ class TorchEngine(Engine):
         self._together(making.begin)
         making.step_whole()
         self._together(lambda: making.finish(self._options.lr_scheduler))
-        making.settle()
+        making.discard_unstepped()
         if making.optimizer is not None:
             self.optimizer, self.lr_scheduler = making.optimizer, making.rate
             self._missed.catch_up(self.lr_scheduler)

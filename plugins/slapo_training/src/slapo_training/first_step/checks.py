@@ -12,13 +12,13 @@ from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
 from ..batches import Batch
-from ..check_switches import UNSEEN, disabled_checks, say_unseen
+from ..check_switches import CHECKS, disabled_checks, log_disabled_checks
 from ..modes import Modes
 from ..options import CommonOptions
 from .findings import Cut
 from .injected_check import InjectedCheck
 from .injected_labels import InjectedLabels
-from .row_parts import Rows, joined, unlike_halves
+from .row_parts import Rows, dissimilar_halves, joined
 from .rows_check import RowsCheck
 from .stage_runs import Around, RunFailedError, StageRuns
 
@@ -40,7 +40,7 @@ class FirstStep:
 
     def __init__(self, program: Program, options: CommonOptions) -> None:
         self._program, self._options, self._modes = program, options, Modes(program.module)
-        self._off = disabled_checks() if options.check else tuple(UNSEEN)
+        self._off = disabled_checks() if options.check else tuple(CHECKS)
         self._is_done = False
         self.injects = False
         self._labels: InjectedLabels | None = None
@@ -95,9 +95,9 @@ class FirstStep:
         if not self.is_due(len(parts)):
             return
         if not any(self._program.axis_rank(axis) for axis in ("pp", "dp", "tp")):
-            say_unseen(self._off)
+            log_disabled_checks(self._off)
         rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
-        if len(self._off) < len(UNSEEN) and rows[0].number:
+        if len(self._off) < len(CHECKS) and rows[0].number:
             self._modes.set(True)
             runs = StageRuns(self._program, self._options, device, around, accumulates, failed)
             try:
@@ -108,7 +108,7 @@ class FirstStep:
         self._is_done = True
 
     def _look(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
-        halves = unlike_halves(parts, self._options.ignored_label)
+        halves = dissimilar_halves(parts, self._options.ignored_label)
         whole, base = runs.planned(joined(halves)), None
         looks_at_rows = "rows" not in self._off and len(parts) * self._program.axis_size("dp") > 1
         if "injected" not in self._off:

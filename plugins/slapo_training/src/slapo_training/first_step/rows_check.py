@@ -20,7 +20,7 @@ from ..options import CommonOptions
 from . import row_mixing
 from .findings import Cut, Pair, loss_is_no_mean, rows_are_mixed
 from .left_alone import KeptState
-from .row_parts import Rows, expected_losses, joined, narrowed, unlike_pair
+from .row_parts import Rows, dissimilar_pair, expected_losses, joined, narrowed
 from .stage_runs import Planned, Run, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ class RowsCheck:
         Raises:
             BuildError: the loss is no mean over rows.
         """
-        pair = unlike_pair(self._parts[0], self._parts[1:] or self._replicas(), self._options.ignored_label)
+        pair = dissimilar_pair(self._parts[0], self._parts[1:] or self._replicas(), self._options.ignored_label)
         try:
             plans = self._planned(pair)
             with runs_alone(self._program, plans) as state:

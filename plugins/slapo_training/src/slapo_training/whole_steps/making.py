@@ -211,7 +211,7 @@ class WholeSteps:
             for each in self._stand_ins:
                 each.release()
 
-    def settle(self, optimizer: WholeTensorOptimizer) -> None:
+    def discard_unstepped(self, optimizer: WholeTensorOptimizer) -> None:
         """Forget the whole tensors that the optimizer does not step. Collective."""
         known = {id(parameter) for parameter in held_in(optimizer.inner)}
         for each in self._stand_ins:
