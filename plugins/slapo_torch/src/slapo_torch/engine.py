@@ -80,7 +80,7 @@ class TorchEngine(Engine):
     collective, when the process of one has ended.
 
     Attributes:
-        program: What runs.
+        program: The program that runs.
         module: This rank's stage, all its stages in one tree, or the model.
         optimizer: Of this rank's trainable parameters; None when there are none, or none was asked for.
         lr_scheduler: The schedule of its learning rate, or None.

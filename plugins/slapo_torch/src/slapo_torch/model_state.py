@@ -36,13 +36,13 @@ def piece(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
 
 
 def layout(program: Program, module: nn.Module) -> Layout:
-    """What this rank holds of the parameters, for an optimizer that may need the whole ones."""
+    """Return the layout of this rank's parameters, for an optimizer that may step whole tensors."""
     named = {name: each for name, each in parameters(module).items() if isinstance(each, nn.Parameter)}
     return Layout(program, named, lambda parameter: piece(parameter, parameter), _holders)
 
 
 def _holders(parameter: nn.Parameter) -> dist.ProcessGroup | None:
-    """The ranks that together have the whole parameter."""
+    """Return the group of ranks that together have the whole parameter."""
     spec = shard_spec(parameter)
     return spec.group if spec is not None and is_part(parameter) else None
 

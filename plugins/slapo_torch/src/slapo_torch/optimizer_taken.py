@@ -49,7 +49,7 @@ def chosen(
     parts: Mapping[str, Any],
     goes_by_order: bool,
 ) -> Taken:
-    """What the optimizer takes.
+    """Return the part of a checkpoint that the optimizer takes.
 
     Args:
         named: An optimizer of this rank.

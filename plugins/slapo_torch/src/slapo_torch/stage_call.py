@@ -24,7 +24,7 @@ class StageCall(nn.Module):
     Args:
         stage: The stage.
         outputs: What the next stage receives; None for the last stage, which gives its share of the batch's mean loss.
-        options: Of the engine.
+        options: Options of the engine.
         device_type: Of the mesh.
     """
 

@@ -31,7 +31,7 @@ class StepResult:
         losses: Each micro-batch's share of the mean loss; empty on ranks without the last stage.
         failure: The first error, if any.
         unused: How many trainable parameters of this rank no micro-batch used; counted where there are replicas.
-        counted: What each of these losses is a mean over, None where that is not known.
+        counted: The reduction of each of these losses.
         actions: When each forward (``"F"``) and backward (``"B"``) ran, in seconds since the epoch.
     """
 
@@ -43,7 +43,7 @@ class StepResult:
 
     @property
     def own_failure(self) -> Exception | None:
-        """The error, unless it is that another replica has one."""
+        """The error; None where it only says that another replica failed."""
         return None if isinstance(self.failure, ReplicaFailedError) else self.failure
 
     def record(self, stage: int, kind: str, microbatch: int, start: float) -> None:

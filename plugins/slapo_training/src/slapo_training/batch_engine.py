@@ -37,7 +37,7 @@ class MicroBatches(NamedTuple):
 
     Args:
         parts: The model's arguments for each micro-batch.
-        labels: Those of each for a loss function, or what takes their place; None where the model makes the loss itself.
+        labels: The labels of each for a loss function, or its loss in their place; None where the model makes the loss itself.
         weights: What each weighs in the loss; None for all alike.
     """
 
@@ -52,14 +52,14 @@ class BatchEngine(Engine):
     Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
 
     Args:
-        program: What runs.
+        program: The program that runs.
         options: Those common to all engines.
         parts: Micro-batches of a batch.
         dtype: Of floating-point weights, and of what the model gets.
         trains: Whether there is an optimizer.
 
     Attributes:
-        program: What runs.
+        program: The program that runs.
         steps: Batches that were trained, those before the checkpoint that was loaded included.
         grad_norm: Norm of all gradients of the last step before clipping; without ``clip`` None where the engine computes none.
     """
@@ -93,7 +93,7 @@ class BatchEngine(Engine):
         """Return the loss without gradients, the same on all ranks, and on ranks that compute losses their reductions.
 
         Args:
-            batch: What runs.
+            batch: The micro-batches.
             training: Whether the model runs in training mode.
         """
 

@@ -1,4 +1,4 @@
-"""The losses of ``step_losses``, for engines that an error within a step ends."""
+"""``StepLosses`` for engines that end at an error within a step."""
 
 from __future__ import annotations
 

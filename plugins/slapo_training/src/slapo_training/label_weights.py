@@ -26,7 +26,7 @@ class LabelWeights:
 
     Attributes:
         kind: Which of the numbers counts, 0 or 1; None until it is told, where they differ.
-        gradient: What gradients of losses are multiplied by, beside; see ``FirstStep.scale``.
+        gradient: Additional factor of the gradients of losses, see ``FirstStep.scale``.
     """
 
     def __init__(self, own: Sequence[tuple[int, int]], totals: tuple[int, int], num_parts: int, differs: bool) -> None:

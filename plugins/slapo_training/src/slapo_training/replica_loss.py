@@ -261,7 +261,7 @@ class SinglePass(MicroBatchLoss):
 
 
 def with_gradients(value: torch.Tensor, tensors: dict[str, torch.Tensor], gradients: Gradients, factor: float) -> torch.Tensor:
-    """Return a number whose backward gives tensors these gradients, times a factor."""
+    """Return a tensor of this value whose backward gives ``tensors`` these gradients, times a factor."""
     paths = [path for path, each in tensors.items() if path in gradients and each.requires_grad]
     loss: torch.Tensor = _WithGradients.apply(  # type: ignore[no-untyped-call]
         value, factor, [gradients[path] for path in paths], *(tensors[path] for path in paths)
@@ -270,7 +270,7 @@ def with_gradients(value: torch.Tensor, tensors: dict[str, torch.Tensor], gradie
 
 
 class _WithGradients(torch.autograd.Function):
-    """A number with known gradients."""
+    """Autograd node of a number with known gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, factor: float, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> Any:

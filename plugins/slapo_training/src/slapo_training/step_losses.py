@@ -25,9 +25,9 @@ class StepLosses:
     """Gives each micro-batch its loss in the place of its labels, where one of the options is set.
 
     Args:
-        program: What runs.
-        options: Of the engine.
-        device: Of this rank.
+        program: The program that runs.
+        options: Options of the engine.
+        device: Device of this rank.
         on_all_ranks: Runs what may fail on one rank, and goes on only if no rank failed; returns its result. Collective.
         precision: Makes the context in which the engine runs ``loss_fn``.
     """

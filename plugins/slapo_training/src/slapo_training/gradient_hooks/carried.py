@@ -25,7 +25,7 @@ class CarriedHook:
     Args:
         ref: The hook.
         whole: The parameter it was put on.
-        part: What took its place.
+        part: The part that took its place.
         spec: How that was cut.
         places: Where the model has the part.
     """
@@ -79,7 +79,7 @@ def carry_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places
 
     Args:
         part: Takes the place of ``whole``, and has its hooks.
-        whole: It keeps its hooks as they are.
+        whole: The parameter, which keeps its hooks as they are.
         spec: How the part was cut.
         places: Where the model has the part.
     """

@@ -16,8 +16,8 @@ def cut_attributes(
     """Let a part of a parameter have the matching part of each tensor that was an attribute of the parameter.
 
     Args:
-        part: It has the attributes of the parameter.
-        shape: Of the parameter. A tensor matches that has as many dimensions, each of the same size or of size 1.
+        part: The part, which has the attributes of the parameter.
+        shape: Shape of the parameter. A tensor matches that has as many dimensions, each of the same size or of size 1.
         dim: Dimension along which the parameter was cut; what has size 1 there stays as it is.
         cut: Makes the part of a tensor.
 

@@ -1,4 +1,4 @@
-"""A whole parameter for as long as a hook looks at it."""
+"""A whole parameter in the place of its part while a hook runs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def whole_parameter(
     are changed inside go to the part.
 
     Args:
-        part: This rank's.
+        part: This rank's part.
         spec: How it was cut.
-        origin: Of the part.
+        origin: Origin of the part.
         places: Where the model has the part.
         in_place: Whether the values stay in the parameter of the unmodified model; else it has those of before again.
     """

@@ -1,4 +1,4 @@
-"""The whole tensors that an optimizer is to step, and where what a rank holds lies in them."""
+"""Whole tensors that an optimizer steps, and the places of a rank's parts in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..pieces import Chunk
 from .blocks import Blocks
 
 MADE_OF = "slapo_made_of"
-"""What a step that fuses parameters sets on the new one, see ``slapo_weights.made_of``."""
+"""Attribute that a fusing step sets on the new parameter, see ``slapo_weights.made_of``."""
 
 
 class Span(NamedTuple):
@@ -56,7 +56,7 @@ class Whole(NamedTuple):
         name: Its name there.
         shape: Its shape.
         source: This rank's parameter that has some of it.
-        dtype: Of the values that are stepped.
+        dtype: Type of the values that the optimizer steps.
         spans: The ranges of the scheduled model's parameter that it consists of; None where it is that parameter.
     """
 
@@ -87,10 +87,10 @@ def wholes_of(
 
     Args:
         name: Its name in the unmodified model.
-        parameter: This rank's.
+        parameter: This rank's parameter.
         shape: That of the whole parameter in the scheduled model.
-        dtype: Of the values that are stepped.
-        blocks: What the user wants to have stepped one by one.
+        dtype: Type of the values that the optimizer steps.
+        blocks: Blocks that are stepped one by one, as the user asks.
     """
     full = tuple(shape)
     made = getattr(parameter, MADE_OF, None)
@@ -153,7 +153,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
 
 
 def _spans(made: Any) -> dict[str, tuple[Span, ...]] | None:
-    """The ranges of each parameter that a fused one is made of; None where one of them is not there as a whole, once."""
+    """Return the ranges of each parameter in a fused one; None where one of them is not there completely and once."""
     dim, parts = made[0], made[1]
     spans: dict[str, list[Span]] = {}
     at = 0
