@@ -119,7 +119,7 @@ class BatchEngine(Engine):
         if cut.weights is not None:
             cut.weights.gradient = scale
         forward = partial(self._forward, cut, training=True)
-        cut = cut._replace(labels=self._losses_of().train(cut.parts, cut.labels, self._tree, forward))
+        cut = cut._replace(labels=self._losses_of().train(cut.parts, cut.labels, self.module, forward))
         self._is_broken = True
         try:
             with GradientScale(parameter for parameter, _ in self._trained.values()).dividing(scale):
@@ -145,13 +145,7 @@ class BatchEngine(Engine):
             return loss
 
         forward = partial(self._forward, cut, training=False)
-        return self._losses_of().evaluate(cut.parts, cut.labels, self._tree, forward, run)
-
-    @property
-    def _tree(self) -> nn.Module:
-        """This rank's stages."""
-        tree: nn.Module = self.module
-        return tree
+        return self._losses_of().evaluate(cut.parts, cut.labels, self.module, forward, run)
 
     def _losses_of(self) -> BatchLosses:
         if self._losses is None:
@@ -239,7 +233,7 @@ class BatchEngine(Engine):
     @torch.no_grad()
     def _trial_reductions(self, batch: MicroBatches, training: bool) -> list[LossReduction]:
         """Return the reductions of losses, by a forward that leaves buffers and random numbers as they are. Collective."""
-        with buffer_rollback(self._tree), random_rollback():
+        with buffer_rollback(self.module), random_rollback():
             return [*self._evaluate(batch._replace(weights=None), training)[1]]
 
     def _kind_of(self, losses: list[LossReduction], weights: LabelWeights) -> int:

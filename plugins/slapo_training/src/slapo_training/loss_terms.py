@@ -208,7 +208,7 @@ class _WeighedLoss(MicroBatchLoss):
                 self._terms.note(name, self._counts[name], labels)
         total: Any = 0
         for name, term in found.items():
-            total = total + (term * self._weights[name] if self._counts[name] else _nothing(term))
+            total = total + (term * self._weights[name] if self._counts[name] else _zero_term(term))
         return total  # type: ignore[no-any-return]
 
     def _watching(self) -> AbstractContextManager[Any]:
@@ -263,18 +263,18 @@ def _check_counts_of(name: str, found: Sequence[tuple[float, int]]) -> None:
             )
 
 
-def _nothing(term: torch.Tensor) -> torch.Tensor:
+def _zero_term(term: torch.Tensor) -> torch.Tensor:
     """Return zero in the place of a term over nothing, with gradients of zero."""
     nodes = [term.grad_fn]
     for node in nodes:
         if node is not None:
             node.register_hook(_zero_of_zero)
-            if len(nodes) < _CLOSE:
+            if len(nodes) < _MAX_NODES:
                 nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
     return term.nan_to_num() * 0.0
 
 
-_CLOSE = 50
+_MAX_NODES = 50
 """Number of operations behind a term among which the division by its count is found."""
 
 

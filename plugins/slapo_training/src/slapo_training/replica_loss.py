@@ -179,7 +179,7 @@ class ReplicaLoss:
         for path, each in stacked.items():
             values = each.to(torch.float64) if _is_real(each) else each
             close = (
-                torch.isclose(values, values[:1], rtol=_CLOSE.get(each.dtype, 0.0), atol=1e-7, equal_nan=True)
+                torch.isclose(values, values[:1], rtol=_TOLERANCES.get(each.dtype, 0.0), atol=1e-7, equal_nan=True)
                 if _is_real(each)
                 else values == values[:1]
             )
@@ -288,7 +288,7 @@ class _WithGradients(torch.autograd.Function):
         )
 
 
-_CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Relative differences by rounding."""
 
 

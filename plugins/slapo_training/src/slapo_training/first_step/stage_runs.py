@@ -68,7 +68,7 @@ class StageRuns:
 
     Args:
         program: In stages, or one.
-        options: Options of the engine; with ``loss_over`` or ``loss_weights`` no loss is computed: backwards start at the outputs.
+        options: Options of the engine; with ``loss_over`` or ``loss_weights`` backwards start at the outputs, without a loss.
         device: Device of the messages between ranks.
         around: Makes the context that an engine puts around a run.
         accumulates: Whether a run may leave gradients with parameters until it is put back, without an engine that takes them.

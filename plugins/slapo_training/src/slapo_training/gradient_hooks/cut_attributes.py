@@ -31,6 +31,13 @@ def cut_attributes(
     return found
 
 
+def attributes_cut_with(part: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that were cut with a part, by name, each expanded to the shape of the part."""
+    own = vars(part)
+    tensors = {name: own.get(name) for name in sorted(own.get(CUT, ()))}  # users may have put something else there
+    return {name: value.expand(part.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+
+
 def matches(value: object, shape: Sequence[int]) -> bool:
     """Return whether a value is a tensor of a parameter's shape, or of size 1 along some dimensions."""
     if type(value) is not torch.Tensor or value.dim() != len(shape) or not shape:

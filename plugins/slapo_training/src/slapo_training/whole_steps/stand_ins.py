@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..gradient_hooks.cut_attributes import attributes_cut_with
 from .exchange import Exchange, Holding, owners
-from .wholes import Whole, masks_of, stand_in
+from .wholes import Whole, stand_in
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
 
@@ -141,7 +142,7 @@ class StandIns:
     def _masks(self) -> list[dict[str, torch.Tensor]]:
         """Gather the attributes that were cut with the parts, for each stand-in by name. Collective."""
         found: list[dict[str, torch.Tensor]] = [{} for _ in self.wholes]
-        own = [masks_of(whole.source) for whole in self.wholes]
+        own = [attributes_cut_with(whole.source) for whole in self.wholes]
         values = self._values()
         for name in sorted({name for each in own for name in each}):
             kinds = {number: each[name].dtype for number, each in enumerate(own) if name in each}

@@ -11,7 +11,6 @@ from torch import nn
 
 from slapo_core.parameters import facts, successor
 
-from ..gradient_hooks.cut_attributes import CUT
 from ..gradient_hooks.tables import TABLES
 from ..pieces import Chunk
 from .blocks import Blocks
@@ -129,12 +128,6 @@ def stand_in(whole: Whole, value: torch.Tensor, masks: Mapping[str, torch.Tensor
     vars(new).pop(MADE_OF, None)
     vars(new).update(masks)
     return new
-
-
-def masks_of(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return the attributes that were cut with a parameter, by name, in the shape of its part."""
-    found = vars(parameter)
-    return {name: found[name].expand(parameter.shape) for name in sorted(found.get(CUT, ())) if name in found}
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
