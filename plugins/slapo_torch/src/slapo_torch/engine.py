@@ -259,7 +259,7 @@ class TorchEngine(Engine):
         if self._outdated:
             self._take_in_unfrozen()
             prepared = self._together(lambda: self._prepare(batch, training), self._facts_of)
-        runner, first, parts, labels = prepared
+        runner, forward_runner, parts, labels = prepared
         scale = self._loss_scale.value if training and self._loss_scale is not None else 1.0
         is_all = len(parts) * self.program.axis_size("dp") == 1
         differs = self._differs and not self._losses.are_whole
@@ -269,8 +269,8 @@ class TorchEngine(Engine):
             share = self._first.look(parts, labels, share, self._device, *held)
 
         def forward(losses: list[Any]) -> None:
-            run = first() if training else runner
-            self._reduced_loss(run(parts, losses, share), False, share)
+            only_forward = forward_runner() if training else runner
+            self._reduced_loss(only_forward(parts, losses, share), False, share)
 
         def run(losses: list[Any]) -> torch.Tensor:
             result = runner(parts, losses, share)
@@ -303,8 +303,8 @@ class TorchEngine(Engine):
         labels: list[Any] = [None] * len(parts)
         if self._options.loss_fn is not None:
             labels = [part.pop("labels", None) for part in parts]
-        first = partial(self._runner, parts[0], training, schedule, forward_only=True)
-        return self._runner(parts[0], training, schedule), first, parts, labels
+        forward_runner = partial(self._runner, parts[0], training, schedule, forward_only=True)
+        return self._runner(parts[0], training, schedule), forward_runner, parts, labels
 
     def _runner(self, part: Batch, training: bool, schedule: tuple[str, int], forward_only: bool = False) -> Runner:
         backward = training and not forward_only

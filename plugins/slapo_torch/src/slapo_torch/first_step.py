@@ -53,6 +53,9 @@ class TorchFirstStep(FirstStep):
 
         Returns:
             The share, which says whether the model injects gradients.
+
+        Raises:
+            BuildError: on all ranks, see ``FirstStep.check``.
         """
         if self.is_due(len(parts)):
             around = partial(self._around, device, shards)

@@ -45,25 +45,25 @@ class CommonOptions:
             ``partial`` that has one, else -100. It is needed where a loss that is no plain ``cross_entropy`` or ``nll_loss``
             leaves out another one: it has to be a mean over equal parts, and only by this value those are told that are not,
             in the batch's ``labels``, and refused. Of the plain ones each part's labels are counted as they enter the loss.
-        loss_weights: The count that the loss is a mean over: the name of an argument of the batch (of integer labels those
-            that are not ignored count; a mask, bool, of floating-point numbers or called one, counts its sum), or a function of
-            arguments of a micro-batch, by their names, that gives a number. Or a dict of such counts by the names of terms: the
-            model's output, or the result of ``loss_fn``, then has these terms, each a mean over its count, and the loss is
-            their sum. None counts the labels of plain ``cross_entropy`` and ``nll_loss``.
-        loss_over: ``"replicas"``: ``loss_fn`` is given the outputs and labels of all micro-batches and replicas together, as of
-            an in-batch contrastive loss. Outputs have the batch in dimension 0, or are the same for every micro-batch, and the
-            batch may have no labels. With several micro-batches each runs forward twice. None: of each micro-batch its own.
+        loss_weights: The count that the loss is a mean over: a function that takes arguments of a micro-batch by name and
+            returns a number, or the name of an argument. Integer labels count those that are not ignored; a mask (bool,
+            floating-point, or called one) counts its sum. A dict has such counts by the names of terms: the model's output, or
+            the result of ``loss_fn``, has these terms, each a mean over its count, and the loss is their sum. None counts
+            the labels of plain ``cross_entropy`` and ``nll_loss``.
+        loss_over: ``"replicas"`` gives ``loss_fn`` the outputs and labels of all micro-batches and replicas together, for
+            in-batch contrastive losses. Outputs have the batch in dimension 0, or are the same for every micro-batch; the batch
+            may have no labels. Several micro-batches run forward twice each. None gives it those of each micro-batch.
         gradient_hooks: ``"step"`` runs the hooks that parameters of the model had before ``build`` once in a step, each on the
-            whole reduced gradient, before it is clipped: as one process would that has the whole batch. ``"microbatch"``
-            leaves them to torch, which runs them in each micro-batch's backward on each replica.
-        check: Look at the first step that cuts a batch, before it is trained on: a loss that is no mean over rows is refused,
+            whole reduced gradient before clipping, as in one process with the whole batch. ``"microbatch"`` leaves them to
+            torch, which runs them in each micro-batch's backward on each replica.
+        check: Check the first step that cuts a batch, before it is trained on: a loss that is no mean over rows is refused,
             modules that mix rows are named in a warning, and gradients that the model injects are weighted right. It costs at
             most two steps, once. ``SLAPO_DISABLE_CHECKS`` switches off the checks ``rows`` and ``injected`` by name.
         strict: Refuse where the first step's checks would warn.
-        optimizer_blocks: For optimizers that step a tensor as a whole: globs of the names of the model's own fused parameters,
-            and of each ``(dim, blocks)``, blocks along that dimension which are tensors of their own to the optimizer: how many
-            equal ones, or their sizes. ``{"*.c_attn.weight": (1, 3)}`` is one for q, k and v each of GPT-2, ``(1, 36)`` one for
-            each of 12 heads. What a schedule fused is stepped as the unmodified model's parameters without being named.
+        optimizer_blocks: For optimizers that step a whole tensor: globs of the names of the model's own fused parameters, each
+            with ``(dim, blocks)``, the number or the sizes of blocks along a dimension that are stepped as tensors of their
+            own. For GPT-2 ``{"*.c_attn.weight": (1, 3)}`` has one block for each of q, k and v, ``(1, 36)`` one for each
+            of 12 heads. Parameters that a schedule fused are stepped as the unmodified model's without being named.
     """
 
     target: ClassVar[str] = ""
