@@ -33,6 +33,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     Attributes:
         inner: As given.
+        stand_ins: Stand-ins of each group of ranks, those of parameters that were added later included.
         flats: Flat tensors that an engine has put in the places of the parameters, by the numbers of their stand-ins.
     """
 
@@ -45,7 +46,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         randomness: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.inner = inner
-        self._stand_ins, self._sources, self._extend, self._randomness = list(stand_ins), dict(sources), extend, randomness
+        self.stand_ins, self._sources, self._extend, self._randomness = list(stand_ins), dict(sources), extend, randomness
         self._is_built, self.flats = False, list[torch.Tensor]()
         super().__init__(self._local_groups() or [{"params": []}], dict(inner.defaults))
         self._is_built, self._options = True, GroupOptions(inner)
@@ -70,27 +71,22 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Return the stand-ins by the names of the whole tensors."""
         return {
             whole.name: parameter
-            for each in self._stand_ins
+            for each in self.stand_ins
             for whole, parameter in zip(each.wholes, each.parameters, strict=True)
         }
 
     def sources(self) -> set[int]:
         """Return the ids of the rank's parameters that stand-ins are stepped for."""
-        return {id(whole.source) for each in self._stand_ins for whole in each.wholes}
+        return {id(whole.source) for each in self.stand_ins for whole in each.wholes}
 
     def owned(self, labels: Container[int] | None = None) -> set[int]:
         """Return the ids of the stand-ins of some groups that this rank steps; of all where none are given."""
-        return {id(parameter) for each in self._stand_ins for parameter in each.owned(labels)}
+        return {id(parameter) for each in self.stand_ins for parameter in each.owned(labels)}
 
     @property
     def steps_together(self) -> bool:
         """Return whether each rank steps all, as the step of one tensor depends on the others."""
-        return any(each.is_everywhere for each in self._stand_ins)
-
-    @property
-    def stand_ins(self) -> list[StandIns]:
-        """Stand-ins of each group of ranks."""
-        return self._stand_ins
+        return any(each.is_everywhere for each in self.stand_ins)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -98,14 +94,14 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._options.exchange()
         labels = self._present()
         try:
-            for each in self._stand_ins:
+            for each in self.stand_ins:
                 each.fetch_all(labels)
             with self._owned_only(labels), self._randomness(), torch.enable_grad():
                 found = self.inner.step() if closure is None else self.inner.step(closure)
-            for each in self._stand_ins:
+            for each in self.stand_ins:
                 each.put(labels)
         finally:
-            for each in self._stand_ins:
+            for each in self.stand_ins:
                 each.release()
             self._options.exchange()
         return found
@@ -126,7 +122,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         local: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
         stepped, made = self._extend(local)
         if made is not None:
-            self._stand_ins.append(made)
+            self.stand_ins.append(made)
             self._sources |= {id(each): whole.source for each, whole in zip(made.parameters, made.wholes, strict=True)}
         self.inner.add_param_group({**param_group, "params": stepped})
         if made is not None:
@@ -162,7 +158,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def _owned_only(self, labels: Container[int] | None = None) -> Iterator[None]:
         """Hide stand-ins that other ranks own: not every optimizer leaves alone what has no gradient."""
         owned = self.owned(labels)
-        others = {id(each) for own in self._stand_ins for each in own.parameters} - owned
+        others = {id(each) for own in self.stand_ins for each in own.parameters} - owned
         if not others:
             yield
             return
