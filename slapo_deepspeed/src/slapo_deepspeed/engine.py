@@ -104,7 +104,7 @@ class DeepSpeedEngine(BatchEngine):
         self._used = UsedParameters(program, named, options.zero_stage)
 
     def _made(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
-        """The optimizer and schedule given; or the one of DeepSpeed's config, if it steps whole tensors and ranks have parts."""
+        """The optimizer and schedule given, or those of DeepSpeed's config that step whole tensors of parts."""
         layout = flat_parts.layout(program, self.module, options.zero_stage)
         if options.optimizer is not None or "optimizer" not in self._config:
             return made_on_all(options, layout, self.module, self._fit)
