@@ -82,10 +82,8 @@ class Layout:
 
     def is_part(self, name: str, parameter: nn.Parameter) -> bool:
         """Return whether what this rank has is anything but the whole tensor of the unmodified model."""
-        if self.is_flat or name in self.blocks or is_fused(parameter):
-            return True
-        piece = self.piece(parameter)
-        return any(ranges != ((0, size),) for ranges, size in zip(piece.ranges, piece.full_shape, strict=True))
+        # by how it is cut, which all ranks see alike: one of them may hold all rows, where others hold none
+        return self.is_flat or name in self.blocks or is_fused(parameter) or is_part(parameter)
 
     def with_blocks(self, given: Mapping[str, tuple[int, int | Sequence[int]]] | None) -> Layout:
         """Return the same layout with what the user wants to have stepped block by block.
