@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -16,7 +17,7 @@ def one_replica(model: nn.Module) -> Iterator[None]:
 
     Every replica runs the same whole batch here, which counted once per replica would have another unbiased variance.
     """
-    wrappers = [
+    wrappers: list[Any] = [
         each for module in model.modules() for each in forward_wrappers(module) if getattr(each, "over_replicas", False)
     ]
     groups = [each.group for each in wrappers]
