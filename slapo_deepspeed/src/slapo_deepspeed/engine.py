@@ -23,7 +23,7 @@ from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.gradient_hooks import StepHooks
 from slapo_training.losses import CountedLoss, check_has_gradient
-from slapo_training.means import Told
+from slapo_training.means import LossReduction
 from slapo_training.meeting import on_all
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import made_on_all
@@ -102,7 +102,7 @@ class DeepSpeedEngine(BatchEngine):
         self._clipped_norm: float | None = None
         self.model.clip_fp32_gradients = self._clip
         self._loss = CountedLoss(options.loss_fn)
-        self._counted: list[Told] = []
+        self._counted: list[LossReduction] = []
         named = dict(self.module.named_parameters())
         self._remember_trained(named)
         self._gradients = WholeGradients(program, named, whole_shape)
@@ -274,7 +274,7 @@ class DeepSpeedEngine(BatchEngine):
 
     # ---- one step
 
-    def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[Told]]:
+    def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[LossReduction]]:
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training)
@@ -294,7 +294,7 @@ class DeepSpeedEngine(BatchEngine):
             self.model.reset_activation_shape()
             self._plan = plan
 
-    def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Told]]:
+    def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training=True)

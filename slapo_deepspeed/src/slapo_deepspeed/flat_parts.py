@@ -22,7 +22,7 @@ from .shares import flattened, stepping
 
 
 def layout(program: Program, module: nn.Module, zero_stage: int) -> Layout:
-    """What this rank's optimizer steps of the parameters: with ZeRO flat ranges of them, in fp32."""
+    """Return the layout of the parameters that this rank's optimizer steps: with ZeRO flat ranges, in fp32."""
     return Layout.of_engine(program, module, torch.float32 if zero_stage else None, is_flat=zero_stage > 0)
 
 
@@ -43,11 +43,11 @@ class _Range(NamedTuple):
 
 
 def bind(model: Any, program: Program) -> None:
-    """Tell an optimizer of whole tensors where DeepSpeed keeps the values that it steps. Collective where ZeRO does.
+    """Bind an optimizer of whole tensors to the values that DeepSpeed steps. Collective with ZeRO.
 
     Args:
         model: DeepSpeed's engine.
-        program: Whose parameters it has.
+        program: The program that it runs.
 
     Raises:
         BuildError: on every rank: a step depends on all parameters, and ZeRO steps some after the others.
@@ -76,7 +76,7 @@ def bind(model: Any, program: Program) -> None:
 
 
 def _ranges(outer: Any, optimizer: WholeTensorOptimizer, program: Program) -> dict[int, _Range] | None:
-    """What this rank has of each parameter, by its id; None where ZeRO deals nothing out."""
+    """Return this rank's range of each parameter, by its id; None without ZeRO."""
     sources = {id(whole.source): whole.source for each in optimizer.stand_ins for whole in each.wholes}
     if hasattr(outer, "fp32_partitioned_groups_flat"):
         return {key: _range_of_stage_3(outer, source) for key, source in sources.items()}
@@ -99,13 +99,13 @@ def _range_of_stage_3(outer: Any, source: Any) -> _Range:
 
 
 def _holdings(number: int, whole: Whole, place: int, own: _Range) -> Iterator[Holding]:
-    """The boxes of a whole tensor in the flat one that has this rank's range of its source.
+    """Iterate over the boxes of a whole tensor in the flat one that has this rank's range of its source.
 
     Args:
-        number: Of the whole tensor.
-        whole: It.
-        place: Of the flat tensor.
-        own: What this rank has of the source.
+        number: Number of the whole tensor.
+        whole: The whole tensor.
+        place: Number of the flat tensor.
+        own: This rank's range of the source.
     """
     shape = tuple(whole_shape(whole.source))
     chunks = [*whole.chunks(piece_of(torch.empty(shape, device="meta"), shard_spec(whole.source)).chunks())]
@@ -118,7 +118,7 @@ def _holdings(number: int, whole: Whole, place: int, own: _Range) -> Iterator[Ho
 
 
 def _inside(chunk: Chunk, begin: Sequence[int], sizes: Sequence[int]) -> Chunk | None:
-    """What of a box of a parameter is in another one, by its place in that; None where nothing is."""
+    """Return the intersection of a box of a parameter with another one, by its place in that; None where it is empty."""
     local, offset, found = [], [], []
     for start, where, size, low, length in zip(chunk.local, chunk.offset, chunk.sizes, begin, sizes, strict=True):
         first, last = max(start, low), min(start + size, low + length)

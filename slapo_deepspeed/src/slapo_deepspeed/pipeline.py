@@ -16,7 +16,7 @@ from slapo_core.program import Boundary, Program
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, LossFn, check_has_gradient, run_stage
-from slapo_training.means import Told
+from slapo_training.means import LossReduction
 from slapo_training.modes import Modes
 from slapo_training.other_stages import copies
 
@@ -46,7 +46,7 @@ class RunningStage(nn.Module):
         self._names: tuple[str, ...] = ()
         self._weights: LabelWeights | None = None
         self._parts: Iterator[tuple[int, Batch, Any]] = iter(())
-        self.counted: list[Told] = []
+        self.counted: list[LossReduction] = []
 
     def begin(self, program: Program, parts: list[Batch], labels: list[Any], weights: LabelWeights | None) -> None:
         """Begin a step.

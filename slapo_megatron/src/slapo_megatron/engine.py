@@ -17,7 +17,7 @@ from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.gradient_hooks import StepHooks
-from slapo_training.means import Told
+from slapo_training.means import LossReduction
 from slapo_training.meeting import on_all
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import made_on_all
@@ -244,7 +244,7 @@ class MegatronEngine(BatchEngine):
 
     # ---- one step
 
-    def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Told]]:
+    def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
         self._begin(batch, training=True)
         for chunk in self.model:
             chunk.train()
@@ -263,7 +263,7 @@ class MegatronEngine(BatchEngine):
             self.lr_scheduler.step()
         return loss, self._stages[-1].counted
 
-    def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[Told]]:
+    def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[LossReduction]]:
         self._begin(batch, training)
         for chunk in self.model:
             chunk.train(training)

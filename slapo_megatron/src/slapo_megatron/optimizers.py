@@ -76,7 +76,7 @@ def wrapped(optimizer: torch.optim.Optimizer, config: Any, chunks: Sequence[Any]
 
 
 def whole_layout(options: MegatronOptions, program: Program, module: nn.Module) -> Layout:
-    """What this rank's optimizer steps of the parameters; with bf16 fp32 copies of them."""
+    """Return the layout of the parameters that this rank's optimizer steps; with bf16 fp32 copies of them."""
     dtype = torch.float32 if options.precision == "bf16" else None
     refusal = (
         "the distributed optimizer gives each rank ranges of flattened ones; leave distributed_optimizer out"
@@ -87,7 +87,7 @@ def whole_layout(options: MegatronOptions, program: Program, module: nn.Module) 
 
 
 def bind_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Tell an optimizer of whole tensors of the fp32 copies that Megatron has put in the places of its parameters."""
+    """Bind an optimizer of whole tensors to the fp32 copies that Megatron has put in the places of its parameters."""
     if not isinstance(optimizer, WholeTensorOptimizer):
         return
     sources = {id(whole.source) for each in optimizer.stand_ins for whole in each.wholes}

@@ -15,7 +15,7 @@ from slapo_core.program import Program
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, LossFn, check_has_gradient, run_stage
-from slapo_training.means import Told
+from slapo_training.means import LossReduction
 from slapo_training.other_stages import copies
 
 from .carrier import Layout, carrier_dtype, reached
@@ -75,7 +75,7 @@ class RunningStage(nn.Module):
         self._names: tuple[str, ...] | None = None
         self._weights: LabelWeights | None = None
         self._received: torch.Tensor | None = None
-        self.counted: list[Told] = []
+        self.counted: list[LossReduction] = []
 
     def begin(self, program: Program, borders: Borders, weights: LabelWeights | None) -> None:
         """Begin a step.

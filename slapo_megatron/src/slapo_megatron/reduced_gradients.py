@@ -20,7 +20,7 @@ class ReducedGradients(GradientAccess):
 
     Args:
         program: Its replicas share the gradients out with the distributed optimizer.
-        options: Of the engine.
+        options: Options of the engine.
         chunks: Megatron's ``DistributedDataParallel`` around each stage of this rank.
     """
 

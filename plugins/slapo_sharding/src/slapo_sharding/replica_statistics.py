@@ -52,7 +52,7 @@ class ReplicaStatistics:
 
 
 def module_of(call: Callable[..., Any]) -> Any:
-    """The layer whose forward a wrapper is given, as the innermost of several."""
+    """Return the layer whose forward a wrapper is given; other wrappers may lie between."""
     while isinstance(call, partial):
         call = call.args[0]
     return call.__self__  # type: ignore[attr-defined]

@@ -69,7 +69,7 @@ class SyncBatchNormPrimitive(Primitive):
 
 
 def replicas_of(schedule: Schedule) -> Group:
-    """The data-parallel replicas of the schedule's mesh that this rank is one of; None where there is one."""
+    """Return the group of this rank's data-parallel replicas in the schedule's mesh; None where there is one."""
     mesh = schedule.mesh
     if mesh is None or "dp" not in (mesh.mesh_dim_names or ()) or mesh["dp"].size() == 1:
         return None
@@ -77,7 +77,7 @@ def replicas_of(schedule: Schedule) -> Group:
 
 
 def resolve_replicas(schedule: Schedule) -> None:
-    """Let layers that were synced before there was a mesh know their replicas."""
+    """Give layers that were synced before there was a mesh their group of replicas."""
     group = replicas_of(schedule)
     for module in schedule.get_top_schedule().mod.modules():
         if (found := statistics_of(module)) is not None:
@@ -85,7 +85,7 @@ def resolve_replicas(schedule: Schedule) -> None:
 
 
 def statistics_of(module: nn.Module) -> ReplicaStatistics | None:
-    """What gives a layer the statistics of all replicas, if anything does."""
+    """Return the wrapper that gives a layer the statistics of all replicas, or None."""
     return next((wrapper for wrapper in forward_wrappers(module) if isinstance(wrapper, ReplicaStatistics)), None)
 
 

@@ -26,7 +26,7 @@ from slapo_training.saving import Buffers, Saver, Saving
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from . import extra_state, model_state, optimizer_state
-from .stepped import stepped_by
+from .named_optimizers import named_optimizers
 from .updates import Progress
 
 if TYPE_CHECKING:
@@ -84,11 +84,11 @@ class TorchSaver(Saver):
         place: dict[str, Any] = {}
         pieces: dict[str, Piece] = {}
 
-        def collect() -> tuple[Any, Any, str, tuple[str, str], str, bool]:
-            steppers = stepped_by(module, what.optimizer)
-            for each in steppers.values():
+        def collect() -> _Announcement:
+            optimizers = named_optimizers(module, what.optimizer)
+            for each in optimizers.values():
                 optimizer_state.check(each)
-            states = {spot: optimizer_state.held(each) for spot, each in steppers.items()}
+            states = {spot: optimizer_state.held(each) for spot, each in optimizers.items()}
             parameters, buffers = model_tensors.parameters(module), model_tensors.buffers(module)
             saved = parameters if program.axis_rank("dp") else {**parameters, **buffers}
             pieces.update({MODEL + name: model_state.piece(tensor, tensor) for name, tensor in saved.items()})
@@ -106,29 +106,30 @@ class TorchSaver(Saver):
                 random=random_state.packed(),
             )
             kept = {spot: (state.own, state.once) for spot, state in states.items()}
-            once = {"optimizer": kept, "progress": progress, "extra": (extra, run)}
-            owns = isinstance(what.optimizer, WholeTensorOptimizer)
             is_first = program.axis_rank("dp") == program.axis_rank("tp") == 0
-            fits = self._files is not None and self._files.fits(pieces)
-            words = digest(_told(place["optimizer"]))
-            beside = kept if owns and not is_first else None
-            return once if is_first else None, beside, words, Writing.proposed(path, TARGET), position.words(), fits
+            is_owner = isinstance(what.optimizer, WholeTensorOptimizer) and not is_first
+            return _Announcement(
+                {"optimizer": kept, "progress": progress, "extra": (extra, run)} if is_first else None,
+                kept if is_owner else None,
+                digest(_digests(place["optimizer"])),
+                Writing.proposed(path, TARGET),
+                position.words(),
+                self._files is not None and self._files.fits(pieces),
+            )
 
-        everyone = ranks.on_all(collect)
-        stages = [own for own, *_ in everyone if own is not None]
-        writing = Writing.agreed([proposed for _, _, _, proposed, *_ in everyone], TARGET)
-        position.check_same(words for *_, words, _ in everyone)
-        owners = [own for _, own, *_ in everyone if own is not None]
-        told = [_told({path: own for path, (own, _) in each["optimizer"].items()}) for each in stages]
-        if {words for _, _, words, *_ in everyone}.difference(
-            map(digest, told)
-        ):  # what is long travels where ranks differ alone
-            told = ranks.gather(_told(place["optimizer"]))
+        everyone: list[_Announcement] = ranks.on_all(collect)
+        stages = [each.stage for each in everyone if each.stage is not None]
+        writing = Writing.agreed([each.writing for each in everyone], TARGET)
+        position.check_same(each.position for each in everyone)
+        owners = [each.owner for each in everyone if each.owner is not None]
+        digests = [_digests({path: own for path, (own, _) in each["optimizer"].items()}) for each in stages]
+        if {each.optimizer for each in everyone}.difference(map(digest, digests)):  # else the short digest is enough
+            digests = ranks.gather(_digests(place["optimizer"]))
         files = {place_of(ranks): bytes_of(place)}
         if ranks.place == 0:
             files[COMMON] = bytes_of(
                 {
-                    "optimizer": _merged([own["optimizer"] for own in stages], owners, told),
+                    "optimizer": _merged([own["optimizer"] for own in stages], owners, digests),
                     "progress": [own["progress"] for own in stages],
                     "extra": extra_state.merged([own["extra"] for own in stages]),
                     "run": {path for own in stages for path in own["extra"][1]},
@@ -136,7 +137,7 @@ class TorchSaver(Saver):
                     "position": position._asdict(),
                 }
             )
-        if self._files is not None and all(fits for *_, fits in everyone):
+        if self._files is not None and all(each.fits for each in everyone):
             self._files.renew(pieces, ranks, copies)
         else:
             self._files = TensorFiles(pieces, ranks, copies)
@@ -157,20 +158,40 @@ class TorchSaver(Saver):
         return write
 
 
-def _told(owns: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each of a rank's optimizers in few words what ranks should have alike."""
-    return {path: optimizer_state.told(own) for path, own in owns.items()}
+class _Announcement(NamedTuple):
+    """Facts that each rank gives to all before a checkpoint is written.
+
+    Args:
+        stage: Plain data of a pipeline rank, from its first replica and tensor-parallel rank; None from the others.
+        owner: State of whole tensors that one of these others owns, or None.
+        optimizer: Digest of the optimizers' state that ranks with the same parameters should have alike.
+        writing: See ``Writing.proposed``.
+        position: See ``Position.words``.
+        fits: Whether the plan of the last checkpoint fits this one.
+    """
+
+    stage: dict[str, Any] | None
+    owner: dict[str, Any] | None
+    optimizer: str
+    writing: tuple[str, str]
+    position: str
+    fits: bool
+
+
+def _digests(owns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return digests of the state that ranks should have alike, for each of a rank's optimizers by its path."""
+    return {path: optimizer_state.digests(own) for path, own in owns.items()}
 
 
 def _merged(
-    stages: Sequence[Mapping[str, Any]], owners: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]
+    stages: Sequence[Mapping[str, Any]], owners: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What is kept once of each of the optimizers, by its place in the rank's."""
+    """Return the state that is kept once, for each of the optimizers by its path."""
     return {
         path: optimizer_state.merged(
             [each.get(path, (None, {})) for each in stages],
             [each[path] for each in owners if path in each],
-            [each[path] for each in told if path in each],
+            [each[path] for each in digests if path in each],
         )
         for path in dict.fromkeys(path for each in (*stages, *owners) for path in each)
     }

@@ -26,6 +26,7 @@ from slapo_training.optimizer_making import OptimizerMaking
 from slapo_training.optimizers import adopted
 from slapo_training.pieces import Piece
 from slapo_training.saving import Saving
+from slapo_training.step_losses import StepLosses
 from slapo_training.whole_steps.tree import groups_in
 
 from . import model_state
@@ -42,7 +43,6 @@ from .replicas import Replicas, check_dense
 from .schedules import kind_of, schedule_of
 from .stage_call import StageCall, precision
 from .step import StepResult, run_whole
-from .step_losses import StepLosses
 from .updates import LossScale, MissedSteps, Progress, step_rate
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 _KEPT_PLANS = 16  # shapes of micro-batches, each with its receive buffers
 
 Runner = Callable[[list[Batch], list[Any], Share], StepResult]
-
-
 _Given = tuple[tuple[Any, ...], Mapping[str, Any]]
 """A batch as it was given: by position and by keyword."""
 
@@ -82,7 +80,7 @@ class TorchEngine(Engine):
     collective, when the process of one has ended.
 
     Attributes:
-        program: What runs.
+        program: The program that runs.
         module: This rank's stage, all its stages in one tree, or the model.
         optimizer: Of this rank's trainable parameters; None when there are none, or none was asked for.
         lr_scheduler: The schedule of its learning rate, or None.
@@ -130,7 +128,8 @@ class TorchEngine(Engine):
         self._outdated = False
         self._is_closed = False
         self._unchecked: torch.Tensor | int = 0
-        self._losses = StepLosses(program, options, self._device)
+        autocast = partial(precision, options, self._device.type)
+        self._losses = StepLosses(program, options, self._device, self._together, autocast)
         self._scale = 1.0
         try:
             compare(options.agreed(), program.mesh)
@@ -269,27 +268,27 @@ class TorchEngine(Engine):
             held = self._shards, self._replicas, self._peers
             share = self._first.look(parts, labels, share, self._device, *held)
 
-        def forward(run: Runner, losses: list[Any]) -> None:
-            self._settle(run(parts, losses, share), False, share)
+        def forward(losses: list[Any]) -> None:
+            run = first() if training else runner
+            self._reduced_loss(run(parts, losses, share), False, share)
 
-        if (over := self._losses.over) is not None and not training:
-            forward(runner, runs := over.first_runs(len(parts)))
-            return over.shared(self._together(lambda: over.evaluated(runs, labels, rows_of(parts[0]))))
-        losses = self._losses.begin(
-            parts, labels, training, scale, self.module, lambda runs: forward(first(), runs), self._together
-        )
-        result = runner(parts, losses, share)
-        result.unused += self._shards.num_unused() if training and self._shards is not None else 0
-        loss = self._settle(result, training, share)
-        self._losses.end(training)
-        if self._options.record_timeline:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            place = {"rank": rank, "dp": self.program.axis_rank("dp"), "tp": self.program.axis_rank("tp")}
-            self.timeline = [{**place, **action} for action in result.actions]
-        return loss
+        def run(losses: list[Any]) -> torch.Tensor:
+            result = runner(parts, losses, share)
+            result.unused += self._shards.num_unused() if training and self._shards is not None else 0
+            loss = self._reduced_loss(result, training, share)
+            self._losses.end(training)
+            if self._options.record_timeline:
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                place = {"rank": rank, "dp": self.program.axis_rank("dp"), "tp": self.program.axis_rank("tp")}
+                self.timeline = [{**place, **action} for action in result.actions]
+            return loss
+
+        if not training:
+            return self._losses.evaluate(parts, labels, self.module, forward, run)
+        return run(self._losses.train(parts, labels, self.module, forward, scale))
 
     def _prepare(self, given: _Given, training: bool) -> tuple[Runner, Callable[[], Runner], list[Batch], list[Any]]:
-        """Cut the batch and find what runs it, and what runs it forward alone in this mode; touches no other rank."""
+        """Return a runner, a maker of a forward-only runner, micro-batches and labels; touches no other rank."""
         if training and self._is_closed:
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
         batch = named_inputs(self.program.module, *given)
@@ -389,8 +388,8 @@ class TorchEngine(Engine):
         if self._shards is not None:
             self._shards.gather()
 
-    def _settle(self, result: StepResult, training: bool, share: Share) -> torch.Tensor:
-        """The mean loss over micro-batches and replicas, on every rank; or the error of any rank, on every rank."""
+    def _reduced_loss(self, result: StepResult, training: bool, share: Share) -> torch.Tensor:
+        """Return the mean loss over micro-batches and replicas, or raise the error of any rank, on every rank. Collective."""
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
         self._ignored = next((told.ignore_index for told in result.counted if isinstance(told, Counted)), self._ignored)
         used = self._shards.used() if self._shards is not None else ()
@@ -493,7 +492,7 @@ class TorchEngine(Engine):
         self._together(making.begin)
         making.step_whole()
         self._together(lambda: making.finish(self._options.lr_scheduler))
-        making.settle()
+        making.discard_unstepped()
         if making.optimizer is not None:
             self.optimizer, self.lr_scheduler = making.optimizer, making.rate
             self._missed.catch_up(self.lr_scheduler)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TorchFirstStep(FirstStep):
-    """The checks, with what this engine puts around a forward."""
+    """The checks, in the contexts that this engine puts around a forward."""
 
     def __init__(self, program: Program, options: Options) -> None:
         super().__init__(program, options)
@@ -44,15 +44,15 @@ class TorchFirstStep(FirstStep):
 
         Args:
             parts: Micro-batches.
-            labels: Those of each for the loss function.
-            share: What the loss of each adds to that of the batch.
-            device: Of this rank.
-            shards: Parameters, where replicas share them out; they are gathered.
-            replicas: What averages gradients, where each replica has all.
-            peers: The tensor-parallel ranks, where there are any.
+            labels: The labels of each, for the loss function.
+            share: The share of each loss in that of the batch.
+            device: Device of this rank.
+            shards: The gathered parameters of FSDP, or None.
+            replicas: Averages gradients of DDP, or None.
+            peers: The tensor-parallel ranks, or None.
 
         Returns:
-            The share of a model that injects gradients as this one does, or not.
+            The share, which says whether the model injects gradients.
         """
         if self.is_due(len(parts)):
             around = partial(self._around, device, shards)

@@ -1,4 +1,4 @@
-"""What each micro-batch's mean over labels weighs in the loss of the batch."""
+"""Weights of micro-batches, whose losses are means over labels, in the loss of the batch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from slapo_core.errors import BuildError
 from slapo_training.first_step import scaled_gradient
-from slapo_training.means import EQUAL_PARTS, UNTOLD, Counted, Mixed, Told
+from slapo_training.means import EQUAL_PARTS, UNKNOWN_REDUCTION, CombinedMeans, Counted, LossReduction
 
 OTHER_LABELS = f"the model injects gradients, and its loss is a mean over other labels than the batch shows; {EQUAL_PARTS}"
-"""Said behind a step whose losses were weighted by other numbers of labels than theirs."""
+"""Error after a step whose losses were weighted by wrong numbers of labels."""
 
 
 class LabelCount:
-    """About how many labels a micro-batch has: as many as in the step before, so that shares need no correction.
+    """Estimated number of labels of a micro-batch: that of the step before, so that shares need no correction.
 
     Attributes:
         value: Equal on all ranks; 0 before the first step.
@@ -34,16 +34,16 @@ class LabelCount:
 
 
 class Share(NamedTuple):
-    """What the loss of each micro-batch adds to the loss of the batch.
+    """Share of each micro-batch's loss in the loss of the batch.
 
     A loss over n labels is taken ``n / (parts * unit)`` times, and in the end all by ``parts * unit / N`` for N labels in all.
-    A loss of which it is not known what it is a mean over is taken ``1 / parts`` times, as are all others then.
+    A loss of unknown reduction is taken ``1 / parts`` times, as are all others then.
 
     Args:
         parts: Micro-batches of each replica.
-        unit: About as many labels as a micro-batch has, equal on all ranks.
-        differs: Whether micro-batches or ranks have different numbers of labels, so that theirs have to be known.
-        scale: What all is multiplied by beside, with fp16.
+        unit: Estimated number of labels of a micro-batch, equal on all ranks.
+        differs: Whether micro-batches or ranks have different numbers of labels, so that reductions have to be known.
+        scale: Loss scale of fp16, which multiplies all shares.
         is_all: Whether there is no other micro-batch on any rank.
         injects: Whether the model injects gradients: these are not divided by ``parts`` as the loss is, so that gradients of
             losses are multiplied by it, and gradients of parameters divided in the end.
@@ -56,26 +56,31 @@ class Share(NamedTuple):
     is_all: bool = False
     injects: bool = False
 
-    def of(self, loss: torch.Tensor, counted: Told) -> torch.Tensor:
-        """This share of a loss, which is a mean over ``counted`` labels."""
-        return scaled_gradient(self._value(loss, counted), self.parts if self.injects else 1.0)
+    def of(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:
+        """Return this share of a loss.
 
-    def _value(self, loss: torch.Tensor, counted: Told) -> torch.Tensor:
-        if not isinstance(counted, Counted) or counted.labels == self.unit:
+        Args:
+            loss: A micro-batch's loss.
+            reduction: Its reduction over labels.
+        """
+        return scaled_gradient(self._value(loss, reduction), self.parts if self.injects else 1.0)
+
+    def _value(self, loss: torch.Tensor, reduction: LossReduction) -> torch.Tensor:
+        if not isinstance(reduction, Counted) or reduction.labels == self.unit:
             return loss * self.scale / self.parts if self.scale != 1.0 else loss / self.parts
-        known = loss if counted.labels else loss.nan_to_num()  # of no labels a mean is not a number
-        return known * (self.scale * counted.labels / (self.parts * self.unit))
+        known = loss if reduction.labels else loss.nan_to_num()  # of no labels a mean is not a number
+        return known * (self.scale * reduction.labels / (self.parts * self.unit))
 
     def mean(self, total: float, labels: float | None, dp: int) -> tuple[float, float, float]:
-        """Return the loss of a batch, and what that leaves to do.
+        """Return the loss of a batch, the remaining factor of its gradients, and the next ``unit``.
 
         Args:
             total: Sum of these shares over all replicas.
-            labels: Of all micro-batches; None where the losses are no means over labels.
+            labels: Number of labels of all micro-batches; None where the losses are no means over labels.
             dp: Number of replicas.
 
         Returns:
-            The loss, what the gradients are still to be multiplied by, and the next step's ``unit``.
+            The loss, the factor that the gradients still need, and the next step's ``unit``.
 
         Raises:
             BuildError: the model injects gradients, and the labels are others than the batch shows.
@@ -90,22 +95,22 @@ class Share(NamedTuple):
         return (total / dp * factor / self.scale if labels else float("nan")), factor / scale, unit
 
 
-def numbers_of(told: Sequence[Told]) -> list[float]:
-    """What the losses of one rank tell, as numbers to be summed over ranks."""
-    counts = [each.labels for each in told if isinstance(each, Counted)]
-    mixed = [each.number for each in told if isinstance(each, Mixed)]
-    return [sum(counts), len(counts), len(told), len(mixed), sum(mixed), sum(each**2 for each in mixed)]
+def numbers_of(reductions: Sequence[LossReduction]) -> list[float]:
+    """Return the reductions of one rank's losses as numbers to be summed over ranks; ``labels_of`` reads the sums."""
+    counts = [each.labels for each in reductions if isinstance(each, Counted)]
+    combined = [each.number for each in reductions if isinstance(each, CombinedMeans)]
+    return [sum(counts), len(counts), len(reductions), len(combined), sum(combined), sum(each**2 for each in combined)]
 
 
 def labels_of(numbers: Sequence[float]) -> float | None:
-    """Return how many labels all losses together are means over, from the sum of ``numbers_of``; None where they are not.
+    """Return the number of labels of all losses together, from the sums of ``numbers_of``; None where they are no means.
 
     Raises:
-        BuildError: some are; or they are made of means over different numbers of labels.
+        BuildError: only some losses are means over labels; or they combine means over different numbers of labels.
     """
-    labels, told, losses, mixed, total, squares = numbers
-    if told not in (0, losses):
+    labels, means, losses, combined, total, squares = numbers
+    if means not in (0, losses):
         raise BuildError("what the loss is a mean over can be told for some micro-batches only; " + EQUAL_PARTS)
-    if mixed * squares != total * total:
-        raise BuildError(UNTOLD)
-    return labels if told else None
+    if combined * squares != total * total:  # their numbers are not all equal
+        raise BuildError(UNKNOWN_REDUCTION)
+    return labels if means else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from slapo_core.parameters import is_part, shard_spec
+from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
 from slapo_training.model_tensors import Tensors, buffers, parameters, write
 from slapo_training.pieces import Piece, piece_of
@@ -36,15 +36,9 @@ def piece(tensor: torch.Tensor, value: torch.Tensor) -> Piece:
 
 
 def layout(program: Program, module: nn.Module) -> Layout:
-    """What this rank holds of the parameters, for an optimizer that may need the whole ones."""
-    named = {name: each for name, each in parameters(module).items() if isinstance(each, nn.Parameter)}
-    return Layout(program, named, lambda parameter: piece(parameter, parameter), _holders)
-
-
-def _holders(parameter: nn.Parameter) -> dist.ProcessGroup | None:
-    """The ranks that together have the whole parameter."""
-    spec = shard_spec(parameter)
-    return spec.group if spec is not None and is_part(parameter) else None
+    """Return the layout of this rank's parameters, for an optimizer that may step whole tensors."""
+    parts = Layout.of_engine(program, module, None, is_flat=False)
+    return replace(parts, piece=lambda parameter: piece(parameter, parameter))  # FSDP has rows of parts
 
 
 def differences(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[str]:

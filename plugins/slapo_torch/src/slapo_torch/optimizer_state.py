@@ -18,9 +18,9 @@ from slapo_training.pieces import Piece
 from slapo_training.plain import check_plain, digest
 
 from .model_state import piece
+from .named_optimizers import NamedOptimizer
 from .optimizer_groups import groups_of
 from .replica_spec import replica_spec
-from .stepped import Stepped
 
 
 class State(NamedTuple):
@@ -38,21 +38,21 @@ class State(NamedTuple):
 
 
 def key_of(name: str, key: Any, path: str = "") -> str:
-    """The name of a tensor in the checkpoint, which no other has; of the optimizer at a place in the rank's."""
+    """Return the unique name of a state tensor in the checkpoint; ``path`` is that of its optimizer inside the rank's."""
     return f"optimizer.{f'[{path!r}].' if path else ''}{key if isinstance(key, str) and key.isidentifier() else [key]}.{name}"
 
 
-def check(stepped: Stepped) -> None:
+def check(named: NamedOptimizer) -> None:
     """Refuse to write what could not be read back.
 
     Raises:
         BuildError: its state has objects that would only come back by running what a file says, or tensors of other shapes than
             the parameters have, where replicas share these out.
     """
-    kind = type(stepped.optimizer).__name__
-    state, more = _named_state(stepped)
-    check_plain({**state, "groups": groups(stepped), "more": more}, f"the state of {kind}")
-    for parameter, kept in stepped.optimizer.state.items():
+    kind = type(named.optimizer).__name__
+    state, more = _named_state(named)
+    check_plain({**state, "groups": groups(named), "more": more}, f"the state of {kind}")
+    for parameter, kept in named.optimizer.state.items():
         if not isinstance(parameter, torch.Tensor):
             if isinstance(parameter, int):
                 raise BuildError(f"{kind} keeps a state for {parameter!r}, which is a parameter's number in a checkpoint")
@@ -66,15 +66,15 @@ def check(stepped: Stepped) -> None:
             )
 
 
-def held(stepped: Stepped) -> State:
+def held(named: NamedOptimizer) -> State:
     """What is written of the optimizer, which was checked."""
-    named, more = _named_state(stepped)
-    known = stepped.known
+    entries, more = _named_state(named)
+    known = named.known
     tensors: dict[tuple[str, Any], Piece] = {}
     numbers: dict[str, dict[Any, Any]] = {}
     parts: dict[str, dict[Any, Any]] = {}
     once: dict[str, Any] = {}
-    for name, state in named["parameters"].items():
+    for name, state in entries["parameters"].items():
         own = once[name] = {"tensors": [], "values": {}, "parts": []}
         for key, value in state.items():
             if _is_per_element(value, known[name]):
@@ -89,12 +89,12 @@ def held(stepped: Stepped) -> State:
                 parts.setdefault(name, {})[key] = value
             else:
                 own["values"][key] = value
-    rest = {"numbers": numbers, "parts": parts, "foreign": named["foreign"], "more": more}
-    return State(tensors, {"class": class_of(stepped.optimizer), "groups": groups(stepped), **rest}, once)
+    rest = {"numbers": numbers, "parts": parts, "foreign": entries["foreign"], "more": more}
+    return State(tensors, {"class": class_of(named.optimizer), "groups": groups(named), **rest}, once)
 
 
-def told(own: Mapping[str, Any] | None) -> dict[str, dict[Any, str]]:
-    """In few words what ranks that have the same parameters should have alike."""
+def digests(own: Mapping[str, Any] | None) -> dict[str, dict[Any, str]]:
+    """Return digests of the state that ranks with the same parameters should have alike."""
     if own is None:
         return {}
     options = [({key: digest(value) for key, value in each["options"].items()}, each["params"]) for each in own["groups"]]
@@ -108,12 +108,12 @@ def merged(
     owners: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
     everyone: Sequence[Mapping[str, Mapping[Any, str]]],
 ) -> dict[str, Any] | None:
-    """What is kept once, of the optimizers of all pipeline ranks.
+    """Return the state that is kept once, of the optimizers of all pipeline ranks.
 
     Args:
         ranks: ``State.own`` and ``State.once`` of each.
-        owners: Those of other ranks that own whole tensors.
-        everyone: ``told`` of these and all others.
+        owners: ``State.own`` and ``State.once`` of other ranks that own whole tensors.
+        everyone: ``digests`` of these and all others.
     """
     found = [(own, once) for own, once in ranks if own is not None]
     if not found:
@@ -132,7 +132,7 @@ def merged(
 
 
 def _different(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iterator[str]:
-    """What ranks have told otherwise of the same."""
+    """Name the state of which ranks have different digests."""
     unlike: list[Mapping[str, Mapping[Any, str]]] = []
     seen: dict[tuple[str, Any], str] = {}
     for each in everyone:
@@ -142,14 +142,14 @@ def _different(everyone: Sequence[Mapping[str, Mapping[Any, str]]]) -> Iterator[
                 yield from (f"{key!r}{whose}" for key, word in words.items() if seen.setdefault((whose, key), word) != word)
 
 
-def groups(stepped: Stepped) -> list[dict[str, Any]]:
+def groups(named: NamedOptimizer) -> list[dict[str, Any]]:
     """This rank's groups, by names."""
-    return groups_of(stepped.optimizer, stepped.names()[1])
+    return groups_of(named.optimizer, named.names()[1])
 
 
-def _named_state(stepped: Stepped) -> tuple[dict[str, dict[Any, Any]], dict[str, Any]]:
+def _named_state(named: NamedOptimizer) -> tuple[dict[str, dict[Any, Any]], dict[str, Any]]:
     """What is kept of ``parameters`` by name, and what is ``foreign`` to them; and what else is in the ``state_dict``."""
-    (names, _), written = stepped.names(), stepped.state_dict()
+    (names, _), written = named.names(), named.state_dict()
     found: dict[str, dict[Any, Any]] = {"parameters": {}, "foreign": {}}
     for key, value in written.pop("state").items():
         whose = ("parameters", names[key]) if type(key) is int else ("foreign", key)

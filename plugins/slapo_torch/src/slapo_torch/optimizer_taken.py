@@ -14,9 +14,9 @@ from slapo_training.pieces import Piece
 
 from . import optimizer_groups
 from .model_state import piece
+from .named_optimizers import NamedOptimizer
 from .optimizer_groups import SAME_LAYOUT
 from .optimizer_state import class_of, groups, key_of
-from .stepped import Stepped
 
 
 class Taken(NamedTuple):
@@ -42,17 +42,17 @@ class Taken(NamedTuple):
 
 
 def chosen(
-    stepped: Stepped,
+    named: NamedOptimizer,
     everyone: Sequence[Sequence[Mapping[str, Any]]],
     saved: Mapping[str, Any] | None,
     own: Mapping[str, Any] | None,
     parts: Mapping[str, Any],
     goes_by_order: bool,
 ) -> Taken:
-    """What the optimizer takes.
+    """Return the part of a checkpoint that the optimizer takes.
 
     Args:
-        stepped: This rank's.
+        named: An optimizer of this rank.
         everyone: ``groups`` of all ranks.
         saved: What ``merged`` gave.
         own: ``State.own`` of the rank in this one's place, which had the same parts of parameters; None where it had others.
@@ -62,7 +62,7 @@ def chosen(
     Raises:
         BuildError: no state was saved, or that of another class, or other groups, or of what is only kept for the same layout.
     """
-    optimizer = stepped.optimizer
+    optimizer = named.optimizer
     if saved is None:
         raise BuildError("the checkpoint has no optimizer state; build without optimizer= to load the weights alone")
     kind = type(optimizer).__name__
@@ -70,11 +70,11 @@ def chosen(
     if there != class_of(optimizer):
         raise BuildError(f"the checkpoint's optimizer is {there}, the engine's is {class_of(optimizer)}; build with the same")
     optimizer_groups.check_names(everyone, saved["groups"])
-    before, here = (saved["groups"] if own is None else [own["groups"]]), groups(stepped)
+    before, here = (saved["groups"] if own is None else [own["groups"]]), groups(named)
     if own is not None:
         optimizer_groups.check_names([here], before)
     optimizer_groups.check_same(here, before)
-    _check_parts(stepped, saved["state"], parts)
+    _check_parts(named, saved["state"], parts)
     if own is None and saved["differs"]:
         raise BuildError(f"the ranks that saved it had different {saved['differs']} in the state of {kind}; {SAME_LAYOUT}")
     if own is None and saved["foreign"]:
@@ -86,49 +86,49 @@ def chosen(
 
 
 def wanted(
-    stepped: Stepped,
+    named: NamedOptimizer,
     taken: Taken,
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     path: str,
 ) -> dict[tuple[str, Any], Piece]:
     """Tensors for what is to be read of the optimizer's state, by parameter and the optimizer's own name."""
     found = {}
-    for name, parameter in stepped.own().items():
+    for name, parameter in named.own().items():
         for key in taken.state.get(name, {"tensors": ()})["tensors"]:
             _, dtype = shapes[key_of(name, key, path)]
             found[name, key] = piece(parameter, torch.empty(parameter.shape, dtype=dtype))
     return found
 
 
-def _check_parts(stepped: Stepped, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+def _check_parts(named: NamedOptimizer, state: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Refuse state of parts of parameters that are not this rank's.
 
     Args:
-        stepped: This rank's.
+        named: An optimizer of this rank.
         state: Of each parameter what is kept once.
         parts: What fits this rank's parts, as it was saved.
 
     Raises:
         BuildError: it would be needed.
     """
-    for name, parameter in stepped.own().items():
+    for name, parameter in named.own().items():
         kept = state.get(name, {"parts": (), "values": {}})
         of_whole = kept["values"] if is_part(parameter) else ()
         for key in [*of_whole, *(key for key in kept["parts"] if key not in parts.get(name, {}))]:
             raise BuildError(
-                f"{key!r} in the state of {type(stepped.optimizer).__name__} is no number for each element of {name!r}, which "
+                f"{key!r} in the state of {type(named.optimizer).__name__} is no number for each element of {name!r}, which "
                 f"is sharded otherwise than when it was saved; {SAME_LAYOUT}"
             )
 
 
 def put(
-    stepped: Stepped,
+    named: NamedOptimizer,
     taken: Taken,
     read: Mapping[tuple[str, Any], Piece],
     handed: Handed,
 ) -> None:
     """Hand the optimizer what was saved."""
-    (names, listed), own = stepped.names(), stepped.own()
+    (names, listed), own = named.names(), named.own()
     index = {name: number for number, name in enumerate(names)}
     state: dict[Any, Any] = dict(taken.foreign)
     for name in own:
@@ -140,4 +140,4 @@ def put(
             state[index[name]] = {**tensors, **numbers, **kept["values"], **parts}
     made = [{**each, "params": [index[name] for name in group]} for each, group in zip(taken.options, listed, strict=True)]
     packed = {**taken.more, "state": state, "param_groups": made}
-    handed.to(type(stepped.optimizer).__name__, stepped.load_state_dict, packed, stepped.state_dict)
+    handed.to(type(named.optimizer).__name__, named.load_state_dict, packed, named.state_dict)

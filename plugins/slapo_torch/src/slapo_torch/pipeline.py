@@ -208,7 +208,7 @@ class StagePlan:
 
     Args:
         program: For that shape and mode.
-        options: Of the engine.
+        options: Options of the engine.
         schedule: The pipeline schedule, and its number of micro-batches.
         mine: Indices of this rank's stages.
         training: Whether backwards run.

@@ -95,10 +95,10 @@ def schedule_of(name: str, program: Program, microbatches: int, rows: int | None
     """Return the pipeline schedule and the number of micro-batches for a batch, with a warning where they are others.
 
     Args:
-        name: Of the schedule.
-        program: What runs.
+        name: A ``pipeline_schedule``.
+        program: The program that runs.
         microbatches: The usual number.
-        rows: Of the batch; None where no tensor has any.
+        rows: Number of rows of the batch; None where no tensor has any.
 
     Raises:
         BuildError: there is none.

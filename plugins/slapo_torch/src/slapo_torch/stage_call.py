@@ -12,7 +12,7 @@ from slapo_core.errors import BuildError
 from slapo_core.inputs import by_position
 from slapo_core.program import Boundary, Stage
 from slapo_training.losses import CountedLoss, MicroBatchLoss, check_has_gradient, loss_of, run_stage
-from slapo_training.means import UNTOLD, Told, is_counted
+from slapo_training.means import UNKNOWN_REDUCTION, LossReduction, is_label_mean
 
 from .means import Share
 from .options import Options
@@ -24,7 +24,7 @@ class StageCall(nn.Module):
     Args:
         stage: The stage.
         outputs: What the next stage receives; None for the last stage, which gives its share of the batch's mean loss.
-        options: Of the engine.
+        options: Options of the engine.
         device_type: Of the mesh.
     """
 
@@ -34,13 +34,13 @@ class StageCall(nn.Module):
         self.inputs = stage.inputs
         self.outputs = outputs
         self.share = Share(options.microbatches)
-        self.counted: list[Told] = []
+        self.counted: list[LossReduction] = []
         self._index = stage.index
         self._options = options
         self._device_type = device_type
         self._loss_of = CountedLoss(options.loss_fn)
 
-    def begin(self, share: Share) -> list[Told]:
+    def begin(self, share: Share) -> list[LossReduction]:
         """Begin a step: what each micro-batch's loss adds to it; what these are means over goes to the list returned."""
         self.share, self.counted = share, []
         return self.counted
@@ -67,11 +67,11 @@ class StageCall(nn.Module):
     def _share_of_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         if self.share.is_all and not isinstance(labels, MicroBatchLoss):  # it weighs the same whatever it is a mean over
             return self.share.of(loss_of(self._run(received, batch), self._options.loss_fn, labels), None)
-        loss, told = self._loss_of(lambda: self._run(received, batch), labels, self._index)
-        self.counted.append(told)
-        if self.share.differs and not is_counted(told):
-            raise BuildError(UNTOLD)
-        return self.share.of(loss, told)
+        loss, reduction = self._loss_of(lambda: self._run(received, batch), labels, self._index)
+        self.counted.append(reduction)
+        if self.share.differs and not is_label_mean(reduction):
+            raise BuildError(UNKNOWN_REDUCTION)
+        return self.share.of(loss, reduction)
 
     def _run(self, received: tuple[torch.Tensor, ...], batch: Mapping[str, Any]) -> Any:
         if self.inputs or self.outputs is not None:

@@ -11,7 +11,7 @@ import torch
 
 from slapo_training.batches import Batch
 from slapo_training.losses import note_failure
-from slapo_training.means import Told
+from slapo_training.means import LossReduction
 from slapo_training.replica_loss import ReplicaFailedError
 
 from .first_gradients import FirstGradients
@@ -31,19 +31,19 @@ class StepResult:
         losses: Each micro-batch's share of the mean loss; empty on ranks without the last stage.
         failure: The first error, if any.
         unused: How many trainable parameters of this rank no micro-batch used; counted where there are replicas.
-        counted: What each of these losses is a mean over, None where that is not known.
+        counted: The reduction of each of these losses.
         actions: When each forward (``"F"``) and backward (``"B"``) ran, in seconds since the epoch.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
-    counted: list[Told] = field(default_factory=list)
+    counted: list[LossReduction] = field(default_factory=list)
     failure: Exception | None = None
     unused: int = 0
     actions: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def own_failure(self) -> Exception | None:
-        """The error, unless it is that another replica has one."""
+        """The error; None where it only says that another replica failed."""
         return None if isinstance(self.failure, ReplicaFailedError) else self.failure
 
     def record(self, stage: int, kind: str, microbatch: int, start: float) -> None:

@@ -26,7 +26,7 @@ def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
 
 
 def nll_means_behind(loss: torch.Tensor) -> list[tuple[int, int]]:
-    """What ``nll_mean_of`` tells of the nodes that a loss was made of, up to some hundred before it."""
+    """Return the results of ``nll_mean_of`` for the nodes behind a loss, up to some hundred."""
     nodes = [loss.grad_fn]
     seen, found = set(nodes), []
     for node in nodes:
@@ -109,11 +109,11 @@ class CollectiveWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class CollectiveFound(Exception):
-    """A collective was called where none may be."""
+    """A collective was called where none is allowed."""
 
 
 def leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that the backward of these would accumulate gradients in."""
+    """Return the tensors in which the backward of these would accumulate gradients."""
     found = {id(each): each for each in outputs if each.requires_grad and each.grad_fn is None}
     for node in _nodes(outputs):
         if node.name().endswith("AccumulateGrad"):
@@ -122,12 +122,12 @@ def leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def has_inner_backward(outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the backward of these runs another one inside, as reentrant checkpoints do, for leaves that no graph shows."""
+    """Return whether the backward of these runs another one inside, as reentrant checkpoints do; its leaves are unknown."""
     return any(node.name() == "CheckpointFunctionBackward" for node in _nodes(outputs))
 
 
 def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """The nodes of the graph behind tensors, each once."""
+    """Iterate over the nodes of the graph behind tensors, each once."""
     seen: set[Any] = set()
     waiting: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
     while waiting:
@@ -139,7 +139,7 @@ def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
 
 @contextmanager
 def without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """While tensors have none of the hooks that see their gradients."""
+    """Take the gradient hooks off tensors inside."""
     kept = [(hooks, list(hooks.items())) for each in tensors if (hooks := each._backward_hooks)]
     for hooks, _ in kept:
         hooks.clear()
@@ -151,8 +151,8 @@ def without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             hooks.update(items)
 
 
-def first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor]) -> RemovableHandle:
-    """Have a hook see the tensor's gradients before all others that it has."""
+def register_first(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> RemovableHandle:
+    """Register a hook that runs before all others of the tensor: those of users see the gradient that it makes."""
     handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     assert tensor._backward_hooks is not None
     cast("OrderedDict[int, Any]", tensor._backward_hooks).move_to_end(handle.id, last=False)

@@ -26,10 +26,10 @@ from .first_step import FirstStep, GradientScale
 from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
 from .losses import note_failure
-from .means import EQUAL_PARTS, Told
+from .means import EQUAL_PARTS, LossReduction
 from .meeting import on_all
 from .options import CommonOptions
-from .replica_loss import buffers_kept, draws_kept
+from .state_rollback import buffer_rollback, random_rollback
 
 
 class MicroBatches(NamedTuple):
@@ -37,7 +37,7 @@ class MicroBatches(NamedTuple):
 
     Args:
         parts: The model's arguments for each micro-batch.
-        labels: Those of each for a loss function, or what takes their place; None where the model makes the loss itself.
+        labels: The labels of each for a loss function, or its loss in their place; None where the model makes the loss itself.
         weights: What each weighs in the loss; None for all alike.
     """
 
@@ -52,14 +52,14 @@ class BatchEngine(Engine):
     Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
 
     Args:
-        program: What runs.
+        program: The program that runs.
         options: Those common to all engines.
         parts: Micro-batches of a batch.
         dtype: Of floating-point weights, and of what the model gets.
         trains: Whether there is an optimizer.
 
     Attributes:
-        program: What runs.
+        program: The program that runs.
         steps: Batches that were trained, those before the checkpoint that was loaded included.
         grad_norm: Norm of all gradients of the last step before clipping; without ``clip`` None where the engine computes none.
     """
@@ -85,15 +85,15 @@ class BatchEngine(Engine):
         """Device of this rank."""
 
     @abstractmethod
-    def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[Told]]:
-        """One step; its loss, the same on all ranks, and on ranks that compute losses what they are means over."""
+    def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
+        """Take one step. Return its loss, the same on all ranks, and on ranks that compute losses their reductions."""
 
     @abstractmethod
-    def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[Told]]:
-        """The loss without gradients, the same on all ranks, and on ranks that compute losses what they are means over.
+    def _evaluate(self, batch: MicroBatches, training: bool = False) -> tuple[torch.Tensor, list[LossReduction]]:
+        """Return the loss without gradients, the same on all ranks, and on ranks that compute losses their reductions.
 
         Args:
-            batch: What runs.
+            batch: The micro-batches.
             training: Whether the model runs in training mode.
         """
 
@@ -118,12 +118,13 @@ class BatchEngine(Engine):
         scale = self._first.scale(len(cut.parts))
         if cut.weights is not None:
             cut.weights.gradient = scale
-        cut = cut._replace(labels=self._losses_of().begin(cut.parts, cut.labels, self._tree, partial(self._forward, cut)))
+        forward = partial(self._forward, cut, training=True)
+        cut = cut._replace(labels=self._losses_of().train(cut.parts, cut.labels, self.module, forward))
         self._is_broken = True
         try:
             with GradientScale(parameter for parameter, _ in self._trained.values()).dividing(scale):
-                loss, told = self._train(cut)
-            self._compare(told, cut, training=True)
+                loss, reductions = self._train(cut)
+            self._compare(reductions, cut, training=True)
         except Exception as err:
             for labels in cut.labels:
                 note_failure(labels, err)
@@ -139,21 +140,16 @@ class BatchEngine(Engine):
         cut = self._cut(args, batch, training=False)
 
         def run(labels: list[Any]) -> torch.Tensor:
-            loss, told = self._evaluate(cut._replace(labels=labels))
-            self._compare(told, cut, training=False)
+            loss, reductions = self._evaluate(cut._replace(labels=labels))
+            self._compare(reductions, cut, training=False)
             return loss
 
-        return self._losses_of().evaluate(cut.parts, cut.labels, self._tree, partial(self._forward, cut), run)
-
-    @property
-    def _tree(self) -> nn.Module:
-        """This rank's stages."""
-        tree: nn.Module = self.module
-        return tree
+        forward = partial(self._forward, cut, training=False)
+        return self._losses_of().evaluate(cut.parts, cut.labels, self.module, forward, run)
 
     def _losses_of(self) -> BatchLosses:
         if self._losses is None:
-            self._losses = BatchLosses(self.program, self._common, self.device)
+            self._losses = BatchLosses(self.program, self._common, self.device, partial(on_all, program=self.program))
         return self._losses
 
     @torch.no_grad()
@@ -178,7 +174,7 @@ class BatchEngine(Engine):
             raise BuildError("a checkpoint was not read to its end, and this engine's weights may have changed; load another")
 
     def _cut(self, args: Sequence[Any], given: Mapping[str, Any], training: bool) -> MicroBatches:
-        """The micro-batches, their labels for a loss function, and what each weighs. Collective."""
+        """Return the micro-batches, their labels for a loss function, and their weights. Collective."""
 
         def cut() -> Cut:
             if training:
@@ -201,18 +197,18 @@ class BatchEngine(Engine):
         batch = MicroBatches(parts, labels, weights)
         is_asked = self._kind is None and weights.is_open
         if is_asked or (training and not self._hidden.is_checked and len(parts) * self.program.axis_size("dp") > 1):
-            told = self._told(batch, training)
-            self._kind = self._kind_of(told, weights) if is_asked else self._kind
-            self._compare(told, batch, training)
+            reductions = self._trial_reductions(batch, training)
+            self._kind = self._kind_of(reductions, weights) if is_asked else self._kind
+            self._compare(reductions, batch, training)
         weights.kind = self._kind
         return batch
 
-    def _compare(self, told: list[Told], batch: MicroBatches, training: bool) -> None:
-        """Look whether losses are means over as many labels each, where the batch does not show these. Collective."""
+    def _compare(self, reductions: list[LossReduction], batch: MicroBatches, training: bool) -> None:
+        """Check that losses are means over equal numbers of labels, where the batch does not show these. Collective."""
         if batch.weights is None or self._losses_of().are_whole:
             return
         if len(batch.parts) * self.program.axis_size("dp") > 1:
-            self._hidden.check(told, batch.weights, training)
+            self._hidden.check(reductions, batch.weights, training)
 
     def _check_trained(self, part: Batch) -> None:
         """Raise ``BuildError`` where the engine was configured for other micro-batches than this one; one rank alone."""
@@ -235,13 +231,17 @@ class BatchEngine(Engine):
         return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, part)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _told(self, batch: MicroBatches, training: bool) -> list[Told]:
-        """Return what losses are means over, by a run of this batch that leaves no trace. Collective."""
-        with buffers_kept(self._tree), draws_kept():
+    def _trial_reductions(self, batch: MicroBatches, training: bool) -> list[LossReduction]:
+        """Return the reductions of losses, by a forward that leaves buffers and random numbers as they are. Collective."""
+        with buffer_rollback(self.module), random_rollback():
             return [*self._evaluate(batch._replace(weights=None), training)[1]]
 
-    def _kind_of(self, losses: list[Told], weights: LabelWeights) -> int:
-        """Find which labels the loss counts; the same on all ranks. Collective."""
+    def _kind_of(self, losses: list[LossReduction], weights: LabelWeights) -> int:
+        """Return the kind of labels that the loss counts, see ``LabelWeights``; the same on all ranks. Collective.
+
+        Raises:
+            BuildError: on all ranks: the losses count labels differently.
+        """
         possible = {0, 1}
 
         def look() -> None:

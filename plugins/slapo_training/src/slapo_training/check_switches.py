@@ -1,4 +1,4 @@
-"""Names of the first-step checks, and what switches them off."""
+"""Names of the first-step checks, and the environment variable that switches them off."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from slapo_core.logger import get_logger
 VARIABLE = "SLAPO_DISABLE_CHECKS"
 """Environment variable with the names of checks that are off, or ``all``."""
 
-UNSEEN = {
+CHECKS = {
     "rows": "losses that are no mean over rows, and modules that mix the rows of a micro-batch, are then not seen",
     "injected": "gradients that the model injects in its backward are then not seen, and weighted wrong",
 }
-"""Each check with what nobody sees without it."""
+"""Each check with the faults that nobody sees without it."""
 
 
 def disabled_checks() -> tuple[str, ...]:
@@ -25,12 +25,12 @@ def disabled_checks() -> tuple[str, ...]:
         BuildError: no check has such a name.
     """
     names = {name.strip() for name in os.environ.get(VARIABLE, "").split(",")} - {""}
-    for name in sorted(names - {"all", *UNSEEN}):
-        raise BuildError(f"{VARIABLE} has {name!r}, which is no check; known are {', '.join(UNSEEN)} and all")
-    return tuple(UNSEEN) if "all" in names else tuple(sorted(names))
+    for name in sorted(names - {"all", *CHECKS}):
+        raise BuildError(f"{VARIABLE} has {name!r}, which is no check; known are {', '.join(CHECKS)} and all")
+    return tuple(CHECKS) if "all" in names else tuple(sorted(names))
 
 
-def say_unseen(names: Iterable[str]) -> None:
-    """Log what is not seen without these checks."""
+def log_disabled_checks(names: Iterable[str]) -> None:
+    """Log which faults are not seen without these checks."""
     for name in names:
-        get_logger().info("the first-step check %r is off: %s", name, UNSEEN[name])
+        get_logger().info("the first-step check %r is off: %s", name, CHECKS[name])

@@ -9,17 +9,17 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 from .label_weights import LabelWeights
-from .means import EQUAL_PARTS, Counted, Mixed, Told
+from .means import EQUAL_PARTS, CombinedMeans, Counted, LossReduction
 
 
 class HiddenLabels:
-    """Looks whether the losses of micro-batches are means over equal numbers of labels, where the batch does not show these.
+    """Checks that micro-batches have equal numbers of labels where the batch does not show these.
 
     Args:
-        program: Its mesh says which ranks.
+        program: Its mesh has the ranks.
 
     Attributes:
-        is_checked: Whether that was looked at, on all ranks.
+        is_checked: Whether a batch was checked, on all ranks.
     """
 
     def __init__(self, program: Program) -> None:
@@ -27,12 +27,12 @@ class HiddenLabels:
         self.is_checked = False
         self._shown: set[bool] = set()
 
-    def check(self, told: Sequence[Told], weights: LabelWeights, training: bool) -> None:
-        """Compare what the losses of a batch are means over. Collective until a batch shows it.
+    def check(self, reductions: Sequence[LossReduction], weights: LabelWeights, training: bool) -> None:
+        """Compare the reductions of a batch's losses. Collective until a batch shows its labels.
 
         Args:
-            told: Of each micro-batch; empty on ranks that compute no losses.
-            weights: Of these micro-batches.
+            reductions: The reduction of each micro-batch's loss; empty on ranks that compute no losses.
+            weights: The weights of these micro-batches.
             training: Whether the model was in training mode.
 
         Raises:
@@ -40,7 +40,7 @@ class HiddenLabels:
         """
         if training in self._shown:
             return
-        own = [(_terms(each), weights.shows(index, _terms(each))) for index, each in enumerate(told)]
+        own = [(terms, weights.shows(index, terms)) for index, terms in enumerate(map(_terms, reductions))]
         found = [each for of_rank in gather(own, self._program.mesh) for each in of_rank]
         hidden = {terms for terms, is_shown in found if not is_shown}
         if not hidden and (self.is_checked or any(terms for terms, _ in found)):
@@ -53,5 +53,7 @@ class HiddenLabels:
             )
 
 
-def _terms(told: Told) -> tuple[Counted, ...]:
-    return told.terms if isinstance(told, Mixed) else () if told is None else (told,)
+def _terms(reduction: LossReduction) -> tuple[Counted, ...]:
+    if isinstance(reduction, CombinedMeans):
+        return reduction.terms
+    return () if reduction is None else (reduction,)

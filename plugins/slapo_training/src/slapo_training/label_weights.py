@@ -1,4 +1,4 @@
-"""What each micro-batch weighs in the loss of a batch, for engines that sum gradients while the batch runs."""
+"""Weights of micro-batches in the loss of a batch, for engines that sum gradients while the batch runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from slapo_core.errors import BuildError
 
 from .first_step import scaled_gradient
-from .means import EQUAL_PARTS, UNTOLD, Counted, Told
+from .means import EQUAL_PARTS, UNKNOWN_REDUCTION, Counted, LossReduction
 
 
 class LabelWeights:
@@ -21,12 +21,12 @@ class LabelWeights:
     Args:
         own: For each of this rank's micro-batches both numbers, see ``batches.labels_of``.
         totals: Both numbers over the micro-batches of all replicas.
-        num_parts: Micro-batches of all replicas.
+        num_parts: Number of micro-batches of all replicas.
         differs: Whether some of these have different numbers of labels.
 
     Attributes:
         kind: Which of the numbers counts, 0 or 1; None until it is told, where they differ.
-        gradient: What gradients of losses are multiplied by, beside; see ``FirstStep.scale``.
+        gradient: Additional factor of the gradients of losses, see ``FirstStep.scale``.
     """
 
     def __init__(self, own: Sequence[tuple[int, int]], totals: tuple[int, int], num_parts: int, differs: bool) -> None:
@@ -48,14 +48,14 @@ class LabelWeights:
         """Return whether a micro-batch has each of these numbers of labels."""
         return all(each.labels in self._own[index] for each in terms)
 
-    def kinds_of(self, index: int, counted: Told) -> set[int]:
-        """Which of the numbers a micro-batch's loss may be a mean over.
+    def kinds_of(self, index: int, counted: LossReduction) -> set[int]:
+        """Return the kinds of labels that a micro-batch's loss may be a mean over.
 
         Raises:
-            BuildError: it is none that can be told.
+            BuildError: the reduction is unknown, or over another number of labels than the batch shows.
         """
         if not isinstance(counted, Counted):
-            raise BuildError(UNTOLD)
+            raise BuildError(UNKNOWN_REDUCTION)
         if found := {kind for kind in (0, 1) if self._own[index][kind] == counted.labels}:
             return found
         raise BuildError(
@@ -63,12 +63,12 @@ class LabelWeights:
             f"of them, but the batch does not show so many; {EQUAL_PARTS}"
         )
 
-    def of(self, index: int, counted: Told) -> float:
-        """The factor of a micro-batch's loss.
+    def of(self, index: int, counted: LossReduction) -> float:
+        """Return the factor of a micro-batch's loss.
 
         Args:
             index: Number of the micro-batch.
-            counted: What its loss is a mean over.
+            counted: The reduction of its loss.
 
         Raises:
             BuildError: micro-batches have different numbers of labels, and what this loss is a mean over cannot be told.
@@ -80,8 +80,8 @@ class LabelWeights:
         assert self.kind is not None
         return self._own[index][self.kind] * self._num_parts / self._totals[self.kind] if self._totals[self.kind] else 0.0
 
-    def weighted(self, index: int, loss: torch.Tensor, counted: Told) -> torch.Tensor:
-        """A micro-batch's loss times its factor; one over no labels, which is not a number, is zero."""
+    def weighted(self, index: int, loss: torch.Tensor, counted: LossReduction) -> torch.Tensor:
+        """Return a micro-batch's loss times its factor; a mean over no labels, which is NaN, gives zero."""
         factor = self.of(index, counted)
         if factor != 1.0:
             loss = loss * factor if factor else loss.nan_to_num() * 0.0

@@ -49,12 +49,12 @@ class LossTerms:
     Args:
         given: The option.
         program: Its mesh has the replicas.
-        loss_fn: What gives the terms; None takes them from the model's output.
+        loss_fn: Returns the terms; None takes them from the model's output.
         ignored: Label that does not count.
-        device: For what is sent.
+        device: Device of the messages between ranks.
 
     Attributes:
-        names: Of the terms.
+        names: Names of the terms.
     """
 
     def __init__(self, given: Any, program: Program, loss_fn: LossFn | None, ignored: int, device: torch.device) -> None:
@@ -83,8 +83,8 @@ class LossTerms:
         """Return the loss of each micro-batch that was counted. Collective over the replicas.
 
         Args:
-            labels: Theirs, for the loss function.
-            training: Whether they are trained.
+            labels: The labels of each, for the loss function.
+            training: Whether the micro-batches are trained.
         """
         totals = torch.tensor(self._own, dtype=torch.float64).sum(0)
         dp = self._program.axis_size("dp")
@@ -106,11 +106,11 @@ class LossTerms:
         return dict(zip(self.names, numbers, strict=True))
 
     def is_checked(self, training: bool) -> bool:
-        """Return whether the terms of a loss in this mode were compared with what they are said to be."""
+        """Return whether the counts of the terms were checked in this mode."""
         return training in self._checked
 
     def note(self, name: str, count: float, labels: int) -> None:
-        """Note over how many labels a term is a mean that has this count."""
+        """Record the count of a term, and the number of labels that it is found to be a mean over."""
         self._noted.append((name, count, labels))
 
     def end(self, training: bool) -> None:
@@ -186,7 +186,7 @@ class LossTerms:
 
 
 class _WeighedLoss(MicroBatchLoss):
-    """The terms of one micro-batch by their weights."""
+    """Weighted sum of the terms of one micro-batch's loss."""
 
     def __init__(
         self, terms: LossTerms, labels: Any, counts: dict[str, float], weights: dict[str, float], is_watched: bool
@@ -195,12 +195,12 @@ class _WeighedLoss(MicroBatchLoss):
         self._means = CountedMeans() if is_watched else None
 
     def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
-        """Run a stage; it is watched until the terms were compared with what they are said to be."""
+        """Run a stage; its losses are recorded until the counts of the terms were checked."""
         with self._watching():
             return stage()
 
     def loss(self, output: Any) -> torch.Tensor:
-        """Return their weighted sum; a term over nothing, which may be no number, is 0."""
+        """Return the weighted sum; a term over nothing, which may be NaN, is 0."""
         with self._watching():
             found = self._terms.terms_of(output, self._labels, self._means is not None)
         for name, term in found.items() if self._means is not None else ():
@@ -208,7 +208,7 @@ class _WeighedLoss(MicroBatchLoss):
                 self._terms.note(name, self._counts[name], labels)
         total: Any = 0
         for name, term in found.items():
-            total = total + (term * self._weights[name] if self._counts[name] else _nothing(term))
+            total = total + (term * self._weights[name] if self._counts[name] else _zero_term(term))
         return total  # type: ignore[no-any-return]
 
     def _watching(self) -> AbstractContextManager[Any]:
@@ -220,7 +220,7 @@ def _called(name: str) -> str:
 
 
 def _called_with(name: str, count: Callable[..., Any], part: Batch) -> Any:
-    """What a function gives for the arguments of a micro-batch that it names."""
+    """Call a function with the arguments of a micro-batch that it names."""
     parameters = inspect.signature(count).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return count(**part)
@@ -253,7 +253,7 @@ def _check_sum(loss: Any, terms: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_counts_of(name: str, found: Sequence[tuple[float, int]]) -> None:
-    """Raise ``BuildError`` where the counts of a term are no multiples of the labels that it was found to be a mean over."""
+    """Raise ``BuildError`` where the counts of a term are not proportional to the labels that it is a mean over."""
     for count, labels in found:
         if count * found[0][1] != labels * found[0][0]:
             raise BuildError(
@@ -263,23 +263,23 @@ def _check_counts_of(name: str, found: Sequence[tuple[float, int]]) -> None:
             )
 
 
-def _nothing(term: torch.Tensor) -> torch.Tensor:
-    """A zero in the place of a term over nothing, with gradients of zero wherever it has some."""
+def _zero_term(term: torch.Tensor) -> torch.Tensor:
+    """Return zero in the place of a term over nothing, with gradients of zero."""
     nodes = [term.grad_fn]
     for node in nodes:
         if node is not None:
             node.register_hook(_zero_of_zero)
-            if len(nodes) < _CLOSE:
+            if len(nodes) < _MAX_NODES:
                 nodes += [before for before, _ in node.next_functions if before is not None and before not in nodes]
     return term.nan_to_num() * 0.0
 
 
-_CLOSE = 50
-"""Operations behind a term among which is what divides by its count."""
+_MAX_NODES = 50
+"""Number of operations behind a term among which the division by its count is found."""
 
 
 def _zero_of_zero(given: Sequence[Any], received: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Gradients that an operation gives for zeros: zeros, where it would divide these by zero."""
+    """Return zeros as the gradients of an operation that received zeros: it may have divided these by zero."""
     if any(each is not None and bool(each.any()) for each in received):
         return None
     return tuple(each if each is None else torch.zeros_like(each) for each in given)

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: the model's own, or that of a loss function; and over how many labels it is a mean."""
+"""The loss of one micro-batch, the model's own or that of a loss function, and its reduction over labels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from slapo_core.errors import BuildError
 
-from .means import CountedMeans, Told, told_by
+from .means import CountedMeans, LossReduction, reduction_in_graph
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 class MicroBatchLoss(ABC):
-    """Loss of one micro-batch, which an engine is given in the place of its labels.
+    """Loss of one micro-batch, given to an engine in the place of its labels.
 
     The mean of these losses over the micro-batches of all replicas, and of their gradients, is that of the whole batch.
     """
@@ -32,7 +32,7 @@ class MicroBatchLoss(ABC):
         return stage()
 
     def fail(self, error: Exception) -> None:
-        """Take note that this micro-batch will not get to its loss, on a rank that has the last stage."""
+        """Note that this micro-batch failed before its loss, on a rank that has the last stage."""
         return
 
     @abstractmethod
@@ -52,7 +52,7 @@ def note_failure(labels: Any, error: Exception) -> None:
 
 
 class CountedLoss:
-    """Computes losses, and what they are means over.
+    """Computes losses, and their reductions over labels.
 
     The labels of a model's own loss may be made inside of it, so the batch does not tell. To watch a model run takes up to some
     0.2 ms per layer: it is watched until a watched call shows that the loss itself tells as much, for its backward.
@@ -64,14 +64,14 @@ class CountedLoss:
     def __init__(self, loss_fn: LossFn | None) -> None:
         self._loss_fn = loss_fn
         self._is_watched = True
-        self._told: Told = None
+        self._by_graph: LossReduction = None
 
-    def __call__(self, model: Callable[[], Any], labels: Any, index: int = 0) -> tuple[torch.Tensor, Told]:
-        """The loss, a tensor of no dimension, and what it is a mean over; None where that is not known.
+    def __call__(self, model: Callable[[], Any], labels: Any, index: int = 0) -> tuple[torch.Tensor, LossReduction]:
+        """Return the loss, a tensor of no dimension, and its reduction over labels.
 
         Args:
             model: Runs the model, and gives its output.
-            labels: For the loss function; or a ``MicroBatchLoss``, which is taken for the mean of no labels.
+            labels: Labels for the loss function; or a ``MicroBatchLoss``, whose reduction is None.
             index: Number of the stage that ``model`` runs.
 
         Raises:
@@ -84,16 +84,16 @@ class CountedLoss:
             output = model()
             with means:
                 loss = loss_of(output, self._loss_fn, labels)
-            return loss, means.behind(loss) or told_by(loss)
+            return loss, means.behind(loss) or reduction_in_graph(loss)
         training = torch.is_grad_enabled()
         watched = self._is_watched or not training
         with means if watched else nullcontext():
             loss = loss_of(model(), None, None)
-        told = told_by(loss, looks_behind=watched or self._told is not None)
-        counted = (means.behind(loss) or told) if watched else told
+        by_graph = reduction_in_graph(loss, looks_behind=watched or self._by_graph is not None)
+        counted = (means.behind(loss) or by_graph) if watched else by_graph
         if training:
-            self._is_watched = told != counted if watched else told is None and self._told is not None
-            self._told = told
+            self._is_watched = by_graph != counted if watched else by_graph is None and self._by_graph is not None
+            self._by_graph = by_graph
         return loss, counted
 
 

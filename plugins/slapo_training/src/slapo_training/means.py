@@ -23,54 +23,54 @@ EQUAL_PARTS = (
     "say with loss_weights= what each term is a mean over, pad so that all have as many labels, or train with one micro-batch "
     "on one replica"
 )
-"""What to do about a loss that is no plain mean over labels."""
-UNTOLD = (
+"""Remedies for a loss that is no plain mean over labels."""
+UNKNOWN_REDUCTION = (
     "micro-batches or ranks have different numbers of labels, and what the loss is a mean over cannot be told, as it is no "
     f"plain cross_entropy; {EQUAL_PARTS}"
 )
-"""Said of a loss that is no plain mean where labels are uneven."""
+"""Error of a loss that is no plain mean where labels are uneven."""
 
 _SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
 
 
 class Counted(NamedTuple):
-    """What one loss was a mean over.
+    """A loss that is a mean over labels.
 
     Args:
-        labels: How many labels entered it.
-        ignore_index: The label that it leaves out.
+        labels: Number of labels that entered it.
+        ignore_index: Label value that it leaves out.
     """
 
     labels: int
     ignore_index: int
 
 
-class Mixed(NamedTuple):
-    """The labels of the losses in a loss that is more than one of them, or not a mean over them.
+class CombinedMeans(NamedTuple):
+    """A loss made of means over labels, and of more than one of them or of something else too.
 
     Args:
-        terms: Of each, in the order of their numbers.
+        terms: The means, sorted.
     """
 
     terms: tuple[Counted, ...]
 
     @property
     def number(self) -> int:
-        """One that differs where the terms do, but for one case in a million; small enough for sums of squares in float64."""
+        """Number that differs where the terms do, but for one case in a million; its squares can be summed in float64."""
         return hash(self.terms) % 2**20
 
 
-Told = Counted | Mixed | None
-"""What a loss tells of its labels: that it is a mean over them, that some are in it, or nothing."""
+LossReduction = Counted | CombinedMeans | None
+"""The reduction of a loss over labels: a mean, a combination of means, or None where it is unknown."""
 
 
-def is_counted(told: Told) -> bool:
+def is_label_mean(mean: LossReduction) -> bool:
     """Return whether a loss is a plain mean over labels."""
-    return isinstance(told, Counted)
+    return isinstance(mean, Counted)
 
 
 class CountedMeans(TorchFunctionMode):
-    """Notes losses over labels, ``cross_entropy`` and ``nll_loss``, with their labels, and follows what is made of them."""
+    """Records losses over labels, ``cross_entropy`` and ``nll_loss``, and tracks what is computed from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +96,8 @@ class CountedMeans(TorchFunctionMode):
             self._note_zero(result)
         return result
 
-    def behind(self, loss: torch.Tensor) -> Told:
-        """Return what this loss is a mean over, or what other losses are in it.
+    def behind(self, loss: torch.Tensor) -> LossReduction:
+        """Return the reduction of a loss that was computed inside.
 
         Raises:
             BuildError: the loss is a sum over labels, or a mean with weights for classes.
@@ -106,7 +106,7 @@ class CountedMeans(TorchFunctionMode):
             return None
         noted = [self._noted[index] for index in sorted(trace.noted)]
         if trace.factor != 1.0:
-            return Mixed(tuple(sorted(counted for counted, _ in noted)))
+            return CombinedMeans(tuple(sorted(counted for counted, _ in noted)))
         ((counted, is_mean),) = noted
         if not is_mean:
             raise BuildError(
@@ -140,12 +140,12 @@ class CountedMeans(TorchFunctionMode):
             self._zeros[id(result)] = (result, result._version) if not result.any() else (result, -1)
 
     def _trace(self, value: Any) -> _Trace | None:
-        """Return what is known of a tensor, unless it was written since."""
+        """Return the record of a tensor, or None if the tensor was written since."""
         found = self._found.get(id(value))
         return found if found is not None and found.version == value._version else None
 
     def _alias_of(self, value: torch.Tensor) -> _Trace | None:
-        """Return what is known of a tensor in the same memory, as an ``autograd.Function`` makes that returns its input."""
+        """Return the record of a tensor in the same memory: an ``autograd.Function`` may return its input."""
         for found in self._found.values():
             tensor = found.tensor
             if tensor.numel() == 1 == value.numel() and (tensor.data_ptr(), tensor.dtype) == (value.data_ptr(), value.dtype):
@@ -155,7 +155,7 @@ class CountedMeans(TorchFunctionMode):
     def _factor(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[_Trace]
     ) -> float | None:
-        """Return how many times the loss that it is made of a function's result is; None where it is something else."""
+        """Return the factor of the loss in a function's result; None where the result is no multiple of one loss."""
         source, before = sources[0], sources[0].factor
         if any(each.tensor is not source.tensor for each in sources) or before is None or source.tensor.numel() != 1:
             return None
@@ -172,7 +172,7 @@ class CountedMeans(TorchFunctionMode):
         return before * self._changed(_ARITHMETIC[func], second)
 
     def _changed(self, sign: str, other: Any) -> float:
-        """Return what a number is multiplied by as another one is added and so on; not a number where that is not all."""
+        """Return the factor by which an operation with another number scales its operand; NaN where it is no scaling."""
         if isinstance(other, torch.Tensor):
             zero = self._zeros.get(id(other))
             other = 0 if sign in "+-" and zero is not None and zero[1] == other._version else None
@@ -193,10 +193,10 @@ class _Trace(NamedTuple):
     """A tensor that was made of losses.
 
     Args:
-        tensor: It; its id is no other's while it is kept.
-        version: How often it had been written.
-        noted: Which losses it was made of.
-        factor: How many times the only one it is; None where it is something else.
+        tensor: The tensor; kept, as its id must not become another's.
+        version: Number of in-place writes that it had seen.
+        noted: Numbers of the losses that it was made of.
+        factor: Factor of the only loss; None where it is no multiple of one.
     """
 
     tensor: torch.Tensor
@@ -231,21 +231,21 @@ _ARITHMETIC: dict[Callable[..., Any], str] = {
 _FACTORIES = _functions("zeros tensor zeros_like new_zeros new_tensor full scalar_tensor new_full as_tensor")
 
 
-def told_by(loss: torch.Tensor, looks_behind: bool = False) -> Told:
-    """Return what a loss in training tells of its labels by its graph; None where it tells nothing.
+def reduction_in_graph(loss: torch.Tensor, looks_behind: bool = False) -> LossReduction:
+    """Return the reduction of a loss in training by its autograd graph; None where it shows none.
 
     Args:
-        loss: It needs a gradient, and is a ``cross_entropy`` or ``nll_loss`` itself.
-        looks_behind: Whether to look for some that it is made of, too.
+        loss: Requires a gradient.
+        looks_behind: Whether to find losses that it was computed from, too; else it has to be one itself.
     """
-    if (told := nll_mean_of(loss)) is not None:
-        return Counted(*told)
+    if (mean := nll_mean_of(loss)) is not None:
+        return Counted(*mean)
     terms = [Counted(*each) for each in nll_means_behind(loss)] if looks_behind else []
-    return Mixed(tuple(sorted(terms))) if terms else None
+    return CombinedMeans(tuple(sorted(terms))) if terms else None
 
 
 def _given(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a loss by name, defaults included."""
+    """Return the arguments of a loss by name, defaults included."""
     given = _SIGNATURES[func].bind(*args, **kwargs)
     given.apply_defaults()
     return given.arguments

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
+T = TypeVar("T")
 _NOTHING = -(2**40)
 
 
-def on_all(action: Callable[[], None], program: Program) -> None:
+def on_all(action: Callable[[], T], program: Program) -> T:
     """Do what one rank can do alone, and go on only if all could. Collective.
+
+    Returns:
+        The result of the action.
 
     Raises:
         Exception: what the action raised here.
         BuildError: it raised on another rank.
     """
+    result: Any = None
     error = None
     try:
-        action()
+        result = action()
     except Exception as err:
         error = err
     agree(error, program.mesh)
+    return result  # type: ignore[no-any-return]
 
 
 def content_slots(program: Program, content: int, known: bool) -> list[int]:

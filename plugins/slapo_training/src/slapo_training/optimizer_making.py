@@ -1,4 +1,4 @@
-"""How a rank comes to its optimizer: from a factory or an object, and of whole tensors where an update depends on them."""
+"""Construction of a rank's optimizer, from a factory or an object, and of whole tensors where an update depends on them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .whole_steps.tree import groups_in, optimizers_in
 
 
 class OptimizerMaking:
-    """Makes the optimizer of one rank: ``begin``, ``step_whole``, ``finish`` and ``settle``, in this order on all ranks.
+    """Makes one rank's optimizer: ``begin``, ``step_whole``, ``finish`` and ``discard_unstepped``, in this order on all ranks.
 
     Args:
         given: A factory, or an optimizer.
-        layout: What the rank holds.
+        layout: The parameters that the rank holds.
         module: This rank's stages.
-        trainable: What the factory gets; nothing on a rank that has nothing to train, or that has its optimizer.
+        trainable: Parameters for the factory; empty on a rank that has nothing to train, or that has its optimizer.
         is_adopted: Whether an optimizer that was given has this rank's parameters already.
 
     Attributes:
-        optimizer: What was made; None where there is nothing to train.
+        optimizer: The optimizer that was made; None where there is nothing to train.
         rate: The schedule of its learning rate, or None.
     """
 
@@ -47,7 +47,7 @@ class OptimizerMaking:
         self.rate: Any = None
 
     def begin(self) -> None:
-        """Make an optimizer of the rank's parameters, and find out what its updates depend on; touches no other rank."""
+        """Make an optimizer of the rank's parameters, and probe its updates; touches no other rank."""
         if self._trainable:
             program, given = self._layout.program, self._given
             self.optimizer = given if self._is_adopted else made(given, self._trainable, program.module, self._module)
@@ -79,21 +79,21 @@ class OptimizerMaking:
         if rate is not None:
             self.rate = scheduled_rate(rate, self.optimizer)
 
-    def settle(self) -> None:
-        """Forget what the optimizer does not step. Collective."""
+    def discard_unstepped(self) -> None:
+        """Discard whole tensors that the optimizer does not step. Collective."""
         if isinstance(self.optimizer, WholeTensorOptimizer):
             assert self._whole is not None
-            self._whole.settle(self.optimizer)
+            self._whole.discard_unstepped(self.optimizer)
 
 
 def made_on_all(
     options: CommonOptions, layout: Layout, mine: nn.Module, fits: Callable[[torch.optim.Optimizer], None]
 ) -> tuple[torch.optim.Optimizer | None, Any]:
-    """Return this rank's optimizer and the schedule of its learning rate, as far as they are given. Collective.
+    """Return this rank's optimizer and the schedule of its learning rate, each None where none is given. Collective.
 
     Args:
-        options: What is given.
-        layout: What the rank holds.
+        options: Options of the engine.
+        layout: The parameters that the rank holds.
         mine: This rank's stages.
         fits: Raises for an optimizer that the engine cannot take, or makes it fit, before the learning rate's schedule is made.
 
@@ -115,7 +115,7 @@ def made_on_all(
         on_all(making.begin, layout.program)
         making.step_whole()
         on_all(finish, layout.program)
-        making.settle()
+        making.discard_unstepped()
     except Exception:
         if before is not None:
             before.restore()
@@ -124,14 +124,14 @@ def made_on_all(
 
 
 class _Groups:
-    """The groups of an optimizer and of those that it holds, as they are now."""
+    """Snapshot of the parameter groups of an optimizer and of those inside it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._lists = [(each.param_groups, list(each.param_groups)) for each in optimizers_in(optimizer)]
         self._groups = [(group, dict(group)) for group in groups_in(optimizer)]
 
     def restore(self) -> None:
-        """Give them back what they had."""
+        """Restore the groups as they were."""
         for groups, before in self._lists:
             groups[:] = before
         for group, options in self._groups:

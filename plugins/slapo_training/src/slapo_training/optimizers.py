@@ -21,7 +21,7 @@ def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: 
 
     Args:
         given: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters.
-        trainable: What the factory gets.
+        trainable: Parameters for the factory.
         model: The whole model.
         mine: This rank's stages.
 

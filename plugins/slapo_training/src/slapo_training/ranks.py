@@ -115,7 +115,7 @@ def new_group(rows: Sequence[list[int]], mesh: DeviceMesh, backend: str | None =
 
 
 def stage_group(program: Program) -> dist.ProcessGroup | None:
-    """The replicas and tensor-parallel ranks of this rank's stages; None where it is alone. Collective for the first time."""
+    """Return the group of all replicas and tensor-parallel ranks of this stage; None for one rank. Collective at first."""
     mesh = program.mesh
     axes = [axis for axis in ("dp", "tp") if program.axis_size(axis) > 1]
     if mesh is None or not axes:

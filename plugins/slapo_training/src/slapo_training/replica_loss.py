@@ -1,19 +1,18 @@
 """One loss of the outputs of all micro-batches and replicas: the option ``loss_over="replicas"``.
 
-With several micro-batches each runs twice. The first run keeps no graph: its outputs are gathered, and the loss and its
-gradient for each output are computed once. The second run draws the same random numbers, and its backward starts from these
-gradients. With one micro-batch the only run keeps its graph meanwhile.
+Several micro-batches run forward twice each. The first pass keeps no graph: its outputs are gathered, and the loss and its
+gradient for each output are computed once. The second pass draws the same random numbers, and its backward starts from these
+gradients. With one micro-batch a single pass keeps its graph while the outputs are gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
@@ -28,21 +27,24 @@ OVER_REPLICAS = "replicas"
 """The value of the option."""
 
 Gradients = dict[str, torch.Tensor]
-"""Gradients of the loss for the tensors of one micro-batch's output, by their paths, each times ``ReplicaLoss.scale``."""
+"""Gradients of the loss with respect to the tensors of one micro-batch's output, by path, times ``ReplicaLoss.scale``."""
 
 
 class ReplicaFailedError(BuildError):
-    """Said of another replica, which raises an error of its own."""
+    """Another replica failed, and raises an error of its own."""
 
 
 class ReplicaLoss:
-    """The loss of a whole batch, by its outputs on all replicas.
+    """The loss of a whole batch, computed from its outputs on all replicas.
 
     Args:
         program: Its mesh has the replicas.
         loss_fn: ``loss_fn(outputs, labels)``.
-        device: For what is sent.
+        device: Device of the messages between ranks.
         precision: Makes the context in which the engine runs the model and its loss.
+
+    Attributes:
+        scale: Loss scale of fp16; 1 without.
     """
 
     def __init__(
@@ -57,57 +59,65 @@ class ReplicaLoss:
         self._group = program.mesh.get_group("dp") if program.mesh is not None and program.axis_size("dp") > 1 else None
         self.scale = 1.0
 
-    def first_runs(self, number: int) -> list[FirstRun]:
-        """Return what so many micro-batches are run with, forward only, before ``second_runs``."""
-        return [FirstRun(self._device) for _ in range(number)]
+    def first_passes(self, number: int) -> list[FirstPass]:
+        """Return the losses with which so many micro-batches run forward, before ``second_passes``."""
+        return [FirstPass(self._device) for _ in range(number)]
 
-    def evaluated(self, runs: Sequence[FirstRun], labels: Sequence[Any], rows: int | None) -> torch.Tensor:
-        """Return the loss of micro-batches that were run, on ranks that have the last stage; 0 elsewhere. Collective.
+    def evaluate(self, passes: Sequence[FirstPass], labels: Sequence[Any], rows: int | None) -> torch.Tensor:
+        """Return the loss after the first passes, on ranks that have the last stage; 0 elsewhere. Collective over the replicas.
 
         Args:
-            runs: Theirs.
-            labels: Theirs, for the loss function.
-            rows: Of a micro-batch.
+            passes: The first pass of each micro-batch.
+            labels: The labels of each micro-batch, for the loss function.
+            rows: Number of rows of a micro-batch.
+
+        Raises:
+            BuildError: the outputs cannot be gathered; or the loss function gave no loss.
         """
         if not self._is_last:
             return torch.zeros((), device=self._device)
-        return self._computed([run.output for run in runs], labels, rows, training=False)[0]
+        return self._loss_and_gradients([each.output for each in passes], labels, rows, training=False)[0]
 
-    def shared(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what ``evaluated`` gave, the same on all ranks. Collective."""
+    def on_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the result of ``evaluate`` of the last stages, the same on all ranks. Collective."""
         if self._program.axis_rank("tp") or not self._is_last:
             loss = torch.zeros_like(loss)
         dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
         number = all_reduce(loss.detach().to(self._device, torch.float64), self._program.mesh)
         return (number / self._program.axis_size("dp")).to(dtype)
 
-    def second_runs(self, runs: Sequence[FirstRun], labels: Sequence[Any], rows: int | None) -> list[MicroBatchLoss]:
-        """Return what the same micro-batches are run with in training. Collective over the last stages of all replicas.
+    def second_passes(self, passes: Sequence[FirstPass], labels: Sequence[Any], rows: int | None) -> list[MicroBatchLoss]:
+        """Return the losses with which the same micro-batches are trained. Collective over the last stages of all replicas.
+
+        Args:
+            passes: The first pass of each micro-batch.
+            labels: The labels of each micro-batch, for the loss function.
+            rows: Number of rows of a micro-batch.
 
         Raises:
             BuildError: the outputs cannot be gathered; or the loss function gave no loss.
         """
         if not self._is_last:
-            return [SecondRun(run, None, {}, 1) for run in runs]
-        loss, gradients = self._computed([run.output for run in runs], labels, rows, training=True)
-        return [
-            SecondRun(run, loss, each, self._parts(len(runs)) / self.scale) for run, each in zip(runs, gradients, strict=True)
-        ]
+            return [SecondPass(each, None, {}, 1) for each in passes]
+        loss, gradients = self._loss_and_gradients([each.output for each in passes], labels, rows, training=True)
+        factor = self._num_parts(len(passes)) / self.scale
+        return [SecondPass(first, loss, own, factor) for first, own in zip(passes, gradients, strict=True)]
 
-    def only_run(self, labels: Any, rows: int | None) -> OnlyRun:
-        """Return what a single micro-batch is run with in training."""
-        return OnlyRun(self, labels, rows)
+    def single_pass(self, labels: Any, rows: int | None) -> SinglePass:
+        """Return the loss with which the only micro-batch of each replica is trained."""
+        return SinglePass(self, labels, rows)
 
-    def _parts(self, own: int) -> int:
+    def _num_parts(self, own: int) -> int:
+        """Return the number of micro-batches of all replicas, where each has ``own``."""
         return own * self._program.axis_size("dp")
 
-    def _computed(
+    def _loss_and_gradients(
         self, outputs: list[Any], labels: Sequence[Any], rows: int | None, training: bool
     ) -> tuple[torch.Tensor, list[Gradients]]:
-        """The loss, and for each of these outputs its gradients."""
+        """Return the loss, and in training its gradients with respect to each of these outputs."""
         own = [{path: each.detach() for path, each in tensors_of(output).items()} for output in outputs]
         has_rows = {path: each.dim() > 0 and each.shape[0] == rows for path, each in own[0].items()}
-        self._meet(_unlike(own), own[0])
+        self._check_kinds(_mismatch(own), own[0])
         whole = {path: self._gathered([each[path] for each in own], has_rows[path]) for path in own[0]}
         self._check_same({path: each for path, each in whole.items() if not has_rows[path]}, own)
         for path, each in whole.items():
@@ -123,15 +133,15 @@ class ReplicaLoss:
         scale = torch.full_like(loss, self.scale)
         found = torch.autograd.grad(loss, [whole[path] for path in leaves], scale, allow_unused=True)
         gradients = {path: each for path, each in zip(leaves, found, strict=True) if each is not None}
-        return loss.detach(), [self._own(gradients, has_rows, index, len(own)) for index in range(len(own))]
+        return loss.detach(), [self._gradients_of(index, len(own), gradients, has_rows) for index in range(len(own))]
 
-    def _own(self, gradients: Gradients, has_rows: dict[str, bool], index: int, number: int) -> Gradients:
-        """The gradients for one of this rank's micro-batches; of a tensor without rows each has the mean of all."""
-        place, parts = self._program.axis_rank("dp") * number + index, self._parts(number)
+    def _gradients_of(self, index: int, number: int, gradients: Gradients, has_rows: dict[str, bool]) -> Gradients:
+        """Return the gradients for one of this rank's micro-batches; tensors without rows get an equal share in each."""
+        place, parts = self._program.axis_rank("dp") * number + index, self._num_parts(number)
         return {path: each.chunk(parts)[place] if has_rows[path] else each / parts for path, each in gradients.items()}
 
     def _gathered(self, own: list[torch.Tensor], has_rows: bool) -> torch.Tensor:
-        """The tensors of all micro-batches, replica by replica: along dimension 0, or in a new one where they have no rows."""
+        """Concatenate the tensors of all micro-batches, replica by replica; those without rows are stacked."""
         mine = torch.cat(own) if has_rows else torch.stack(own)
         if self._group is None:
             return mine
@@ -146,8 +156,8 @@ class ReplicaLoss:
             lambda path, each: self._gathered([own[path].to(self._device) for own in named], True) if each.dim() else each,
         )
 
-    def _meet(self, error: Exception | None, tensors: dict[str, torch.Tensor]) -> None:
-        """Go on only where all replicas have outputs of the same kind. Collective over them."""
+    def _check_kinds(self, error: Exception | None, tensors: dict[str, torch.Tensor]) -> None:
+        """Check that no replica has an error, and that all have outputs of the same shapes and types. Collective over them."""
         kinds = fingerprint([(path, tuple(each.shape), str(each.dtype)) for path, each in tensors.items()])
         row = [error is not None, *((0, 0) if error is not None else (kinds, -kinds))]
         found = torch.tensor(row, dtype=torch.int64, device=self._device)
@@ -169,7 +179,7 @@ class ReplicaLoss:
         for path, each in stacked.items():
             values = each.to(torch.float64) if _is_real(each) else each
             close = (
-                torch.isclose(values, values[:1], rtol=_CLOSE.get(each.dtype, 0.0), atol=1e-7, equal_nan=True)
+                torch.isclose(values, values[:1], rtol=_TOLERANCES.get(each.dtype, 0.0), atol=1e-7, equal_nan=True)
                 if _is_real(each)
                 else values == values[:1]
             )
@@ -180,8 +190,8 @@ class ReplicaLoss:
                 )
 
 
-class FirstRun(MicroBatchLoss):
-    """Keeps the output of a micro-batch, and the random numbers that each stage began with."""
+class FirstPass(MicroBatchLoss):
+    """Keeps the output of a micro-batch, and the random state that each stage began with."""
 
     def __init__(self, device: torch.device) -> None:
         self.output: Any = None
@@ -194,26 +204,26 @@ class FirstRun(MicroBatchLoss):
         return stage()
 
     def loss(self, output: Any) -> torch.Tensor:
-        """Return a zero."""
+        """Keep the output; return zero."""
         self.output = with_tensors(output, lambda _, each: each.detach())
         return torch.zeros((), device=self._device)
 
 
-class SecondRun(MicroBatchLoss):
-    """Runs a micro-batch again, as its first run was, with the loss of the whole batch and its gradients.
+class SecondPass(MicroBatchLoss):
+    """Repeats the first pass of a micro-batch, for a backward from the whole batch's loss.
 
     Args:
-        first: The first run.
-        value: The loss.
-        gradients: Of it.
-        factor: Of the gradients: the engine takes a mean over the micro-batches of all replicas.
+        first: The first pass.
+        value: The loss; None on ranks without the last stage.
+        gradients: The gradients of the loss with respect to this micro-batch's output.
+        factor: Multiplies the gradients: the engine takes a mean over the micro-batches of all replicas.
     """
 
-    def __init__(self, first: FirstRun, value: torch.Tensor | None, gradients: Gradients, factor: float) -> None:
+    def __init__(self, first: FirstPass, value: torch.Tensor | None, gradients: Gradients, factor: float) -> None:
         self._first, self._value, self._gradients, self._factor = first, value, gradients, factor
 
     def run(self, stage: Callable[[], Any], index: int = 0) -> Any:
-        """Run a stage with the random numbers of its first run."""
+        """Run a stage with the random numbers of its first pass."""
         set_rng_state(self._first.random[index])
         return stage()
 
@@ -223,29 +233,35 @@ class SecondRun(MicroBatchLoss):
         return with_gradients(self._value, tensors_of(output), self._gradients, self._factor)
 
 
-class OnlyRun(MicroBatchLoss):
-    """Gathers the outputs of a micro-batch as they are there, and computes the loss and its gradients."""
+class SinglePass(MicroBatchLoss):
+    """Gathers the outputs of the replicas' only micro-batches, and computes the loss and its gradients.
+
+    Args:
+        loss: Computes them.
+        labels: The labels of this rank's micro-batch.
+        rows: Number of its rows.
+    """
 
     def __init__(self, loss: ReplicaLoss, labels: Any, rows: int | None) -> None:
         self._loss, self._labels, self._rows = loss, labels, rows
-        self._has_met = not loss._is_last
+        self._is_gathered = not loss._is_last
 
     def loss(self, output: Any) -> torch.Tensor:
         """Return the whole batch's loss, whose backward gives each output its gradient."""
-        self._has_met = True
-        value, gradients = self._loss._computed([output], [self._labels], self._rows, training=True)
-        return with_gradients(value, tensors_of(output), gradients[0], self._loss._parts(1) / self._loss.scale)
+        self._is_gathered = True
+        value, gradients = self._loss._loss_and_gradients([output], [self._labels], self._rows, training=True)
+        return with_gradients(value, tensors_of(output), gradients[0], self._loss._num_parts(1) / self._loss.scale)
 
     def fail(self, error: Exception) -> None:
         """Tell the other replicas, which wait for this one's output."""
-        if not self._has_met:
-            self._has_met = True
+        if not self._is_gathered:
+            self._is_gathered = True
             with suppress(type(error)):
-                self._loss._meet(error, {})
+                self._loss._check_kinds(error, {})
 
 
 def with_gradients(value: torch.Tensor, tensors: dict[str, torch.Tensor], gradients: Gradients, factor: float) -> torch.Tensor:
-    """Return a number whose backward gives tensors these gradients, times a factor."""
+    """Return a tensor of this value whose backward gives ``tensors`` these gradients, times a factor."""
     paths = [path for path, each in tensors.items() if path in gradients and each.requires_grad]
     loss: torch.Tensor = _WithGradients.apply(  # type: ignore[no-untyped-call]
         value, factor, [gradients[path] for path in paths], *(tensors[path] for path in paths)
@@ -254,7 +270,7 @@ def with_gradients(value: torch.Tensor, tensors: dict[str, torch.Tensor], gradie
 
 
 class _WithGradients(torch.autograd.Function):
-    """A number with known gradients."""
+    """Autograd node of a number with known gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, factor: float, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> Any:
@@ -272,44 +288,16 @@ class _WithGradients(torch.autograd.Function):
         )
 
 
-@contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Run the model inside of this without a change of its buffers: a second run starts from the same ones."""
-    kept = [
-        (table, name, tensor, tensor.clone())
-        for table in (each._buffers for each in module.modules())
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for table, name, tensor, values in kept:
-                table[name] = tensor
-                tensor.copy_(values)
-
-
-@contextmanager
-def draws_kept() -> Iterator[None]:
-    """Put the random state back behind what runs inside."""
-    state = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(state)
-
-
-_CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Relative differences that rounding makes."""
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Relative differences by rounding."""
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _unlike(own: list[dict[str, torch.Tensor]]) -> BuildError | None:
-    """The error of micro-batches whose outputs are not of one kind."""
+def _mismatch(own: list[dict[str, torch.Tensor]]) -> BuildError | None:
+    """Return the error where outputs of micro-batches differ in their shapes or types, or have no tensor; else None."""
     for each in own[1:]:
         if _listed(each) != _listed(own[0]):
             return BuildError(

@@ -1,4 +1,4 @@
-"""Tensors in what a model or a loss function returns: nested mappings, sequences and dataclasses."""
+"""Tensors in nested mappings, sequences and dataclasses, as models and loss functions return them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensors_of(value: Any, path: Path = "") -> dict[Path, torch.Tensor]:
 
 
 def with_tensors(value: Any, change: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = "") -> Any:
-    """Return the structure with each tensor changed, by its path; what is no tensor stays."""
+    """Return the structure with each tensor replaced by ``change(path, tensor)``; other values stay."""
     if isinstance(value, torch.Tensor):
         return change(path, value)
     parts = fields_of(value)
@@ -45,7 +45,7 @@ def with_tensors(value: Any, change: Callable[[Path, torch.Tensor], torch.Tensor
 
 
 def _made(value: Any, parts: dict[Any, Any]) -> Any:
-    """A structure of the same kind, of other parts."""
+    """Return a structure of the same kind with other parts."""
     if isinstance(value, list):
         return [*parts.values()]
     if isinstance(value, tuple):

@@ -12,13 +12,13 @@ from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
 from ..batches import Batch
-from ..check_switches import UNSEEN, disabled_checks, say_unseen
+from ..check_switches import CHECKS, disabled_checks, log_disabled_checks
 from ..modes import Modes
 from ..options import CommonOptions
 from .findings import Cut
 from .injected_check import InjectedCheck
 from .injected_labels import InjectedLabels
-from .row_parts import Rows, joined, unlike_halves
+from .row_parts import Rows, dissimilar_halves, joined
 from .rows_check import RowsCheck
 from .stage_runs import Around, RunFailedError, StageRuns
 
@@ -28,11 +28,11 @@ def _nothing_around(has_backward: bool) -> AbstractContextManager[Any]:
 
 
 class FirstStep:
-    """Looks at the micro-batches of the first step that cuts a batch, before they are trained on.
+    """Checks the micro-batches of the first step that cuts a batch, before they are trained on.
 
     Args:
-        program: What runs.
-        options: Of the engine.
+        program: The program that runs.
+        options: Options of the engine.
 
     Attributes:
         injects: Whether the model injects gradients into its backward.
@@ -40,13 +40,13 @@ class FirstStep:
 
     def __init__(self, program: Program, options: CommonOptions) -> None:
         self._program, self._options, self._modes = program, options, Modes(program.module)
-        self._off = disabled_checks() if options.check else tuple(UNSEEN)
+        self._off = disabled_checks() if options.check else tuple(CHECKS)
         self._is_done = False
         self.injects = False
         self._labels: InjectedLabels | None = None
 
     def scale(self, num_parts: int) -> float:
-        """Return what gradients of losses are multiplied by, and gradients of parameters divided by, in the backwards.
+        """Return the factor of the gradients of losses in backwards, by which gradients of parameters are divided.
 
         Args:
             num_parts: Micro-batches of a replica.
@@ -54,16 +54,16 @@ class FirstStep:
         return float(num_parts) if self.injects else 1.0
 
     def mean_labels(self, parts: Sequence[Batch], labels: Sequence[Any], device: torch.device) -> float | None:
-        """Return over how many labels the loss of a micro-batch is a mean, on average over all replicas. Collective.
+        """Return the average number of labels of a micro-batch's loss over all replicas. Collective.
 
-        None where the loss is no known mean over labels. For models that inject gradients: their losses are to be weighted
-        before the batch has run.
+        None where the loss is no known mean over labels. Models that inject gradients need it, as their losses are weighted
+        before the batch runs.
         """
         rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
         return None if self._labels is None else self._labels.mean(rows, device)
 
     def is_due(self, num_parts: int) -> bool:
-        """Return whether the next step has to be looked at; alike on all ranks."""
+        """Return whether the next step has to be checked; the same on all ranks."""
         is_cut = num_parts * self._program.axis_size("dp") > 1
         return not self._is_done and (is_cut or self._options.precision == "fp16")
 
@@ -81,10 +81,10 @@ class FirstStep:
 
         Args:
             parts: The model's arguments for each micro-batch.
-            labels: Those of each for the loss function.
-            device: Of this rank.
-            around: What the engine puts around a forward.
-            labels_differ: Whether the engine refuses a loss of which it is not known what it is a mean over.
+            labels: The labels of each, for the loss function.
+            device: Device of this rank.
+            around: Makes the context that the engine puts around a forward.
+            labels_differ: Whether the engine refuses losses of unknown reduction, as numbers of labels differ.
             accumulates: Whether a backward may leave gradients with parameters, which the engine then does not take.
             failed: Called with an error on the rank that has it, see ``StageRuns``.
 
@@ -95,9 +95,9 @@ class FirstStep:
         if not self.is_due(len(parts)):
             return
         if not any(self._program.axis_rank(axis) for axis in ("pp", "dp", "tp")):
-            say_unseen(self._off)
+            log_disabled_checks(self._off)
         rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
-        if len(self._off) < len(UNSEEN) and rows[0].number:
+        if len(self._off) < len(CHECKS) and rows[0].number:
             self._modes.set(True)
             runs = StageRuns(self._program, self._options, device, around, accumulates, failed)
             try:
@@ -108,7 +108,7 @@ class FirstStep:
         self._is_done = True
 
     def _look(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
-        halves = unlike_halves(parts, self._options.ignored_label)
+        halves = dissimilar_halves(parts, self._options.ignored_label)
         whole, base = runs.planned(joined(halves)), None
         looks_at_rows = "rows" not in self._off and len(parts) * self._program.axis_size("dp") > 1
         if "injected" not in self._off:

@@ -14,20 +14,20 @@ IN_FP16 = (
     "the model injects gradients into its backward, which the loss scale of precision='fp16' would not scale; use "
     "precision='bf16', or add the auxiliary loss to the loss"
 )
-"""Said where the loss is multiplied by a scale that the injected gradients do not know."""
+"""Error where the loss is multiplied by a scale that does not reach the injected gradients."""
 INNER_BACKWARD = (
     "gradients that the model injects are not seen behind torch.utils.checkpoint with use_reentrant=True, and weighted wrong; "
     "use use_reentrant=False"
 )
-"""Said where a backward cannot be run without the engine taking its gradients."""
+"""Note where a backward cannot be run without the engine taking its gradients."""
 
 
 class Cut(NamedTuple):
     """Parts that a batch is cut into.
 
     Args:
-        microbatches: Of each replica.
-        replicas: Number of them.
+        microbatches: Number of micro-batches of each replica.
+        replicas: Number of replicas.
     """
 
     microbatches: int
@@ -61,8 +61,8 @@ def rows_are_mixed(root: nn.Module, paths: Sequence[str], pair: Pair | None, cut
 
     Args:
         root: The model.
-        paths: Those of the modules; the empty one is the model's own forward.
-        pair: What differs, where that was seen.
+        paths: Paths of the modules; the empty one is the model's own forward.
+        pair: The losses that differ, or None.
         cut: Into what a batch is cut.
         has_batch_norm: Whether some are BatchNorms.
     """

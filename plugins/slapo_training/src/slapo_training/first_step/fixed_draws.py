@@ -1,4 +1,4 @@
-"""A model without chance: dropout is off, and every other draw gives fixed numbers."""
+"""Deterministic runs of a model: dropout is off, and every other draw gives fixed numbers."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _WITH_DROPOUT = {each: inspect.signature(each) for each in (F.multi_head_attenti
 
 
 class TooManyDrawsError(RuntimeError):
-    """A forward that draws again and again, as until a number is small enough."""
+    """A forward draws without end, for example until a number is small enough."""
 
 
 class FixedDraws(TorchFunctionMode):
-    """Inside of it dropout hands on its input, and random numbers are the middle of their distribution.
+    """Makes dropout return its input, and random draws the centre of their distribution.
 
     A row's numbers are then the same whatever rows are beside it. A random permutation is the reverse, which goes across rows
     as any other would.
@@ -55,7 +55,7 @@ class FixedDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function, or what takes its place."""
+        """Run the function, or its deterministic replacement."""
         given = dict(kwargs or {})
         if func in _DROPOUTS:
             return args[0] if args else given["input"]
@@ -77,7 +77,7 @@ class FixedDraws(TorchFunctionMode):
 
 
 def _fixed(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> torch.Tensor | None:
-    """Return what a draw gives, or None for a function that is none."""
+    """Return the fixed result of a draw, or None for a function that draws nothing."""
     given.pop("generator", None)
     if func in _LIKE:
         return torch.empty_like(*args, **given).fill_(_LIKE[func])

@@ -1,4 +1,4 @@
-"""Gradients that a model injects into its backward, beside those of its loss, and what makes them right.
+"""Gradients that a model injects into its backward beside those of its loss: detection and scaling.
 
 A router's balance loss, say, enters by an ``autograd.Function`` that hands on its input and adds a gradient of its own. The
 backward of a micro-batch from ``s`` times its loss then gives ``s * dL + I``. An engine that divides each loss by the number of
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch_private import first_hook, has_inner_backward, leaves_of, without_hooks
+from .._torch_private import has_inner_backward, leaves_of, register_first, without_hooks
 
 
 class Injected:
-    """Runs backwards from gradients of zero, behind stages; what comes out was injected.
+    """Runs backwards of stages from gradients of zero; any other gradient was injected.
 
     Args:
-        parameters: Those of this rank's stages.
+        parameters: The parameters of this rank's stages.
         accumulates: Whether a backward may leave gradients with parameters, which an engine may wait for.
 
     Attributes:
@@ -39,8 +39,8 @@ class Injected:
         """Return whether anything is injected.
 
         Args:
-            received: What a stage got; a gradient of these counts too.
-            given: What it returned, with its graph.
+            received: Tensors that a stage received; their gradients count too.
+            given: Tensors that it returned, with their graph.
         """
         ends = [tensor for tensor in given if tensor.requires_grad]
         inputs = [tensor for tensor in received if tensor.requires_grad]
@@ -108,7 +108,7 @@ def _is_something(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _Scaled(torch.autograd.Function):
-    """Hands on a loss; its gradient is multiplied."""
+    """Identity of a loss that multiplies its gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, factor: float) -> torch.Tensor:
@@ -132,7 +132,7 @@ class GradientScale:
     """Divides the gradients of parameters as a backward makes them, before an engine takes or reduces them.
 
     Args:
-        parameters: Those of this rank.
+        parameters: The parameters of this rank.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -145,7 +145,7 @@ class GradientScale:
             yield
             return
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        handles = [first_hook(parameter, lambda gradient: gradient / number) for parameter in trained]
+        handles = [register_first(parameter, lambda gradient: gradient / number) for parameter in trained]
         try:
             yield
         finally:

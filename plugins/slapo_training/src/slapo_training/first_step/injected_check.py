@@ -1,4 +1,4 @@
-"""The check of injected gradients: does a backward from zero give any, and are these means over rows."""
+"""The check ``injected``: finds gradients that a backward from zero gives, and checks that they are means over rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class InjectedCheck:
     """The check of one step. Every method is collective over the mesh.
 
     Args:
-        program: What runs.
-        options: Of the engine.
-        runs: Run the stages.
+        program: The program that runs.
+        options: Options of the engine.
+        runs: Runs the stages.
     """
 
     def __init__(self, program: Program, options: CommonOptions, runs: StageRuns) -> None:

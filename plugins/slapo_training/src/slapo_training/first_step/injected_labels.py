@@ -18,14 +18,14 @@ _UNKNOWN = -1
 
 
 class InjectedLabels:
-    """Tells the numbers of labels by the batch, as one loss has shown which of them count. Collective.
+    """Counts the labels of a batch, after one loss has shown which of them count. Collective.
 
     Args:
         program: Its replicas.
         ignored: Label value that the loss leaves out.
         rows: A micro-batch.
-        counted: What its loss is a mean over, on ranks that know.
-        device: Of this rank.
+        counted: The reduction of its loss, on ranks that know it.
+        device: Device of this rank.
     """
 
     def __init__(self, program: Program, ignored: int, rows: Rows, counted: Counted | None, device: torch.device) -> None:

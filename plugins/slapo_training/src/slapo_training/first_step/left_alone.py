@@ -1,4 +1,4 @@
-"""Runs of a model that leave it, and the process, as they were."""
+"""Rollback of a model's state and of the process's random numbers behind runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TORCHS_OWN = set(vars(nn.Module()))
 
 
 class KeptState:
-    """The random numbers of this process, and the buffers, attributes and gradients of modules, as they are now.
+    """Snapshot of this process's random numbers, and of the buffers, attributes and gradients of modules.
 
     Args:
         modules: Each with its own tables alone, not those of modules in it.
@@ -53,7 +53,7 @@ class KeptState:
         return number
 
     def put_back(self) -> None:
-        """Let all be as when this was made."""
+        """Restore the snapshot."""
         for module, before in self._attributes:
             _put_back(module, before)
         with torch.no_grad():
@@ -71,7 +71,7 @@ class KeptState:
 
 @contextmanager
 def left_alone(modules: Iterable[nn.Module]) -> Iterator[KeptState]:
-    """Put back what runs inside change, and give the state that each of them may start from.
+    """Restore at the end what runs inside have changed; yield the snapshot, from which each run may start.
 
     Compiled regions run eagerly, as a new shape would have them compiled anew.
     """
@@ -84,7 +84,7 @@ def left_alone(modules: Iterable[nn.Module]) -> Iterator[KeptState]:
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """A module's own attributes, and what is in those that are containers."""
+    """Return a module's own attributes, each with a copy of its content if it is a container."""
     own = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
     return {name: (value, _content(value)) for name, value in own.items()}
 

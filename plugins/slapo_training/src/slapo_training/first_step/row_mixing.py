@@ -16,12 +16,12 @@ from slapo_core.wrapping import forward_wrappers
 
 
 class Tolerance(NamedTuple):
-    """Relative differences that rounding may bring.
+    """Relative differences that rounding may cause.
 
     Args:
-        loss: Of a loss.
-        repeated: Of a loss, where another one has differed already.
-        values: Of a tensor's values, by its largest.
+        loss: For a loss.
+        repeated: For a loss, where another one has differed already.
+        values: For a tensor's values, relative to its largest.
     """
 
     loss: float
@@ -30,7 +30,7 @@ class Tolerance(NamedTuple):
 
 
 def tolerance_of(modules: Sequence[nn.Module], precision: str) -> Tolerance:
-    """Return what rounding may bring in a model of this precision."""
+    """Return the relative differences that rounding may cause in a model of this precision."""
     kinds = {p.dtype for module in modules for p in module.parameters() if p.is_floating_point() or p.is_complex()}
     if precision != "fp32" or kinds & {torch.bfloat16, torch.float16}:
         return Tolerance(2e-2, 5e-3, 5e-2)
@@ -68,12 +68,12 @@ def by_running_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class Event(NamedTuple):
-    """Tensors that a module got or gave.
+    """Input or output tensors of a module.
 
     Args:
         path: Its path.
         inside: Path of the module whose forward called it.
-        is_output: Whether these are what it gave.
+        is_output: Whether these are its outputs.
         tensors: In order.
     """
 
@@ -112,14 +112,14 @@ def events_of(modules: Sequence[nn.Module]) -> Iterator[list[Event]]:
 
 
 def first_mixing(whole: Sequence[Event], parts: Sequence[Sequence[Event]], rows: Sequence[int], tolerance: float) -> str | None:
-    """Return the path of the first module that gives a row something else in a part than in the whole.
+    """Return the path of the first module whose output for a row differs between a part and the whole.
 
     A difference in what a module gets was made between modules, by the forward of the module around it. A module that gives
     rows and a number, a router's balance loss say, mixes rows as well if that number is not the mean of those of the parts.
 
     Args:
         whole: Events of all rows.
-        parts: Those of the parts alone.
+        parts: Events of each part alone.
         rows: Number of rows of the whole and of each part.
         tolerance: Relative difference that is none.
     """

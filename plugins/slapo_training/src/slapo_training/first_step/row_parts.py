@@ -57,10 +57,10 @@ def narrowed(value: Any, total: int, start: int, size: int) -> Any:
     return tree_map(lambda leaf: leaf.narrow(0, start, size) if _has(leaf, total) else leaf, value)
 
 
-def unlike_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
-    """Return two halves of micro-batches that have as many rows as one together, and are least alike in labels and masks.
+def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
+    """Return two halves of micro-batches, together as many rows as one, that differ most in labels and masks.
 
-    Of micro-batches of one row, two micro-batches, or the same row twice.
+    Where micro-batches have one row, return two micro-batches, or the same row twice.
 
     Args:
         parts: All micro-batches of this rank.
@@ -68,16 +68,16 @@ def unlike_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
     """
     number = parts[0].number
     if number == 1:
-        return unlike_pair(parts[0], [*parts[1:], parts[0]], ignored)
+        return dissimilar_pair(parts[0], [*parts[1:], parts[0]], ignored)
     half = number // 2
     half += number % 2 == 0 and half % 2 == 1 and number > 2  # rows may go in pairs
     halves = [part.cut([number - half, half]) for part in parts]
     own = halves[0][0]
-    return unlike_pair(own, [second for _, second in halves], ignored)
+    return dissimilar_pair(own, [second for _, second in halves], ignored)
 
 
-def unlike_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:
-    """Return some rows, and those of the others that are least like them in labels and masks."""
+def dissimilar_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:
+    """Return some rows, and those of the others that differ most from them in labels and masks."""
     counts = _counts(own, ignored)
 
     def distance(other: Rows) -> float:
@@ -87,7 +87,7 @@ def unlike_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:
 
 
 def _counts(rows: Rows, ignored: int) -> list[float]:
-    """Numbers of labels in each argument for each row, and sums of masks."""
+    """Return the mean number of labels per row of each argument, or of ones in masks."""
     found = []
     for leaf in tree_leaves(rows.given()):
         if not _has(leaf, rows.number):
@@ -103,12 +103,12 @@ def _counts(rows: Rows, ignored: int) -> list[float]:
 def expected_losses(
     parts: Sequence[Rows], losses: Sequence[float], counted: Sequence[Counted | None], ignored: int
 ) -> list[float]:
-    """Return what the loss of all parts together may be, if it is a mean over rows or over labels.
+    """Return the possible losses of all parts together, for a mean over rows or over labels.
 
     Args:
-        parts: Rows of each.
-        losses: The loss of each.
-        counted: What each of these is a mean over; where it is known the engine weighs by it.
+        parts: The rows of each part.
+        losses: The loss of each part.
+        counted: The reduction of each loss; where it is known the engine weighs by it.
         ignored: Label value that the loss leaves out.
     """
     known = [each.labels for each in counted if isinstance(each, Counted)]

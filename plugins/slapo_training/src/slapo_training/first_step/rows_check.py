@@ -1,4 +1,4 @@
-"""The check of rows: is the loss of a micro-batch the mean of the losses of its parts, and if not, why."""
+"""The check ``rows``: compares the loss of a micro-batch with the mean of its parts' losses, and finds the cause."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ..options import CommonOptions
 from . import row_mixing
 from .findings import Cut, Pair, loss_is_no_mean, rows_are_mixed
 from .left_alone import KeptState
-from .row_parts import Rows, expected_losses, joined, narrowed, unlike_pair
+from .row_parts import Rows, dissimilar_pair, expected_losses, joined, narrowed
 from .stage_runs import Planned, Run, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
 T = TypeVar("T")
 
 
 class Compared(NamedTuple):
-    """Some rows and their parts, run.
+    """Results of runs of some rows and of their parts.
 
     Args:
         whole: The run of all rows.
-        pair: What differs on some rank, if anything.
+        pair: The losses that differ on some rank, or None.
     """
 
     whole: Run
@@ -42,13 +42,13 @@ class Trial:
     """Runs of some rows and of their parts. Every method is collective over the mesh.
 
     Args:
-        program: What runs.
-        options: Of the engine.
-        runs: Run the stages.
-        state: What each run starts from.
+        program: The program that runs.
+        options: Options of the engine.
+        runs: Runs the stages.
+        state: State that each run starts from.
         plans: All rows, and then their parts.
         synced: BatchNorms that take the statistics of all rows of a batch.
-        labels_differ: Whether the engine refuses a loss of which it is not known what it is a mean over.
+        labels_differ: Whether the engine refuses losses of unknown reduction, as numbers of labels differ.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Trial:
         return self.first(row_mixing.first_mixing(events[0], events[1:], rows, self._tolerance.values))
 
     def loss_function(self, whole: Run) -> Pair | None:
-        """Compare what the loss function gives for all outputs, and for those of some rows; where outputs can be cut."""
+        """Compare the loss function on all outputs with its mean over those of some rows, where outputs can be cut."""
         loss_fn, pair, losses, start = self._options.loss_fn, None, [], 0
         rows = [planned.rows for planned in self._plans]
         if loss_fn is not None and whole.loss is not None:
@@ -150,9 +150,9 @@ class RowsCheck:
     """The check of one step's micro-batches. Collective over the mesh.
 
     Args:
-        program: What runs.
-        options: Of the engine.
-        runs: Run the stages.
+        program: The program that runs.
+        options: Options of the engine.
+        runs: Runs the stages.
         parts: All micro-batches of this rank.
         labels_differ: See ``Trial``.
     """
@@ -197,22 +197,22 @@ class RowsCheck:
         return not has_loss_of_its_own(self._options)
 
     def _look(self, trial: Trial, base: Run | None) -> tuple[Pair | None, bool]:
-        """Return what differs with BatchNorms as they are, and whether something does beside them."""
+        """Return the losses that differ with BatchNorms as they are, and whether they also differ without their statistics."""
         pair = trial.compare(base).pair
         if not self._norms:
             return pair, pair is not None
         return pair, trial.compare(None, self._norms.values()).pair is not None
 
     def _confirmed(self) -> tuple[str, Pair] | None:
-        """Compare what the engine averages, micro-batches or those of two replicas: rows may go in groups that halves cut.
+        """Compare the parts that the engine averages, micro-batches or those of two replicas: rows may go in groups.
 
         Returns:
-            The path of a module that mixes rows, and what differs; None where nothing does.
+            The path of a module that mixes rows, and the losses that differ; None where none do.
 
         Raises:
             BuildError: the loss is no mean over rows.
         """
-        pair = unlike_pair(self._parts[0], self._parts[1:] or self._replicas(), self._options.ignored_label)
+        pair = dissimilar_pair(self._parts[0], self._parts[1:] or self._replicas(), self._options.ignored_label)
         try:
             plans = self._planned(pair)
             with runs_alone(self._program, plans) as state:

@@ -23,14 +23,14 @@ from .left_alone import KeptState, left_alone
 from .row_parts import Rows
 
 Around = Callable[[bool], AbstractContextManager[Any]]
-"""What an engine puts around a run, autocast say; told whether the run has a backward."""
+"""Makes the context that an engine puts around a run, such as autocast; gets whether the run has a backward."""
 Tensors = tuple[torch.Tensor, ...]
 Behind = Callable[[Tensors, Tensors], bool]
-"""Called behind a stage with what it received and what it gave, or its loss; what it returns is put together over stages."""
+"""Called behind a stage with the tensors it received and returned, or its loss; the flags of all stages are combined."""
 
 
 class RunFailedError(Exception):
-    """A run that broke off, on this rank or on another one."""
+    """A run failed, on this rank or on another one."""
 
 
 class Planned(NamedTuple):
@@ -38,7 +38,7 @@ class Planned(NamedTuple):
 
     Args:
         program: For that shape.
-        rows: What runs through it.
+        rows: The rows that run through it.
     """
 
     program: Program
@@ -50,8 +50,8 @@ class Run(NamedTuple):
 
     Args:
         loss: On ranks with the last stage; None on others.
-        counted: What it is a mean over, where that is known.
-        output: What the model returned there.
+        counted: Its reduction, where it is a known mean over labels.
+        output: The model's output there.
         position: Where this rank's random numbers are behind the run.
         found: Whether ``behind`` said so on any rank.
     """
@@ -68,9 +68,9 @@ class StageRuns:
 
     Args:
         program: In stages, or one.
-        options: Of the engine; where they weigh terms or replicas, no loss is computed, and backwards start at the outputs.
-        device: Of what is sent.
-        around: What an engine puts around a run.
+        options: Options of the engine; with ``loss_over`` or ``loss_weights`` backwards start at the outputs, without a loss.
+        device: Device of the messages between ranks.
+        around: Makes the context that an engine puts around a run.
         accumulates: Whether a run may leave gradients with parameters until it is put back, without an engine that takes them.
         failed: Called with an error on the rank that has it, before ranks meet: comes back where the tensor-parallel ranks have
             one as well, which else wait for this rank in a collective. None raises the error of the first run there.
@@ -106,7 +106,7 @@ class StageRuns:
 
         Args:
             planned: The rows.
-            state: What the run starts from.
+            state: State that the run starts from.
             behind: Called behind each stage.
             fixed: Whether dropout is off, and other draws give fixed numbers.
 

@@ -5,7 +5,8 @@ engine is built, and runs them once in a step, on gradients that are reduced and
 that is trained without an engine. This may import ``slapo_core`` and the modules of ``slapo_training`` beside it.
 """
 
-from .carried import carry_hooks, register_first
+from .._torch_private import register_first
+from .carried import carry_hooks
 from .cut_attributes import cut_attributes
 from .marker import gradient_hook
 from .step_hooks import GradientAccess, StepHooks

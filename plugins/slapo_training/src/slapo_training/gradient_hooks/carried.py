@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from slapo_core.gather import gather_parts
 from slapo_core.parameters import ShardSpec
 
 from .marker import is_elementwise
-from .tables import TABLES, TENSOR_HOOKS, Hook, HookRef, is_users, put_table, table_of
+from .tables import TABLES, Hook, HookRef, is_users, put_table, table_of
 from .whole_parameter import Place, whole_parameter
 
 
@@ -26,7 +25,7 @@ class CarriedHook:
     Args:
         ref: The hook.
         whole: The parameter it was put on.
-        part: What took its place.
+        part: The part that took its place.
         spec: How that was cut.
         places: Where the model has the part.
     """
@@ -80,7 +79,7 @@ def carry_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places
 
     Args:
         part: Takes the place of ``whole``, and has its hooks.
-        whole: It keeps its hooks as they are.
+        whole: The parameter, which keeps its hooks as they are.
         spec: How the part was cut.
         places: Where the model has the part.
     """
@@ -92,15 +91,6 @@ def carry_hooks(part: torch.Tensor, whole: torch.Tensor, spec: ShardSpec, places
                 for key, hook in table.items()
             }
             put_table(part, name, OrderedDict(carried))
-
-
-def register_first(parameter: nn.Parameter, hook: Hook) -> Any:
-    """Register a hook that runs before all others: those of users see the gradient that it makes."""
-    handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-    table = table_of(parameter, TENSOR_HOOKS)
-    if isinstance(table, OrderedDict):
-        table.move_to_end(handle.id, last=False)
-    return handle
 
 
 def _changed(hook: Hook, gradient: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ def cut_attributes(
     """Let a part of a parameter have the matching part of each tensor that was an attribute of the parameter.
 
     Args:
-        part: It has the attributes of the parameter.
-        shape: Of the parameter. A tensor matches that has as many dimensions, each of the same size or of size 1.
+        part: The part, which has the attributes of the parameter.
+        shape: Shape of the parameter. A tensor matches that has as many dimensions, each of the same size or of size 1.
         dim: Dimension along which the parameter was cut; what has size 1 there stays as it is.
         cut: Makes the part of a tensor.
 
@@ -29,6 +29,13 @@ def cut_attributes(
     if found:
         vars(part)[CUT] = {*vars(part).get(CUT, ()), *found}
     return found
+
+
+def attributes_cut_with(part: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that were cut with a part, by name, each expanded to the shape of the part."""
+    own = vars(part)
+    tensors = {name: own.get(name) for name in sorted(own.get(CUT, ()))}  # users may have put something else there
+    return {name: value.expand(part.shape) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
 
 
 def matches(value: object, shape: Sequence[int]) -> bool:

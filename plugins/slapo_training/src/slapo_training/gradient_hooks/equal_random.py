@@ -1,4 +1,4 @@
-"""Random numbers that all ranks draw alike."""
+"""Random numbers that are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slapo_core.agreement import mesh_groups
 
 @contextmanager
 def equal_random_numbers(mesh: DeviceMesh | None) -> Iterator[None]:
-    """Let all ranks draw inside what the first one would. Collective over the mesh.
+    """Let all ranks draw the random numbers of the first one inside. Collective over the mesh.
 
     Ranks that were where the first one was stay with it; the others go on behind as if nothing had been drawn.
     """

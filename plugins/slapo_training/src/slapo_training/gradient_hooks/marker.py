@@ -1,4 +1,4 @@
-"""What users say of their hooks."""
+"""Marks by which users declare a hook elementwise."""
 
 from __future__ import annotations
 

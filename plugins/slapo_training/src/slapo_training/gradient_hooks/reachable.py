@@ -1,4 +1,4 @@
-"""What a hook may read beside the gradient: parameters and modules that it closed over."""
+"""Parameters and modules that a hook may read beside the gradient, as it closed over them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 _MOST = 2000
-"""Objects that are looked at."""
+"""Number of objects that are searched."""
 
 
 def reads_weights(hook: Any) -> bool:
     """Return whether a hook can reach a module or a parameter, and so may need the whole weights.
 
-    It is asked of what the hook closes over, is bound to or has as a default, and of the globals that it names. Where there is
-    much of that the answer is yes.
+    The search covers closures, bound objects, defaults, and the globals that the hook names. It gives up, and returns True,
+    after a number of objects.
     """
     waiting, seen = [hook], dict[int, Any]()
     while waiting:

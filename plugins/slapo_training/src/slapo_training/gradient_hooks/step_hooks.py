@@ -66,12 +66,12 @@ class _Hooked:
         name: In this rank's stages.
         names: In the unmodified model.
         origin: The parameter that it was there.
-        hooks: Those of ``register_hook``.
-        post_hooks: Those of ``register_post_accumulate_grad_hook``.
+        hooks: Hooks of ``register_hook``.
+        post_hooks: Hooks of ``register_post_accumulate_grad_hook``.
         reads: Whether a hook of some rank may need the whole weights.
         is_local: Whether the part of each rank is enough.
         differs: Whether other ranks have more or fewer hooks.
-        parameter: What the model has now.
+        parameter: The parameter that the model has now.
         places: Where in the model.
     """
 
@@ -87,7 +87,7 @@ class _Hooked:
     places: list[Place] = field(default_factory=list)
 
     def facts(self) -> tuple[int, bool, bool]:
-        """What ranks tell each other: how many hooks, whether these need weights, and whether more than their part."""
+        """Return facts that ranks compare: the number of hooks, whether one reads weights, and whether one needs the whole."""
         hooks = [ref.hook for ref in (*self.hooks, *self.post_hooks)]
         reads = bool(self.post_hooks) or any(map(reads_weights, hooks))
         return len(hooks), reads, not all(map(is_elementwise, hooks))
@@ -101,7 +101,7 @@ class StepHooks:
     on a part, or on any parameter after this, are torch's, and so are those of the schedule.
 
     Args:
-        program: What is built.
+        program: The program that is built.
         module: This rank's stages, before the engine shards them further.
         is_on: False to leave all hooks to torch.
     """
@@ -242,7 +242,7 @@ class StepHooks:
         return None
 
     def _gradient(self, parameter: nn.Parameter, spec: ShardSpec | None) -> torch.Tensor | None:
-        """The gradient that hooks get, which is theirs to keep."""
+        """Return a gradient that hooks may keep."""
         if spec is None:
             own = self._access.get(parameter)
             return None if own is None else own.clone()

@@ -19,7 +19,7 @@ class HookRef(NamedTuple):
     """A hook in the table that the user's handle removes it from.
 
     Args:
-        table: Of the parameter it was put on.
+        table: The table of the parameter that it was put on.
         key: Its key in there.
     """
 

@@ -1,4 +1,4 @@
-"""A whole parameter for as long as a hook looks at it."""
+"""A whole parameter in the place of its part while a hook runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core.gather import gather_parts
 from slapo_core.parameters import ShardSpec, facts, plain
 
-from .cut_attributes import CUT
+from .cut_attributes import CUT, attributes_cut_with
 
 Place = tuple[nn.Module, str]
 Origin = Callable[[], torch.Tensor | None]
@@ -28,9 +28,9 @@ def whole_parameter(
     are changed inside go to the part.
 
     Args:
-        part: This rank's.
+        part: This rank's part.
         spec: How it was cut.
-        origin: Of the part.
+        origin: Origin of the part.
         places: Where the model has the part.
         in_place: Whether the values stay in the parameter of the unmodified model; else it has those of before again.
     """
@@ -64,9 +64,7 @@ def _stand_in(part: torch.Tensor, values: torch.Tensor, spec: ShardSpec) -> nn.P
     """Make a parameter of these values with the attributes of the whole one."""
     whole = nn.Parameter(values, requires_grad=part.requires_grad)
     vars(whole).update(vars(part))
-    for name in sorted(vars(part).get(CUT, ())):
-        if isinstance(value := vars(part).get(name), torch.Tensor):
-            vars(whole)[name] = gather_parts(value.expand(part.shape), spec)
+    vars(whole).update({name: gather_parts(value, spec) for name, value in attributes_cut_with(part).items()})
     vars(whole).pop(CUT, None)
     whole.__dict__.pop("_slapo_facts", None)
     facts(whole).names = facts(part).names

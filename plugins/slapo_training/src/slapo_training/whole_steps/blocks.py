@@ -48,7 +48,7 @@ def blocks_of(
 
     Args:
         given: Globs of names, and of each the dimension and the number of equal blocks, or their sizes.
-        shapes: Of the whole parameters, by name.
+        shapes: Shapes of the whole parameters, by name.
 
     Raises:
         BuildError: a parameter cannot be cut like this.

@@ -62,7 +62,7 @@ def owners(wholes: Sequence[Whole], size: int) -> list[int]:
 
 
 class _Route(NamedTuple):
-    """What one bucket sends: by rank the boxes that this rank sends, as numbers of holdings, and those that it gets."""
+    """Messages of one bucket: by rank the boxes that this rank sends, as numbers of holdings, and those that it receives."""
 
     label: int
     wholes: tuple[int, ...]
@@ -75,7 +75,7 @@ class Exchange:
 
     Args:
         wholes: The same on every rank of the group.
-        owner_of: Of each the rank that owns it; None where every rank has all.
+        owner_of: The rank that owns each; None where every rank has all.
         group: The ranks that hold something of them; None where this rank alone does.
 
     Attributes:
@@ -156,7 +156,7 @@ class Exchange:
         return _Route(self._labels[bucket[0]], bucket, outgoing, incoming)
 
     def _route_back(self, bucket: tuple[int, ...], everyone: Sequence[Sequence[Box]]) -> _Route:
-        """Of the way back: what this rank holds, by who sends it, and the boxes that it sends, by who gets them."""
+        """Return the route of a scatter: this rank's holdings by their sender, and the boxes that it sends by receiver."""
         kept = set(bucket)
         held: list[list[int]] = [[] for _ in range(self._size)]
         for place, holding in enumerate(self._holdings):
@@ -169,7 +169,7 @@ class Exchange:
         return _Route(self._labels[bucket[0]], bucket, held, sent)
 
     def _source(self, whole: int, rank: int) -> int:
-        """The rank that sends a tensor's boxes to another: one that has it whole keeps its own."""
+        """Return the rank that sends a tensor's boxes to another; an owner keeps its own."""
         owners = self._owners[whole]
         return rank if rank in owners else owners[0]
 
@@ -179,7 +179,7 @@ class Exchange:
         """Return whether some rank has a gradient of each tensor. Collective.
 
         Args:
-            gradients: Of this rank's tensors, by place.
+            gradients: Gradients of this rank's tensors, by place.
             device: Where messages are.
         """
         flags = torch.zeros(len(self._wholes), dtype=torch.int32)
@@ -201,7 +201,7 @@ class Exchange:
         Args:
             sources: For each kind of value this rank's tensors by place; where there is none zeros are sent.
             targets: For each kind the whole tensor of a number, to be filled; None for one that has none.
-            labels: Of the tensors that are sent; None for all.
+            labels: Labels of the tensors that are sent; None for all.
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
@@ -230,7 +230,7 @@ class Exchange:
         Args:
             wholes: The whole tensor of a number that this rank owns.
             targets: This rank's tensors by place.
-            labels: Of the tensors that are sent; None for all.
+            labels: Labels of the tensors that are sent; None for all.
         """
 
         def post(route: _Route) -> tuple[_Route, torch.Tensor, dist.Work | None]:
@@ -296,7 +296,7 @@ def _labelled(routes: Sequence[_Route], labels: Container[int] | None) -> list[_
 
 
 def _senders(everyone: Sequence[Sequence[Box]], owners: Sequence[tuple[int, ...]]) -> dict[tuple[Box, int], int]:
-    """The rank that sends each box to each owner: of several that hold it the owner itself, or by turns."""
+    """Return the rank that sends each box to each owner: the owner itself if it holds the box, else holders by turns."""
     holders: dict[Box, list[int]] = defaultdict(list)
     for rank, boxes in enumerate(everyone):
         for box in boxes:

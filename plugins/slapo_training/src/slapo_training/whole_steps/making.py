@@ -1,4 +1,4 @@
-"""How an engine comes to an optimizer that steps whole tensors, where its ranks hold parts of them."""
+"""Construction of optimizers that step whole tensors, where ranks hold parts of them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Make = Callable[[list[nn.Parameter]], Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """What a rank holds of the parameters that are trained.
+    """Layout of the trained parameters on a rank.
 
     Args:
         program: The program.
         named: This rank's parameters by their first names in the unmodified model, in the model's order.
         piece: Gives what of the whole tensor a parameter is.
         group: Gives the ranks that together hold the whole tensor; None where this rank alone does.
-        dtype: Of the values that are stepped; None for the parameters' own.
+        dtype: Type of the values that the optimizer steps; None for the parameters' own.
         is_flat: Whether the engine deals ranges of flattened parameters out to the replicas.
         blocks: By the names of fused parameters the blocks that are stepped one by one.
         refusal: The reason why the engine cannot step whole tensors, and what can; empty where it can.
@@ -66,7 +66,7 @@ class Layout:
         Args:
             program: The program.
             module: This rank's stages.
-            dtype: Of the values that are stepped.
+            dtype: Type of the values that the optimizer steps.
             is_flat: Whether the engine deals ranges of flattened parameters out to the replicas.
             refusal: The reason why the engine cannot step whole tensors, and what can.
         """
@@ -114,7 +114,7 @@ class Layout:
 
 
 def examined(optimizer: Optimizer, layout: Layout) -> Finding | None:
-    """Return what the updates of an optimizer depend on; None where the rank has all that an update could depend on."""
+    """Probe the updates of an optimizer; None where the rank has all that an update could depend on."""
     if not layout.has_parts and layout.program.axis_size("pp") == 1:
         return None
     return probe(optimizer)
@@ -124,9 +124,9 @@ class WholeSteps:
     """Makes an optimizer of whole tensors out of one of the rank's parameters. Collective.
 
     Args:
-        optimizer: Of the rank's parameters; None where it has none.
-        finding: What its updates depend on.
-        layout: What the rank holds.
+        optimizer: An optimizer of the rank's parameters; None where it has none.
+        finding: The result of its probe.
+        layout: The parameters that the rank holds.
 
     Attributes:
         is_needed: Whether some rank's optimizer needs whole tensors where it has parts.
@@ -184,16 +184,16 @@ class WholeSteps:
                 self._sources[id(parameter)] = whole.source
 
     def stepped(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return what the optimizer steps in the places of the rank's parameters."""
+        """Return the tensors that the optimizer steps in the places of the rank's parameters."""
         return list(chain.from_iterable(self._by_source.get(id(each), [each]) for each in parameters))
 
     def optimizer(self, optimizer: Optimizer, make: Make | None, trainable: Sequence[nn.Parameter]) -> WholeTensorOptimizer:
         """Return the optimizer of whole tensors; touches no other rank.
 
         Args:
-            optimizer: Of the rank's parameters.
+            optimizer: An optimizer of the rank's parameters.
             make: The factory that made it; None for an object that was given.
-            trainable: What the factory gets.
+            trainable: Parameters for the factory.
         """
         try:
             inner = optimizer if make is None else make(self.stepped(trainable))
@@ -209,8 +209,8 @@ class WholeSteps:
             for each in self._stand_ins:
                 each.release()
 
-    def settle(self, optimizer: WholeTensorOptimizer) -> None:
-        """Forget the whole tensors that the optimizer does not step. Collective."""
+    def discard_unstepped(self, optimizer: WholeTensorOptimizer) -> None:
+        """Discard whole tensors that the optimizer does not step. Collective."""
         known = {id(parameter) for parameter in held_in(optimizer.inner)}
         for each in self._stand_ins:
             if each.keep(known) and each.wholes:
@@ -219,7 +219,7 @@ class WholeSteps:
         optimizer.stand_ins[:] = self._stand_ins
 
     def _extended(self, added: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], StandIns | None]:
-        """Stand-ins for parameters that are added later. Collective."""
+        """Make stand-ins for parameters that are added later. Collective."""
         known = {id(parameter) for parameter in added}
         named = {name: each for name, each in self._layout.named.items() if id(each) in known}
         before = len(self._stand_ins)

@@ -1,4 +1,4 @@
-"""The optimizer that an engine sees: it has the rank's parameters, and another one steps the whole tensors behind them."""
+"""Optimizer of a rank's parameters for an engine, around the optimizer that steps the whole tensors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     Args:
         inner: Has stand-ins for the parameters that the rank holds a part of, and the others as they are.
-        stand_ins: Of each group of ranks.
+        stand_ins: Stand-ins of each group of ranks.
         sources: The rank's parameter for each stand-in, by its id.
         extend: Makes stand-ins of parameters that are added later.
-        randomness: What is around the step of an optimizer that draws random numbers.
+        randomness: Makes the context of the step of an optimizer that draws random numbers.
 
     Attributes:
         inner: As given.
@@ -89,7 +89,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     @property
     def stand_ins(self) -> list[StandIns]:
-        """Those of each group of ranks."""
+        """Stand-ins of each group of ranks."""
         return self._stand_ins
 
     @torch.no_grad()
@@ -111,25 +111,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         return found
 
     def _present(self) -> set[int] | None:
-        """The numbers of the flat tensors that are stepped, where an engine steps some after the others; None for all."""
+        """Return the numbers of the flat tensors that are stepped now; None for all. An engine may step some after others."""
         if not self.flats:
             return None
         present = {id(each) for group in self.param_groups for each in group["params"]}
         return {number for number, flat in enumerate(self.flats) if id(flat) in present}
-
-    @contextmanager
-    def whole_values(self) -> Iterator[None]:
-        """Let ``inner`` have the values of the whole tensors inside; changes are given back to the parts. Collective."""
-        try:
-            for each in self._stand_ins:
-                each.fetch()
-            with self._owned_only():
-                yield
-            for each in self._stand_ins:
-                each.put()
-        finally:
-            for each in self._stand_ins:
-                each.release()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the rank. Collective where it holds parts of them."""
@@ -163,7 +149,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._options.take_inner()
 
     def _local_groups(self) -> list[dict[str, Any]]:
-        """The groups of ``inner`` with the rank's parameters, each in one group."""
+        """Return the groups of ``inner`` with the rank's parameters, each in one group."""
         found, seen = [], set[int]()
         for group in self.inner.param_groups:
             local = {id(each): each for each in (self._sources.get(id(old), old) for old in group["params"])}

@@ -21,7 +21,7 @@ from .tree import Optimizer, groups_in, optimizers_in, parameters_in
 
 
 class Finding(NamedTuple):
-    """What an update depends on.
+    """Dependences of an optimizer's update.
 
     Args:
         shape: Whether it changes where a rank has rows or columns of a parameter instead of the whole.
@@ -51,7 +51,7 @@ _SMALL = _Size({0: (), 1: (12,), 2: (8, 6), 3: (4, 4, 4), 4: (4, 4, 3, 3)}, 10)
 _LARGE = _Size({0: (), 1: (512,), 2: (192, 160), 3: (16, 16, 16), 4: (32, 16, 3, 3)}, 3)
 """Optimizers treat small parameters differently: Adafactor factors, Shampoo preconditions, from some size on."""
 _SCALES = (1.0, 1.0, 10.0, 0.1)
-"""Of gradients, step by step: a limit on norms is to be passed in some steps."""
+"""Scales of the gradients, step by step, so that a limit on norms is passed in some steps."""
 _TOLERANCE = 1e-3
 _REPRESENTATIVES = 2
 
@@ -59,7 +59,7 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 def probe(optimizer: Optimizer) -> Finding:
-    """Find out what the updates of an optimizer depend on.
+    """Probe what the updates of an optimizer depend on.
 
     Neither the optimizer nor its parameters nor any random state are changed: copies of it step small parameters.
 
@@ -94,8 +94,8 @@ class _Trial:
     """Steps of copies of an optimizer with few small parameters in the places of its own.
 
     Args:
-        optimizer: What is copied.
-        size: Of the parameters.
+        optimizer: The optimizer that is copied.
+        size: Shapes of the parameters and number of steps.
 
     Attributes:
         is_sparse: Whether gradients are sparse ones, of all rows.
@@ -133,7 +133,7 @@ class _Trial:
 
         Args:
             cut: Gives the part of a parameter, or of its gradient, that is stepped.
-            places: Of the parameters that are stepped, others are left out; None for all.
+            places: Numbers of the parameters that are stepped, without the others; None for all.
         """
         numbers = torch.Generator().manual_seed(0)
         whole = [torch.randn(self._shape(each), generator=numbers) for each in self._chosen]
@@ -221,7 +221,7 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 def _states(optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, Any]:
-    """What takes the places of tensors that an optimizer has made for each element of its parameters, by their ids."""
+    """Return replacements for the tensors that an optimizer has made for each element of its parameters, by id."""
     found: dict[int, Any] = {}
     for each in optimizers_in(optimizer):
         tables = [value for value in vars(each).values() if isinstance(value, dict)]
@@ -236,7 +236,7 @@ def _states(optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, Any]:
 
 
 def _representatives(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Some parameters for each kind that an optimizer may treat differently."""
+    """Return some parameters of each kind that an optimizer may treat differently."""
     seen: dict[Any, int] = {}
     chosen: dict[int, nn.Parameter] = {}
     for number, group in enumerate(groups_in(optimizer)):
@@ -252,7 +252,7 @@ def _representatives(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _substitute(old: nn.Parameter, value: torch.Tensor, is_bare: bool = False) -> nn.Parameter:
-    """A parameter with a value of its own and the attributes of another, which a range of a flattened one has not."""
+    """Return a parameter with this value and the attributes of another; a bare one, as a flat range is, has none."""
     new = nn.Parameter(value.detach().to(old.dtype).clone())
     if is_bare:
         return new
@@ -264,13 +264,13 @@ def _substitute(old: nn.Parameter, value: torch.Tensor, is_bare: bool = False) -
 
 
 def _shaped_like(mask: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The first elements of a mask, repeated where there are too few; whole and parts cannot have the same."""
+    """Return the first element of a mask in the shape of another tensor: whole and parts cannot have the same mask."""
     values = mask.detach().reshape(-1)[:1]
     return values.expand(new.numel()).reshape(new.shape).clone()
 
 
 def _set_rate(group: dict[str, Any]) -> None:
-    """Let a group take steps that can be seen: warm-up begins with a rate of nothing."""
+    """Set a learning rate that changes the weights: a warm-up begins with zero."""
     rate = group.get("lr")
     if isinstance(rate, torch.Tensor):
         rate.fill_(_RATE)

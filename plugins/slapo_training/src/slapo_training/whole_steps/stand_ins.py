@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..gradient_hooks.cut_attributes import attributes_cut_with
 from .exchange import Exchange, Holding, owners
-from .wholes import Whole, masks_of, stand_in
+from .wholes import Whole, stand_in
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
 
@@ -24,7 +25,7 @@ class StandIns:
 
     Attributes:
         wholes: As given.
-        parameters: Of each the stand-in.
+        parameters: The stand-in of each.
         is_everywhere: As given.
     """
 
@@ -58,7 +59,7 @@ class StandIns:
         return True
 
     def bind(self, tensors: Tensors, holdings: Sequence[Holding], labels: Sequence[int] | None = None) -> None:
-        """Say where this rank's values and gradients are from now on. Collective.
+        """Set the tensors in which this rank has values and gradients from now on. Collective.
 
         Args:
             tensors: Gives the rank's tensors, each with its gradient.
@@ -69,7 +70,7 @@ class StandIns:
         self._exchange.bind(holdings, self._labels)
 
     def move(self, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Say that other tensors, which are laid out alike, have the rank's values from now on."""
+        """Set other tensors of the same layout that have the rank's values from now on."""
         before = self._tensors
         assert before is not None
         self._tensors = lambda: [value_of(each) for each in before()]
@@ -134,14 +135,14 @@ class StandIns:
             self.parameters[number].data = torch.empty(whole.shape, dtype=whole.dtype, device=self._device)
 
     def _nothing(self, whole: Whole) -> torch.Tensor:
-        """A tensor of a shape with the memory of one element."""
+        """Return a tensor of a shape with the memory of one element."""
         return torch.zeros((), dtype=whole.dtype, device=self._device).expand(whole.shape)
 
     @torch.no_grad()
     def _masks(self) -> list[dict[str, torch.Tensor]]:
-        """Of each stand-in the attributes of the parts that have their shape, put together. Collective."""
+        """Gather the attributes that were cut with the parts, for each stand-in by name. Collective."""
         found: list[dict[str, torch.Tensor]] = [{} for _ in self.wholes]
-        own = [masks_of(whole.source) for whole in self.wholes]
+        own = [attributes_cut_with(whole.source) for whole in self.wholes]
         values = self._values()
         for name in sorted({name for each in own for name in each}):
             kinds = {number: each[name].dtype for number, each in enumerate(own) if name in each}

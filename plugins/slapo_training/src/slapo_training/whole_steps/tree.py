@@ -70,7 +70,7 @@ def replace_parameters(optimizer: Optimizer, successors: Callable[[nn.Parameter]
     """Let others take the places of parameters in the groups, and in lists that are attributes.
 
     Args:
-        optimizer: It and what it holds; none has a state.
+        optimizer: The optimizer, without a state.
         successors: Gives what takes the place of a parameter, nothing where the rank has none of it.
     """
     for group in groups_in(optimizer):
@@ -82,7 +82,7 @@ def replace_parameters(optimizer: Optimizer, successors: Callable[[nn.Parameter]
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value holds, where it may hold an optimizer, by name."""
+    """Iterate over the values inside a value that may hold an optimizer, by name."""
     if isinstance(value, list | tuple):
         yield from ((str(number), each) for number, each in enumerate(value))
     elif isinstance(value, dict):

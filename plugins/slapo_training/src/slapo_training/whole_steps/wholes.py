@@ -1,4 +1,4 @@
-"""The whole tensors that an optimizer is to step, and where what a rank holds lies in them."""
+"""Whole tensors that an optimizer steps, and the places of a rank's parts in them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 from slapo_core.parameters import facts, successor
 
-from ..gradient_hooks.cut_attributes import CUT
-from ..pieces import Chunk, Piece
+from ..gradient_hooks.tables import TABLES
+from ..pieces import Chunk
 from .blocks import Blocks
 
 MADE_OF = "slapo_made_of"
-"""What a step that fuses parameters sets on the new one, see ``slapo_weights.made_of``."""
+"""Attribute that a fusing step sets on the new parameter, see ``slapo_weights.made_of``."""
 
 
 class Span(NamedTuple):
@@ -55,7 +55,7 @@ class Whole(NamedTuple):
         name: Its name there.
         shape: Its shape.
         source: This rank's parameter that has some of it.
-        dtype: Of the values that are stepped.
+        dtype: Type of the values that the optimizer steps.
         spans: The ranges of the scheduled model's parameter that it consists of; None where it is that parameter.
     """
 
@@ -86,10 +86,10 @@ def wholes_of(
 
     Args:
         name: Its name in the unmodified model.
-        parameter: This rank's.
+        parameter: This rank's parameter.
         shape: That of the whole parameter in the scheduled model.
-        dtype: Of the values that are stepped.
-        blocks: What the user wants to have stepped one by one.
+        dtype: Type of the values that the optimizer steps.
+        blocks: Blocks that are stepped one by one, as the user asks.
     """
     full = tuple(shape)
     made = getattr(parameter, MADE_OF, None)
@@ -123,22 +123,11 @@ def stand_in(whole: Whole, value: torch.Tensor, masks: Mapping[str, torch.Tensor
         masks: Attributes that are tensors of the whole shape.
     """
     new = cast(nn.Parameter, successor(whole.source, value, spec=None, names=(whole.name,)))
-    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for table in TABLES:
         setattr(new, table, None)
     vars(new).pop(MADE_OF, None)
     vars(new).update(masks)
     return new
-
-
-def masks_of(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return the attributes that were cut with a parameter, by name, in the shape of its part."""
-    found = vars(parameter)
-    return {name: found[name].expand(parameter.shape) for name in sorted(found.get(CUT, ())) if name in found}
-
-
-def whole_piece(value: torch.Tensor) -> Piece:
-    """Return the piece that a whole tensor is."""
-    return Piece(value, tuple(value.shape), tuple(((0, size),) for size in value.shape))
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -157,7 +146,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
 
 
 def _spans(made: Any) -> dict[str, tuple[Span, ...]] | None:
-    """The ranges of each parameter that a fused one is made of; None where one of them is not there as a whole, once."""
+    """Return the ranges of each parameter in a fused one; None where one of them is not there completely and once."""
     dim, parts = made[0], made[1]
     spans: dict[str, list[Span]] = {}
     at = 0

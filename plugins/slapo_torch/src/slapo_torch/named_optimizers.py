@@ -12,13 +12,13 @@ from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 from slapo_training.whole_steps.tree import named_optimizers_in
 
 
-class Stepped(NamedTuple):
-    """One optimizer of this rank and what it steps.
+class NamedOptimizer(NamedTuple):
+    """An optimizer of this rank with the names of its parameters.
 
     Args:
-        optimizer: It, with whole tensors where it steps these.
+        optimizer: The optimizer itself; of whole tensors the one that steps these.
         known: All parameters of the rank by the first of their original names; stand-ins in the places of parts.
-        elsewhere: Names of those that another rank steps.
+        elsewhere: Names of stand-ins that another rank steps.
     """
 
     optimizer: torch.optim.Optimizer
@@ -26,13 +26,13 @@ class Stepped(NamedTuple):
     elsewhere: frozenset[str] = frozenset()
 
     def names(self) -> tuple[list[str], list[list[str]]]:
-        """Return names in the order in which the optimizer counts its parameters, and by its groups."""
+        """Return the names of its parameters in the order of its state_dict, and by groups."""
         names = {id(parameter): name for name, parameter in self.known.items()}
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
         return [name for group in groups for name in group], groups
 
     def own(self) -> Tensors:
-        """Return what the optimizer steps on this rank, by name."""
+        """Return the parameters that it steps on this rank, by name."""
         return {name: self.known[name] for name in self.names()[0] if name not in self.elsewhere}
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,15 +43,15 @@ class Stepped(NamedTuple):
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what ``state_dict`` gave."""
+        """Load what ``state_dict`` returned."""
         if {"state", "param_groups"} <= self.optimizer.state_dict().keys():
             self.optimizer.load_state_dict(state)
         else:
             torch.optim.Optimizer.load_state_dict(self.optimizer, state)
 
 
-def stepped_by(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Stepped]:
-    """Return the rank's optimizer, and all that it holds with a state of their own, by their places in it.
+def named_optimizers(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, NamedOptimizer]:
+    """Return the rank's optimizer and those inside it that have a state of their own, by their paths in it.
 
     Args:
         module: This rank's stages.
@@ -66,10 +66,10 @@ def stepped_by(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> di
         owned = optimizer.owned()
         elsewhere = frozenset(name for name, each in stand_ins.items() if id(each) not in owned)
         optimizer = optimizer.inner
-    found: dict[str, Stepped] = {}
+    found: dict[str, NamedOptimizer] = {}
     states: set[int] = set()
     for place, each in named_optimizers_in(optimizer).items():
         if id(each.state) not in states:  # a wrapper may share the state of what it wraps
-            found[place] = Stepped(each, known, elsewhere)
+            found[place] = NamedOptimizer(each, known, elsewhere)
         states.add(id(each.state))
     return found

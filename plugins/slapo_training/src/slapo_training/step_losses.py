@@ -1,0 +1,126 @@
+"""Losses of a step's micro-batches that follow from all of them: the options ``loss_weights`` and ``loss_over``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.program import Program
+
+from .batches import Batch, rows_of
+from .loss_terms import LossTerms
+from .options import CommonOptions
+from .replica_loss import ReplicaLoss
+from .state_rollback import buffer_rollback
+
+Forward = Callable[[list[Any]], None]
+"""Runs the micro-batches forward, in the mode of the step, with these in the place of labels."""
+
+
+class StepLosses:
+    """Gives each micro-batch its loss in the place of its labels, where one of the options is set.
+
+    Args:
+        program: The program that runs.
+        options: Options of the engine.
+        device: Device of this rank.
+        on_all_ranks: Runs what may fail on one rank, and goes on only if no rank failed; returns its result. Collective.
+        precision: Makes the context in which the engine runs ``loss_fn``.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        options: CommonOptions,
+        device: torch.device,
+        on_all_ranks: Callable[[Callable[[], Any]], Any],
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._on_all_ranks = on_all_ranks
+        self._replica_loss: ReplicaLoss | None = None
+        self._terms: LossTerms | None = None
+        if options.loss_over is not None and options.loss_fn is not None:
+            self._replica_loss = ReplicaLoss(program, options.loss_fn, device, precision)
+        if options.loss_weights is not None:
+            self._terms = LossTerms(options.loss_weights, program, options.loss_fn, options.ignored_label, device)
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether the mean of these losses is that of the whole batch, whatever labels it has."""
+        return self._replica_loss is not None or self._terms is not None
+
+    def count(self, parts: list[Batch]) -> None:
+        """Count what the losses of micro-batches are means over; touches no other rank."""
+        if self._terms is not None:
+            self._terms.count(parts)
+
+    def train(
+        self, parts: list[Batch], labels: list[Any], module: nn.Module, forward: Forward, scale: float = 1.0
+    ) -> list[Any]:
+        """Return the losses of micro-batches that are trained, or their labels without the options. Collective.
+
+        Args:
+            parts: The micro-batches.
+            labels: The labels of each.
+            module: This rank's stages.
+            forward: Runs the micro-batches.
+            scale: Loss scale of fp16.
+
+        Raises:
+            BuildError: on all ranks, before the step: the outputs are not as the options say.
+        """
+        if self._terms is not None:
+            return self._weighed(self._terms, labels, module, forward, training=True)
+        if self._replica_loss is None:
+            return labels
+        loss, rows = self._replica_loss, rows_of(parts[0])
+        loss.scale = scale
+        if len(parts) == 1:
+            return [loss.single_pass(labels[0], rows)]
+        passes = loss.first_passes(len(parts))
+        with buffer_rollback(module):
+            forward([*passes])
+        return [*self._on_all_ranks(lambda: loss.second_passes(passes, labels, rows))]
+
+    def evaluate(
+        self,
+        parts: list[Batch],
+        labels: list[Any],
+        module: nn.Module,
+        forward: Forward,
+        run: Callable[[list[Any]], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the loss of an evaluation. Collective.
+
+        Args:
+            parts: The micro-batches.
+            labels: The labels of each.
+            module: This rank's stages.
+            forward: Runs the micro-batches.
+            run: Runs the micro-batches with these in the place of labels, and returns the mean of their losses.
+        """
+        if self._terms is not None:
+            return run(self._weighed(self._terms, labels, module, forward, training=False))
+        if self._replica_loss is None:
+            return run(labels)
+        loss = self._replica_loss
+        passes = loss.first_passes(len(parts))
+        forward([*passes])
+        return loss.on_all_ranks(self._on_all_ranks(lambda: loss.evaluate(passes, labels, rows_of(parts[0]))))
+
+    def end(self, training: bool) -> None:
+        """End a step that went well on all ranks. Collective.
+
+        Raises:
+            BuildError: on all ranks: ``loss_weights`` counts something else than the losses do.
+        """
+        if self._terms is not None:
+            self._terms.end(training)
+
+    def _weighed(self, terms: LossTerms, labels: list[Any], module: nn.Module, forward: Forward, training: bool) -> list[Any]:
+        """Return the losses by ``loss_weights``. Collective."""
+        return [*terms.losses(labels, training)]
