@@ -24,9 +24,10 @@ from ..ranks import stage_group
 from .blocks import Blocks, blocks_of
 from .exchange import Holding
 from .optimizer import WholeTensorOptimizer
+from .parameter_tables import has_state, replace_parameters
 from .probe import Finding, probe
 from .stand_ins import StandIns
-from .tree import Optimizer, has_state, held_in, replace_parameters
+from .tree import Optimizer, held_in
 from .wholes import Whole, is_fused, wholes_of
 
 Group = dist.ProcessGroup | None
@@ -139,7 +140,9 @@ class WholeSteps:
         self._layout = layout
         own = finding or Finding()
         depends = own.flat if layout.is_flat else own.shape
-        flags = [depends and layout.has_parts, own.coupled and layout.has_parts, own.coupled, own.draws, own.communicates]
+        is_alone = layout.is_flat or layout.program.axis_size("pp") > 1  # there it is refused where a step is of all
+        joins = own.coupled or (bool(own.why_unknown) and not is_alone)
+        flags = [depends and layout.has_parts, joins and layout.has_parts, own.coupled, own.draws, own.communicates]
         device = layout.program.mesh.device_type if layout.program.mesh is not None else "cpu"
         found = torch.tensor([int(flag) for flag in flags], device=device)
         depends, joins, coupled, self._draws, communicates = map(
