@@ -79,7 +79,8 @@ def engine_of(target: str, kind: str, name: str, mesh: DeviceMesh, **options: An
         schedule.tensor_parallel()
     if mesh["pp"].size() > 1:
         schedule["transformer.h.0" if kind == "gpt2" else "model.layers.0"].cut_pipeline_stage()
-    return build(schedule, target, optimizer=EVERY[name], **options), schedule
+    given = {} if "optimizer" in options.get("config", {}) else {"optimizer": EVERY[name]}
+    return build(schedule, target, **given, **options), schedule
 
 
 def state_of(engine: Any, schedule: Schedule) -> dict[str, torch.Tensor]:

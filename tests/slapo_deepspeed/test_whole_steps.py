@@ -38,6 +38,15 @@ def test_a_layout_steps_as_one_process_does(kind: str, layout: dict[str, int], s
         assert all(isinstance(error, float) and error < 1e-3 for error in found.values()), found
 
 
+def test_an_optimizer_of_the_config_is_one_of_the_kind() -> None:
+    named = {"optimizer": {"type": "Adafactor", "params": {"lr": 0.05}}}
+    for stage, layout in ((1, {"dp": 2}), (0, {"tp": 2})):
+        options = {"config": {**zero(stage)["config"], **named}}
+        for found in run_distributed(errors, 2, "deepspeed", "gqa", layout, ["adafactor"], options):
+            assert isinstance(found["adafactor"], float), found
+            assert found["adafactor"] < 1e-3
+
+
 def _messages(rank: int, folder: str) -> list[str]:
     mesh = mesh_of(dp=2)
     found = [message_of(lambda: engine_of("deepspeed", "gqa", "coupled groups", mesh, **zero(1)))]

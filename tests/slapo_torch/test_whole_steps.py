@@ -197,6 +197,30 @@ def _unfrozen(rank: int) -> float:
     return max(float((found[name] - value).abs().max()) for name, value in expected.items())
 
 
+def _few_rows(rank: int) -> float:
+    """The largest difference from one process where a rank has all rows of a matrix, and the other none."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    plain, own, mesh = model(), model(), mesh_of(dp=2)
+    x, y = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), torch.ones(4, 1)
+    optimizer = KellerMuon.of(plain.parameters())
+    F.mse_loss(plain(x), y).backward()
+    optimizer.step()
+    schedule = create_schedule(own, mesh=mesh, plugins=Registry([slapo_sharding.plugin, slapo_torch.plugin]))
+    engine: Any = build(schedule, "torch", optimizer=KellerMuon.of, loss_fn=F.mse_loss, **FSDP)
+    engine.train_batch(input=x.chunk(2)[rank], labels=y.chunk(2)[rank])
+    found = schedule.full_state()
+    return max(float((found[name] - value).abs().max()) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.multiproc
+def test_a_rank_may_have_no_rows() -> None:
+    assert all(difference < 1e-5 for difference in run_distributed(_few_rows, 2))
+
+
 @pytest.mark.multiproc
 def test_unfrozen_parameters_are_added() -> None:
     assert all(difference < 1e-5 for difference in run_distributed(_unfrozen, 2))

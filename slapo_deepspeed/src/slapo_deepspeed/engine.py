@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -34,13 +35,13 @@ from slapo_training.same_start import check_same_start
 from slapo_training.saving import Saver, Saving
 from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
-from slapo_training.whole_steps.optimizer import check_saved
+from slapo_training.whole_steps.optimizer import WholeTensorOptimizer, check_saved
 
 from . import checkpoint, flat_parts, masters
 from .config_reading import check_config
 from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
-from .own_optimizer import is_offloaded
+from .own_optimizer import factory_of, is_offloaded
 from .pipeline import RunningStage, in_pipeline, staying, steps
 from .reduced_gradients import ReducedGradients
 from .shares import stepping
@@ -88,9 +89,7 @@ class DeepSpeedEngine(BatchEngine):
         self._plan: Program | None = None
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         check_same_start(program, dict(self.module.named_parameters()), replicas=False)
-        optimizer, rate = made_on_all(
-            options, flat_parts.layout(program, self.module, options.zero_stage), self.module, self._fit
-        )
+        optimizer, rate = self._made(program, options)
         pipelined = None if self._stage is None else in_pipeline(program, self._stage, self._modes)
         if pipelined is not None:
             release_others(program, [self.module], lambda x: x.to(dtype) if x.is_floating_point() else x)
@@ -111,6 +110,18 @@ class DeepSpeedEngine(BatchEngine):
         self._used = UsedParameters(program, named, options.zero_stage)
         self._hooks.bind(self.module, ReducedGradients(self.model, self._deepspeed, options.zero_stage))
         self._take_step, self.model._take_model_step = self.model._take_model_step, self._step
+
+    def _made(self, program: Program, options: DeepSpeedOptions) -> tuple[Any, Any]:
+        """The optimizer and schedule given, or those of DeepSpeed's config that step whole tensors of parts."""
+        layout = flat_parts.layout(program, self.module, options.zero_stage)
+        if options.optimizer is not None or "optimizer" not in self._config:
+            return made_on_all(options, layout, self.module, self._fit)
+        factory = factory_of(self._config, any(is_part(each) for each in self.module.parameters()))
+        optimizer, _ = made_on_all(replace(options, optimizer=factory), layout, self.module, self._fit)
+        if not isinstance(optimizer, WholeTensorOptimizer):
+            return None, None
+        self._config = {key: value for key, value in self._config.items() if key != "optimizer"}
+        return optimizer, None
 
     def _initialize(self, model: nn.Module, optimizer: Any, own: list[nn.Parameter] | None, rate: Any, mpu: Any) -> None:
         """Let DeepSpeed make its engine, and of its config's an optimizer of ``own``."""

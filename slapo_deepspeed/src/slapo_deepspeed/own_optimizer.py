@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from slapo_core.errors import BuildError, UnknownNameError
@@ -51,6 +53,32 @@ def with_torch_adam(section: Mapping[str, Any]) -> dict[str, Any]:
     if str(section["type"]).lower() not in ADAM:
         return dict(section)
     return {**section, "params": {**section.get("params", {}), "torch_adam": True}}
+
+
+def factory_of(settled: Mapping[str, Any], has_parts: bool) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None:
+    """Return what makes the optimizer of DeepSpeed's config, where it may step whole tensors and DeepSpeed would step parts.
+
+    Args:
+        settled: What DeepSpeed is to get.
+        has_parts: Whether ranks hold tensor-parallel parts.
+
+    Raises:
+        BuildError: DeepSpeed steps matrices of it itself, which ranks hold parts of.
+    """
+    if (kind := _kind(settled)) == "muon" and has_parts:
+        raise BuildError(
+            "Muon in DeepSpeed's config steps each rank's tensor-parallel parts of the matrices; give optimizer=, e.g. "
+            "torch.optim.Muon"
+        )
+    if is_offloaded(settled) or kind in (*ADAM, *_OF_MUP, "muon", "lion", "adagrad", ""):
+        return None
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    section = settled["optimizer"]
+    name, params = section["type"], dict(section.get("params", {}))
+    if kind == "lamb":
+        return partial(_class_of(kind, settled, params), **params)
+    return None if kind in DEEPSPEED_OPTIMIZERS else partial(getattr(torch.optim, name), **params)
 
 
 def is_offloaded(given: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core.program import Program
 from slapo_training.whole_steps.making import Layout
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
-from slapo_training.whole_steps.tree import replace_parameters
+from slapo_training.whole_steps.parameter_tables import replace_parameters
 
 from .options import MegatronOptions
 from .starting import config_of

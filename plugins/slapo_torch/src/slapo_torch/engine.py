@@ -297,7 +297,8 @@ class TorchEngine(Engine):
         parts = split(batch, schedule[1], several=variadic(self.program.module))
         low, high = counted_labels(parts, self._ignored)
         shape = fingerprint([training, schedule, *(signature(part) for part in parts[:1])])
-        self._facts = _Facts([shape, *low], [shape, *high])
+        marks = self._first.marks(parts, training)
+        self._facts = _Facts([shape, *low, min(marks)], [shape, *high, max(marks)])
         check_labels(batch, self.program.module, self._options.loss_fn, self._options.loss_over is None)
         self._losses.count(parts)
         labels: list[Any] = [None] * len(parts)
@@ -327,7 +328,7 @@ class TorchEngine(Engine):
             if self._shards is not None:
                 self._shards.follow(stage.module for each in self._plans.values() for stage in each.program.stages)
         inputs = fingerprint([stage.inputs for stage in plan.program.stages])
-        self._facts = _Facts([*self._facts.low[:3], inputs], [*self._facts.high[:3], inputs])
+        self._facts = _Facts([*self._facts.low[:4], inputs], [*self._facts.high[:4], inputs])
         return plan.run
 
     def _facts_of(self) -> _Facts:
@@ -344,23 +345,23 @@ class TorchEngine(Engine):
         except Exception as err:
             error = err
         mine = facts() if facts is not None and error is None else _Facts([], [])
-        low, high = ([*numbers, *[0] * (4 - len(numbers))] for numbers in mine)
+        low, high = ([*numbers, *[0] * (5 - len(numbers))] for numbers in mine)
         slots = content_slots(self.program, self._content, error is None) if facts is not None else []
         row = [error is not None, self._outdated, *high, *(-number for number in low), *slots]
         largest = torch.tensor(row, dtype=torch.int64, device=self._meeting)
         failed, self._outdated, *bounds = all_reduce(largest, self._mesh, dist.ReduceOp.MAX).tolist()
         if failed:
             agree(error, self._mesh)
-        high, low = bounds[:4], [-bound for bound in bounds[4:8]]
+        high, low = bounds[:5], [-bound for bound in bounds[5:10]]
         check_shapes(high[0], low[0])
-        if high[3] != low[3]:
+        if high[4] != low[4]:
             raise BuildError(
                 "the ranks planned different stage boundaries; the model's code must not depend on the rank, and what is "
                 "frozen has to be frozen in the whole model, on every rank"
             )
-        check_contents(bounds[8:])
+        check_contents(bounds[10:])
         if facts is not None:
-            self._differs = high[1:3] != low[1:3]
+            self._differs, self._first.is_uneven = high[1:3] != low[1:3], high[3] != low[3]
             self._labels.value = self._labels.value or float(max(high[1], 1))
         return value
 

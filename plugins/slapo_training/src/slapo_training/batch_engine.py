@@ -186,9 +186,10 @@ class BatchEngine(Engine):
             check_labels(batch, self.program.module, self._common.loss_fn, self._common.loss_over is None)
             self._losses_of().count(parts)
             counts = labels_of(parts, self._common.ignored_label)
-            return Cut(parts, counts, fingerprint([training, signature(parts[0])]), content(batch))
+            shape, marks = fingerprint([training, signature(parts[0])]), self._first.marks(parts, training)
+            return Cut(parts, counts, shape, content(batch), marks)
 
-        parts, weights = cut_together(self.program, self.device, cut)
+        parts, weights, self._first.is_uneven = cut_together(self.program, self.device, cut)
         has_loss_fn = self._common.loss_fn is not None
         labels = [part.pop("labels", None) if has_loss_fn else None for part in parts]
         parts = [self._in_precision(part) for part in parts]

@@ -24,15 +24,17 @@ class Cut(NamedTuple):
         counts: How many labels each has, see ``batches.labels_of``.
         shape: A number that is equal where names, shapes and types are, see ``batches.fingerprint``.
         content: One that is equal for equal values, see ``batches.content``.
+        marks: Of each micro-batch, see ``FirstStep.marks``.
     """
 
     parts: list[Batch]
     counts: list[tuple[int, int]]
     shape: int
     content: int
+    marks: list[int]
 
 
-def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut]) -> tuple[list[Batch], LabelWeights]:
+def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut]) -> tuple[list[Batch], LabelWeights, bool]:
     """Cut this rank's batch, and compare it with those of the other ranks. Collective.
 
     One small reduction where all is well and micro-batches have as many labels each, two where they differ.
@@ -43,28 +45,28 @@ def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut])
         cut: What one rank can do alone.
 
     Returns:
-        The micro-batches, and what they weigh.
+        The micro-batches, what they weigh, and whether marks differ.
 
     Raises:
         Exception: what ``cut`` raised here.
         BuildError: it raised on another rank; or ranks were given batches of different shapes, or those of one replica
             different ones.
     """
-    error, own = None, Cut([], [(0, 0)], 0, 0)
+    error, own = None, Cut([], [(0, 0)], 0, 0, [0])
     try:
         own = cut()
     except Exception as err:
         error = err
-    high = [own.shape, *(max(counts) for counts in zip(*own.counts, strict=True))]
-    low = [own.shape, *(min(counts) for counts in zip(*own.counts, strict=True))]
+    high = [own.shape, *(max(counts) for counts in zip(*own.counts, strict=True)), max(own.marks)]
+    low = [own.shape, *(min(counts) for counts in zip(*own.counts, strict=True)), min(own.marks)]
     row = [error is not None, *high, *(-number for number in low), *content_slots(program, own.content, error is None)]
     found = all_reduce(torch.tensor(row, dtype=torch.int64, device=device), program.mesh, dist.ReduceOp.MAX).tolist()
     if found[0]:
         agree(error, program.mesh)
-    high, low = found[1:4], [-number for number in found[4:7]]
+    high, low = found[1:5], [-number for number in found[5:9]]
     check_shapes(high[0], low[0])
-    check_contents(found[7:])
-    return own.parts, _weights(program, device, own, differs=high[1:] != low[1:])
+    check_contents(found[9:])
+    return own.parts, _weights(program, device, own, differs=high[1:3] != low[1:3]), high[3] != low[3]
 
 
 def _weights(program: Program, device: torch.device, own: Cut, differs: bool) -> LabelWeights:

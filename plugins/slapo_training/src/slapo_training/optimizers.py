@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,7 +14,8 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import facts
 
 from .options import is_rate
-from .whole_steps.tree import groups_in, has_state, optimizers_in, replace_parameters
+from .whole_steps.parameter_tables import has_state, replace_parameters
+from .whole_steps.tree import groups_in, optimizers_in
 
 
 def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
@@ -35,6 +37,7 @@ def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: 
     if result is given:
         return adopted(result, model, mine)
     _check_steps_once(result)
+    _complete(result)
     known = {id(each) for each in (*trainable, *mine.parameters())}
     if any(id(each) not in known for group in result.param_groups for each in group["params"]):
         raise BuildError("optimizer= gave an optimizer of other parameters than it was given; make it of these")
@@ -44,6 +47,17 @@ def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: 
 def _check_steps_once(optimizer: torch.optim.Optimizer) -> None:
     if any(isinstance(each, torch.optim.LBFGS) for each in optimizers_in(optimizer)):
         raise BuildError("LBFGS computes the loss several times in a step, which no engine does; give another optimizer")
+
+
+def _complete(optimizer: torch.optim.Optimizer) -> None:
+    """Give a wrapper that does not call its base's ``__init__`` the tables of hooks that this would have made."""
+    tables = [
+        name for name in vars(torch.optim.SGD([torch.zeros(())])) if name.startswith("_optimizer_") and name.endswith("hooks")
+    ]
+    for each in optimizers_in(optimizer):
+        for name in tables:
+            if not hasattr(each, name):
+                setattr(each, name, OrderedDict())
 
 
 def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
@@ -58,6 +72,7 @@ def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module)
         BuildError: it has stepped already, or has parameters that are not the model's; it is unchanged then.
     """
     _check_steps_once(optimizer)
+    _complete(optimizer)
     if has_state(optimizer):
         raise BuildError("the optimizer has stepped already, and its state is for parameters as they were; give a new one")
     known = {facts(parameter).names for parameter in model.parameters()} - {()}
@@ -84,6 +99,7 @@ def keep_types(optimizer: torch.optim.Optimizer) -> None:
 
     A momentum in fp32 of weights in bf16, say. ``step`` is left to torch, which keeps it as the optimizer counts.
     """
+    _complete(optimizer)
     given: list[Mapping[str, Any]] = []
 
     def before(_: torch.optim.Optimizer, packed: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from .dropouts import same_random_state
 from .fused_parameters import new_names
 from .left_alone import left_alone
 from .meeting import ALONE, Ranks
+from .one_replica import one_replica
 from .parameter_values import SAME, Expected, Named, Values, part_of, values_of
 
 Loss = Callable[[Any], torch.Tensor | None]
@@ -122,7 +123,7 @@ def compute(
         check_unwritten()
         return found
 
-    with left_alone(model, task.training) as check_unwritten, plain_modes(task.level != "outputs"):
+    with left_alone(model, task.training) as check_unwritten, one_replica(model), plain_modes(task.level != "outputs"):
         state = rng_state()
         kept = _Kept(model)
         loss = _checked(task.loss or _default_loss)

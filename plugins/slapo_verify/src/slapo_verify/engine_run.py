@@ -43,6 +43,11 @@ class EngineRun:
     optimizer: OptimizerFactory
     options: dict[str, Any]
 
+    @property
+    def optimizer_name(self) -> str:
+        """Name of what makes the optimizer, the same on every rank."""
+        return _shown(self.optimizer)
+
     def plainly(self, dtype: torch.dtype | None = None) -> Trained:
         """What the unmodified model does, in a type of its own, by those of the engine's options that mean something to it."""
         model = self.reference if dtype is None else _TURNED[dtype](copied(self.reference))

@@ -260,15 +260,21 @@ def _blame(run: EngineRun, target: str, judged: _Judged, expected: Trained, foun
     option = next((name for name in run.options if name != "precision" and _is_right_without(run, target, name)), None)
     if option is not None:
         right += f", or {option}={run.options[option]!r}, without which it is right"
+    elif run.optimizer is not sgd and _is_right(replace(run, optimizer=sgd), target):
+        right += f", or optimizer={run.optimizer_name}, as with SGD it is right"
     return Blame(parameter=parameter, hint=next(iter(hints), None), engine=right)
 
 
 def _is_right_without(run: EngineRun, target: str, option: str) -> bool:
     """Return whether a new engine without that option is right. Collective."""
-    rest = replace(run, options={name: value for name, value in run.options.items() if name != option})
+    return _is_right(replace(run, options={name: value for name, value in run.options.items() if name != option}), target)
+
+
+def _is_right(run: EngineRun, target: str) -> bool:
+    """Return whether a new engine is right. Collective."""
     try:
-        found, sch, _ = rest.trained(target)
-        return not _judged(rest, rest.plainly(), found, None, sch).wrong
+        found, sch, _ = run.trained(target)
+        return not _judged(run, run.plainly(), found, None, sch).wrong
     except StrandedError:
         raise
     except Exception:  # on all ranks: of what the engine needs

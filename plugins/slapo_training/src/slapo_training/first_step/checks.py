@@ -18,9 +18,10 @@ from ..options import CommonOptions
 from .findings import Cut
 from .injected_check import InjectedCheck
 from .injected_labels import InjectedLabels
-from .row_parts import Rows, dissimilar_halves, joined
+from .row_marks import UnevenMarks
+from .row_parts import Rows, dissimilar_halves, joined, other_replicas
 from .rows_check import RowsCheck
-from .stage_runs import Around, RunFailedError, StageRuns
+from .stage_runs import Around, RunFailedError, StageRuns, has_loss_of_its_own
 
 
 def _nothing_around(has_backward: bool) -> AbstractContextManager[Any]:
@@ -30,19 +31,24 @@ def _nothing_around(has_backward: bool) -> AbstractContextManager[Any]:
 class FirstStep:
     """Checks the micro-batches of the first step that cuts a batch, before they are trained on.
 
+    A later step is looked at where labels, masks or padding differ for the first time: a mean over these by hand shows then.
+
     Args:
         program: The program that runs.
         options: Options of the engine.
 
     Attributes:
         injects: Whether the model injects gradients into its backward.
+        is_uneven: Whether fingerprints of marks differ in this step; the engine sets it, alike on all ranks.
     """
 
     def __init__(self, program: Program, options: CommonOptions) -> None:
         self._program, self._options, self._modes = program, options, Modes(program.module)
         self._off = disabled_checks() if options.check else tuple(CHECKS)
         self._is_done = False
-        self.injects = False
+        self.injects = self.is_uneven = False
+        self._marks = UnevenMarks(program, options.ignored_label)
+        self._told: set[str] = set()
         self._labels: InjectedLabels | None = None
 
     def scale(self, num_parts: int) -> float:
@@ -62,10 +68,23 @@ class FirstStep:
         rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
         return None if self._labels is None else self._labels.mean(rows, device)
 
+    def marks(self, parts: Sequence[Batch], training: bool = True) -> list[int]:
+        """Return a number of each micro-batch with its labels; where some differ the engine sets ``is_uneven``.
+
+        Touches no other rank.
+        """
+        if not training or "rows" in self._off or not self._is_cut(len(parts)) or has_loss_of_its_own(self._options):
+            return [0]
+        return self._marks.fingerprints(parts)
+
     def is_due(self, num_parts: int) -> bool:
         """Return whether the next step has to be checked; the same on all ranks."""
-        is_cut = num_parts * self._program.axis_size("dp") > 1
-        return not self._is_done and (is_cut or self._options.precision == "fp16")
+        if self._is_done:
+            return self.is_uneven
+        return self._is_cut(num_parts) or self._options.precision == "fp16"
+
+    def _is_cut(self, num_parts: int) -> bool:
+        return num_parts * self._program.axis_size("dp") > 1
 
     def check(
         self,
@@ -105,13 +124,16 @@ class FirstStep:
             except RunFailedError as err:  # the step is going to say more
                 get_logger().debug("first-step checks were left out: %s", err)
                 return
+        if self.is_uneven:
+            self._marks.end()
         self._is_done = True
 
     def _look(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
-        halves = dissimilar_halves(parts, self._options.ignored_label)
+        others = other_replicas(parts[0], self._program, runs.device) if self.is_uneven else []
+        halves = dissimilar_halves([*parts, *others], self._options.ignored_label)
         whole, base = runs.planned(joined(halves)), None
-        looks_at_rows = "rows" not in self._off and len(parts) * self._program.axis_size("dp") > 1
-        if "injected" not in self._off:
+        looks_at_rows = "rows" not in self._off and self._is_cut(len(parts))
+        if "injected" not in self._off and not self._is_done:
             check = InjectedCheck(self._program, self._options, runs)
             base = check.make(whole)
             if base is not None and base.found:
@@ -120,4 +142,4 @@ class FirstStep:
                 if looks_at_rows:
                     check.look_at_rows(whole, halves, Cut(len(parts), self._program.axis_size("dp")))
         if looks_at_rows:
-            RowsCheck(self._program, self._options, runs, parts, labels_differ).make(halves, base)
+            RowsCheck(self._program, self._options, runs, parts, labels_differ, self._told).make(halves, base)

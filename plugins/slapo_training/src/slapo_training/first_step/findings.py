@@ -10,6 +10,8 @@ from torch import nn
 Pair = tuple[float, float]
 """The loss of some rows, and the mean of the losses of their parts."""
 _MOST_NAMES = 4
+_PARTS = 2
+_ALMOST = 1e-3
 IN_FP16 = (
     "the model injects gradients into its backward, which the loss scale of precision='fp16' would not scale; use "
     "precision='bf16', or add the auxiliary loss to the loss"
@@ -40,11 +42,44 @@ class Cut(NamedTuple):
 
 def loss_is_no_mean(pair: Pair, rows: int, cut: Cut) -> str:
     """Return the sentence that refuses a loss."""
+    is_sum = abs(pair[0] - _PARTS * pair[1]) < _ALMOST * abs(pair[0])
+    divided = (
+        "let a sum be a mean over the rows or labels it is given, not divided by a number for the whole batch, as "
+        "num_items_in_batch; "
+    )
     return (
         f"the loss is no mean over rows: it is {pair[0]:.6g} for {rows} rows, and the losses of their parts have the mean "
-        f"{pair[1]:.6g}, so training in {cut} would minimise another loss than the whole batch's; use loss_over='replicas' "
-        "with microbatches=1 for a loss that compares rows, loss_weights= for terms that are means over counts of their own, "
-        "or one micro-batch on one replica; SLAPO_DISABLE_CHECKS=rows trains the mean over parts"
+        f"{pair[1]:.6g}, so training in {cut} would minimise another loss than the whole batch's; "
+        f"{divided if is_sum else ''}use loss_over='replicas' with microbatches=1 for a loss that compares rows, "
+        "loss_weights= for terms that are means over counts of their own, or one micro-batch on one replica; "
+        "SLAPO_DISABLE_CHECKS=rows trains the mean over parts"
+    )
+
+
+def term_is_no_mean(name: str, pair: Pair, cut: Cut) -> str:
+    """Return the sentence that warns of a term that is beside the loss in the model's output, as a router's balance loss."""
+    return (
+        f"the model's output {name!r} is no mean over rows: it is {pair[0]:.6g} for some rows, and {pair[1]:.6g} on average "
+        f"for their parts; if it is in the loss, training in {cut} gives that term other gradients than the whole batch "
+        "does, and one micro-batch on one replica the same"
+    )
+
+
+def buffers_are_updated(names: Sequence[str], cut: Cut) -> str:
+    """Return the sentence that warns of buffers that a forward makes of the rows it is given."""
+    shown = ", ".join(map(repr, names[:_MOST_NAMES])) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
+    whose = " and ".join(
+        text
+        for text, number in (
+            ("by each micro-batch in turn", cut.microbatches),
+            ("on each replica by its own rows", cut.replicas),
+        )
+        if number > 1
+    )
+    return (
+        f"the forward updates the buffer{'s' if len(names) > 1 else ''} {shown} from the rows it is given; in {cut} that "
+        f"happens {whose}, and gives other numbers than the whole batch at once; one micro-batch on one replica updates by all "
+        "rows"
     )
 
 

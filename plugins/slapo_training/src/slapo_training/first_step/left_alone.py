@@ -52,6 +52,10 @@ class KeptState:
             number = zlib.crc32(state.cpu().numpy().tobytes(), number)
         return number
 
+    def has_changed(self, buffer: torch.Tensor) -> bool:
+        """Return whether a buffer is another tensor than at first, or other numbers."""
+        return next((not torch.equal(each, value) for each, value in self._values if each is buffer), True)
+
     def put_back(self) -> None:
         """Restore the snapshot."""
         for module, before in self._attributes:

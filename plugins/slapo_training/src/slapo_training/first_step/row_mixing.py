@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from slapo_core.wrapping import forward_wrappers
+
+from .left_alone import KeptState
 
 
 class Tolerance(NamedTuple):
@@ -39,13 +41,21 @@ def tolerance_of(modules: Sequence[nn.Module], precision: str) -> Tolerance:
     device = {p.device.type for module in modules for p in module.parameters()}
     if device - {"cpu", "meta"} and torch.get_float32_matmul_precision() != "highest":
         return Tolerance(2e-3, 5e-4, 1e-2)
-    return Tolerance(5e-5, 2e-6, 1e-4)
+    return Tolerance(1e-5, 2e-6, 1e-4)
 
 
 def batch_norms(root: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that normalise by statistics of the rows they get in training, by path."""
     found = {path: module for path, module in root.named_modules() if isinstance(module, _BatchNorm)}
     return {path: module for path, module in found.items() if module.training or module.running_mean is None}
+
+
+def written_buffers(root: nn.Module, state: KeptState) -> dict[str, torch.Tensor]:
+    """Return copies of the floating-point buffers that a run has written, but for the running statistics of norms."""
+    norms = {path for path, module in root.named_modules() if isinstance(module, _NormBase)}
+    found = {name: each for name, each in root.named_buffers() if each.is_floating_point() and not each.is_meta}
+    found = {name: each for name, each in found.items() if name.rpartition(".")[0] not in norms}
+    return {name: each.detach().double().clone() for name, each in found.items() if state.has_changed(each)}
 
 
 def over_replicas(module: nn.Module) -> bool:
@@ -111,8 +121,20 @@ def events_of(modules: Sequence[nn.Module]) -> Iterator[list[Event]]:
             handle.remove()
 
 
-def first_mixing(whole: Sequence[Event], parts: Sequence[Sequence[Event]], rows: Sequence[int], tolerance: float) -> str | None:
-    """Return the path of the first module whose output for a row differs between a part and the whole.
+def models_within(roots: Sequence[nn.Module]) -> set[str]:
+    """Return the paths of modules that have all parameters of their root: it and what it only wraps."""
+    sizes = {root: len(list(root.parameters())) for root in roots}
+    return {path for root in roots for path, module in root.named_modules() if len(list(module.parameters())) == sizes[root]}
+
+
+def first_mixing(
+    whole: Sequence[Event],
+    parts: Sequence[Sequence[Event]],
+    rows: Sequence[int],
+    tolerance: float,
+    with_loss: Collection[str] = (),
+) -> str | None:
+    """Return the path of the first module that gives a row something else in a part than in the whole.
 
     A difference in what a module gets was made between modules, by the forward of the module around it. A module that gives
     rows and a number, a router's balance loss say, mixes rows as well if that number is not the mean of those of the parts.
@@ -122,6 +144,7 @@ def first_mixing(whole: Sequence[Event], parts: Sequence[Sequence[Event]], rows:
         parts: Events of each part alone.
         rows: Number of rows of the whole and of each part.
         tolerance: Relative difference that is none.
+        with_loss: Paths of modules that may give the loss beside rows: it says nothing of the rows.
     """
     calls, known = _by_call(whole), [_by_call(part) for part in parts]
     for key, one in calls.items():
@@ -133,7 +156,7 @@ def first_mixing(whole: Sequence[Event], parts: Sequence[Sequence[Event]], rows:
         if any(_differ(a, b, (rows[0], rows[1]), tolerance) for a, b in pairs):
             return one.path if one.is_output else one.inside
         has_rows = any(_rows_dim(a.shape, b.shape, (rows[0], rows[1])) is not None for a, b in pairs)
-        if one.is_output and has_rows and not _numbers_are_means(one, others, rows, tolerance):
+        if one.is_output and has_rows and one.path not in with_loss and not _numbers_are_means(one, others, rows, tolerance):
             return one.path
     # what runs for some rows runs for all of them, unless the forward looks at their number, or at one of them
     return next((event.inside for part in known for key, event in part.items() if key not in calls), None)

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
+
+from slapo_core.program import Program
 
 from ..batches import Batch, labels_of, rows_of
 from ..means import Counted
+from .row_marks import distance, marks_of
 
 
 class Rows(NamedTuple):
@@ -77,27 +81,20 @@ def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
 
 
 def dissimilar_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:
-    """Return some rows, and those of the others that differ most from them in labels and masks."""
-    counts = _counts(own, ignored)
-
-    def distance(other: Rows) -> float:
-        return sum(abs(a - b) for a, b in zip(counts, _counts(other, ignored), strict=False))
-
-    return [own, max(others, key=distance)]
+    """Return some rows, and those of the others that are least like them in labels and masks."""
+    marks = marks_of(own.given(), ignored)
+    return [own, max(others, key=lambda other: distance(marks, marks_of(other.given(), ignored)))]
 
 
-def _counts(rows: Rows, ignored: int) -> list[float]:
-    """Return the mean number of labels per row of each argument, or of ones in masks."""
-    found = []
-    for leaf in tree_leaves(rows.given()):
-        if not _has(leaf, rows.number):
-            continue
-        if leaf.is_floating_point() or leaf.dtype is torch.bool:
-            is_mask = leaf.dtype is torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
-            found.append(float(leaf.sum()) / rows.number if is_mask else 0.0)
-        elif not leaf.is_complex():
-            found.append(float((leaf != ignored).sum()) / rows.number)
-    return found
+def other_replicas(own: Rows, program: Program, device: torch.device) -> list[Rows]:
+    """Return these rows of all other replicas. Collective over the replicas."""
+    if program.mesh is None or program.axis_size("dp") == 1:
+        return []
+    everyone = program.mesh.get_group("dp")
+    found: list[Rows] = [own] * everyone.size()
+    dist.all_gather_object(found, _on("cpu", own), group=everyone)
+    del found[everyone.rank()]
+    return [_on(device, each) for each in found]
 
 
 def expected_losses(
@@ -125,6 +122,10 @@ def _weighted(losses: Sequence[float], weights: Sequence[int]) -> float:
     if not total:
         return float("nan")
     return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / total
+
+
+def _on(device: torch.device | str, rows: Rows) -> Rows:
+    return Rows(*tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tuple(rows)))
 
 
 def _has(leaf: Any, rows: int) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -17,10 +17,11 @@ from slapo_core.program import Program
 from ..losses import loss_of
 from ..means import Counted
 from ..options import CommonOptions
+from ..structures import fields_of
 from . import row_mixing
-from .findings import Cut, Pair, loss_is_no_mean, rows_are_mixed
+from .findings import Cut, Pair, buffers_are_updated, loss_is_no_mean, rows_are_mixed, term_is_no_mean
 from .left_alone import KeptState
-from .row_parts import Rows, dissimilar_pair, expected_losses, joined, narrowed
+from .row_parts import Rows, dissimilar_pair, expected_losses, joined, narrowed, other_replicas
 from .stage_runs import Planned, Run, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
 T = TypeVar("T")
@@ -66,6 +67,9 @@ class Trial:
         own = self._own_modules(0)
         self._tolerance = row_mixing.tolerance_of(own, options.precision)
         self._fixed = False
+        self._after: list[dict[str, torch.Tensor]] = []
+        self._outputs: list[Any] = []
+        self._counted: list[Counted | None] = []
 
     @property
     def rows(self) -> int:
@@ -85,7 +89,12 @@ class Trial:
             base, self._fixed = None, True
         with row_mixing.by_running_statistics([*self._synced, *norms]):
             whole = base or self._run(0)
-            parts = [self._run(index) for index in range(1, len(self._plans))]
+            parts = []
+            for index in range(1, len(self._plans)):
+                parts.append(self._run(index))
+                self._after.append(row_mixing.written_buffers(self._program.module, self._state))
+        self._outputs = [each.output for each in (whole, *parts)]
+        self._counted = [each.counted for each in parts]
         pair = None
         # a model that draws other numbers for other rows gives no losses to compare
         is_known = all(each.position == whole.position for each in parts)
@@ -104,7 +113,32 @@ class Trial:
                     self._run(index)
                 events.append(found)
         rows = [planned.rows.number for planned in self._plans]
-        return self.first(row_mixing.first_mixing(events[0], events[1:], rows, self._tolerance.values))
+        with_loss = row_mixing.models_within(self._own_modules(0))
+        return self.first(row_mixing.first_mixing(events[0], events[1:], rows, self._tolerance.values, with_loss))
+
+    def terms(self) -> dict[str, Pair]:
+        """Return losses beside the loss in the model's output that are no means of those of the parts."""
+        found: dict[str, Pair] = {}
+        fields = [fields_of(each) or {} for each in self._outputs]
+        for name in fields[0] if fields else ():
+            values = [each.get(name) for each in fields]
+            numbers = [float(each.detach()) for each in values if isinstance(each, torch.Tensor) and not each.dim()]
+            if "loss" in str(name) and name != "loss" and len(numbers) == len(values):
+                whole, *parts = numbers
+                if (pair := self._differing(whole, parts, self._counted, self._tolerance.repeated)) is not None:
+                    found[name] = pair
+        return {name: pair for each in gather(found, self._program.mesh) for name, pair in each.items()}
+
+    def updated(self) -> list[str]:
+        """Return the names of buffers that the parts' forwards have given other numbers, beside those of norms."""
+        found = []
+        for name in self._after[0] if self._after else ():
+            one, other = self._after[0][name], self._after[-1].get(name)
+            if other is not None and one.shape == other.shape and one.isfinite().all() and other.isfinite().all():
+                size = max(one.abs().max().item(), other.abs().max().item()) if one.numel() else 0.0
+                if size and (one - other).abs().max().item() > self._tolerance.values * size:
+                    found.append(name)
+        return sorted({name for names in gather(found, self._program.mesh) for name in names})
 
     def loss_function(self, whole: Run) -> Pair | None:
         """Compare the loss function on all outputs with its mean over those of some rows, where outputs can be cut."""
@@ -155,12 +189,20 @@ class RowsCheck:
         runs: Runs the stages.
         parts: All micro-batches of this rank.
         labels_differ: See ``Trial``.
+        told: Paths of modules that were told of before; filled.
     """
 
     def __init__(
-        self, program: Program, options: CommonOptions, runs: StageRuns, parts: Sequence[Rows], labels_differ: bool
+        self,
+        program: Program,
+        options: CommonOptions,
+        runs: StageRuns,
+        parts: Sequence[Rows],
+        labels_differ: bool,
+        told: set[str],
     ) -> None:
         self._program, self._options, self._runs, self._parts = program, options, runs, parts
+        self._told = told
         self._labels_differ = labels_differ
         norms = row_mixing.batch_norms(program.module)
         # with one micro-batch these take statistics of the whole batch
@@ -182,7 +224,9 @@ class RowsCheck:
             try:
                 plans = self._planned(halves)
                 with runs_alone(self._program, plans) as state:
-                    pair, is_suspect = self._look(self._trial(plans, state), base)
+                    trial = self._trial(plans, state)
+                    pair, is_suspect = self._look(trial, base)
+                    self._say_beside(trial.updated(), trial.terms() if pair is None else {})
             except RunFailedError as err:
                 get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
             found = self._confirmed() if is_suspect else None
@@ -212,7 +256,11 @@ class RowsCheck:
         Raises:
             BuildError: the loss is no mean over rows.
         """
-        pair = dissimilar_pair(self._parts[0], self._parts[1:] or self._replicas(), self._options.ignored_label)
+        pair = dissimilar_pair(
+            self._parts[0],
+            self._parts[1:] or other_replicas(self._parts[0], self._program, self._runs.device),
+            self._options.ignored_label,
+        )
         try:
             plans = self._planned(pair)
             with runs_alone(self._program, plans) as state:
@@ -228,15 +276,6 @@ class RowsCheck:
             get_logger().debug("the first-step check 'rows' was left out: %s", err)
             return None
 
-    def _replicas(self) -> list[Rows]:
-        """Return the first micro-batches of all other replicas. Collective."""
-        assert self._program.mesh is not None
-        own, everyone = self._parts[0], self._program.mesh.get_group("dp")
-        found: list[Rows] = [own] * everyone.size()
-        torch.distributed.all_gather_object(found, _on("cpu", own), group=everyone)
-        del found[everyone.rank()]
-        return [_on(self._runs.device, each) for each in found]
-
     def _planned(self, parts: Sequence[Rows]) -> list[Planned]:
         return [self._runs.planned(each) for each in (joined(parts), *parts)]
 
@@ -245,17 +284,26 @@ class RowsCheck:
 
     def _say(self, paths: Sequence[str], pair: Pair | None) -> None:
         """Warn of modules that mix rows, or refuse them where that is asked for."""
-        text = rows_are_mixed(self._program.module, paths, pair, self._cut, bool(self._norms))
+        if self._told.issuperset(paths):
+            return
+        self._told.update(paths)
+        self._tell(rows_are_mixed(self._program.module, paths, pair, self._cut, bool(self._norms)))
+
+    def _tell(self, text: str) -> None:
         if self._options.strict:
             raise BuildError(text)
         if not any(self._program.axis_rank(axis) for axis in ("pp", "dp", "tp")):
             get_logger().warning("%s", text)
 
+    def _say_beside(self, buffers: Sequence[str], terms: Mapping[str, Pair]) -> None:
+        """Warn of buffers that each micro-batch updates and of terms of the loss, or refuse them where that is asked for."""
+        if not self._told.issuperset(buffers):
+            self._told.update(buffers)
+            self._tell(buffers_are_updated(buffers, self._cut))
+        for name in terms.keys() - self._told:
+            self._told.add(name)
+            self._tell(term_is_no_mean(name, terms[name], self._cut))
+
     @property
     def _cut(self) -> Cut:
         return Cut(len(self._parts), self._program.axis_size("dp"))
-
-
-def _on(device: torch.device | str, rows: Rows) -> Rows:
-    moved: Rows = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), rows)
-    return moved

@@ -197,16 +197,15 @@ class _OneRun:
             kwargs = {name: kwargs[name] for name in stage.batch_inputs if name in kwargs}
         else:
             args, kwargs = by_position(stage.module, kwargs)
-        if stage.index + 1 == len(self._stages):
-            given = self._last(stage.module, args, kwargs)
-        else:
-            given = stage.module(*args, **kwargs)
+        is_last = stage.index + 1 == len(self._stages)
+        given: Tensors = StageCall(stage.module, self._loss if is_last else _call)(*args, **kwargs)
+        if not is_last:
             _check(given, self._stages[stage.index + 1].inputs)
         if self._behind is not None:
             self.found = self._behind(values, given) or self.found
         return given
 
-    def _last(self, module: nn.Module, args: Any, kwargs: Any) -> Tensors:
+    def _loss(self, module: nn.Module, args: Any, kwargs: Any) -> Tensors:
         def run() -> Any:
             self.output = module(*args, **kwargs)
             return self.output
@@ -219,6 +218,23 @@ class _OneRun:
         self.counted = told if isinstance(told, Counted) else None
         self.loss = float(loss.detach())
         return (loss,)
+
+
+class StageCall(nn.Module):
+    """A stage and what is made of its output, in one module, as an engine calls them: others look at the outermost call."""
+
+    def __init__(self, module: nn.Module, call: Callable[[nn.Module, Any, Any], Tensors]) -> None:
+        super().__init__()
+        self.module, self._call = module, call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensors:
+        """Run the stage."""
+        return self._call(self.module, args, kwargs)
+
+
+def _call(module: nn.Module, args: Any, kwargs: Any) -> Tensors:
+    given: Tensors = module(*args, **kwargs)
+    return given
 
 
 def has_loss_of_its_own(options: CommonOptions) -> bool:

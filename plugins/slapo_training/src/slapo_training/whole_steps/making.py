@@ -24,9 +24,10 @@ from ..ranks import stage_group
 from .blocks import Blocks, blocks_of
 from .exchange import Holding
 from .optimizer import WholeTensorOptimizer
+from .parameter_tables import has_state, replace_parameters
 from .probe import Finding, probe
 from .stand_ins import StandIns
-from .tree import Optimizer, has_state, held_in, replace_parameters
+from .tree import Optimizer, held_in
 from .wholes import Whole, is_fused, wholes_of
 
 Group = dist.ProcessGroup | None
@@ -82,10 +83,8 @@ class Layout:
 
     def is_part(self, name: str, parameter: nn.Parameter) -> bool:
         """Return whether what this rank has is anything but the whole tensor of the unmodified model."""
-        if self.is_flat or name in self.blocks or is_fused(parameter):
-            return True
-        piece = self.piece(parameter)
-        return any(ranges != ((0, size),) for ranges, size in zip(piece.ranges, piece.full_shape, strict=True))
+        # by how it is cut, which all ranks see alike: one of them may hold all rows, where others hold none
+        return self.is_flat or name in self.blocks or is_fused(parameter) or is_part(parameter)
 
     def with_blocks(self, given: Mapping[str, tuple[int, int | Sequence[int]]] | None) -> Layout:
         """Return the same layout with what the user wants to have stepped block by block.
@@ -141,7 +140,9 @@ class WholeSteps:
         self._layout = layout
         own = finding or Finding()
         depends = own.flat if layout.is_flat else own.shape
-        flags = [depends and layout.has_parts, own.coupled and layout.has_parts, own.coupled, own.draws, own.communicates]
+        is_alone = layout.is_flat or layout.program.axis_size("pp") > 1  # there it is refused where a step is of all
+        joins = own.coupled or (bool(own.why_unknown) and not is_alone)
+        flags = [depends and layout.has_parts, joins and layout.has_parts, own.coupled, own.draws, own.communicates]
         device = layout.program.mesh.device_type if layout.program.mesh is not None else "cpu"
         found = torch.tensor([int(flag) for flag in flags], device=device)
         depends, joins, coupled, self._draws, communicates = map(

@@ -17,6 +17,8 @@ from slapo_core.parameters import shard_spec
 
 from .._torch_private import CollectiveFound, CollectiveWatch
 from ..gradient_hooks.cut_attributes import matches
+from .parameter_tables import has_positions, marks_at, replace_in_tables
+from .step_counters import advance, counts
 from .tree import Optimizer, groups_in, optimizers_in, parameters_in
 
 
@@ -41,15 +43,20 @@ class Finding(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """Shapes of the parameters that are stepped, by their number of dimensions, and how often."""
+    """Shapes of the parameters that are stepped, by their number of dimensions, and how often in each phase."""
 
     shapes: dict[int, tuple[int, ...]]
-    steps: int
+    steps: tuple[int, ...]
 
 
-_SMALL = _Size({0: (), 1: (12,), 2: (8, 6), 3: (4, 4, 4), 4: (4, 4, 3, 3)}, 10)
-_LARGE = _Size({0: (), 1: (512,), 2: (192, 160), 3: (16, 16, 16), 4: (32, 16, 3, 3)}, 3)
+_SMALL = _Size({0: (), 1: (12,), 2: (8, 6), 3: (4, 4, 4), 4: (4, 4, 3, 3)}, (10, 2, 2))
+_LARGE = _Size({0: (), 1: (512,), 2: (192, 160), 3: (16, 16, 16), 4: (32, 16, 3, 3)}, (3, 1))
 """Optimizers treat small parameters differently: Adafactor factors, Shampoo preconditions, from some size on."""
+_LONGEST, _THIN, _SQUARE = 2**15, 4, 1280
+"""Limits of what stands for still larger parameters of the model: of a long side, of the other one, of two alike."""
+_CORNER = 8
+_AHEAD = (1_000, 1_000_000)
+"""Steps that counters are moved forward by, before the phases behind the first: optimizers have warm-ups."""
 _SCALES = (1.0, 1.0, 10.0, 0.1)
 """Scales of the gradients, step by step, so that a limit on norms is passed in some steps."""
 _TOLERANCE = 1e-3
@@ -82,12 +89,31 @@ def _probed(optimizer: Optimizer) -> Finding:
     coupled = trial.draws or trial.is_coupled(whole)
     shape = trial.keeps_factors or not trial.is_same_in_parts(whole, _rows) or not trial.is_same_in_parts(whole, _columns)
     flat = shape or not trial.is_same_in_parts(whole, _flat)
-    if not shape:
-        large = _Trial(optimizer, _LARGE, trial.is_sparse)
+    for size in (_LARGE, *_larger(optimizer)) if not shape else ():
+        large = _Trial(optimizer, size, trial.is_sparse, trial.goes_ahead)
         whole = large.run(_all)
-        shape = large.keeps_factors or not large.is_same_in_parts(whole, _rows) or not large.is_same_in_parts(whole, _columns)
+        shape = large.keeps_factors or not all(large.is_same_in_parts(whole, cuts) for cuts in (_rows, _columns, _corners))
         flat = flat or shape or not large.is_same_in_parts(whole, _flat)
-    return Finding(shape, flat, coupled, trial.draws)
+        if shape:
+            break
+    return Finding(shape, flat, coupled or has_positions(optimizer), trial.draws)
+
+
+def _larger(optimizer: Optimizer) -> Iterator[_Size]:
+    """Sizes near those of the model, where these are larger than the largest that is always tried."""
+    found: dict[int, tuple[int, ...]] = {}
+    for parameter in parameters_in(optimizer):
+        spec = shard_spec(parameter)
+        shape = tuple(parameter.shape) if spec is None else tuple(spec.full_shape)
+        if len(shape) in (1, 2):
+            found[len(shape)] = tuple(map(max, found.get(len(shape), shape), shape))
+    long = {number: tuple(min(size, _LONGEST) for size in shape) for number, shape in found.items()}
+    line, (rows, columns) = long.get(1, (1,)), long.get(2, (1, 1))
+    shapes = [(rows, _THIN), (_THIN, columns), (min(rows, _SQUARE), min(columns, _SQUARE))]
+    largest = _LARGE.shapes
+    if max(rows, columns) > max(largest[2]) or line > largest[1]:
+        for shape in shapes:
+            yield _Size({**_SMALL.shapes, 1: line, 2: shape}, (2,))
 
 
 class _Trial:
@@ -99,12 +125,13 @@ class _Trial:
 
     Attributes:
         is_sparse: Whether gradients are sparse ones, of all rows.
+        goes_ahead: Whether counters are moved forward between phases.
         draws: Whether a run drew random numbers of the process.
         keeps_factors: Whether a run left state that is neither a number nor one for each element.
     """
 
-    def __init__(self, optimizer: Optimizer, size: _Size, is_sparse: bool = False) -> None:
-        self._optimizer, self._size, self.is_sparse = optimizer, size, is_sparse
+    def __init__(self, optimizer: Optimizer, size: _Size, is_sparse: bool = False, goes_ahead: bool = True) -> None:
+        self._optimizer, self._size, self.is_sparse, self.goes_ahead = optimizer, size, is_sparse, goes_ahead
         self._all, self._chosen = parameters_in(optimizer), _representatives(optimizer)
         self._places = {id(parameter): place for place, parameter in enumerate(self._chosen)}
         self.draws = self.keeps_factors = False
@@ -117,19 +144,22 @@ class _Trial:
         Raises:
             Exception: it takes neither.
         """
-        try:
-            return self.run(_all)
-        except CollectiveFound:
-            raise
-        except Exception as err:
-            self.is_sparse = True
+        failure: Exception | None = None
+        for self.is_sparse, self.goes_ahead in ((False, True), (False, False), (True, True), (True, False)):
             try:
-                return self.run(_all)
-            except Exception:
-                raise err from None
+                found = self.run(_all)
+            except CollectiveFound:
+                raise
+            except Exception as err:
+                failure = failure or err
+            else:
+                if not self.goes_ahead or all(bool(each.isfinite().all()) for each in found):
+                    return found
+        assert failure is not None
+        raise failure
 
     def run(self, cut: Cut, places: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Return what some steps add to the parameters.
+        """Return what each phase of steps adds to each parameter, phase by phase.
 
         Args:
             cut: Gives the part of a parameter, or of its gradient, that is stepped.
@@ -141,21 +171,29 @@ class _Trial:
             _substitute(old, cut(value.to(old.device)), is_bare=cut in _flat)
             for old, value in zip(self._chosen, whole, strict=True)
         ]
-        before = [each.detach().clone() for each in substitutes]
         stepped = range(len(substitutes)) if places is None else places
         trial = self._copy(substitutes, stepped)
         _seed()
         state, other = torch.get_rng_state(), random.getstate()
-        for step in range(self._size.steps):
-            scale = _SCALES[step % len(_SCALES)]
-            for place, (each, value) in enumerate(zip(substitutes, whole, strict=True)):
-                gradient = scale * torch.randn(value.shape, generator=numbers)
-                own = cut(gradient.to(each.device)).to(each.dtype).clone()
-                each.grad = (own.to_sparse(1) if self.is_sparse else own) if place in stepped else None
-            type(trial).step(trial)
+        added, step = list[torch.Tensor](), 0
+        for phase, steps in enumerate(self._size.steps if self.goes_ahead else self._size.steps[:1]):
+            before = [each.detach().clone() for each in substitutes]
+            for number in range(steps):
+                scale = _SCALES[step % len(_SCALES)]
+                for place, (each, value) in enumerate(zip(substitutes, whole, strict=True)):
+                    gradient = scale * torch.randn(value.shape, generator=numbers)
+                    own = cut(gradient.to(each.device)).to(each.dtype).clone()
+                    each.grad = (own.to_sparse(1) if self.is_sparse else own) if place in stepped else None
+                is_last = number == steps - 1 and phase < len(_AHEAD)
+                known = counts(trial) if is_last else None
+                type(trial).step(trial)
+                if known is not None and self.goes_ahead:
+                    advance(trial, known, _AHEAD[phase])
+                step += 1
+            added += [each.detach() - old for each, old in zip(substitutes, before, strict=True)]
         self.draws = self.draws or not torch.equal(state, torch.get_rng_state()) or random.getstate() != other
         self.keeps_factors = self.keeps_factors or _keeps_factors(trial)
-        return [each.detach() - old for each, old in zip(substitutes, before, strict=True)]
+        return added
 
     def is_same_in_parts(self, whole: Sequence[torch.Tensor], cuts: tuple[Cut, Cut]) -> bool:
         """Return whether two optimizers, each with its part of every parameter, add what one adds to the whole."""
@@ -176,7 +214,8 @@ class _Trial:
             places = range(first, len(self._chosen), 2)
             if places:
                 found = self.run(_all, places)
-                if not all(_is_close(found[place], whole[place]) for place in places):
+                pairs = [(found[at], whole[at]) for at in range(len(whole)) if at % len(self._chosen) in places]
+                if not all(_is_close(own, full) for own, full in pairs):
                     return True
         return False
 
@@ -198,6 +237,7 @@ class _Trial:
                 memo[id(parameter)] = substitutes[place]
         memo |= _states(self._optimizer, memo)
         trial = _copied(self._optimizer, memo)
+        replace_in_tables(trial, self._all, lambda old: [memo[id(old)]])
         kept = {id(substitutes[place]) for place in places}
         for group in groups_in(trial):
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
@@ -244,7 +284,7 @@ def _representatives(optimizer: Optimizer) -> list[nn.Parameter]:
             marks = [
                 (name, repr(value)) for name, value in vars(parameter).items() if isinstance(value, bool | int | float | str)
             ]
-            kind = number, parameter.dim(), parameter.dtype, tuple(marks)
+            kind = number, parameter.dim(), parameter.dtype, tuple(marks), marks_at(optimizer, parameter)
             if parameter.requires_grad and seen.setdefault(kind, 0) < _REPRESENTATIVES:
                 seen[kind] += 1
                 chosen[id(parameter)] = parameter
@@ -330,9 +370,14 @@ def _half(tensor: torch.Tensor, dim: int, number: int) -> torch.Tensor:
 
 
 def _flat_half(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    return _half(tensor.reshape(-1), 0, number)
+    return _half(tensor.reshape(-1), 0, number) if tensor.dim() else tensor
+
+
+def _corner(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    return tensor[tuple(slice(size) for _ in tensor.shape)]
 
 
 _rows: tuple[Cut, Cut] = (lambda tensor: _half(tensor, 0, 0), lambda tensor: _half(tensor, 0, 1))
 _columns: tuple[Cut, Cut] = (lambda tensor: _half(tensor, 1, 0), lambda tensor: _half(tensor, 1, 1))
 _flat: tuple[Cut, Cut] = (lambda tensor: _flat_half(tensor, 0), lambda tensor: _flat_half(tensor, 1))
+_corners: tuple[Cut, Cut] = (lambda tensor: _corner(tensor, _CORNER), lambda tensor: _corner(tensor, 4 * _CORNER))

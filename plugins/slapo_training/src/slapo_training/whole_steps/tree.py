@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,26 +59,6 @@ def held_in(optimizer: Optimizer) -> list[nn.Parameter]:
     lists = (value for each in optimizers_in(optimizer) for value in vars(each).values() if isinstance(value, list))
     others = (item for value in lists for item in value if isinstance(item, nn.Parameter))
     return list({id(parameter): parameter for parameter in (*parameters_in(optimizer), *others)}.values())
-
-
-def has_state(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer, or one that it holds, has stepped."""
-    return any(each.state for each in optimizers_in(optimizer))
-
-
-def replace_parameters(optimizer: Optimizer, successors: Callable[[nn.Parameter], Sequence[nn.Parameter]]) -> None:
-    """Let others take the places of parameters in the groups, and in lists that are attributes.
-
-    Args:
-        optimizer: The optimizer, without a state.
-        successors: Gives what takes the place of a parameter, nothing where the rank has none of it.
-    """
-    for group in groups_in(optimizer):
-        group["params"] = [new for old in group["params"] for new in successors(old)]
-    for each in optimizers_in(optimizer):
-        for name, value in vars(each).items():
-            if name not in _OWN and isinstance(value, list) and any(isinstance(item, nn.Parameter) for item in value):
-                value[:] = [new for item in value for new in (successors(item) if isinstance(item, nn.Parameter) else (item,))]
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
