@@ -109,7 +109,7 @@ class FirstStep:
 
     def _look(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
         halves = unlike_halves(parts, self._options.ignored_label)
-        whole, base = runs.planned(joined(halves)), None
+        whole, base, known = runs.planned(joined(halves)), None, None
         looks_at_rows = "rows" not in self._off and len(parts) * self._program.axis_size("dp") > 1
         if "injected" not in self._off:
             check = InjectedCheck(self._program, self._options, runs)
@@ -118,6 +118,6 @@ class FirstStep:
                 self.injects = True
                 self._labels = InjectedLabels(self._program, self._options.ignored_label, whole.rows, base.counted, runs.device)
                 if looks_at_rows:
-                    check.look_at_rows(whole, halves, Cut(len(parts), self._program.axis_size("dp")))
+                    known = check.look_at_rows(whole, halves, Cut(len(parts), self._program.axis_size("dp")))
         if looks_at_rows:
-            RowsCheck(self._program, self._options, runs, parts, labels_differ).make(halves, base)
+            RowsCheck(self._program, self._options, runs, parts, labels_differ).make(halves, base, known)

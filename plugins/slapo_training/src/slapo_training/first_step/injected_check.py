@@ -30,6 +30,7 @@ class InjectedCheck:
     def __init__(self, program: Program, options: CommonOptions, runs: StageRuns) -> None:
         self._program, self._options, self._runs = program, options, runs
         self._is_random = False
+        self._whole: Injected | None = None
 
     def make(self, whole: Planned) -> Run | None:
         """Return the run of a micro-batch, which says whether gradients are injected; None where it failed.
@@ -49,23 +50,30 @@ class InjectedCheck:
         if run.found and self._options.precision == "fp16":
             raise BuildError(IN_FP16)
         self._is_random = self._runs.anywhere(run.position != state.start)
+        self._whole = None if self._is_random else injected
         return run
 
-    def look_at_rows(self, whole: Planned, halves: Sequence[Rows], cut: Cut) -> None:
+    def look_at_rows(self, whole: Planned, halves: Sequence[Rows], cut: Cut) -> list[Run] | None:
         """Warn where the gradients injected for a micro-batch are not the mean of those for its halves.
+
+        Returns:
+            The runs of the halves, where the model draws no random numbers.
 
         Raises:
             BuildError: so with ``strict=True``.
         """
         try:
             plans = [whole, *(self._runs.planned(each) for each in halves)]
-            found = [self._injected(each) for each in plans]
+            found = [self._whole or self._injected(whole), *(self._injected(each) for each in plans[1:])]
+            skipped = 0 if self._whole is None else 1
             with runs_alone(self._program, plans) as state:
-                for planned, injected in zip(plans, found, strict=True):
+                runs = [
                     self._runs(planned, state, behind=injected, fixed=self._is_random)
+                    for planned, injected in list(zip(plans, found, strict=True))[skipped:]
+                ]
         except RunFailedError as err:
             get_logger().debug("whether injected gradients are means over rows was not seen: %s", err)
-            return
+            return None
         weights = [each.number / whole.rows.number for each in halves]
         tolerance = 10 * tolerance_of(self._modules(whole), self._options.precision).values
         if self._runs.anywhere(not is_mean_over_rows(found[0], found[1:], weights, tolerance)):
@@ -73,6 +81,7 @@ class InjectedCheck:
             if self._options.strict:
                 raise BuildError(text)
             self._say(text)
+        return None if self._is_random else runs
 
     def _injected(self, planned: Planned) -> Injected:
         parameters = [parameter for module in self._modules(planned) for parameter in module.parameters()]

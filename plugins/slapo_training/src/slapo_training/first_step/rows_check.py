@@ -72,20 +72,29 @@ class Trial:
         """Number of all rows."""
         return self._plans[0].rows.number
 
-    def compare(self, base: Run | None, norms: Iterable[nn.Module] = (), doubted: bool = False) -> Compared:
+    def compare(
+        self,
+        base: Run | None,
+        norms: Iterable[nn.Module] = (),
+        doubted: bool = False,
+        known: Sequence[Run] | None = None,
+    ) -> Compared:
         """Compare the loss of all rows with the mean of the losses of their parts.
 
         Args:
             base: A run of all rows, where there was one.
             norms: BatchNorms that are to use their running statistics.
             doubted: Whether other rows have differed already: a root, say, differs less where parts have similar losses.
+            known: Runs of the parts, where there were any beside that of all rows.
         """
         allowed = self._tolerance.repeated if doubted else self._tolerance.loss
         if base is None or self._runs.anywhere(base.position != self._state.start):
-            base, self._fixed = None, True
+            base, known, self._fixed = None, None, True
+        if self._synced:  # as no run before
+            base, known = None, None
         with row_mixing.by_running_statistics([*self._synced, *norms]):
             whole = base or self._run(0)
-            parts = [self._run(index) for index in range(1, len(self._plans))]
+            parts = known or [self._run(index) for index in range(1, len(self._plans))]
         pair = None
         # a model that draws other numbers for other rows gives no losses to compare
         is_known = all(each.position == whole.position for each in parts)
@@ -167,12 +176,13 @@ class RowsCheck:
         self._synced = [each for each in norms.values() if len(parts) == 1 and row_mixing.over_replicas(each)]
         self._norms = {path: each for path, each in norms.items() if each not in self._synced}
 
-    def make(self, halves: Sequence[Rows], base: Run | None) -> None:
+    def make(self, halves: Sequence[Rows], base: Run | None, known: Sequence[Run] | None = None) -> None:
         """Make the check.
 
         Args:
             halves: Two, that are a micro-batch together.
             base: A run of both, where there was one.
+            known: Runs of each, where there were any, from the same state.
 
         Raises:
             BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
@@ -182,7 +192,7 @@ class RowsCheck:
             try:
                 plans = self._planned(halves)
                 with runs_alone(self._program, plans) as state:
-                    pair, is_suspect = self._look(self._trial(plans, state), base)
+                    pair, is_suspect = self._look(self._trial(plans, state), base, known)
             except RunFailedError as err:
                 get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
             found = self._confirmed() if is_suspect else None
@@ -196,9 +206,9 @@ class RowsCheck:
         """Return whether the engine takes the loss for a mean over rows, or over the labels in them."""
         return not has_loss_of_its_own(self._options)
 
-    def _look(self, trial: Trial, base: Run | None) -> tuple[Pair | None, bool]:
+    def _look(self, trial: Trial, base: Run | None, known: Sequence[Run] | None) -> tuple[Pair | None, bool]:
         """Return what differs with BatchNorms as they are, and whether something does beside them."""
-        pair = trial.compare(base).pair
+        pair = trial.compare(base, known=known).pair
         if not self._norms:
             return pair, pair is not None
         return pair, trial.compare(None, self._norms.values()).pair is not None
