@@ -114,6 +114,7 @@ def measure(rank: int, model: str, target: str, layout: dict[str, int], microbat
         if layout.get("pp"):
             dist.broadcast(rows["input"], 0)
             dist.broadcast(rows["labels"], 0)
+        torch.manual_seed(0)
         sch = create_schedule(MODELS[model](), mesh=mesh, example_inputs={"input": rows["input"][:4]})
         if layout.get("pp"):
             sch.pipeline(layout["pp"])

@@ -56,9 +56,11 @@ class Injected:
             self.is_unseen = True
             return False
         found = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
-        self.probes.update({id(leaf): _probe(gradient) for leaf, gradient in found if isinstance(leaf, nn.Parameter)})
         flags = [_is_something(gradient).to(ends[0].device) for _, gradient in found]
-        return bool(torch.stack(flags).any()) if flags else False
+        if not flags or not bool(torch.stack(flags).any()):
+            return False
+        self.probes.update({id(leaf): _probe(gradient) for leaf, gradient in found if isinstance(leaf, nn.Parameter)})
+        return True
 
     def _gradients(self, ends: list[torch.Tensor], leaves: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         if not leaves:
@@ -98,8 +100,7 @@ def is_mean_over_rows(whole: Injected, parts: Sequence[Injected], weights: Seque
 def _probe(gradient: torch.Tensor) -> torch.Tensor:
     values = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
     values = (torch.view_as_real(values).reshape(-1) if values.is_complex() else values).float()
-    signs = torch.cos(torch.arange(len(values), device=values.device, dtype=torch.float32))
-    return torch.stack([(values * signs).sum(), values.norm()]).nan_to_num()
+    return torch.stack([values.sum() + values[::3].sum(), values.norm()]).nan_to_num()
 
 
 def _is_something(gradient: torch.Tensor) -> torch.Tensor:

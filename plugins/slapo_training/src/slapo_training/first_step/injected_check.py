@@ -30,6 +30,7 @@ class InjectedCheck:
     def __init__(self, program: Program, options: CommonOptions, runs: StageRuns) -> None:
         self._program, self._options, self._runs = program, options, runs
         self._is_random = False
+        self._whole: Injected | None = None
 
     def make(self, whole: Planned) -> Run | None:
         """Return the run of a micro-batch, which says whether gradients are injected; None where it failed.
@@ -43,12 +44,13 @@ class InjectedCheck:
                 run = self._runs(whole, state, behind=injected)
         except RunFailedError as err:
             get_logger().debug("whether the model injects gradients was not seen: %s", err)
-            return None
+            return
         if self._runs.anywhere(injected.is_unseen):
             get_logger().info("%s", INNER_BACKWARD)
         if run.found and self._options.precision == "fp16":
             raise BuildError(IN_FP16)
         self._is_random = self._runs.anywhere(run.position != state.start)
+        self._whole = None if self._is_random else injected
         return run
 
     def look_at_rows(self, whole: Planned, halves: Sequence[Rows], cut: Cut) -> None:
@@ -59,9 +61,10 @@ class InjectedCheck:
         """
         try:
             plans = [whole, *(self._runs.planned(each) for each in halves)]
-            found = [self._injected(each) for each in plans]
+            found = [self._whole or self._injected(whole), *(self._injected(each) for each in plans[1:])]
+            skipped = 0 if self._whole is None else 1
             with runs_alone(self._program, plans) as state:
-                for planned, injected in zip(plans, found, strict=True):
+                for planned, injected in list(zip(plans, found, strict=True))[skipped:]:
                     self._runs(planned, state, behind=injected, fixed=self._is_random)
         except RunFailedError as err:
             get_logger().debug("whether injected gradients are means over rows was not seen: %s", err)

@@ -76,7 +76,12 @@ class Trial:
         """Number of all rows."""
         return self._plans[0].rows.number
 
-    def compare(self, base: Run | None, norms: Iterable[nn.Module] = (), doubted: bool = False) -> Compared:
+    def compare(
+        self,
+        base: Run | None,
+        norms: Iterable[nn.Module] = (),
+        doubted: bool = False,
+    ) -> Compared:
         """Compare the loss of all rows with the mean of the losses of their parts.
 
         Args:
@@ -87,6 +92,8 @@ class Trial:
         allowed = self._tolerance.repeated if doubted else self._tolerance.loss
         if base is None or self._runs.anywhere(base.position != self._state.start):
             base, self._fixed = None, True
+        if self._synced:  # as no run before
+            base = None
         with row_mixing.by_running_statistics([*self._synced, *norms]):
             whole = base or self._run(0)
             parts = []
