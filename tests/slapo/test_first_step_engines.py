@@ -125,6 +125,49 @@ def test_engines_come_to_the_same_verdict_on_all_ranks() -> None:
     assert wrong == {}
 
 
+class MaskedInStages(InStages):
+    """A mean by hand over what a mask marks."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return (out["logits"].square().mean((1, 2)) * mask).sum() / mask.sum()
+
+
+def _later(rank: int) -> dict[str, str]:
+    """What a second step says, whose masks differ between replicas alone, or between micro-batches."""
+    found = {}
+    x = batch(8)["x"]
+    uneven = torch.tensor([1.0, 1, 1, 1, 0.25, 0.25, 0.25, 0.25])
+    for target, layout in ((target, layout) for target in TARGETS for layout in ({"dp": 2}, {"pp": 2})):
+        for options in ({}, {"data_parallel": "fsdp"}) if target == "torch" and "dp" in layout else ({},):
+            torch.manual_seed(0)
+            mesh = mesh_of(**layout)
+            model = MaskedInStages(nn.ReLU(), nn.ReLU())
+            sch = slapo.create_schedule(model, mesh=mesh, example_inputs={"x": x[:2], "mask": uneven[:2]})
+            if layout.get("pp"):
+                sch["early"].cut_pipeline_stage()
+            engine = slapo.build(sch, target, optimizer=SGD, microbatches=1 if layout.get("dp") else 2, **options)
+            dp, own = mesh["dp"].size(), mesh["dp"].get_local_rank()
+            name, steps = f"{target}, {layout}, {options}", 0
+            try:
+                for mask in (torch.ones(8), torch.ones(8), uneven):
+                    engine.train_batch(x=x.chunk(dp)[own], mask=mask.chunk(dp)[own])
+                    steps += 1
+            except slapo.SlapoError as err:
+                found[name] = f"{steps}: {err}"
+            finally:
+                engine.close()
+            dist.barrier()
+    return found
+
+
+@pytest.mark.multiproc
+def test_engines_look_again_where_replicas_first_differ() -> None:
+    for found in run_distributed(_later, 2, timeout=120):
+        assert len(found) == 7
+        assert {name: text for name, text in found.items() if not text.startswith("2: the loss is no mean over rows")} == {}
+
+
 def _verified(rank: int) -> list[str]:
     """Whether ``verify_engine`` sees what the checks, switched off, would have seen."""
     mesh, found = mesh_of(dp=2), []

@@ -22,7 +22,7 @@ from slapo_core.schedule import create_schedule
 from slapo_core.wrapping import wrap_forward
 from slapo_training.check_switches import VARIABLE
 from slapo_training.first_step.row_mixing import over_replicas
-from tests.first_step_cases import MEANS, MIXING, NO_MEANS, QUIET, Loss, Routed, Towers, WithLoss, batch
+from tests.first_step_cases import MEANS, MIXING, NO_MEANS, QUIET, UNEVEN, WIDTH, Loss, Routed, Towers, WithLoss, batch
 from tests.slapo.injected import WAYS, Attach, Net, batches
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -126,6 +126,123 @@ def test_labels_and_masks_of_other_numbers_are_seen_where_totals_are_equal() -> 
     with pytest.raises(BuildError, match="no mean over rows"):
         trained(Masked(), {"x": x, "mask": mask})
     assert trained(Masked(), {"x": x, "mask": torch.ones(8, 6)}) > 0
+
+
+class MaskedTokens(nn.Module):
+    """A mean by hand over what a mask marks, or over what is no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(12, 6), nn.Linear(6, 12)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        scores, target = self.head(self.embedding(ids[:, :-1])).log_softmax(-1), ids[:, 1:]
+        weights = (target != 11).float() if mask is None else mask[:, 1:].float()
+        return -(scores.gather(-1, target.unsqueeze(-1))[..., 0] * weights).sum() / weights.sum()
+
+
+def later_batches() -> Iterator[tuple[str, list[dict[str, torch.Tensor]]]]:
+    """A harmless batch, and one whose halves have other numbers."""
+    torch.manual_seed(2)
+    ids, lengths = torch.randint(11, (8, 6)), torch.tensor([6, 6, 6, 6, 3, 4, 3, 2])
+    mask = torch.arange(6) < lengths[:, None]
+    for dtype in (torch.bool, torch.float32, torch.int64):
+        yield f"mask {dtype}", [{"ids": ids, "mask": torch.ones_like(mask, dtype=dtype)}, {"ids": ids, "mask": mask.to(dtype)}]
+    yield "weights", [{"ids": ids, "mask": torch.ones(8, 6)}, {"ids": ids, "mask": 0.1 + 2 * torch.rand(8, 6) * mask}]
+    yield "padding", [{"ids": ids}, {"ids": ids.masked_fill(~mask, 11)}]
+    yield "padding in front", [{"ids": ids}, {"ids": ids.masked_fill(~mask.flip(1), 11)}]
+
+
+def test_a_later_step_is_looked_at_where_numbers_first_differ() -> None:
+    for name, (even, uneven) in later_batches():
+        model = MaskedTokens()
+        engine = engine_of(model)
+        for _ in range(2):
+            expected = model(**even).item()
+            assert float(engine.train_batch(**even)) == pytest.approx(expected, abs=1e-5), name
+        with pytest.raises(BuildError, match="no mean over rows"):
+            pytest.fail(f"{name}: {float(engine.train_batch(**uneven))}")
+        if "mask" in even:
+            counted = engine_of(MaskedTokens(), loss_weights=lambda mask: mask[:, 1:].sum())
+            for rows in (even, uneven):
+                expected = counted.module(**rows).item()
+                assert float(counted.train_batch(**rows)) == pytest.approx(expected, abs=1e-5), name
+
+
+def test_means_over_rows_go_on_where_numbers_differ_later(log: list[str]) -> None:
+    for name in UNEVEN:
+        for model, options in models_of(MEANS[name]):
+            engine = engine_of(model, **options)
+            for even in (True, False, True):
+                towers, rows = model.model if isinstance(model, WithLoss) else model, batch(even=even)
+                expected = MEANS[name](towers(rows["x"]), rows["labels"]).item()
+                if name == "per row" and not even:  # other numbers of labels, and not known what is a mean over them
+                    with pytest.raises(BuildError, match="loss_weights="):
+                        engine.train_batch(**rows)
+                    break
+                assert float(engine.train_batch(**rows)) == pytest.approx(expected, abs=1e-5), name
+    assert log == []
+
+
+class Codebook(nn.Module):
+    """Moves its codes to the rows nearest to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        out = x + (self.codes[nearest] - x).detach()
+        self.codes.index_add_(0, nearest, 0.1 * (x - self.codes[nearest]).detach())
+        return out
+
+
+class Whole(nn.Module):
+    """Gives rows beside a loss, and another loss, as models do that log them."""
+
+    def __init__(self, model: nn.Module, loss: Loss, other: Loss | None = None) -> None:
+        super().__init__()
+        self.model, self.loss, self.other = model, loss, other
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.model(x)
+        beside = {} if self.other is None else {"aux_loss": self.other(out, labels)}
+        return {"loss": self.loss(out, labels) + 1e-6 * beside.get("aux_loss", 0.0), "rows": out["one"], **beside}
+
+
+def test_losses_of_models_that_give_rows_beside_are_refused() -> None:
+    for loss in NO_MEANS.values():
+        for wrap in (lambda model: model, lambda model: WrappedWhole(model)):
+            with pytest.raises(BuildError, match="no mean over rows"):
+                trained(wrap(Whole(Towers(), loss)), batch())
+
+
+class WrappedWhole(nn.Module):
+    """Only hands on what a model gives."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self.model(x, labels)  # type: ignore[no-any-return]
+
+
+def test_a_small_term_and_buffers_made_of_rows_are_told(log: list[str]) -> None:
+    torch.manual_seed(0)
+    entropy = MEANS["cross entropy"]
+    trained(Whole(Towers(), entropy, MEANS["per row"]), batch())
+    assert log == []
+    trained(Whole(Towers(), entropy, NO_MEANS["clip"]), batch())
+    assert ["'aux_loss' is no mean over rows" in line for line in log] == [True]
+    log.clear()
+    engine = engine_of(WithLoss(Towers(Codebook()), entropy))
+    for even in (True, False):
+        engine.train_batch(**batch(even=even))
+    assert ["updates the buffer 'model.middle.codes'" in line for line in log] == [True]
+    with pytest.raises(BuildError, match="updates the buffer"):
+        trained(WithLoss(Towers(Codebook()), entropy), batch(), strict=True)
 
 
 def test_models_of_independent_rows_are_left_alone(log: list[str]) -> None:

@@ -129,8 +129,9 @@ class FirstStep:
         self._is_done = True
 
     def _look(self, parts: list[Rows], runs: StageRuns, labels_differ: bool) -> None:
-        others = other_replicas(parts[0], self._program, runs.device) if self.is_uneven else []
-        halves = dissimilar_halves([*parts, *others], self._options.ignored_label)
+        ignored = self._options.ignored_label
+        others = other_replicas(parts[0], self._program, runs.device, ignored) if self.is_uneven else []
+        halves = dissimilar_halves([*parts, *others], ignored)
         whole, base = runs.planned(joined(halves)), None
         looks_at_rows = "rows" not in self._off and self._is_cut(len(parts))
         if "injected" not in self._off and not self._is_done:

@@ -44,7 +44,7 @@ class InjectedCheck:
                 run = self._runs(whole, state, behind=injected)
         except RunFailedError as err:
             get_logger().debug("whether the model injects gradients was not seen: %s", err)
-            return
+            return None
         if self._runs.anywhere(injected.is_unseen):
             get_logger().info("%s", INNER_BACKWARD)
         if run.found and self._options.precision == "fp16":

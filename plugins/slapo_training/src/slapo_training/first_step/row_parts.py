@@ -13,7 +13,7 @@ from slapo_core.program import Program
 
 from ..batches import Batch, labels_of, rows_of
 from ..means import Counted
-from .row_marks import distance, marks_of
+from .row_marks import Marks, distance, marks_of
 
 
 class Rows(NamedTuple):
@@ -86,15 +86,19 @@ def dissimilar_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Row
     return [own, max(others, key=lambda other: distance(marks, marks_of(other.given(), ignored)))]
 
 
-def other_replicas(own: Rows, program: Program, device: torch.device) -> list[Rows]:
-    """Return these rows of all other replicas. Collective over the replicas."""
+def other_replicas(own: Rows, program: Program, device: torch.device, ignored: int) -> list[Rows]:
+    """Return these rows of the first replica and of the one least like it, without this rank's. Collective over replicas."""
     if program.mesh is None or program.axis_size("dp") == 1:
         return []
-    everyone = program.mesh.get_group("dp")
-    found: list[Rows] = [own] * everyone.size()
-    dist.all_gather_object(found, _on("cpu", own), group=everyone)
-    del found[everyone.rank()]
-    return [_on(device, each) for each in found]
+    group, found = program.mesh.get_group("dp"), list[Rows]()
+    marks: list[Marks] = [{}] * group.size()
+    dist.all_gather_object(marks, marks_of(own.given(), ignored), group=group)
+    for source in (0, max(range(1, len(marks)), key=lambda index: distance(marks[0], marks[index]))):
+        sent = [_on("cpu", own) if source == group.rank() else None]
+        dist.broadcast_object_list(sent, group=group, group_src=source)
+        if source != group.rank() and sent[0] is not None:
+            found.append(_on(device, sent[0]))
+    return found
 
 
 def expected_losses(
