@@ -68,7 +68,7 @@ def any_mean() -> Iterator[None]:
     def first(means: CountedMeans, loss: torch.Tensor) -> Any:
         return means._noted[0][0] if means._noted else None
 
-    with patch.object(CountedMeans, "behind", first), patch("slapo_training.losses.told_by", lambda *_, **__: None):
+    with patch.object(CountedMeans, "behind", first), patch("slapo_training.losses.reduction_in_graph", lambda *_, **__: None):
         yield
 
 

@@ -24,7 +24,7 @@ class Cut(NamedTuple):
         counts: How many labels each has, see ``batches.labels_of``.
         shape: A number that is equal where names, shapes and types are, see ``batches.fingerprint``.
         content: One that is equal for equal values, see ``batches.content``.
-        marks: Of each micro-batch, see ``FirstStep.marks``.
+        marks: Marks of each micro-batch, see ``FirstStep.marks``.
     """
 
     parts: list[Batch]

@@ -45,7 +45,7 @@ def replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
     """Let others take the places of parameters in groups and tables, and of their ids.
 
     Args:
-        optimizer: It and what it holds; none has tensors in its state.
+        optimizer: The optimizer, without tensors in its state or in those inside it.
         successors: Gives what takes the place of a parameter, nothing where the rank has none of it.
     """
     known = {id(parameter): parameter for parameter in _known(optimizer)}
@@ -60,8 +60,8 @@ def replace_in_tables(optimizer: Optimizer, parameters: Sequence[nn.Parameter], 
     """Let others take the places of parameters and of their ids in sets, keys of dicts, and lists that are attributes.
 
     Args:
-        optimizer: It and what it holds.
-        parameters: Those that are replaced.
+        optimizer: The optimizer; those inside it are searched, too.
+        parameters: Parameters that are replaced.
         successors: Gives what takes the place of one; nothing where the rank has none of it.
     """
     new_keys = _new_keys({id(parameter): parameter for parameter in parameters}, successors)

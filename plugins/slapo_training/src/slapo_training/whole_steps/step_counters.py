@@ -21,7 +21,7 @@ def advance(optimizer: Optimizer, before: Counts, steps: int) -> None:
     """Add steps to every number that the last step raised by one.
 
     Args:
-        optimizer: It has made one step since ``before``.
+        optimizer: The optimizer, one step after ``before``.
         before: Its numbers, as ``counts`` gave them.
         steps: Their number.
     """
