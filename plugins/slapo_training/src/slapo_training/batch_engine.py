@@ -23,13 +23,13 @@ from .batch_losses import BatchLosses
 from .batches import Batch, check_labels, content, fingerprint, labels_of, signature, split
 from .common_batch import Cut, cut_together
 from .first_step import FirstStep, GradientScale
+from .first_step.left_alone import left_alone
 from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
 from .losses import note_failure
 from .means import EQUAL_PARTS, LossReduction
 from .meeting import on_all
 from .options import CommonOptions
-from .state_rollback import buffer_rollback, random_rollback
 
 
 class MicroBatches(NamedTuple):
@@ -234,7 +234,7 @@ class BatchEngine(Engine):
     @torch.no_grad()
     def _trial_reductions(self, batch: MicroBatches, training: bool) -> list[LossReduction]:
         """Return the reductions of losses, by a forward that leaves buffers and random numbers as they are. Collective."""
-        with buffer_rollback(self.module), random_rollback():
+        with left_alone(self.module.modules()):
             return [*self._evaluate(batch._replace(weights=None), training)[1]]
 
     def _kind_of(self, losses: list[LossReduction], weights: LabelWeights) -> int:

@@ -263,11 +263,9 @@ class RowsCheck:
         Raises:
             BuildError: the loss is no mean over rows.
         """
-        pair = dissimilar_pair(
-            self._parts[0],
-            self._parts[1:] or other_replicas(self._parts[0], self._program, self._runs.device),
-            self._options.ignored_label,
-        )
+        own, ignored = self._parts[0], self._options.ignored_label
+        others = self._parts[1:] or other_replicas(own, self._program, self._runs.device, ignored)
+        pair = dissimilar_pair(own, others, ignored)
         try:
             plans = self._planned(pair)
             with runs_alone(self._program, plans) as state:
