@@ -31,7 +31,7 @@ def _nothing_around(has_backward: bool) -> AbstractContextManager[Any]:
 class FirstStep:
     """Checks the micro-batches of the first step that cuts a batch, before they are trained on.
 
-    A later step is looked at where labels, masks or padding differ for the first time: a mean over these by hand shows then.
+    A later step is checked where labels, masks or padding differ for the first time: a hand-written mean over these shows then.
 
     Args:
         program: The program that runs.
@@ -39,7 +39,7 @@ class FirstStep:
 
     Attributes:
         injects: Whether the model injects gradients into its backward.
-        is_uneven: Whether fingerprints of marks differ in this step; the engine sets it, alike on all ranks.
+        is_uneven: Whether fingerprints of marks differ in this step; the engine sets it, the same on all ranks.
     """
 
     def __init__(self, program: Program, options: CommonOptions) -> None:
@@ -48,7 +48,7 @@ class FirstStep:
         self._is_done = False
         self.injects = self.is_uneven = False
         self._marks = UnevenMarks(program, options.ignored_label)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._labels: InjectedLabels | None = None
 
     def scale(self, num_parts: int) -> float:
@@ -69,9 +69,9 @@ class FirstStep:
         return None if self._labels is None else self._labels.mean(rows, device)
 
     def marks(self, parts: Sequence[Batch], training: bool = True) -> list[int]:
-        """Return a number of each micro-batch with its labels; where some differ the engine sets ``is_uneven``.
+        """Return a fingerprint of the marks of each micro-batch; where some differ the engine sets ``is_uneven``.
 
-        Touches no other rank.
+        It touches no other rank.
         """
         if not training or "rows" in self._off or not self._is_cut(len(parts)) or has_loss_of_its_own(self._options):
             return [0]
@@ -143,4 +143,4 @@ class FirstStep:
                 if looks_at_rows:
                     check.look_at_rows(whole, halves, Cut(len(parts), self._program.axis_size("dp")))
         if looks_at_rows:
-            RowsCheck(self._program, self._options, runs, parts, labels_differ, self._told).make(halves, base)
+            RowsCheck(self._program, self._options, runs, parts, labels_differ, self._warned).make(halves, base)

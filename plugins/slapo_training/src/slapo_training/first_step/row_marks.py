@@ -1,7 +1,7 @@
-"""Numbers of what the rows of a batch mark: labels, masks, weights, lengths, and padding.
+"""Counts of the marks in the rows of a batch: labels, masks, weights, lengths, and padding.
 
-Losses by hand are often means over these. Where all micro-batches mark as much, such a mean over a part looks like one over its
-rows; the first batch of other numbers shows what it is.
+Hand-written losses are often means over these. Where all micro-batches have equal counts, such a mean looks like a mean over
+rows; the first batch with different counts shows the difference.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from slapo_core.program import Program
 from ..batches import rows_of
 
 Marks = dict[str, float]
-"""By a name for each argument and kind of number, the number for each row on average."""
+"""Average count per row, by a name for each argument and kind of count."""
 
 
 def marks_of(given: Any, ignored: int, without: Collection[str] = ()) -> Marks:
-    """Return the numbers of some rows.
+    """Return the counts of some rows.
 
     Args:
-        given: Arguments, with the labels of a loss function.
+        given: Arguments of the model, with the labels of a loss function.
         ignored: Label value that the loss leaves out.
-        without: Names that are not asked for.
+        without: Names that are left out.
     """
     rows, names, numbers = rows_of(given) or 0, [], []
     for index, leaf in enumerate(tree_leaves(given)):
@@ -45,7 +45,7 @@ def marks_of(given: Any, ignored: int, without: Collection[str] = ()) -> Marks:
 
 
 def distance(one: Marks, other: Marks) -> float:
-    """Return how unlike two are; each number counts by the part that it differs by."""
+    """Return the sum of the relative differences of two."""
     found = 0.0
     for name in one.keys() & other.keys():
         size = abs(one[name]) + abs(other[name])
@@ -54,10 +54,10 @@ def distance(one: Marks, other: Marks) -> float:
 
 
 class UnevenMarks:
-    """Finds the steps in which numbers of marks first differ between micro-batches, or between replicas.
+    """Finds the steps in which counts of marks first differ between micro-batches, or between replicas.
 
     Args:
-        program: Its mesh says which ranks.
+        program: Its mesh has the ranks.
         ignored: Label value that the loss leaves out.
     """
 
@@ -67,18 +67,18 @@ class UnevenMarks:
         self._own: list[Marks] = []
 
     def fingerprints(self, parts: Sequence[Any]) -> list[int]:
-        """Return a number for each micro-batch, equal where all are that have not differed yet; touches no other rank."""
+        """Return a fingerprint of each micro-batch's counts, without those that have differed before; touches no other rank."""
         self._own = [marks_of(part, self._ignored, self._seen) for part in parts]
         return [zlib.crc32(repr(sorted(each.items())).encode()) for each in self._own]
 
     def end(self) -> None:
-        """Take what differs in this batch for seen. Collective over the mesh."""
+        """Leave out the counts that differ in this batch from now on. Collective over the mesh."""
         everyone = [each for own in gather(self._own, self._program.mesh) for each in own]
         self._seen |= {name for name, number in everyone[0].items() if any(each.get(name) != number for each in everyone)}
 
 
 def _numbers_of(leaf: torch.Tensor, ignored: int) -> list[tuple[str, Any]]:
-    """Return kinds of numbers, and what counts each."""
+    """Return kinds of counts, each with the function that computes it."""
     if leaf.is_floating_point():
         return [("sum", lambda: torch.where((leaf >= 0).all(), leaf.sum(dtype=torch.float64), 0.0))]
     if leaf.dtype is torch.bool:

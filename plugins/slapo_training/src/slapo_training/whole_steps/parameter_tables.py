@@ -1,4 +1,4 @@
-"""Tables of an optimizer that know parameters, or their ids: marks in its state, sets, dicts and lists in attributes."""
+"""Tables of an optimizer that refer to parameters or their ids: its state, and sets, dicts and lists in attributes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Keys = Callable[[Any], list[Any]]
 
 
 def marks_at(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Any, ...]:
-    """Return what an optimizer and all that it holds have noted of a parameter, beside the tensors of its state."""
+    """Return the plain values that an optimizer and those inside it keep for a parameter, beside the tensors of its state."""
     found: list[Any] = []
     for each in optimizers_in(optimizer):
         state = each.state.get(parameter)
@@ -31,7 +31,7 @@ def marks_at(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Any, ...]:
 
 
 def has_positions(optimizer: Optimizer) -> bool:
-    """Return whether a list that an optimizer keeps has one item for each parameter of a group, which is known by its place."""
+    """Return whether an optimizer has a list with one item for each parameter of a group, by its position."""
     for each in optimizers_in(optimizer):
         for group in each.param_groups:
             number = len(group["params"])

@@ -1,4 +1,4 @@
-"""Step counters of an optimizer: moved forward, they show what it does after a warm-up."""
+"""Step counters of an optimizer, which are advanced to probe its steps after a warm-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Counts = dict[tuple[int, Any], float]
 
 
 def counts(optimizer: Optimizer) -> Counts:
-    """Return the numbers that an optimizer and all that it holds keep in state, groups and attributes, by their places."""
+    """Return the numbers in state, groups and attributes of an optimizer and those inside it, by table and key."""
     return {(id(table), key): float(value) for table, key, value in _numbers(optimizer)}
 
 
@@ -22,8 +22,8 @@ def advance(optimizer: Optimizer, before: Counts, steps: int) -> None:
 
     Args:
         optimizer: The optimizer, one step after ``before``.
-        before: Its numbers, as ``counts`` gave them.
-        steps: Their number.
+        before: Its numbers, as ``counts`` returned them.
+        steps: Number of steps.
     """
     moved = set[int]()
     for table, key, value in list(_numbers(optimizer)):
