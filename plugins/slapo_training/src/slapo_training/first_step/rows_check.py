@@ -121,12 +121,9 @@ class Trial:
         found: dict[str, Pair] = {}
         fields = [fields_of(each) or {} for each in self._outputs]
         for name in fields[0] if fields else ():
-            values = [each.get(name) for each in fields]
-            if (
-                "loss" in str(name)
-                and name != "loss"
-                and all(isinstance(each, torch.Tensor) and not each.dim() for each in values)
-            ):
+            given = [each.get(name) for each in fields]
+            values = [each for each in given if isinstance(each, torch.Tensor) and not each.dim()]
+            if "loss" in str(name) and name != "loss" and len(values) == len(given):
                 whole, *parts = (float(each.detach()) for each in values)
                 if (pair := self._differing(whole, parts, self._counted, self._tolerance.repeated)) is not None:
                     found[name] = pair
@@ -259,11 +256,8 @@ class RowsCheck:
         Raises:
             BuildError: the loss is no mean over rows.
         """
-        pair = unlike_pair(
-            self._parts[0],
-            self._parts[1:] or other_replicas(self._parts[0], self._program, self._runs.device),
-            self._options.ignored_label,
-        )
+        own, ignored = self._parts[0], self._options.ignored_label
+        pair = unlike_pair(own, self._parts[1:] or other_replicas(own, self._program, self._runs.device, ignored), ignored)
         try:
             plans = self._planned(pair)
             with runs_alone(self._program, plans) as state:
