@@ -76,6 +76,61 @@ class KellerMuon(torch.optim.Optimizer):
         return cls([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])
 
 
+class MarkedMuon(torch.optim.Optimizer):
+    """Muon that knows its matrices by marks in the state, the last of the matrices alone."""
+
+    def __init__(self, parameters: Parameters, lr: float = 0.01) -> None:
+        held = list(parameters)
+        super().__init__(held, {"lr": lr})
+        matrices = [p for p in held if p.ndim == 2]
+        chosen = {id(p) for p in matrices[2:]}
+        for p in held:
+            self.state[p]["use_muon"] = id(p) in chosen
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    update = momentum_of(self.state[p], p.grad)
+                    p.add_(orthogonal(update) if self.state[p]["use_muon"] else update, alpha=-group["lr"])
+
+
+class ListedMuon(Plain):
+    """Muon that knows its matrices by a set of ids."""
+
+    def __init__(self, parameters: Parameters, lr: float = 0.01) -> None:
+        held = list(parameters)
+        super().__init__(held, lr)
+        self.matrices = {id(p) for p in held if p.ndim == 2}
+
+    def update(self, p: nn.Parameter, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+        return orthogonal(momentum_of(state, g)) if id(p) in self.matrices else momentum_of(state, g)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Averages weights of another optimizer, whose groups it has; it does not call its base's ``__init__``."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.base = KellerMuon.of(parameters)
+        self.param_groups, self.defaults = self.base.param_groups, self.base.defaults
+        self.state: Any = {}
+        self.number = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        self.number += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                slow = self.state.setdefault(p, {"slow": p.detach().clone()})["slow"]
+                if self.number % 2 == 0:
+                    p.copy_(slow.lerp_(p, 0.5))
+
+
 class Composite(torch.optim.Optimizer):
     """Two optimizers in one, each with a state of its own."""
 
@@ -237,6 +292,9 @@ Factory = Callable[[Parameters], torch.optim.Optimizer]
 
 WHOLE: dict[str, Factory] = {
     "muon": KellerMuon.of,
+    "marked muon": MarkedMuon,
+    "listed muon": ListedMuon,
+    "wrapper": Wrapper,
     "composite": Composite,
     "lars": Lars,
     "lamb": groups_of,

@@ -50,7 +50,7 @@ def test_the_probe_finds_what_an_update_depends_on(name: str) -> None:
     assert all(torch.equal(each, old) and each.grad is None for each, old in zip(held, before, strict=True))
     assert torch.equal(state, torch.get_rng_state())
     assert random.getstate() == other
-    assert not any(optimizer.state.get(each) for each in held if name not in ("adagrad", "rprop"))
+    assert not any(optimizer.state.get(each) for each in held if name not in ("adagrad", "rprop", "marked muon"))
 
 
 TORCHS = ["Adadelta", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SparseAdam"]
@@ -69,12 +69,23 @@ class Delayed(Plain):
         state["step"] = state.get("step", 0) + 1
         if group.get("delay", 0) >= state["step"] or p.numel() < group.get("least", 0):
             return g
+        if group.get("decays"):
+            return g + p
         return g / (g.norm() + 1e-8)
 
 
-@pytest.mark.parametrize("options", [{"delay": 5}, {"least": 1000}, {"lr": 0.0}], ids=str)
+LATE = [{"delay": 5}, {"delay": 500}, {"delay": 20_000}, {"least": 1000}, {"least": 100_000}, {"lr": 0.0}]
+
+
+@pytest.mark.parametrize("options", [*LATE, {"least": 1000, "decays": True}, {"least": 100_000, "decays": True}], ids=str)
 def test_what_shows_late_or_on_large_tensors_alone_is_found(options: dict[str, Any]) -> None:
-    assert probe(Delayed(parameters(), **options)).shape
+    assert probe(Delayed([*parameters(), nn.Parameter(torch.zeros(2048, 512))], **options)).shape
+
+
+def test_an_optimizer_that_knows_parameters_by_their_place_steps_all_together() -> None:
+    optimizer = Lars(parameters())
+    optimizer.rates = [0.1, 0.2, 0.3, 0.4, 0.5]  # type: ignore[attr-defined]
+    assert probe(optimizer).coupled
 
 
 def worst(found: list[Facts], limit: float = 1e-3) -> None:
@@ -83,7 +94,7 @@ def worst(found: list[Facts], limit: float = 1e-3) -> None:
         assert all(isinstance(error, float) and error < limit for error in facts.values()), facts
 
 
-SOME = ["muon", "composite", "lamb", "adafactor", "lookahead"]
+SOME = ["muon", "marked muon", "wrapper", "composite", "lamb", "adafactor", "lookahead"]
 
 
 @pytest.mark.multiproc
@@ -119,7 +130,7 @@ def test_a_layout_steps_as_one_process_does(
     ids=str,
 )
 def test_states_go_to_other_layouts(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
-    names = ["muon", "composite", "adafactor"]
+    names = ["muon", "marked muon", "listed muon", "composite", "adafactor"]
     found = []
     for work, given in ((saved, before), (resumed, after)):
         layout = {axis: size for axis, size in given.items() if axis != "data_parallel"}

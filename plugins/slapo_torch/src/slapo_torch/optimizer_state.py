@@ -75,6 +75,8 @@ def held(named: NamedOptimizer) -> State:
     parts: dict[str, dict[Any, Any]] = {}
     once: dict[str, Any] = {}
     for name, state in entries["parameters"].items():
+        if name in named.elsewhere:  # marks that an optimizer made for each parameter at its start; its owner keeps the state
+            continue
         own = once[name] = {"tensors": [], "values": {}, "parts": []}
         for key, value in state.items():
             if _is_per_element(value, known[name]):

@@ -138,6 +138,9 @@ def put(
             numbers = {key: value if dtype is None else torch.tensor(value, dtype=dtype) for key, (value, dtype) in single}
             parts = {key: taken.parts[name][key] for key in kept["parts"]}
             state[index[name]] = {**tensors, **numbers, **kept["values"], **parts}
+    for name in named.elsewhere:
+        if marks := named.optimizer.state.get(named.known[name]):
+            state[index[name]] = dict(marks)
     made = [{**each, "params": [index[name] for name in group]} for each, group in zip(taken.options, listed, strict=True)]
     packed = {**taken.more, "state": state, "param_groups": made}
     handed.to(type(named.optimizer).__name__, named.load_state_dict, packed, named.state_dict)
