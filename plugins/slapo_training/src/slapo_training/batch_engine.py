@@ -238,7 +238,13 @@ class BatchEngine(Engine):
     @torch.no_grad()
     def _told(self, batch: MicroBatches, training: bool) -> list[Told]:
         """Return what losses are means over, by a run of this batch that leaves no trace. Collective."""
-        with buffers_kept(self._tree), draws_kept():
+        try:
+            with buffers_kept(self._tree), draws_kept():
+                return [*self._evaluate(batch._replace(weights=None), training)[1]]
+        except RuntimeError:
+            if len(self.program.stages) > 1 or not training:
+                raise
+        with buffers_kept(self._tree), draws_kept(), torch.enable_grad():  # a forward that differentiates, as by a penalty
             return [*self._evaluate(batch._replace(weights=None), training)[1]]
 
     def _kind_of(self, losses: list[Told], weights: LabelWeights) -> int:
