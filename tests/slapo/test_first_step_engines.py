@@ -168,6 +168,36 @@ def test_engines_look_again_where_replicas_first_differ() -> None:
         assert {name: text for name, text in found.items() if not text.startswith("2: the loss is no mean over rows")} == {}
 
 
+class Penalised(InStages):
+    """Adds to a loss the size of its gradient by the input."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        logits = super().forward(x)["logits"]
+        (gradient,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.1 * gradient.square().sum(-1).mean()
+
+
+def _penalised(rank: int) -> list[float]:
+    """How far losses are from those of the whole batch."""
+    found, rows = [], batch(8)
+    for target in TARGETS:
+        torch.manual_seed(0)
+        mesh, model = mesh_of(dp=2), Penalised(nn.Tanh(), nn.Tanh())
+        expected = model(**rows).item()
+        engine = slapo.build(slapo.create_schedule(model, mesh=mesh), target, optimizer=SGD, microbatches=2)
+        own = {name: value.chunk(2)[mesh["dp"].get_local_rank()] for name, value in rows.items()}
+        found.append(abs(float(engine.train_batch(**own)) - expected))
+        engine.close()
+    return found
+
+
+@pytest.mark.multiproc
+def test_a_forward_that_differentiates_trains() -> None:
+    for found in run_distributed(_penalised, 2, timeout=60):
+        assert max(found) < 1e-5
+
+
 def _verified(rank: int) -> list[str]:
     """Whether ``verify_engine`` sees what the checks, switched off, would have seen."""
     mesh, found = mesh_of(dp=2), []

@@ -233,8 +233,14 @@ class BatchEngine(Engine):
 
     @torch.no_grad()
     def _trial_reductions(self, batch: MicroBatches, training: bool) -> list[LossReduction]:
-        """Return the reductions of losses, by a forward that leaves buffers and random numbers as they are. Collective."""
-        with left_alone(self.module.modules()):
+        """Return the reductions of losses, by a forward that leaves the model and random numbers as they are. Collective."""
+        try:
+            with left_alone(self.module.modules()):
+                return [*self._evaluate(batch._replace(weights=None), training)[1]]
+        except RuntimeError:
+            if len(self.program.stages) > 1 or not training:
+                raise
+        with left_alone(self.module.modules()), torch.enable_grad():  # a forward that differentiates, as by a penalty
             return [*self._evaluate(batch._replace(weights=None), training)[1]]
 
     def _kind_of(self, losses: list[LossReduction], weights: LabelWeights) -> int:
