@@ -24,9 +24,9 @@ from slapo_training.plain import digest
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers, Saver, Saving
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
+from slapo_training.whole_steps.stepped import stepped_by
 
 from . import extra_state, model_state, optimizer_state
-from .stepped import stepped_by
 from .updates import Progress
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class TorchSaver(Saver):
         pieces: dict[str, Piece] = {}
 
         def collect() -> tuple[Any, Any, str, tuple[str, str], str, bool]:
-            steppers = stepped_by(module, what.optimizer)
+            steppers = stepped_by(model_tensors.parameters(module), what.optimizer)
             for each in steppers.values():
                 optimizer_state.check(each)
             states = {spot: optimizer_state.held(each) for spot, each in steppers.items()}

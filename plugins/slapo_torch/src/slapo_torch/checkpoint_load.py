@@ -18,11 +18,11 @@ from slapo_training.handing import Handed
 from slapo_training.pieces import Piece
 from slapo_training.ranks import Ranks
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
+from slapo_training.whole_steps.stepped import stepped_by
 
 from . import extra_state, model_state, optimizer_state, optimizer_taken
 from .checkpoint import COMMON, MODEL, TARGET, Trained, layout_of, place_of, ranges_of
 from .optimizer_state import key_of
-from .stepped import stepped_by
 
 if TYPE_CHECKING:
     from slapo_training.tensor_files import SavedTensors
@@ -39,7 +39,10 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
     """
     ranks = Ranks.of(what.program)
     groups = ranks.on_all(
-        lambda: {path: optimizer_state.groups(each) for path, each in stepped_by(what.module, what.optimizer).items()}
+        lambda: {
+            path: optimizer_state.groups(each)
+            for path, each in stepped_by(model_tensors.parameters(what.module), what.optimizer).items()
+        }
     )
     checkpoint = checkpoint_folder.opened(path, TARGET, ranks)
     reading = _Reading(what, ranks, checkpoint)
@@ -125,7 +128,7 @@ class _Reading:
         """
         program, module, optimizer, progress = self._what
         kept, now = self._place.get("ranges", {}), ranges_of(module)
-        steppers, place = stepped_by(module, optimizer), self._place.get("optimizer") or {}
+        steppers, place = stepped_by(model_tensors.parameters(module), optimizer), self._place.get("optimizer") or {}
         for path, each in steppers.items():
             own, saved = place.get(path), self.common["optimizer"].get(path)
             parts = {} if own is None else own["parts"]
@@ -162,7 +165,7 @@ class _Reading:
         """Give others' code its states, while the tensors are as they were; it may raise."""
         program, module, optimizer, progress = self._what
         extra_state.put(program.module, self._extra, handed)
-        for path, each in stepped_by(module, optimizer).items():
+        for path, each in stepped_by(model_tensors.parameters(module), optimizer).items():
             optimizer_taken.put(each, self._taken[path], self._states[path], handed)
         if isinstance(optimizer, WholeTensorOptimizer):
             optimizer.take_options()

@@ -16,11 +16,11 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
 from slapo_training.pieces import Piece
 from slapo_training.plain import check_plain, digest
+from slapo_training.whole_steps.stepped import Stepped
 
 from .model_state import piece
 from .optimizer_groups import groups_of
 from .replica_spec import replica_spec
-from .stepped import Stepped
 
 
 class State(NamedTuple):

@@ -11,12 +11,12 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
 from slapo_training.handing import Handed
 from slapo_training.pieces import Piece
+from slapo_training.whole_steps.stepped import Stepped
 
 from . import optimizer_groups
 from .model_state import piece
 from .optimizer_groups import SAME_LAYOUT
 from .optimizer_state import class_of, groups, key_of
-from .stepped import Stepped
 
 
 class Taken(NamedTuple):
