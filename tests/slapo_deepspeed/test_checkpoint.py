@@ -193,7 +193,7 @@ def test_what_cannot_be_loaded_changes_nothing(tmp_path: Path) -> None:
     run_distributed(write, 1, str(tmp_path))
     first, second = run_distributed(refused, 2, str(tmp_path))
     expected = {
-        "factored 1 16": "BuildError: 'row_var' in the state of Adafactor is no number for each element of 'down.weight';",
+        "factored 1 16": "BuildError: Adafactor steps whole tensors here, and the checkpoint was saved where ranks had all",
         "damaged 2 16": "_model_states.pt' has 1000 bytes and not ",
         "missing 3 16": "_optim_states.pt' is missing",
         "torn 2 16": "; nothing has changed, load another one",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from slapo_core.testing import run_distributed
 from tests.engines import zero
 from tests.slapo_torch.layouts import mesh_of, message_of
 from tests.strange_optimizers import BY_SHAPE, COUPLED, WHOLE
-from tests.whole_steps import engine_of, errors
+from tests.whole_steps import engine_of, errors, resumed, saved
 
 pytestmark = pytest.mark.multiproc
 
@@ -50,13 +51,33 @@ def test_an_optimizer_of_the_config_is_one_of_the_kind() -> None:
 def _messages(rank: int, folder: str) -> list[str]:
     mesh = mesh_of(dp=2)
     found = [message_of(lambda: engine_of("deepspeed", "gqa", "coupled groups", mesh, **zero(1)))]
-    engine: Any = engine_of("deepspeed", "gqa", "lamb", mesh, **zero(1))[0]
-    found.append(message_of(lambda: engine.save(folder)))
-    engine.close()
+    for stage, work in ((0, "save"), (1, "load")):
+        engine: Any = engine_of("deepspeed", "gqa", "lamb", mesh, **zero(stage))[0]
+        found.append(message_of(partial(getattr(engine, work), folder)))
+        engine.close()
     return found
 
 
 def test_what_cannot_be_right_is_refused(tmp_path: Any) -> None:
-    for groups, save in run_distributed(_messages, 2, str(tmp_path)):
+    for groups, save, load in run_distributed(_messages, 2, str(tmp_path)):
         assert "makes the step of one parameter depend on the others, and ZeRO steps 2 groups of them" in groups
-        assert "Lamb steps whole tensors, whose state a checkpoint of target 'deepspeed' does not keep" in save
+        assert save == "no error"
+        assert "Lamb steps whole tensors here, and the checkpoint was saved where ranks had all of them" in load
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (({"dp": 2}, 1), ({"tp": 2}, 0)),
+        pytest.param(({"dp": 2}, 1), ({"dp": 2}, 1), marks=pytest.mark.slow),
+        pytest.param(({"tp": 2}, 0), ({"dp": 2}, 3), marks=pytest.mark.slow),
+        pytest.param(({"dp": 2}, 1), ({}, 0), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_states_go_to_other_layouts(before: Any, after: Any, tmp_path: Any) -> None:
+    names, found = ["muon", "composite", "adafactor"], []
+    for work, (layout, stage) in ((saved, before), (resumed, after)):
+        found = run_distributed(work, sum(layout.values()) or 1, "deepspeed", "gqa", layout, names, zero(stage), str(tmp_path))
+    for facts in found:
+        assert all(isinstance(error, float) and error < 1e-3 for error in facts.values()), facts

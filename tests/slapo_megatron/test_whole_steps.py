@@ -9,7 +9,7 @@ import pytest
 from slapo_core.testing import run_distributed
 from tests.slapo_torch.layouts import mesh_of, message_of
 from tests.strange_optimizers import BY_SHAPE, COUPLED, WHOLE
-from tests.whole_steps import engine_of, errors
+from tests.whole_steps import engine_of, errors, resumed, saved
 
 pytestmark = pytest.mark.multiproc
 
@@ -34,14 +34,17 @@ def test_a_layout_steps_as_one_process_does(
 
 def _messages(rank: int, folder: str) -> list[str]:
     mesh = mesh_of(tp=2)
-    found = [message_of(lambda: engine_of("megatron", "gqa", "muon", mesh, distributed_optimizer=True))]
-    engine: Any = engine_of("megatron", "gqa", "lamb", mesh)[0]
-    found.append(message_of(lambda: engine.save(folder)))
-    engine.close()
-    return found
+    return [message_of(lambda: engine_of("megatron", "gqa", "muon", mesh, distributed_optimizer=True))]
 
 
 def test_what_cannot_be_right_is_refused(tmp_path: Any) -> None:
-    for shared_out, save in run_distributed(_messages, 2, str(tmp_path)):
+    for (shared_out,) in run_distributed(_messages, 2, str(tmp_path)):
         assert "leave distributed_optimizer out" in shared_out
-        assert "Lamb steps whole tensors, whose state a checkpoint of target 'megatron' does not keep" in save
+
+
+@pytest.mark.parametrize("layout", [{}, pytest.param({"tp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_states_go_to_other_layouts(layout: dict[str, int], tmp_path: Any) -> None:
+    names = ["muon", "composite", "adafactor"]
+    run_distributed(saved, 2, "megatron", "gqa", {"tp": 2}, names, {}, str(tmp_path))
+    for facts in run_distributed(resumed, sum(layout.values()) or 1, "megatron", "gqa", layout, names, {}, str(tmp_path)):
+        assert all(isinstance(error, float) and error < 1e-3 for error in facts.values()), facts

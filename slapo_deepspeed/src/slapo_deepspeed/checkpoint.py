@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from slapo_training import checkpoint_folder, engine_checkpoint
 from slapo_training.batches import fingerprint
 from slapo_training.engine_checkpoint import Beside, Position
 from slapo_training.meeting import on_all
-from slapo_training.model_tensors import buffers, unfold
+from slapo_training.model_tensors import buffers, parameters, unfold
 from slapo_training.optimizers import rate_kind
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers
+from slapo_training.whole_steps import saved_states
+from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from .files import Files
 from .groups import whole_shape
@@ -47,11 +49,13 @@ class Checkpoint:
         folder: Where DeepSpeed's files are.
         beside: Where training was, and what puts this rank's random states and buffers back.
         taken: What this engine takes of it, where it is of another layout; DeepSpeed reads it where this is None.
+        states: Of whole tensors, by rank.
     """
 
     folder: Path
     beside: Beside
     taken: Taken | None = None
+    states: list[dict[str, Any]] = field(default_factory=list)
 
 
 def prepared(
@@ -83,6 +87,8 @@ def prepared(
         def gather() -> None:
             files.take(model)
             beside.update(places[0].files(ranks.place))
+            if (states := saved_states.packed(stepping(model), parameters(module))) is not None:
+                beside[saved_states.file_of(ranks.place)] = states
 
         def put() -> None:
             files.write()
@@ -116,6 +122,7 @@ def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: P
                 f"{str(complete.folder)!r} is of a model with other parameters; build an engine of the model that was saved"
             )
         _check_steps(saved, own)
+        saved_states.check_kind(saved["whole"], stepping(model))
 
     ranks.on_all(check)
     with checkpoint_folder.reading(complete):
@@ -123,6 +130,9 @@ def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: P
         found = Checkpoint(complete.data, engine_checkpoint.read_beside(complete, program, buffers(module)))
         if not _is_same(complete, model, module, program, zero_stage):
             found.taken = _taken(complete, model, module, program)
+        if saved["whole"] and stepping(model) is not None:
+            number = saved["pp"] * saved["dp"] * saved["tp"]
+            ranks.on_all(lambda: found.states.extend(saved_states.read(complete.data, number)))
     return found
 
 
@@ -180,6 +190,8 @@ def load(model: Any, module: nn.Module, found: Checkpoint, program: Program) -> 
                 found.taken.put()
             elif model.load_checkpoint(str(found.folder))[0] is None:
                 raise FileNotFoundError("DeepSpeed finds no checkpoint")
+            if found.states:
+                saved_states.put(stepping(model), parameters(module), found.states)
             if hasattr(model.optimizer, "clip_grad"):
                 model.optimizer.clip_grad = model.gradient_clipping()  # ZeRO takes that of the checkpoint
         except Exception as err:
@@ -208,7 +220,8 @@ def _steps(model: Any, program: Program) -> dict[str, Any]:
     groups = 0 if optimizer is None else len(optimizer.param_groups)
     by_stage = dict(gather((program.axis_rank("pp"), groups), program.mesh))
     return {
-        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "optimizer": None if optimizer is None else type(getattr(optimizer, "inner", optimizer)).__name__,
+        "whole": isinstance(optimizer, WholeTensorOptimizer),
         "groups": groups if len(by_stage) == 1 else [by_stage[stage] for stage in sorted(by_stage)],
         "lr_scheduler": None if model.lr_scheduler is None else rate_kind(model.lr_scheduler),
     }

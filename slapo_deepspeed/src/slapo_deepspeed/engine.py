@@ -35,7 +35,7 @@ from slapo_training.same_start import check_same_start
 from slapo_training.saving import Saver, Saving
 from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
-from slapo_training.whole_steps.optimizer import WholeTensorOptimizer, check_saved
+from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from . import checkpoint, flat_parts, masters
 from .config_reading import check_config
@@ -207,7 +207,6 @@ class DeepSpeedEngine(BatchEngine):
             The checkpoint that is being written; it is complete after its ``wait()``.
         """
         self._check_weights()
-        check_saved(stepping(self.model), self._options.target)
         given = self.model, self.module, path, self.program, self._options.zero_stage, Position(self.steps, extra)
         return self._saver.write(lambda ranks, copies: checkpoint.prepared(*given, ranks, copies), wait)
 
@@ -225,7 +224,6 @@ class DeepSpeedEngine(BatchEngine):
                 read it to its end, and the engine does nothing before another one is loaded.
         """
         self._check_open()
-        check_saved(stepping(self.model), self._options.target)
         self._saver.settle()
         found = checkpoint.checked(self.model, self.module, path, self.program, self._options.zero_stage)
         with self._reading():

@@ -53,6 +53,8 @@ def bind(model: Any, program: Program) -> None:
         BuildError: on every rank: a step depends on all parameters, and ZeRO steps some after the others.
     """
     optimizer, outer = stepping(model), model.optimizer
+    if isinstance(optimizer, WholeTensorOptimizer):
+        optimizer.hide_state()
     if not isinstance(optimizer, WholeTensorOptimizer) or (ranges := _ranges(outer, optimizer, program)) is None:
         return
     flats = list({id(each.flat): each.flat for each in ranges.values()}.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
@@ -22,6 +23,8 @@ from slapo_training.model_tensors import write
 from slapo_training.optimizers import rate_kind
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers
+from slapo_training.whole_steps import saved_states
+from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from .optimizer_state import OptimizerState
 from .sharded_state import Held
@@ -54,7 +57,16 @@ def prepared(
     def collect(folder: Path, ranks: Ranks) -> Callable[[Ranks], None]:
         if engine.optimizer is not None:
             state["optimizer"], _ = OptimizerState(engine, held).sharded(engine.has_stepped, is_loading=False)
-        return engine.files.prepared(state, folder, ranks, copies)
+        write = engine.files.prepared(state, folder, ranks, copies)
+        found: list[bytes | None] = []
+        ranks.on_all(lambda: found.append(saved_states.packed(_inner(engine), _stepped(held))))
+
+        def put(meeting: Ranks) -> None:
+            if (states := found[0]) is not None:
+                (folder / saved_states.file_of(meeting.place)).write_bytes(states)
+            write(meeting)
+
+        return put
 
     compare([f"what Megatron's checkpoint has once for all ranks, {_common(engine)!r}"], program.mesh)
     ranks.on_all(check)
@@ -92,9 +104,14 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
         fresh = {key: torch.empty_like(tensor) for key, tensor in held.tensors.items()}
         state: dict[str, Any] = {"model": held.sharded(fresh)}
         if engine.optimizer is not None:
+            is_whole = complete.about["whole"]
+            saved_states.check_kind(is_whole, _inner(engine))
             kept = OptimizerState(engine, held)
-            state["optimizer"], found["take"] = kept.sharded(has_stepped, is_loading=True)
-            _check_kept(complete.about, kept)
+            state["optimizer"], found["take"] = kept.sharded(has_stepped and not is_whole, is_loading=True)
+            if not is_whole:
+                _check_kept(complete.about, kept)
+            else:
+                found["states"] = saved_states.read(complete.data, complete.about["places"])
         try:
             found["state"] = dist_checkpointing.load(state, str(complete.data))
         except (Exception, CheckpointException) as err:  # whatever Megatron and torch raise of files that are missing or broken
@@ -112,6 +129,8 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
             found["take"](state["optimizer"])
             for group, saved in zip(inner.param_groups, state["common"]["groups"], strict=True):
                 group.update(saved)
+            if "states" in found:
+                saved_states.put(inner, _stepped(held), found["states"])
         beside.put(held.buffers())
         engine.has_stepped = has_stepped
 
@@ -165,6 +184,11 @@ def _first(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
 
 
+def _stepped(held: Held) -> dict[str, torch.Tensor]:
+    """What Megatron's optimizer steps of what the rank has: the fp32 copies, where there are some."""
+    return {key: getattr(tensor, "main_param", tensor) for key, tensor in held.tensors.items()}
+
+
 def _inner(engine: MegatronEngine) -> Any:
     return None if engine.optimizer is None else engine.optimizer.optimizer
 
@@ -179,11 +203,13 @@ def _common(engine: MegatronEngine) -> dict[str, Any]:
 def _about(engine: MegatronEngine, held: Held) -> dict[str, Any]:
     """What is written of the engine, the same on every rank. Collective."""
     optimizer = engine.optimizer
-    kind = None if optimizer is None else type(optimizer.optimizer).__name__
+    kind = None if optimizer is None else type(getattr(optimizer.optimizer, "inner", optimizer.optimizer)).__name__
     return {
         "precision": engine.options.precision,
         "optimizer": kind,
         "lr_scheduler": None if engine.lr_scheduler is None else rate_kind(engine.lr_scheduler),
+        "whole": isinstance(_inner(engine), WholeTensorOptimizer),
+        "places": math.prod(engine.program.axis_size(axis) for axis in ("pp", "dp", "tp")),
         "groups": 0 if optimizer is None else len(optimizer.param_groups),
         "group_of": {} if optimizer is None else OptimizerState(engine, held).groups(),
         "shapes": held.shapes,

@@ -28,7 +28,6 @@ from slapo_training.same_start import check_same_start
 from slapo_training.saving import Saver, Saving
 from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
-from slapo_training.whole_steps.optimizer import check_saved
 
 from . import checkpoint
 from .cpu_mode import mode_of
@@ -191,7 +190,6 @@ class MegatronEngine(BatchEngine):
             The checkpoint that is being written; it is complete after its ``wait()``.
         """
         self._check_weights()
-        check_saved(getattr(self.optimizer, "optimizer", None), self.options.target)
         position = Position(self.steps, extra)
         with self._mode(), without_warnings():
             return self._saver.write(lambda ranks, copies: checkpoint.prepared(self, path, position, ranks, copies), wait)
@@ -209,7 +207,6 @@ class MegatronEngine(BatchEngine):
                 its end, and the engine does nothing before another one is loaded.
         """
         self._check_open()
-        check_saved(getattr(self.optimizer, "optimizer", None), self.options.target)
         self._saver.settle()
         with self._mode(), without_warnings():
             self.steps, extra = checkpoint.load(self, path, self._reading)

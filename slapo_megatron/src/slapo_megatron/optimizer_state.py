@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from slapo_core.agreement import gather
 from slapo_core.errors import BuildError
+from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from .optimizers import prepared
 from .sharded_state import Held
@@ -132,7 +133,7 @@ class OptimizerState:
             has_state: Whether there is a state beside the weights.
             is_loading: Whether tensors of their own are to be read into.
         """
-        if is_loading and has_state:
+        if is_loading and has_state and not isinstance(self._inner, WholeTensorOptimizer):
             prepared(self._inner)
         whole, single = self._names() if has_state else ([], [])
         state: dict[str, Any] = {}

@@ -90,6 +90,7 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
     """Bind an optimizer of whole tensors to the fp32 copies that Megatron has put in the places of its parameters."""
     if not isinstance(optimizer, WholeTensorOptimizer):
         return
+    optimizer.hide_state()
     sources = {id(whole.source) for each in optimizer.stand_ins for whole in each.wholes}
     replace_parameters(optimizer.inner, lambda each: [each if id(each) in sources else getattr(each, "main_param", each)])
     for each in optimizer.stand_ins:

@@ -23,10 +23,10 @@ from slapo_training.pieces import Piece
 from slapo_training.plain import digest
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers, Saver, Saving
+from slapo_training.whole_steps.named_optimizers import named_optimizers
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from . import extra_state, model_state, optimizer_state
-from .named_optimizers import named_optimizers
 from .updates import Progress
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class TorchSaver(Saver):
         pieces: dict[str, Piece] = {}
 
         def collect() -> _Announcement:
-            optimizers = named_optimizers(module, what.optimizer)
+            optimizers = named_optimizers(model_tensors.parameters(module), what.optimizer)
             for each in optimizers.values():
                 optimizer_state.check(each)
             states = {spot: optimizer_state.held(each) for spot, each in optimizers.items()}

@@ -17,11 +17,11 @@ from slapo_training.engine_checkpoint import Position
 from slapo_training.handing import Handed
 from slapo_training.pieces import Piece
 from slapo_training.ranks import Ranks
+from slapo_training.whole_steps.named_optimizers import named_optimizers
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from . import extra_state, model_state, optimizer_state, optimizer_taken
 from .checkpoint import COMMON, MODEL, TARGET, Trained, layout_of, place_of, ranges_of
-from .named_optimizers import named_optimizers
 from .optimizer_state import key_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,10 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
     """
     ranks = Ranks.of(what.program)
     groups = ranks.on_all(
-        lambda: {path: optimizer_state.groups(each) for path, each in named_optimizers(what.module, what.optimizer).items()}
+        lambda: {
+            path: optimizer_state.groups(each)
+            for path, each in named_optimizers(model_tensors.parameters(what.module), what.optimizer).items()
+        }
     )
     checkpoint = checkpoint_folder.opened(path, TARGET, ranks)
     reading = _Reading(what, ranks, checkpoint)
@@ -125,7 +128,8 @@ class _Reading:
         """
         program, module, optimizer, progress = self._what
         kept, now = self._place.get("ranges", {}), ranges_of(module)
-        optimizers, place = named_optimizers(module, optimizer), self._place.get("optimizer") or {}
+        optimizers = named_optimizers(model_tensors.parameters(module), optimizer)
+        place = self._place.get("optimizer") or {}
         for path, each in optimizers.items():
             own, saved = place.get(path), self.common["optimizer"].get(path)
             parts = {} if own is None else own["parts"]
@@ -164,7 +168,7 @@ class _Reading:
         """Give others' code its states, while the tensors are as they were; it may raise."""
         program, module, optimizer, progress = self._what
         extra_state.put(program.module, self._extra, handed)
-        for path, each in named_optimizers(module, optimizer).items():
+        for path, each in named_optimizers(model_tensors.parameters(module), optimizer).items():
             optimizer_taken.put(each, self._taken[path], self._states[path], handed)
         if isinstance(optimizer, WholeTensorOptimizer):
             optimizer.take_options()

@@ -16,9 +16,9 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
 from slapo_training.pieces import Piece
 from slapo_training.plain import check_plain, digest
+from slapo_training.whole_steps.named_optimizers import NamedOptimizer
 
 from .model_state import piece
-from .named_optimizers import NamedOptimizer
 from .optimizer_groups import groups_of
 from .replica_spec import replica_spec
 

@@ -11,10 +11,10 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
 from slapo_training.handing import Handed
 from slapo_training.pieces import Piece
+from slapo_training.whole_steps.named_optimizers import NamedOptimizer
 
 from . import optimizer_groups
 from .model_state import piece
-from .named_optimizers import NamedOptimizer
 from .optimizer_groups import SAME_LAYOUT
 from .optimizer_state import class_of, groups, key_of
 

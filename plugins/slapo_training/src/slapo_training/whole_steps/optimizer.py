@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.errors import BuildError
-
 from .group_options import GroupOptions
 from .stand_ins import StandIns
 from .tree import Optimizer, groups_in, optimizers_in
@@ -47,20 +45,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.inner = inner
         self.stand_ins, self._sources, self._extend, self._randomness = list(stand_ins), dict(sources), extend, randomness
-        self._is_built, self.flats = False, list[torch.Tensor]()
+        self._is_built, self._is_hidden, self.flats = False, False, list[torch.Tensor]()
         super().__init__(self._local_groups() or [{"params": []}], dict(inner.defaults))
         self._is_built, self._options = True, GroupOptions(inner)
         for group, _ in zip(self.param_groups, inner.param_groups, strict=False):
             self._options.add(group)
-
-    @property
-    def state(self) -> Any:
-        """The state of ``inner``: of whole tensors that this rank owns, and of the parameters that it has whole."""
-        return self.inner.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        """Ignore what the base class begins with."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
@@ -130,13 +119,25 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, "params": local})
         self._options.add(self.param_groups[-1])
 
+    def hide_state(self) -> None:
+        """Let an engine that writes what it finds see no state: that of whole tensors is saved beside."""
+        self._is_hidden = True
+
     def state_dict(self) -> dict[str, Any]:
-        """Return that of ``inner``, whose state is of the whole tensors that this rank owns."""
+        """Return that of ``inner``, whose state is of the tensors that this rank owns; the groups alone where it is hidden."""
         self._options.exchange()
-        return self.inner.state_dict()
+        return super().state_dict() if self._is_hidden else self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let ``inner`` take what ``state_dict`` gave."""
+        """Take what ``state_dict`` gave."""
+        if self._is_hidden:
+            numbers = [id(group) for group in self._options.outer]
+            kept = [numbers.index(id(group)) for group in self.param_groups]
+            super().load_state_dict(state_dict)
+            for number, group in zip(kept, self.param_groups, strict=True):
+                self._options.outer[number] = group
+            self._options.exchange()
+            return
         self.inner.load_state_dict(state_dict)
         self._options.take_inner()
 
@@ -176,16 +177,3 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         finally:
             for holder, key, value in kept:
                 holder[key] = value
-
-
-def check_saved(optimizer: Any, target: str) -> None:
-    """Refuse to save or load a state of whole tensors, which an engine's own checkpoints do not keep.
-
-    Raises:
-        BuildError: the optimizer has one.
-    """
-    if isinstance(optimizer, WholeTensorOptimizer):
-        raise BuildError(
-            f"{type(optimizer.inner).__name__} steps whole tensors, whose state a checkpoint of target {target!r} does not "
-            "keep; use target='torch', or an optimizer that steps each element alone"
-        )

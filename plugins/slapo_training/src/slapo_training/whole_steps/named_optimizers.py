@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from slapo_training.model_tensors import Tensors, parameters
-from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
-from slapo_training.whole_steps.tree import named_optimizers_in
+from ..model_tensors import Tensors
+from .optimizer import WholeTensorOptimizer
+from .tree import named_optimizers_in
 
 
 class NamedOptimizer(NamedTuple):
@@ -50,16 +49,16 @@ class NamedOptimizer(NamedTuple):
             torch.optim.Optimizer.load_state_dict(self.optimizer, state)
 
 
-def named_optimizers(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, NamedOptimizer]:
+def named_optimizers(parameters: Tensors, optimizer: torch.optim.Optimizer | None) -> dict[str, NamedOptimizer]:
     """Return the rank's optimizer and those inside it that have a state of their own, by their paths in it.
 
     Args:
-        module: This rank's stages.
+        parameters: This rank's, by the first of their original names.
         optimizer: This rank's, or None.
     """
     if optimizer is None:
         return {}
-    known, elsewhere = parameters(module), frozenset[str]()
+    known, elsewhere = parameters, frozenset[str]()
     if isinstance(optimizer, WholeTensorOptimizer):
         stand_ins, sources = optimizer.stepped(), optimizer.sources()
         known = {**{name: each for name, each in known.items() if id(each) not in sources}, **stand_ins}
