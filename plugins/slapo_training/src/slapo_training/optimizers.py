@@ -74,7 +74,10 @@ def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module)
     _check_steps_once(optimizer)
     _complete(optimizer)
     if has_state(optimizer):
-        raise BuildError("the optimizer has stepped already, and its state is for parameters as they were; give a new one")
+        raise BuildError(
+            "the optimizer has stepped already, or made its state at once, for parameters as they were; give a factory, "
+            "lambda parameters: ..."
+        )
     known = {facts(parameter).names for parameter in model.parameters()} - {()}
     held = {facts(parameter).names: parameter for parameter in mine.parameters() if facts(parameter).names}
     own = {id(parameter): parameter for parameter in mine.parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,8 @@ _LARGE = _Size({0: (), 1: (512,), 2: (192, 160), 3: (16, 16, 16), 4: (32, 16, 3,
 """Optimizers treat small parameters differently: Adafactor factors, Shampoo preconditions, from some size on."""
 _LONGEST, _THIN, _SQUARE = 2**15, 4, 1280
 """Limits of what stands for still larger parameters of the model: of a long side, of the other one, of two alike."""
+_MOST = 2**23
+"""Elements of all that are tried at once: a model may have a group for each layer."""
 _CORNER = 8
 _AHEAD = (1_000, 1_000_000)
 """Steps that counters are moved forward by, before the phases behind the first: optimizers have warm-ups."""
@@ -107,9 +110,11 @@ def _larger(optimizer: Optimizer) -> Iterator[_Size]:
         shape = tuple(parameter.shape) if spec is None else tuple(spec.full_shape)
         if len(shape) in (1, 2):
             found[len(shape)] = tuple(map(max, found.get(len(shape), shape), shape))
-    long = {number: tuple(min(size, _LONGEST) for size in shape) for number, shape in found.items()}
+    most = max(_MOST // len(_representatives(optimizer, merges=True)), _THIN)
+    longest, square = min(_LONGEST, most // _THIN), min(_SQUARE, math.isqrt(most))
+    long = {number: tuple(min(size, longest) for size in shape) for number, shape in found.items()}
     line, (rows, columns) = long.get(1, (1,)), long.get(2, (1, 1))
-    shapes = [(rows, _THIN), (_THIN, columns), (min(rows, _SQUARE), min(columns, _SQUARE))]
+    shapes = [(rows, _THIN), (_THIN, columns), (min(rows, square), min(columns, square))]
     largest = _LARGE.shapes
     if max(rows, columns) > max(largest[2]) or line > largest[1]:
         for shape in shapes:
@@ -132,7 +137,7 @@ class _Trial:
 
     def __init__(self, optimizer: Optimizer, size: _Size, is_sparse: bool = False, goes_ahead: bool = True) -> None:
         self._optimizer, self._size, self.is_sparse, self.goes_ahead = optimizer, size, is_sparse, goes_ahead
-        self._all, self._chosen = parameters_in(optimizer), _representatives(optimizer)
+        self._all, self._chosen = parameters_in(optimizer), _representatives(optimizer, merges=size is not _SMALL)
         self._places = {id(parameter): place for place, parameter in enumerate(self._chosen)}
         self.draws = self.keeps_factors = False
         if not self._chosen:
@@ -242,6 +247,9 @@ class _Trial:
         for group in groups_in(trial):
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
             _set_rate(group)
+        if self._size is not _SMALL:
+            for each in optimizers_in(trial):  # some look at the first parameter of a group
+                each.param_groups[:] = [group for group in each.param_groups if group["params"]] or each.param_groups
         return trial
 
 
@@ -275,8 +283,13 @@ def _states(optimizer: Optimizer, memo: dict[int, Any]) -> dict[int, Any]:
     return found
 
 
-def _representatives(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return some parameters of each kind that an optimizer may treat differently."""
+def _representatives(optimizer: Optimizer, merges: bool) -> list[nn.Parameter]:
+    """Return some parameters of each kind that an optimizer may treat differently.
+
+    Args:
+        optimizer: The optimizer that has them.
+        merges: Whether groups that differ in numbers alone are of one kind: models have a rate for each layer.
+    """
     seen: dict[Any, int] = {}
     chosen: dict[int, nn.Parameter] = {}
     for number, group in enumerate(groups_in(optimizer)):
@@ -284,11 +297,22 @@ def _representatives(optimizer: Optimizer) -> list[nn.Parameter]:
             marks = [
                 (name, repr(value)) for name, value in vars(parameter).items() if isinstance(value, bool | int | float | str)
             ]
-            kind = number, parameter.dim(), parameter.dtype, tuple(marks), marks_at(optimizer, parameter)
+            kind = (
+                _options(group) if merges else number,
+                parameter.dim(),
+                parameter.dtype,
+                tuple(marks),
+                marks_at(optimizer, parameter),
+            )
             if parameter.requires_grad and seen.setdefault(kind, 0) < _REPRESENTATIVES:
                 seen[kind] += 1
                 chosen[id(parameter)] = parameter
     return list(chosen.values())
+
+
+def _options(group: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    given = ((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+    return tuple((key, repr(value != 0 if isinstance(value, float) else value)) for key, value in given)
 
 
 def _substitute(old: nn.Parameter, value: torch.Tensor, is_bare: bool = False) -> nn.Parameter:
