@@ -132,7 +132,7 @@ class FirstStep:
         ignored = self._options.ignored_label
         others = other_replicas(parts[0], self._program, runs.device, ignored) if self.is_uneven else []
         halves = dissimilar_halves([*parts, *others], ignored)
-        whole, base = runs.planned(joined(halves)), None
+        whole, base, known = runs.planned(joined(halves)), None, None
         looks_at_rows = "rows" not in self._off and self._is_cut(len(parts))
         if "injected" not in self._off and not self._is_done:
             check = InjectedCheck(self._program, self._options, runs)
@@ -141,6 +141,6 @@ class FirstStep:
                 self.injects = True
                 self._labels = InjectedLabels(self._program, self._options.ignored_label, whole.rows, base.counted, runs.device)
                 if looks_at_rows:
-                    check.look_at_rows(whole, halves, Cut(len(parts), self._program.axis_size("dp")))
+                    known = check.look_at_rows(whole, halves, Cut(len(parts), self._program.axis_size("dp")))
         if looks_at_rows:
-            RowsCheck(self._program, self._options, runs, parts, labels_differ, self._warned).make(halves, base)
+            RowsCheck(self._program, self._options, runs, parts, labels_differ, self._warned).make(halves, base, known)

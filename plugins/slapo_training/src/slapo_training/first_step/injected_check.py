@@ -53,8 +53,11 @@ class InjectedCheck:
         self._whole = None if self._is_random else injected
         return run
 
-    def look_at_rows(self, whole: Planned, halves: Sequence[Rows], cut: Cut) -> None:
+    def look_at_rows(self, whole: Planned, halves: Sequence[Rows], cut: Cut) -> list[Run] | None:
         """Warn where the gradients injected for a micro-batch are not the mean of those for its halves.
+
+        Returns:
+            The runs of the halves; None where the model draws random numbers.
 
         Raises:
             BuildError: so with ``strict=True``.
@@ -64,11 +67,13 @@ class InjectedCheck:
             found = [self._whole or self._injected(whole), *(self._injected(each) for each in plans[1:])]
             skipped = 0 if self._whole is None else 1
             with runs_alone(self._program, plans) as state:
-                for planned, injected in list(zip(plans, found, strict=True))[skipped:]:
+                runs = [
                     self._runs(planned, state, behind=injected, fixed=self._is_random)
+                    for planned, injected in list(zip(plans, found, strict=True))[skipped:]
+                ]
         except RunFailedError as err:
             get_logger().debug("whether injected gradients are means over rows was not seen: %s", err)
-            return
+            return None
         weights = [each.number / whole.rows.number for each in halves]
         tolerance = 10 * tolerance_of(self._modules(whole), self._options.precision).values
         if self._runs.anywhere(not is_mean_over_rows(found[0], found[1:], weights, tolerance)):
@@ -76,6 +81,7 @@ class InjectedCheck:
             if self._options.strict:
                 raise BuildError(text)
             self._say(text)
+        return None if self._is_random else runs
 
     def _injected(self, planned: Planned) -> Injected:
         parameters = [parameter for module in self._modules(planned) for parameter in module.parameters()]

@@ -67,7 +67,7 @@ class Trial:
         own = self._own_modules(0)
         self._tolerance = row_mixing.tolerance_of(own, options.precision)
         self._fixed = False
-        self._after: list[dict[str, torch.Tensor]] = []
+        self._written: list[dict[str, torch.Tensor]] = []
         self._outputs: list[Any] = []
         self._counted: list[Counted | None] = []
 
@@ -81,6 +81,7 @@ class Trial:
         base: Run | None,
         norms: Iterable[nn.Module] = (),
         doubted: bool = False,
+        known: Sequence[Run] | None = None,
     ) -> Compared:
         """Compare the loss of all rows with the mean of the losses of their parts.
 
@@ -88,18 +89,17 @@ class Trial:
             base: A run of all rows, where there was one.
             norms: BatchNorms that are to use their running statistics.
             doubted: Whether other rows have differed already: a root, say, differs less where parts have similar losses.
+            known: Runs of the parts, where there were any beside that of all rows.
         """
         allowed = self._tolerance.repeated if doubted else self._tolerance.loss
         if base is None or self._runs.anywhere(base.position != self._state.start):
-            base, self._fixed = None, True
+            base, known, self._fixed = None, None, True
         if self._synced:  # as no run before
-            base = None
+            base, known = None, None
         with row_mixing.by_running_statistics([*self._synced, *norms]):
             whole = base or self._run(0)
-            parts = []
-            for index in range(1, len(self._plans)):
-                parts.append(self._run(index))
-                self._after.append(row_mixing.written_buffers(self._program.module, self._state))
+            parts = known or [self._run(index) for index in range(1, len(self._plans))]
+        self._written = [each.written for each in parts]
         self._outputs = [each.output for each in (whole, *parts)]
         self._counted = [each.counted for each in parts]
         pair = None
@@ -139,8 +139,8 @@ class Trial:
     def updated(self) -> list[str]:
         """Return the names of buffers that the parts' forwards have given other numbers, beside those of norms."""
         found = []
-        for name in self._after[0] if self._after else ():
-            one, other = self._after[0][name], self._after[-1].get(name)
+        for name in self._written[0] if self._written else ():
+            one, other = self._written[0][name], self._written[-1].get(name)
             if other is not None and one.shape == other.shape and one.isfinite().all() and other.isfinite().all():
                 size = max(one.abs().max().item(), other.abs().max().item()) if one.numel() else 0.0
                 if size and (one - other).abs().max().item() > self._tolerance.values * size:
@@ -216,12 +216,13 @@ class RowsCheck:
         self._synced = [each for each in norms.values() if len(parts) == 1 and row_mixing.over_replicas(each)]
         self._norms = {path: each for path, each in norms.items() if each not in self._synced}
 
-    def make(self, halves: Sequence[Rows], base: Run | None) -> None:
+    def make(self, halves: Sequence[Rows], base: Run | None, known: Sequence[Run] | None = None) -> None:
         """Make the check.
 
         Args:
             halves: Two, that are a micro-batch together.
             base: A run of both, where there was one.
+            known: Runs of each, where there were any.
 
         Raises:
             BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
@@ -232,7 +233,7 @@ class RowsCheck:
                 plans = self._planned(halves)
                 with runs_alone(self._program, plans) as state:
                     trial = self._trial(plans, state)
-                    pair, is_suspect = self._look(trial, base)
+                    pair, is_suspect = self._look(trial, base, known)
                     self._say_beside(trial.updated(), trial.terms() if pair is None else {})
             except RunFailedError as err:
                 get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
@@ -247,9 +248,9 @@ class RowsCheck:
         """Return whether the engine takes the loss for a mean over rows, or over the labels in them."""
         return not has_loss_of_its_own(self._options)
 
-    def _look(self, trial: Trial, base: Run | None) -> tuple[Pair | None, bool]:
+    def _look(self, trial: Trial, base: Run | None, known: Sequence[Run] | None) -> tuple[Pair | None, bool]:
         """Return the losses that differ with BatchNorms as they are, and whether they also differ without their statistics."""
-        pair = trial.compare(base).pair
+        pair = trial.compare(base, known=known).pair
         if not self._norms:
             return pair, pair is not None
         return pair, trial.compare(None, self._norms.values()).pair is not None

@@ -20,6 +20,7 @@ from ..means import Counted
 from ..options import CommonOptions
 from .fixed_draws import FixedDraws
 from .left_alone import KeptState, left_alone
+from .row_mixing import written_buffers
 from .row_parts import Rows
 
 Around = Callable[[bool], AbstractContextManager[Any]]
@@ -54,6 +55,7 @@ class Run(NamedTuple):
         output: The model's output there.
         position: Where this rank's random numbers are behind the run.
         found: Whether ``behind`` said so on any rank.
+        written: Floating-point buffers that the run has written, see ``written_buffers``.
     """
 
     loss: float | None
@@ -61,6 +63,7 @@ class Run(NamedTuple):
     output: Any
     position: int
     found: bool
+    written: dict[str, torch.Tensor]
 
 
 class StageRuns:
@@ -128,7 +131,7 @@ class StageRuns:
                 values = self._sent(values, stages[stage.index + 1].inputs, stage.index)
         found = self.anywhere(one.found) if has_backward else False
         self._has_run = True
-        return Run(one.loss, one.counted, one.output, state.position(), found)
+        return Run(one.loss, one.counted, one.output, state.position(), found, written_buffers(self._program.module, state))
 
     def anywhere(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank."""
