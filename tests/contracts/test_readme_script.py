@@ -23,6 +23,12 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
+def block(words: str) -> str:
+    """The example that has these words."""
+    (found,) = (code for code in blocks("py") if words in code)
+    return found
+
+
 def losses_of(folder: Path, script: str, ranks: int) -> list[float]:
     (folder / "train.py").write_text(script, encoding="utf-8")
     run = torchrun(folder, "--nproc-per-node", str(ranks), "train.py")
@@ -45,7 +51,7 @@ def test_the_readmes_script_trains_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_the_readmes_loop_trains_the_model_of_its_script(tmp_path: Path) -> None:
-    loop, _ = blocks("py")
+    loop = block("model, _ = slapo.build(sch)")
     before, step, _ = training_script().replace("(2, 1, 2)", "(1, 1, 2)").partition("sch.tensor_parallel()")
     shown = "    if dist.get_rank() == 0:\n        print(step, loss.item())\n"
     losses = losses_of(tmp_path, f"{before}{step}\n{loop}{shown}dist.destroy_process_group()\n", 2)
@@ -57,13 +63,48 @@ def test_the_readmes_loop_trains_the_model_of_its_script(tmp_path: Path) -> None
 @pytest.mark.multiproc
 @pytest.mark.parametrize("target", ["deepspeed", "megatron"])
 def test_the_readmes_engines_train_the_model_of_its_script(target: str, tmp_path: Path) -> None:
-    _, engines = blocks("py")
-    rate, *lines = engines.splitlines()
+    rate, *lines = block('slapo.build(sch, "megatron"').splitlines()
     (line,) = (line for line in lines if f'"{target}"' in line)
     script = re.sub(r"^engine = .*$", f"{rate}\n{line}", training_script(), flags=re.MULTILINE)
     losses = losses_of(tmp_path, script, 4)
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+
+
+TOWERS = """
+from functools import partial
+import torch, slapo
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text, self.scale = nn.Linear(12, 8), nn.Linear(6, 8), nn.Parameter(torch.ones(1))
+
+    def forward(self, image, text):
+        return {"image": F.normalize(self.image(image)), "text": F.normalize(self.text(text)), "scale": self.scale.exp()}
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+torch.manual_seed(0)
+sch, adamw = slapo.create_schedule(Towers(), mesh=mesh), partial(torch.optim.AdamW, lr=1e-2)
+images, texts = torch.randn(64, 12), torch.randn(64, 6)
+model, whole = Towers(), {"image": images, "text": texts}
+model.load_state_dict(sch.mod.state_dict())
+images, texts = (each.chunk(2)[dist.get_rank()] for each in (images, texts))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_the_readmes_contrastive_loss_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    train = block('loss_over="replicas"').replace("engine.train_batch", "loss = engine.train_batch")
+    compared = "if dist.get_rank() == 0:\n    print(0, loss.item())\n    print(1, contrast(model(**whole), None).item())\n"
+    ours, expected = losses_of(tmp_path, f"{TOWERS}{train}{compared}dist.destroy_process_group()\n", 2)
+    assert ours == pytest.approx(expected, abs=1e-5)
 
 
 FAILING = """
