@@ -157,7 +157,7 @@ def endings(axis: str, end: str, folder: Path) -> tuple[list[int], str]:
     ("axis", "end", "times"),
     [
         ("pp", "cycle", 1),
-        ("fsdp", "close", 1),
+        pytest.param("fsdp", "close", 1, marks=pytest.mark.slow),
         *(pytest.param(axis, end, 7, marks=pytest.mark.slow) for axis, end in product(("pp", "dp", "fsdp"), ENDINGS)),
     ],
 )

@@ -20,10 +20,10 @@ NAMES = [name for name in CASES if name != "over clip"]  # DeepSpeed takes no pa
     ("layout", "options"),
     [
         ({"dp": 2}, {"microbatches": 2}),
-        ({"dp": 2}, {"microbatches": 1}),
+        pytest.param({"dp": 2}, {"microbatches": 1}, marks=pytest.mark.slow),
         ({"pp": 2}, {"microbatches": 2}),
         pytest.param({"tp": 2}, {"microbatches": 2}, marks=pytest.mark.slow),
-        ({"dp": 2}, {"microbatches": 2, **zero(3)}),
+        pytest.param({"dp": 2}, {"microbatches": 2, **zero(3)}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -41,7 +41,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
             assert text in found[name], (name, found[name])
 
 
-@pytest.mark.parametrize("is_hidden", [False, True], ids=["shown", "hidden"])
+@pytest.mark.parametrize("is_hidden", [pytest.param(False, marks=pytest.mark.slow), True], ids=["shown", "hidden"])
 def test_a_mean_that_is_not_the_loss_is_not_taken_for_it(is_hidden: bool) -> None:
     names = ["logged before", "two heads", *OTHERS, "later"]
     for found in run_distributed(train, 2, "deepspeed", {"dp": 2}, names, is_hidden, False):

@@ -39,6 +39,7 @@ def test_a_layout_steps_as_one_process_does(kind: str, layout: dict[str, int], s
         assert all(isinstance(error, float) and error < 1e-3 for error in found.values()), found
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_config_is_one_of_the_kind() -> None:
     named = {"optimizer": {"type": "Adafactor", "params": {"lr": 0.05}}}
     for stage, layout in ((1, {"dp": 2}), (0, {"tp": 2})):

@@ -20,7 +20,7 @@ NAMES = [*CASES]
     [
         ({"dp": 2}, {"microbatches": 2, "distributed_optimizer": False}),
         pytest.param({"dp": 2}, {"microbatches": 1}, marks=pytest.mark.slow),
-        ({"pp": 2}, {"microbatches": 2}),
+        pytest.param({"pp": 2}, {"microbatches": 2}, marks=pytest.mark.slow),
         pytest.param({"tp": 2}, {"microbatches": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -39,7 +39,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
             assert text in found[name], (name, found[name])
 
 
-@pytest.mark.parametrize("is_hidden", [False, True], ids=["shown", "hidden"])
+@pytest.mark.parametrize("is_hidden", [pytest.param(False, marks=pytest.mark.slow), True], ids=["shown", "hidden"])
 def test_a_mean_that_is_not_the_loss_is_not_taken_for_it(is_hidden: bool) -> None:
     names = ["logged before", "two heads", *OTHERS, "later"]
     for found in run_distributed(train, 2, "megatron", {"dp": 2}, names, is_hidden, False):
