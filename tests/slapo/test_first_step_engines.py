@@ -86,9 +86,9 @@ def _verdict(case: str, target: str, layout: dict[str, int], own: bool, **option
     return "; ".join(line for line in lines if "got no gradient" not in line)
 
 
-def _verdicts(rank: int) -> dict[str, str]:
+def _verdicts(rank: int, targets: list[str]) -> dict[str, str]:
     found = {}
-    for target in TARGETS:
+    for target in targets:
         for layout in LAYOUTS:
             for case in _cases() if target == "torch" else ("clip", "quiet", "batch norm 1d early", "centred late"):
                 for own in (False, True) if target == "torch" and "dp" in layout else (True,):
@@ -100,8 +100,9 @@ def _verdicts(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.multiproc
-def test_engines_come_to_the_same_verdict_on_all_ranks() -> None:
-    ranks = run_distributed(_verdicts, 2, timeout=280)
+@pytest.mark.parametrize("targets", [["torch"], pytest.param(["deepspeed", "megatron"], marks=pytest.mark.slow)], ids=str)
+def test_engines_come_to_the_same_verdict_on_all_ranks(targets: list[str]) -> None:
+    ranks = run_distributed(_verdicts, 2, targets, timeout=280)
     wrong = {}
     for name, own in ranks[0].items():
         texts = [own, ranks[1][name]]
@@ -220,6 +221,7 @@ def _verified(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_verify_engine_sees_what_the_checks_would_have() -> None:
     for found in run_distributed(_verified, 2, timeout=120):

@@ -25,8 +25,15 @@ def _differences(rank: int, ways: list[tuple[dict[str, int], int]]) -> list[str]
     return found
 
 
-def test_every_kind_of_hook_on_two_ranks() -> None:
-    ways = [({"dp": 2}, 1), ({"dp": 2}, 3), ({"tp": 2}, 0), ({"pp": 2}, 1)]
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [({"dp": 2}, 1), ({"tp": 2}, 0)],
+        pytest.param([({"dp": 2}, 3), ({"pp": 2}, 1)], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_kind_of_hook_on_two_ranks(ways: list[tuple[dict[str, int], int]]) -> None:
     assert run_distributed(_differences, 2, ways, timeout=110) == [[]] * 2
 
 

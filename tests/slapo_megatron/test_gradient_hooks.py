@@ -30,8 +30,15 @@ def _differences(rank: int, ways: list[tuple[dict[str, int], bool]]) -> list[str
     return found
 
 
-def test_every_kind_of_hook_on_two_ranks() -> None:
-    ways = [({"dp": 2}, False), ({"dp": 2}, True), ({"tp": 2}, False), ({"pp": 2}, False)]
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [({"dp": 2}, True), ({"tp": 2}, False)],
+        pytest.param([({"dp": 2}, False), ({"pp": 2}, False)], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_kind_of_hook_on_two_ranks(ways: list[tuple[dict[str, int], bool]]) -> None:
     assert run_distributed(_differences, 2, ways, timeout=110) == [[]] * 2
 
 

@@ -31,8 +31,15 @@ def _differences(rank: int, ways: list[tuple[dict[str, int], dict[str, Any]]]) -
     ]
 
 
-def test_every_kind_of_hook_on_two_ranks() -> None:
-    ways = [({"tp": 2}, {}), ({"dp": 2}, {"clip": 0.05}), ({"dp": 2}, FSDP), ({"pp": 2}, {})]
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [({"tp": 2}, {}), ({"dp": 2}, FSDP)],
+        pytest.param([({"dp": 2}, {"clip": 0.05}), ({"pp": 2}, {})], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_kind_of_hook_on_two_ranks(ways: list[tuple[dict[str, int], dict[str, Any]]]) -> None:
     assert run_distributed(_differences, 2, ways, timeout=100) == [[]] * 2
 
 
