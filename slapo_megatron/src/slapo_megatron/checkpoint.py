@@ -185,7 +185,7 @@ def _first(error: BaseException) -> str:
 
 
 def _stepped(held: Held) -> dict[str, torch.Tensor]:
-    """What Megatron's optimizer steps of what the rank has: the fp32 copies, where there are some."""
+    """Return the tensors that Megatron's optimizer steps on this rank: fp32 copies where there are some."""
     return {key: getattr(tensor, "main_param", tensor) for key, tensor in held.tensors.items()}
 
 

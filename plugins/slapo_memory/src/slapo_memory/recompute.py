@@ -169,7 +169,7 @@ class _Region:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """What is compiled, or a kernel, saves other tensors than the same code as it is, which runs where somebody looks."""
+        """Run inside as the forward ran, compiled or not: compiled code and kernels save other tensors than eager code."""
         stance = torch.compiler.set_stance("force_eager") if self._is_eager and not runs_eagerly() else nullcontext()
         with stance, _Onlooker() if self._is_watched and not is_watched() else nullcontext():
             yield

@@ -50,7 +50,7 @@ _forward.computes_as_class = True  # type: ignore[attr-defined]  # see ``slapo_f
 
 
 def _wants_gradient(module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the layer has a weight that does, and computes it in the way shown below; a parametrised one is no parameter."""
+    """Return whether the weight needs a gradient and is a parameter of the layer, which a parametrised one is not."""
     weight = module._parameters.get("weight")
     if weight is None or "bias" not in module._parameters:
         return False

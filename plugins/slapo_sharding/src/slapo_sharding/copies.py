@@ -50,7 +50,7 @@ class CopySum:
         return summed
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
-        """Where a piece begins on this rank and among what is sent, and its size."""
+        """Iterate over the pieces: the start on this rank, the start in the message, and the size of each."""
         offset = 0
         for start, stop in self.spec.ranges():
             low, high = max(start, self.start), min(stop, self.stop)
@@ -69,5 +69,5 @@ def sum_copies(parameter: nn.Parameter, spec: ShardSpec) -> CopySum:
 
 
 def has_copies(spec: ShardSpec) -> bool:
-    """Whether something of the parameter is held more than once."""
+    """Return whether a part of the parameter is held more than once."""
     return spec.dealt is not None and sum(spec.sizes) > spec.full_shape[spec.dim]

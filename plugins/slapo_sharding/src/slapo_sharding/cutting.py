@@ -21,7 +21,7 @@ from .syncing import Sync
 
 @dataclass
 class ShardStep:
-    """What one call of ``shard`` will do.
+    """Plan of one call of ``shard``.
 
     Args:
         module: The one asked for.
@@ -97,7 +97,7 @@ _HOOKS = {
 
 
 def user_code(module: nn.Module) -> str | None:
-    """What the user has put on this one module to run with it, or None; syncs, wrappers and cuts are the schedule's own."""
+    """Return the user's own code that runs with this module, or None; syncs, wrappers and cuts are the schedule's."""
     for kind, table in _HOOKS.items():
         hooks = module.__dict__[table]
         if hooks and not all(isinstance(hook, (Sync, lasting.LastingHook)) for hook in hooks.values()):

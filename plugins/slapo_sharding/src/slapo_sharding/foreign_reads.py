@@ -156,7 +156,7 @@ class _Reads(TorchFunctionMode):
     def __init__(self, model: nn.Module, is_whole: bool) -> None:
         super().__init__()
         self.is_whole = is_whole
-        """Whether the model runs, and not a part of it alone."""
+        """True if the whole model runs, False if a part of it runs alone."""
         self.running: list[nn.Module] = []
         self.values = ShardedValues(self._mixed, *same_weights.sharers(model))
         self.gradients = OwnGradients(lambda why: BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {OFF}"))

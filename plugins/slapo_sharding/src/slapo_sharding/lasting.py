@@ -1,4 +1,4 @@
-"""What is known of a module's parameters stays with the module when others take their place.
+"""Facts and hooks of a module's parameters, kept with the module when other parameters take their places.
 
 FSDP2 gives a module parameters of its own, and ``load_state_dict(assign=True)`` those of the state; torch's hooks and what is
 set on a parameter stay behind with the old ones.

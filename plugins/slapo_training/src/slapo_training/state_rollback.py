@@ -1,4 +1,4 @@
-"""Rollback of buffers and of random states behind an extra run of the model."""
+"""Rollback of buffers behind an extra run of the model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-
-from slapo_core.random import rng_state, set_rng_state
 
 
 @contextmanager
@@ -27,13 +25,3 @@ def buffer_rollback(module: nn.Module) -> Iterator[None]:
             for table, name, tensor, values in saved:
                 table[name] = tensor
                 tensor.copy_(values)
-
-
-@contextmanager
-def random_rollback() -> Iterator[None]:
-    """Restore the random state of this process at the end."""
-    state = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(state)

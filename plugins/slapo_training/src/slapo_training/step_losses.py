@@ -50,7 +50,7 @@ class StepLosses:
 
     @property
     def are_whole(self) -> bool:
-        """Whether the mean of these losses is that of the whole batch, whatever labels it has."""
+        """True if the mean of these losses is that of the whole batch, whatever labels it has."""
         return self._replica_loss is not None or self._terms is not None
 
     def count(self, parts: list[Batch]) -> None:
