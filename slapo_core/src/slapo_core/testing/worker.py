@@ -22,6 +22,8 @@ import torch.distributed.nn.functional  # its functions default to the world of 
 from .. import random as slapo_random
 from .transport import Job, Report, detached, unpickled
 
+_NEW_THREADS = 24
+
 
 def main(job_fd: int, dump_fd: int) -> None:
     """Serve jobs until the other end of standard input closes; the test process holds it as long as it lives.
@@ -36,13 +38,14 @@ def main(job_fd: int, dump_fd: int) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     jobs = Connection(job_fd)
     gc.freeze()
+    leftovers = _Leftovers()
     jobs.send_bytes(pickle.dumps(Report(0, "idle")))
     while True:
         try:
             job = unpickled(jobs.recv_bytes())
         except EOFError:
             os._exit(0)
-        _serve(jobs, job)
+        _serve(jobs, job, leftovers)
 
 
 def _exit_with_parent() -> None:
@@ -51,7 +54,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _serve(jobs: Connection, job: Job) -> None:
+def _serve(jobs: Connection, job: Job, leftovers: _Leftovers) -> None:
     joining = False
     try:
         _prepare(job)
@@ -72,9 +75,34 @@ def _serve(jobs: Connection, job: Job) -> None:
         os._exit(1)  # torch counts groups: with another count than the others' it would never meet them again
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()
-    gc.freeze()  # what is left are modules and caches, never garbage: collecting after each job stays cheap
+    leftovers.collect()
     jobs.send_bytes(pickle.dumps(Report(job.number, "idle")))
+
+
+class _Leftovers:
+    """Frees what a job leaves behind, its process groups above all.
+
+    What stays are modules and caches, nearly all for good, so they are frozen, and collecting after each job is cheap. A library's
+    global may hold the groups of one job until the next, though. Each has three threads, one of which looks for messages a hundred
+    times a second; where they become many, what was frozen is collected too.
+    """
+
+    def __init__(self) -> None:
+        self._most = _NEW_THREADS
+
+    def collect(self) -> None:
+        """Collect, behind a job."""
+        gc.collect()
+        if _num_threads() > self._most:
+            gc.unfreeze()
+            gc.collect()
+            self._most = _num_threads() + _NEW_THREADS
+        gc.freeze()
+
+
+def _num_threads() -> int:
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
 
 
 def _prepare(job: Job) -> None:
