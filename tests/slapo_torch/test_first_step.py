@@ -128,6 +128,22 @@ def test_labels_and_masks_of_other_numbers_are_seen_where_totals_are_equal() -> 
     assert trained(Masked(), {"x": x, "mask": torch.ones(8, 6)}) > 0
 
 
+@pytest.mark.parametrize("masked", [[1], [2, 3], [0, 1, 2, 3], [1, 6], [5], [4, 5, 6]])
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_masks_without_any_element_are_seen(masked: list[int], microbatches: int) -> None:
+    torch.manual_seed(0)
+    rows = {"x": torch.randn(8, 6), "mask": torch.ones(8, 6)}
+    rows["mask"][masked] = 0  # some part has a loss of 0 / 0
+    model = Masked()
+    expected = model(**rows).item()
+    if len(set(rows["mask"].view(microbatches, -1).sum(1).tolist())) > 1:
+        with pytest.raises(BuildError, match="no mean over rows"):
+            trained(model, rows, microbatches=microbatches)
+    else:
+        assert trained(copy.deepcopy(model), rows, microbatches=microbatches) == pytest.approx(expected, abs=1e-6)
+    assert trained(model, rows, microbatches=microbatches, loss_weights="mask") == pytest.approx(expected, abs=1e-6)
+
+
 class MaskedTokens(nn.Module):
     """A mean by hand over what a mask marks, or over what is no padding."""
 
@@ -201,14 +217,14 @@ class Codebook(nn.Module):
 class Whole(nn.Module):
     """Gives rows beside a loss, and another loss, as models do that log them."""
 
-    def __init__(self, model: nn.Module, loss: Loss, other: Loss | None = None) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, other: Loss | None = None, factor: float = 1e-6) -> None:
         super().__init__()
-        self.model, self.loss, self.other = model, loss, other
+        self.model, self.loss, self.other, self.factor = model, loss, other, factor
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         out = self.model(x)
         beside = {} if self.other is None else {"aux_loss": self.other(out, labels)}
-        return {"loss": self.loss(out, labels) + 1e-6 * beside.get("aux_loss", 0.0), "rows": out["one"], **beside}
+        return {"loss": self.loss(out, labels) + self.factor * beside.get("aux_loss", 0.0), "rows": out["one"], **beside}
 
 
 def test_losses_of_models_that_give_rows_beside_are_refused() -> None:
@@ -243,6 +259,24 @@ def test_a_small_term_and_buffers_made_of_rows_are_told(log: list[str]) -> None:
     assert ["updates the buffer 'model.middle.codes'" in line for line in log] == [True]
     with pytest.raises(BuildError, match="updates the buffer"):
         trained(WithLoss(Towers(Codebook()), entropy), batch(), strict=True)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e-3, 0.02])
+def test_a_small_term_that_is_returned_is_told(log: list[str], factor: float) -> None:
+    torch.manual_seed(0)
+    model = Whole(Towers(), MEANS["cross entropy"], NO_MEANS["clip"], factor)
+    trained(copy.deepcopy(model), batch())
+    assert ["'aux_loss' is no mean over rows" in line for line in log] == [True]
+    with pytest.raises(BuildError, match="'aux_loss' is no mean over rows"):
+        trained(copy.deepcopy(model), batch(), strict=True)
+
+
+def test_another_difference_is_refused_beside_such_a_term() -> None:
+    torch.manual_seed(0)
+    for loss, factor in (("cross entropy", 2.0), ("clip", 0.02), ("clip", 0.0)):
+        made = {**MEANS, **NO_MEANS}[loss]
+        with pytest.raises(BuildError, match="the loss is no mean over rows"):
+            trained(Whole(Towers(), made, NO_MEANS["clip"], factor), batch())
 
 
 def test_models_of_independent_rows_are_left_alone(log: list[str]) -> None:

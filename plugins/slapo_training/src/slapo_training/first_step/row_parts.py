@@ -76,8 +76,9 @@ def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
     half = number // 2
     half += number % 2 == 0 and half % 2 == 1 and number > 2  # rows may go in pairs
     halves = [part.cut([number - half, half]) for part in parts]
-    own = halves[0][0]
-    return dissimilar_pair(own, [second for _, second in halves], ignored)
+    own, *firsts = [first for first, _ in halves]
+    others = [second for _, second in halves] + (firsts if number == 2 * half else [])
+    return dissimilar_pair(own, others, ignored)
 
 
 def dissimilar_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:

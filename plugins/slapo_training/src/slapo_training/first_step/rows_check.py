@@ -25,6 +25,9 @@ from .row_parts import Rows, dissimilar_pair, expected_losses, joined, narrowed,
 from .stage_runs import Planned, Run, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
 T = TypeVar("T")
+_FACTORS_AGREE = 1e-2
+_SMALL_TERM = 0.1
+"""Share of a loss up to which a term with the statistics of a batch is taken for a balance loss; more is what is trained."""
 
 
 class Compared(NamedTuple):
@@ -37,6 +40,23 @@ class Compared(NamedTuple):
 
     whole: Run
     pair: Pair | None
+
+
+class Factor(NamedTuple):
+    """Factor of a term in a loss, as far as it is known.
+
+    Args:
+        value: The factor.
+        error: What rounding may have added to it.
+    """
+
+    value: float
+    error: float
+
+    def agrees(self, other: Factor) -> bool:
+        """Return whether two may be of one term with a fixed factor."""
+        allowed = _FACTORS_AGREE * max(abs(self.value), abs(other.value)) + self.error + other.error
+        return abs(self.value - other.value) <= allowed
 
 
 class Trial:
@@ -70,6 +90,7 @@ class Trial:
         self._written: list[dict[str, torch.Tensor]] = []
         self._outputs: list[Any] = []
         self._counted: list[Counted | None] = []
+        self._pair: Pair | None = None
 
     @property
     def rows(self) -> int:
@@ -109,6 +130,7 @@ class Trial:
         losses = [each.loss for each in parts if each.loss is not None]
         if is_known and whole.loss is not None and len(losses) == len(parts):
             pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
+        self._pair = pair
         return Compared(whole, self.first(pair))
 
     def mixing(self, norms: Iterable[nn.Module]) -> str | None:
@@ -125,6 +147,22 @@ class Trial:
 
     def terms(self) -> dict[str, Pair]:
         """Return losses beside the loss in the model's output that are no means of those of the parts."""
+        return {name: pair for each in gather(self._own_terms(), self._program.mesh) for name, pair in each.items()}
+
+    def factors(self) -> dict[str, Factor]:
+        """Return the factor that each of these losses would have in the loss, were it a small term and all that is no mean."""
+        if self._pair is None:
+            return self.first(None) or {}
+        loss, mean = self._pair
+        noise = self._tolerance.repeated * abs(loss)
+        found = {}
+        for name, (one, other) in self._own_terms().items():
+            factor = Factor((loss - mean) / (one - other), noise / abs(one - other))
+            if abs(factor.value * one) <= _SMALL_TERM * abs(loss):
+                found[name] = factor
+        return self.first(found) or {}
+
+    def _own_terms(self) -> dict[str, Pair]:
         found: dict[str, Pair] = {}
         fields = [fields_of(each) or {} for each in self._outputs]
         for name in fields[0] if fields else ():
@@ -134,7 +172,7 @@ class Trial:
                 whole, *parts = numbers
                 if (pair := self._differing(whole, parts, self._counted, self._tolerance.repeated)) is not None:
                     found[name] = pair
-        return {name: pair for each in gather(found, self._program.mesh) for name, pair in each.items()}
+        return found
 
     def updated(self) -> list[str]:
         """Return the names of buffers that the parts' forwards have given other numbers, beside those of norms."""
@@ -175,9 +213,12 @@ class Trial:
     ) -> Pair | None:
         """Return a loss and the nearest mean of its parts, where these differ by more than rounding."""
         rows = [planned.rows for planned in self._plans[1:]]
-        means = expected_losses(rows, losses, counted, self._options.ignored_label)
-        if not means or any(not math.isfinite(each) for each in (loss, *means)):
+        expected = expected_losses(rows, losses, counted, self._options.ignored_label)
+        if not expected or not math.isfinite(loss):
             return None
+        means = [mean for mean in expected if math.isfinite(mean)]
+        if not means:  # a part with nothing that counts, which a mean by hand divides by zero
+            return loss, expected[0]
         nearest = min(means, key=lambda mean: abs(mean - loss))
         allowed = tolerance * max(abs(loss), abs(nearest)) + 1e-7
         return (loss, nearest) if abs(nearest - loss) > allowed else None
@@ -227,17 +268,18 @@ class RowsCheck:
         Raises:
             BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
         """
-        pair, mixing, is_suspect = None, list(self._norms), True
+        pair, mixing, is_suspect, factors = None, list(self._norms), True, dict[str, Factor]()
         if self._is_loss_of_rows:
             try:
                 plans = self._planned(halves)
                 with runs_alone(self._program, plans) as state:
                     trial = self._trial(plans, state)
                     pair, is_suspect = self._look(trial, base, known)
+                    factors = trial.factors() if is_suspect else {}
                     self._say_beside(trial.updated(), trial.terms() if pair is None else {})
             except RunFailedError as err:
                 get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
-            found = self._confirmed() if is_suspect else None
+            found = self._confirmed(factors) if is_suspect else None
             mixing += [found[0]] if found is not None and found[0] not in self._norms else []
             pair = pair or (found[1] if found is not None else None)
         if mixing:
@@ -255,8 +297,11 @@ class RowsCheck:
             return pair, pair is not None
         return pair, trial.compare(None, self._norms.values()).pair is not None
 
-    def _confirmed(self) -> tuple[str, Pair] | None:
+    def _confirmed(self, factors: Mapping[str, Factor]) -> tuple[str, Pair] | None:
         """Compare the parts that the engine averages, micro-batches or those of two replicas: rows may go in groups.
+
+        Args:
+            factors: Terms that may be what made halves differ, and by which factor.
 
         Returns:
             The path of a module that mixes rows, and the losses that differ; None where none do.
@@ -273,6 +318,12 @@ class RowsCheck:
                 trial = self._trial(plans, state)
                 compared = trial.compare(None, self._norms.values(), doubted=True)
                 if compared.pair is None:
+                    return None
+                again = trial.factors()
+                terms = {name: pair for name, pair in trial.terms().items() if name in again and name in factors}
+                terms = {name: pair for name, pair in terms.items() if again[name].agrees(factors[name])}
+                if terms:
+                    self._say_beside([], terms)
                     return None
                 mixing, wrong = trial.mixing(self._norms.values()), trial.loss_function(compared.whole)
                 if wrong is None and mixing is not None:
