@@ -300,6 +300,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
         Case(WithMean, of_encoder, {"loss_fn": lambda output, labels: output["scores"][0].std(), "loss_over": "replicas"}),
         "output 'mean' has shape (), no row for each of the micro-batch's, and differs between micro-batches or replicas",
     ),
+    "over each part": (
+        Case(partial(Towers, scale=[1.0]), of_towers, {"loss_fn": contrast}),
+        "pass labels=, or build with loss_over='replicas' where the loss is made of the outputs alone",
+    ),
     "over no loss": (
         Case(
             partial(Towers, scale=[1.0]),

@@ -50,6 +50,21 @@ def test_the_readmes_script_trains_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiproc
+@pytest.mark.parametrize("mesh", ["(2, 1, 1)", "(1, 1, 2)", "(2,)"])
+def test_the_readmes_script_trains_on_two_ranks(mesh: str, tmp_path: Path) -> None:
+    """As the README says beside it: without the cut where there is no pipeline, without the rank where there is no axis."""
+    script = training_script().replace("(2, 1, 2)", mesh)
+    if mesh == "(2,)":
+        script = script.replace('("pp", "dp", "tp")', '("tp",)').replace('pp_rank=mesh["pp"].get_local_rank(), ', "")
+    if mesh != "(2, 1, 1)":
+        script = re.sub(r"^.*cut_pipeline_stage.*$", "", script, flags=re.MULTILINE)
+    losses = losses_of(tmp_path, script, 2)
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
 def test_the_readmes_loop_trains_the_model_of_its_script(tmp_path: Path) -> None:
     loop = block("model, _ = slapo.build(sch)")
     before, step, _ = training_script().replace("(2, 1, 2)", "(1, 1, 2)").partition("sch.tensor_parallel()")

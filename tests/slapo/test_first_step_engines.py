@@ -224,8 +224,13 @@ def _verified(rank: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_verify_engine_sees_what_the_checks_would_have() -> None:
-    for found in run_distributed(_verified, 2, timeout=120):
-        for text in found[:6]:
-            assert "microbatches=2, without which it is right" in text or "is to blame" in text, text
+    for found in run_distributed(_verified, 2, timeout=200):
+        for text in found[:3]:
+            assert "check=False is to blame" in text, text
+            assert "refuse this: the loss is no mean over rows" in text, text
+        for text in found[3:6]:
+            assert "or check=False, without which it is right" in text or "microbatches=2, without which it is right" in text, (
+                text
+            )
         assert found[6] == "same"
         assert "no mean over rows" in found[7]

@@ -180,7 +180,7 @@ def test_what_is_given_wrongly(given: dict[str, Any], said: str) -> None:
         ({"against": 3}, "against is 3; give the name of an engine"),
         ({"loss_fn": 3}, "loss_fn is 3; give a function"),
         ({"optimizer": 3}, "optimizer is 3; give a function"),
-        ({"loss_fn": nn.functional.mse_loss}, "give 'labels' in the batch"),
+        ({"loss_fn": nn.functional.mse_loss}, "give 'labels' in the batch, or loss_over='replicas'"),
     ],
     ids=["steps", "tolerance", "against", "loss", "optimizer", "no labels"],
 )

@@ -344,6 +344,19 @@ def test_bad_input_is_one_sentence(given: dict[str, Any], message: str) -> None:
         verify_engine(**arguments)
 
 
+def test_a_loss_that_the_checks_would_have_refused_is_blamed() -> None:
+    def root(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs, labels).sqrt()
+
+    torch.manual_seed(0)
+    batch = {"input": torch.randn(8, 4), "labels": torch.randn(8, 4)}
+    report = verify_engine(nn.Linear(4, 4), create_schedule, batch, loss_fn=root, microbatches=2, check=False)
+    assert report.blame is not None
+    found = report.blame.engine or ""
+    assert "check=False is to blame, or microbatches=2, without which it is right; the checks" in found
+    assert "refuse this: the loss is no mean over rows" in found
+
+
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])
 def test_a_parameter_without_elements_is_no_difference(options: dict[str, str]) -> None:
     model = nn.Sequential(OrderedDict(input=nn.Linear(4, 4), act=nn.ReLU()))

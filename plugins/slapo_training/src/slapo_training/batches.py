@@ -144,7 +144,10 @@ def check_labels(
 ) -> None:
     """Raise ``BuildError`` where the loss function has no labels but needs them, or the labels nobody who takes them."""
     if loss_fn is not None and needs_labels and "labels" not in batch:
-        raise BuildError("loss_fn needs labels, but the batch has none; pass labels=")
+        raise BuildError(
+            "loss_fn needs labels, but the batch has none; pass labels=, or build with loss_over='replicas' where the loss is "
+            "made of the outputs alone"
+        )
     if loss_fn is None and "labels" in batch and not _takes(module, "labels"):
         raise BuildError(
             f"the forward of {type(module).__name__} takes no labels; build with loss_fn=, a function of (outputs, labels), "

@@ -37,7 +37,8 @@ class CommonOptions:
             has not stepped yet; None builds an engine that only evaluates.
         lr_scheduler: A factory ``optimizer -> torch.optim.lr_scheduler...``, or such an object of ``optimizer``; it steps after
             each step of the optimizer.
-        loss_fn: ``loss_fn(outputs, labels)``, a mean over one micro-batch; None takes the loss from the model's output.
+        loss_fn: ``loss_fn(outputs, labels)``, a mean over one micro-batch unless ``loss_weights`` or ``loss_over`` is given;
+            None takes the loss from the model's output.
         microbatches: Equal parts a batch is cut into along dimension 0.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         clip: Largest gradient norm over all ranks; 0 is off.

@@ -90,7 +90,10 @@ def verify_engine(
         if function is not None and not callable(function):
             raise VerifyError(f"{what} is {short(function)}; give a function")
     if loss_fn is not None and "labels" not in batch and options.get("loss_over") is None:
-        raise VerifyError("loss_fn is given labels, and the batch has none; give 'labels' in the batch")
+        raise VerifyError(
+            "loss_fn is given labels, and the batch has none; give 'labels' in the batch, or loss_over='replicas' where the "
+            "loss is made of the outputs alone"
+        )
     with plain_modes(with_gradients=True):
         quiet = copied(reference)
         given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
@@ -256,13 +259,32 @@ def _blame(run: EngineRun, target: str, judged: _Judged, expected: Trained, foun
         if parameter in copy_ and copy_[parameter].shape == expected.updates[parameter].shape:
             hint = next(alone(expected.updates[parameter], copy_[parameter], run.reference, judged.allowed), None)
     hints = [each for each in everywhere(hint, sch) if each]
-    right = f"the schedule alone, in stages and in one process, is right: target {target!r} is to blame"
+    refusal = next(filter(None, everywhere(_refusal(run, target), sch)), None)
+    suspect = "check=False" if refusal else f"target {target!r}"
+    right = f"the schedule alone, in stages and in one process, is right: {suspect} is to blame"
     option = next((name for name in run.options if name != "precision" and _is_right_without(run, target, name)), None)
     if option is not None:
         right += f", or {option}={run.options[option]!r}, without which it is right"
     elif run.optimizer is not sgd and _is_right(replace(run, optimizer=sgd), target):
         right += f", or optimizer={run.optimizer_name}, as with SGD it is right"
+    if refusal:
+        right += f"; the checks of the first step, which check=False switches off, refuse this: {refusal}"
     return Blame(parameter=parameter, hint=next(iter(hints), None), engine=right)
+
+
+def _refusal(run: EngineRun, target: str) -> str | None:
+    """Return the sentence with which the first step's checks, which were off, refuse the batch. Collective."""
+    if run.options.get("check") is not False:
+        return None
+    try:
+        replace(run, steps=1, options={**run.options, "check": True}).trained(target)
+    except StrandedError:
+        raise
+    except BuildError as err:
+        return str(err)
+    except Exception:  # on all ranks: of what the engine needs
+        return None
+    return None
 
 
 def _is_right_without(run: EngineRun, target: str, option: str) -> bool:
