@@ -51,11 +51,9 @@ class Whole(NamedTuple):
 NONE = "it has none"
 
 LEFT_WHOLE = {
-    "beit": Whole("attention", "its position biases are a parameter for all heads, no embedding", "sdpa_attention.py:"),
     "bloom": Whole("attention", "its position biases (ALiBi) are computed for all heads", "modeling_bloom.py:"),
     "convbert": Whole("attention", "its queries meet what convolutions make of all channels", "modeling_convbert.py:"),
     "convnext": Whole("attention", NONE),
-    "deberta": Whole("attention", "biases of all heads are parameters outside of its projection", "modeling_deberta.py:"),
     "deberta-v2": Whole(
         "attention", "heads and batch are one dimension, along which positions are repeated", "modeling_deberta_v2.py:"
     ),
@@ -63,16 +61,18 @@ LEFT_WHOLE = {
     "falcon": Whole("attention", "one key head serves all queries", "modeling_falcon.py:"),
     "fnet": Whole("attention", NONE),
     "gpt_bigcode": Whole("attention", "one key head serves all queries", "modeling_gpt_bigcode.py:"),
-    "gpt_oss": Whole("attention", "its sinks are a parameter with one number for each head", "modeling_gpt_oss.py:"),
-    "mpt": Whole("attention", "its position biases (ALiBi) are computed for all heads", "modeling_mpt.py:"),
+    "led": Whole("", "its attention is to windows that overlap in memory", "modeling_led.py:"),
     "qwen2_moe": Whole("", "the gate of its shared expert has one output", "modeling_qwen2_moe.py:"),
     "squeezebert": Whole("attention and MLP", "its layers are convolutions", "none of its layers can be split"),
-    "swin": Whole("attention", "its position biases are a parameter for all heads, no embedding", "sdpa_attention.py:"),
     "xlnet": Whole("attention", "its projections are parameters in einsums, no layers", "none of its layers can be split"),
 }
 """Families of which more than single tables stays whole."""
 
-LEFT_WHOLE_ALONG = {"olmo2": Whole("attention", "its norms are of all heads at once", "modeling_olmo2.py:")}
+LEFT_WHOLE_ALONG = {
+    "deberta": Whole("attention", "biases of all heads are parameters outside of its projection", "modeling_deberta.py:"),
+    "mpt": Whole("attention", "its position biases (ALiBi) are computed for all heads", "modeling_mpt.py:"),
+    "olmo2": Whole("attention", "its norms are of all heads at once", "modeling_olmo2.py:"),
+}
 """Those of which it does with sequence parallelism alone, for which no published plan is used."""
 
 
@@ -96,6 +96,7 @@ ALONG_REFUSED = {
     "ctrl": Refused("its attention takes the length from one of three inputs", "the length of the whole sequence at view"),
     "dinov2": _TOKENS,
     "gpt_oss": _EXPERTS,
+    "led": Refused("it takes the width from the shape of its input", "is invalid for input of size"),
     "olmoe": _EXPERTS,
     "squeezebert": Refused("its layers are given [batch, width, sequence]", _NO_LAYERS),
     "swin": Refused("its windows are cut by the height and width of the image", "the length of the whole sequence at view"),

@@ -11,10 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core.build import build
-from slapo_core.errors import ScheduleError
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
-from slapo_core.testing import DistributedError, assert_equivalent, run_distributed
+from slapo_core.testing import assert_equivalent, run_distributed
 from slapo_sharding import plugin
 
 pytestmark = pytest.mark.multiproc
@@ -196,20 +195,9 @@ def test_what_shares_its_weight_or_is_vocabulary_is_not_split_by_the_layout_of_i
     assert split == inner | {"words", "head"}
 
 
-def _counts_on_all(rank: int) -> str:
-    model = Unfit("shape of the input")
-    names = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=(torch.randn(3, 8),))
-    with pytest.raises(ScheduleError, match="counts on all heads or all of its width .*test_derived_plan.py:") as caught:
-        sch.tensor_parallel()
-    assert [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()] == names
-    assert model.width == 8
-    return str(caught.value)
-
-
-def test_a_size_that_no_attribute_holds_is_refused_and_nothing_changed() -> None:
-    first, second = run_distributed(_counts_on_all, 2)
-    assert first == second
+def test_a_size_that_no_attribute_holds_is_divided() -> None:
+    steps = run_distributed(_unfit, 2, "shape of the input")[0]
+    assert {step.partition("]")[0] for step in steps} == {"sch['in_'", "sch['out'", "sch['one'", "sch['two'"}
 
 
 class Scaled(nn.Module):
@@ -224,13 +212,12 @@ class Scaled(nn.Module):
         return self.down(torch.tanh(self.up(x).view(len(x), self.pieces, 4)).flatten(1) / self.pieces)
 
 
-def _scaled(rank: int) -> None:
-    create_schedule(Scaled(), plugins=Registry([plugin]), example_inputs=(torch.randn(3, 8),)).tensor_parallel()
+def _scaled(rank: int) -> list[str]:
+    return _derived(Scaled(), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
 
 
-def test_a_count_that_scales_a_value_is_refused() -> None:
-    with pytest.raises(DistributedError, match="counts on all heads"):
-        run_distributed(_scaled, 2)
+def test_a_count_that_scales_a_value_stays_that_of_the_whole() -> None:
+    assert {step.partition("]")[0] for step in run_distributed(_scaled, 2)[0]} == {"sch['up'", "sch['down'"}
 
 
 class Filled(nn.Module):

@@ -15,7 +15,9 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .layouts import LayoutError, Layouts, Split, slice_bounds
+from slapo_core.tracing.calls import function_name
+
+from .layouts import LayoutError, Layouts, Split, has_gradient, parameters_of, slice_bounds
 
 
 @dataclass
@@ -25,10 +27,12 @@ class Derived:
     Args:
         layouts: The dry run that showed the plan right.
         reasons: Path of a layer that stays whole to why.
+        copied: Attention modules of whose key heads ranks hold copies.
     """
 
     layouts: Layouts
     reasons: dict[str, str] = field(default_factory=dict)
+    copied: list[nn.Module] = field(default_factory=list)
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -42,6 +46,7 @@ def derive(
     is_layer: Callable[[nn.Module], bool],
     is_table: Callable[[nn.Module], bool],
     left_whole: Collection[nn.Module] = (),
+    adapts: bool = True,
 ) -> Derived:
     """The plan that splits as many layers as can be.
 
@@ -52,8 +57,9 @@ def derive(
         is_table: Whether a module is an embedding that can be split along its output. Such are split where it helps: a table
             of position biases has one column per head.
         left_whole: Modules that are not split, whatever they are.
+        adapts: Whether whole values may be cut, and their gradients summed, where they meet sharded ones.
     """
-    return _Search(traced, mesh, is_layer, is_table, left_whole).run()
+    return _Search(traced, mesh, is_layer, is_table, left_whole, adapts).run()
 
 
 class _Search:
@@ -64,7 +70,9 @@ class _Search:
         is_layer: Callable[..., bool],
         is_table: Callable[..., bool],
         left_whole: Collection[nn.Module],
+        adapts: bool,
     ) -> None:
+        self.adapts = adapts
         self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
         self.left_whole = left_whole
         self.calls: dict[str, list[fx.Node]] = {}
@@ -75,12 +83,15 @@ class _Search:
         self.tables = {path for path, module in named.items() if is_table(module)}
         self.filled: dict[fx.Node, int] = {}
         self.tried: set[fx.Node] = set()
+        self.adapted: set[fx.Node] = set()
         self.reasons: dict[str, str] = {}
         self.as_one: dict[str, str] = {}  # why layers that are tried as fused do not fit unfused
 
     def run(self) -> Derived:
         while True:
-            layouts = Layouts(self.traced, self.mesh, self.candidates, self.filled, self.is_layer, self.left_whole)
+            layouts = Layouts(
+                self.traced, self.mesh, self.candidates, self.filled, self.is_layer, self.left_whole, adapted=self.adapted
+            )
             try:
                 layouts.check()
             except LayoutError as err:
@@ -105,6 +116,9 @@ class _Search:
             self.filled.update(filled)
             self.tried |= filled.keys()
             return
+        if self.adapts and err.node not in self.adapted and _can_adapt(err.node, whole):
+            self.adapted.add(err.node)
+            return
         kinds = {kind(path) for path in err.sources}
         for path in [path for path in self.candidates if kind(path) in kinds]:
             blocks = fused_sizes(self.calls[path]) if len(err.sources) == 1 and not self.candidates[path].blocks else ()
@@ -113,6 +127,18 @@ class _Search:
                 self.as_one[path] = f"{err}; in {len(blocks)} parts: "
             else:
                 self.reasons[path] = (self.as_one[path] if self.candidates.pop(path).blocks else "") + str(err)
+
+
+def _can_adapt(node: fx.Node, whole: list[fx.Node]) -> bool:
+    """Return whether a node may be given parts of whole values, and sum their gradients, to run on sharded ones.
+
+    Activations are taken whole by products, as keys that all heads share are. Where they are added to sharded ones or multiplied
+    with them the layer stays whole: it is as wide as the activations, which no layer behind may take in parts.
+    """
+    if not whole or node.op not in ("call_function", "call_method"):
+        return False
+    activations = [other for other in whole if has_gradient(other) and not parameters_of(other)]
+    return not activations or function_name(node) in _PRODUCTS
 
 
 def _behind(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -124,6 +150,7 @@ def _behind(nodes: list[fx.Node]) -> list[fx.Node]:
     return found
 
 
+_PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm baddbmm einsum scaled_dot_product_attention".split())
 _FILLS = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full")
 
 
@@ -158,5 +185,6 @@ def _parts(call: fx.Node) -> tuple[int, ...]:
         return tuple(shape[-1] for shape in parts) if whole and len(parts) > 1 else ()
     if name in ("view", "reshape"):
         shape = users[0].meta["val"].shape
-        return (value.shape[-1] // shape[-3],) * shape[-3] if len(shape) == value.dim() + 2 else ()
+        number = shape[value.dim() - 1] if len(shape) > value.dim() else 0
+        return (value.shape[-1] // number,) * number if number > 1 else ()
     return ()

@@ -9,6 +9,7 @@ from functools import partial
 from torch import fx, nn
 
 from slapo_core.errors import ScheduleError, TraceError
+from slapo_core.inputs import split_inputs
 from slapo_core.logger import get_logger
 from slapo_core.schedule import Schedule
 from slapo_core.tracing.tracers import trace
@@ -21,6 +22,8 @@ from .derive import Derived, derive, kind
 from .draws import forks
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import UNEVEN, LayoutError, Layouts, Split
+from .local_sizes.forward import LocalForward, Plan
+from .local_sizes.owners import is_inside, num_summed, owners, partial_parameters
 from .localise import Count, counts, difference, localise
 from .origins import forget, remembered
 from .plan import tied_or_vocabulary
@@ -58,6 +61,7 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
     found = counts(layouts, schedule.mod, size)
     for count in found:
         schedule.touch(count.module)
+    forwards = _local_forwards(schedule, derived)
     for path in stacks:
         split_stack(schedule[path])
     columns = [path for path, split in derived.splits.items() if _split(schedule[path], split, layouts.scattered.get(path))]
@@ -66,9 +70,9 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
         column_inputs.sum_gradients(schedule, paths)
     for (path, mode), crossing in layouts.crossings.items():
         schedule[path].sync(mode, crossing.op, **crossing.arguments())
-    _sum_gradients(schedule, derived)
     with marked(borders):
-        _count_locally(schedule, derived, found)
+        from_graph = _count_locally(schedule, derived, found, forwards)
+    _sum_gradients(schedule, derived, from_graph)
     _fork(schedule, derived)
     _tell(schedule, derived)
 
@@ -98,16 +102,37 @@ def _derive_from(
     """The plan, and those modules for which it is not one."""
     rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
     whole = tied_or_vocabulary(schedule.mod, schedule.world_size, rules)
-    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table, left_whole=whole)
+    adapts = not copies and not sequence_parallel
+    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table, left_whole=whole, adapts=adapts)
     with widened(schedule.mod, copies, rules):
         wide = _trace(schedule) if copies else traced
         derived = rederive(wide, mesh)
+        if adapts and (reason := _unfit(schedule, derived)):
+            get_logger().debug("tensor_parallel: no whole values are cut: %s", reason)
+            derived = rederive(wide, mesh, adapts=False)
         failed = unshown(copies, traced, wide, derived, rederive)
+        derived.copied = [each.owner for each in copies]
         if not failed:
             if sequence_parallel and derived.splits:
                 derived.layouts = _split_sequence(derived)
             narrow(derived, copies)
     return derived, failed
+
+
+def _unfit(schedule: Schedule, derived: Derived) -> str | None:
+    """Return why a module that has to run from a graph cannot; None where all can. Identical modules are traced once."""
+    kinds = {kind(path): path for path, must in owners(derived.layouts).items() if must}
+    for path in kinds.values():
+        forward = _local_forward(schedule, derived, path)
+        try:
+            summed = forward.try_on(
+                schedule.root_module, ".".join(filter(None, (schedule.path, path))), schedule.example_inputs
+            )
+        except TraceError as err:
+            return str(err)
+        if summed != num_summed(derived.layouts, path):
+            return f"{path!r} would sum other gradients than planned"
+    return None
 
 
 def _split_sequence(derived: Derived) -> Layouts:
@@ -222,13 +247,21 @@ def _split(schedule: Schedule, split: Split, scattered: int | None) -> bool:
     return cut.input == "replicated"
 
 
-def _sum_gradients(schedule: Schedule, derived: Derived) -> None:
-    """Parameters that each rank uses on its own part of a value."""
-    owners: dict[str, set[str]] = {}
+def _sum_gradients(schedule: Schedule, derived: Derived, from_graph: Mapping[str, LocalForward]) -> None:
+    """Sum the gradients of parameters that each rank uses on its own part of a value."""
+    try:
+        partial = partial_parameters(derived.layouts, from_graph)
+    except ValueError as err:
+        raise _error(schedule, f"{err}; give plan=") from err
+    for path, forward in from_graph.items():
+        start = len(path) + 1 if path else 0
+        forward.partial = frozenset(name[start:] for name in partial if is_inside(name, path))
+    names_of: dict[str, set[str]] = {}
     for name in derived.layouts.partial:
         path, _, own = name.rpartition(".")
-        owners.setdefault(path, set()).add(own)
-    for path, names in owners.items():
+        if name in partial:
+            names_of.setdefault(path, set()).add(own)
+    for path, names in names_of.items():
         handle = schedule[path] if path else schedule
         parameters = trainable(handle.mod)
         if not names & parameters.keys() or any(map(sums_gradient, parameters.values())):  # frozen, or tied to one that is done
@@ -288,20 +321,73 @@ def tell_whole_attentions(schedule: Schedule, reasons: Mapping[str, str], otherw
             get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
 
 
-def _count_locally(schedule: Schedule, derived: Derived, found: list[Count]) -> None:
+def _local_forwards(schedule: Schedule, derived: Derived) -> dict[str, tuple[LocalForward, bool]]:
+    """Make forwards of local sizes for modules that count whole ones, and say which cannot do without; none is put in place."""
+    made = {}
+    for path, must in owners(derived.layouts).items():
+        if not any(each in derived.copied for each in schedule.mod.get_submodule(path).modules()):
+            made[path] = _local_forward(schedule, derived, path), must
+    return made
+
+
+def _local_forward(schedule: Schedule, derived: Derived, path: str) -> LocalForward:
+    layers, module = _layers(schedule), schedule.mod.get_submodule(path)
+    below = {name: f"{path}.{name}" if path else name for name, _ in module.named_modules() if name}
+    splits = {name: derived.layouts.splits.get(full) for name, full in below.items() if full in layers}
+    opened = frozenset(name for name in below if name not in splits and not _is_inside_any(name, splits))
+    return LocalForward(module, Plan(path, splits, opened, schedule.world_size, schedule.group))
+
+
+def _is_inside_any(path: str, others: Collection[str]) -> bool:
+    return any(path.startswith(f"{other}.") for other in others)
+
+
+def _count_locally(
+    schedule: Schedule, derived: Derived, found: list[Count], forwards: Mapping[str, tuple[LocalForward, bool]]
+) -> dict[str, LocalForward]:
+    """Let modules count this rank's part: by their attributes where these alone decide, else by graphs with sizes of parts.
+
+    Returns:
+        The forwards of those that run from graphs, by path.
+    """
     layers = _layers(schedule)
+    installed: dict[str, LocalForward] = {}
+
+    def install(path: str) -> None:
+        installed[path] = forwards[path][0]
+        installed[path].install()
 
     def problem() -> str | None:
         try:
-            return difference(derived.layouts, _traced_flat(schedule, layers))
+            if "" in installed:  # all there is runs from one graph
+                if not schedule.path:
+                    installed[""].prepare(*split_inputs(schedule.example_inputs, schedule.mod))
+                return None
+            return difference(derived.layouts, _traced_flat(schedule, layers), installed)
         except TraceError as err:
             return str(err)
 
-    if reason := localise(derived.layouts, found, schedule.world_size, problem):
-        raise _error(schedule, f"a module counts on all heads or all of its width where it has a part: {reason}; give plan=")
+    for path, (_, must) in forwards.items():
+        if must:
+            install(path)
+    inside = {module for path in installed for module in schedule.mod.get_submodule(path).modules()}
+    reason = localise(derived.layouts, [each for each in found if each.module not in inside], schedule.world_size, problem)
+    if reason is not None and len(installed) < len(forwards):
+        get_logger().debug("tensor_parallel: %s run from graphs with sizes of parts: %s", ", ".join(forwards), reason)
+        for path in forwards.keys() - installed.keys():
+            install(path)
+        reason = problem()
+    if reason is not None:
+        what = f"a module counts on all heads or all of its width where it has a part: {reason}"
+        is_along = bool(derived.layouts.crossings)
+        raise _error(
+            schedule,
+            f"the sequence cannot be split: {what}; leave out sequence_parallel" if is_along else f"{what}; give plan=",
+        )
     for module in schedule.mod.modules():
         schedule.touch(module)
     attention.trust_counts(schedule.mod)
+    return installed
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, product
 from typing import Any, Literal
 
 import torch
@@ -21,10 +23,12 @@ from torch.utils import _pytree as pytree
 from slapo_core.tracing.calls import function_name
 
 from ._torch_private import layouts_kept
+from .local_sizes.arguments import leaves, places_of, to_divide, with_leaves
 
 UNEVEN = "not divisible by"
 """Words in the reason for which a size or number of heads stays whole."""
 
+_MOST_CHOICES = 256
 _SPLITTING = ("view", "reshape", "unflatten")
 
 
@@ -77,12 +81,15 @@ class Layouts(fx.Interpreter):
     """A dry run of a graph.
 
     Args:
-        graph_module: A traced module, every layer that may be split whole.
+        graph_module: A traced module, every layer that may be split whole, or the module that ``graph`` is a graph of.
         mesh: One dimension: the tensor-parallel group.
         candidates: Path of a layer to how it is split when its input is replicated; the others stay whole then.
         filled: Nodes that make a tensor of one number, to the dimension in which each rank is to make its part only.
         is_layer: Whether a module can be split.
         left_whole: Modules that are not split, whatever they are given.
+        graph: The graph; None for that of the traced module.
+        adapted: Nodes at which a whole value is cut, or its gradient summed, where it meets sharded ones.
+        gives_parts: Whether results of the graph may be sharded.
 
     Attributes:
         splits: How each layer is split; those not in it stay whole.
@@ -90,19 +97,27 @@ class Layouts(fx.Interpreter):
         sources: Node to the layers its sharding comes from.
         partial: Name of each replicated parameter that is used on sharded values, to a node that does so: each rank has a part
             of its gradient.
+        mixed: The nodes that use such parameters, each with the value that is made from them, or None, and their names.
         sized: Nodes that would not do the same to a shard with the arguments they have, and the sizes among these to divide.
+        divided: Nodes of this kind, and the places of these sizes among the leaves of their arguments.
+        cut: Nodes of which whole values are cut, by their places among the leaves of the arguments, and along which dimension.
+        summed_gradients: Nodes that use whole values each on a rank's part, and these values: their gradients are to be summed.
     """
 
     def __init__(
         self,
-        graph_module: fx.GraphModule,
+        graph_module: nn.Module,
         mesh: DeviceMesh,
         candidates: Mapping[str, Split],
         filled: Mapping[fx.Node, int],
         is_layer: Any,
         left_whole: Collection[nn.Module] = (),
+        graph: fx.Graph | None = None,
+        adapted: Collection[fx.Node] = (),
+        gives_parts: bool = False,
     ) -> None:
-        super().__init__(graph_module)
+        super().__init__(graph_module, graph=graph)
+        self.adapted, self.gives_parts = adapted, gives_parts
         self.extra_traceback = False  # errors are read by the search
         self.traced, self.mesh, self.is_layer = graph_module, mesh, is_layer
         self.candidates, self.filled, self.left_whole = candidates, filled, left_whole
@@ -110,7 +125,11 @@ class Layouts(fx.Interpreter):
         self.local: dict[fx.Node, tuple[int, ...]] = {}
         self.sources: dict[fx.Node, frozenset[str]] = {}
         self.partial: dict[str, fx.Node] = {}
+        self.mixed: list[tuple[fx.Node, fx.Node | None, list[str]]] = []
         self.sized: dict[fx.Node, tuple[int, ...]] = {}
+        self.divided: dict[fx.Node, tuple[int, ...]] = {}
+        self.cut: dict[fx.Node, dict[int, int]] = {}
+        self.summed_gradients: dict[fx.Node, set[fx.Node]] = {}
         # what a dry run with the sequence split fills in
         self.parts: dict[fx.Node, Any] = {}
         self.crossings: Mapping[tuple[str, str], Any] = {}
@@ -155,15 +174,27 @@ class Layouts(fx.Interpreter):
             return
         local = pytree.tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
         expected = value.to_local().shape
+        if self._gives(n, local, expected):
+            return
+        given = {part for part in pytree.tree_leaves((args, kwargs)) if type(part) is int}
+        self.sized[n] = tuple(
+            whole for whole, part in zip(value.shape, expected, strict=True) if whole != part and whole in given
+        )
+        self._note_divided(n, local, expected)
+
+    def _note_divided(self, n: fx.Node, given: Any, expected: Any) -> None:
+        found = to_divide(given, self.sized[n], self.mesh.size(), lambda other: self._gives(n, other, expected))
+        if found is not None:
+            self.divided[n] = found
+
+    def _gives(self, n: fx.Node, given: Any, expected: Any) -> bool:
+        """Return whether a node gives tensors of these shapes with other arguments."""
         try:
-            fits = getattr(self, n.op)(n.target, *local).shape == expected
-        except (RuntimeError, ValueError, TypeError):
-            fits = False
-        if not fits:
-            given = {part for part in pytree.tree_leaves((args, kwargs)) if type(part) is int}
-            self.sized[n] = tuple(
-                whole for whole, part in zip(value.shape, expected, strict=True) if whole != part and whole in given
-            )
+            value = getattr(self, n.op)(n.target, *given)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return False
+        shapes = [part.shape for part in value] if isinstance(value, list | tuple) else value.shape
+        return bool(shapes == expected)
 
     def _replicated(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         split = self.candidates.get(str(n.target)) if n.op == "call_module" else None
@@ -182,7 +213,9 @@ class Layouts(fx.Interpreter):
             if n in self.filled:
                 self.sources[n] = frozenset()
                 self.sized[n] = (known.shape[self.filled[n]],)
-                return self._note(n, self._shard(as_meta(known), self.filled[n]))
+                value = self._shard(as_meta(known), self.filled[n])
+                self._note_divided(n, (args, kwargs), value.to_local().shape)
+                return self._note(n, value)
             return as_meta(known)
         if n.op == "placeholder":
             return n.meta.get("val")
@@ -190,6 +223,8 @@ class Layouts(fx.Interpreter):
         return pytree.tree_map_only(torch.Tensor, as_meta, value)
 
     def _sharded_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        if n.op == "output" and self.gives_parts:
+            return args[0]
         if n.op == "output":
             raise ValueError("a sharded value is a result of the model")
         fused = next((value for value in _sharded((args, kwargs)) if isinstance(value, _Fused)), None)
@@ -202,13 +237,47 @@ class Layouts(fx.Interpreter):
             return self._module(n, args, kwargs)
         if n.target is torch.cat:  # an empty tensor fits every layout
             args = ([value for value in args[0] if value.numel()], *args[1:])
-        return getattr(self, n.op)(n.target, args, kwargs)
+        try:
+            return getattr(self, n.op)(n.target, args, kwargs)
+        except RuntimeError:
+            if n not in self.adapted:
+                raise
+        return self._with_parts(n, args, kwargs)
+
+    def _with_parts(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Run a node on parts of the whole tensors that are as long as what is sharded.
+
+        Raises:
+            ValueError: none of these fit.
+        """
+        given = leaves((args, kwargs))
+        sizes = {
+            each.shape[part.dim] for each in given if isinstance(each, DTensor) for part in each.placements if part.is_shard()
+        }
+        whole = {
+            place: each for place, each in enumerate(given) if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)
+        }
+        options = [
+            [(place, None), *((place, dim) for dim, size in enumerate(each.shape) if size in sizes)]
+            for place, each in whole.items()
+        ]
+        for chosen in islice(product(*options), 1, _MOST_CHOICES):
+            cut = {place: dim for place, dim in chosen if dim is not None}
+            args, kwargs = with_leaves((args, kwargs), {place: self._shard(whole[place], dim) for place, dim in cut.items()})
+            try:
+                value = getattr(self, n.op)(n.target, args, kwargs)
+            except RuntimeError:
+                args, kwargs = with_leaves((args, kwargs), whole)
+            else:
+                self.cut[n] = cut
+                return value
+        raise ValueError("the operation needs all of a value that is sharded")
 
     def _module(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         path = str(n.target)
         module = self.fetch_attr(path)
         if not self.is_layer(module):
-            self.partial.update((f"{path}.{name}", n) for name, _ in module.named_parameters())
+            self._note_partial(n, None, [f"{path}.{name}" for name, _ in module.named_parameters()])
             return self._whole(n, args, kwargs)
         x = args[0] if args else next(iter(kwargs.values()))
         if x.placements != (Shard(x.dim() - 1),) or module in self.left_whole:
@@ -235,6 +304,18 @@ class Layouts(fx.Interpreter):
             raise ValueError("the parts of a fused output are used together")
         whole, sizes = fused.whole, fused.sizes
         name = str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", "")
+        if name == "size":
+            return whole.size(*args[1:], **kwargs)
+        value = self._part_of(n, name, whole, sizes, args, kwargs)
+        if n.target is operator.getitem:
+            self.divided[n] = places_of((args, kwargs), self.sized[n])
+        elif self.sized[n]:
+            local = whole.new_empty((*whole.shape[:-1], whole.shape[-1] // self.mesh.size()))
+            parts = [part.to_local().shape for part in value] if isinstance(value, list | tuple) else value.to_local().shape
+            self._note_divided(n, ((local, *args[1:]), kwargs), parts)
+        return value
+
+    def _part_of(self, n: fx.Node, name: str, whole: torch.Tensor, sizes: tuple[int, ...], args: Any, kwargs: Any) -> Any:
         if name in ("split", "chunk", "tensor_split"):
             parts = getattr(whole, name)(*args[1:], **kwargs)
             if tuple(part.shape[-1] for part in parts) == sizes:
@@ -260,12 +341,38 @@ class Layouts(fx.Interpreter):
         ):
             return
         for other in n.all_input_nodes:
-            if other in self.sources or other in self.parts or not has_gradient(other):
+            if other in self.sources or other in self.parts:
+                continue
+            if self._is_written(other):
+                raise ValueError(f"the whole value {other.name!r}, which is written in place, gets a part of its gradient only")
+            if not has_gradient(other):
                 continue
             names = parameters_of(other)
-            if not names:
+            if names:
+                self._note_partial(n, other, names)
+            elif n in self.adapted:
+                self.summed_gradients.setdefault(n, set()).add(other)
+            else:
                 raise ValueError(f"the whole value {other.name!r} gets a part of its gradient only")
-            self.partial.update(dict.fromkeys(names, n))
+
+    def _is_written(self, node: fx.Node) -> bool:
+        """Return whether a value has a gradient as something with one was written into it, or into a view of its memory."""
+        value = node.meta.get("val")
+        is_number = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+        return is_number and "memory" in node.meta and node.meta["memory"] in self._written
+
+    @cached_property
+    def _written(self) -> set[Any]:
+        found = set()
+        for node in self.graph.nodes:
+            given = node.all_input_nodes
+            if any(map(has_gradient, given)):
+                found |= {given[place].meta.get("memory") for place in node.meta.get("mutates") or ()}
+        return found - {None}
+
+    def _note_partial(self, n: fx.Node, other: fx.Node | None, names: list[str]) -> None:
+        self.partial.update(dict.fromkeys(names, n))
+        self.mixed.append((n, other, names))
 
     def _shard(self, whole: torch.Tensor, dim: int) -> DTensor:
         size = self.mesh.size()

@@ -8,7 +8,8 @@ the dry run says it has to be.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations
 
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from slapo_core.tracing.graph_ops import expect
 
 from .layouts import Layouts
+from .local_sizes.owners import is_inside
 from .origins import Place, may_be, numbers
 
 _MOST = 4  # attributes that turn local together
@@ -104,10 +106,17 @@ def _may_do(layouts: Layouts, values: Mapping[Place, int], size: int) -> bool:
     return all(may_be(node, whole, whole // size, values) for node, sizes in layouts.sized.items() for whole in sizes)
 
 
-def difference(layouts: Layouts, local: fx.GraphModule) -> str | None:
-    """Where the graph of one rank's model is not what the dry run says, or None."""
+def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] = ()) -> str | None:
+    """Where the graph of one rank's model is not what the dry run says, or None.
+
+    Args:
+        layouts: The dry run.
+        local: The model's flat graph on this rank.
+        apart: Paths of modules that are one call in it.
+    """
     ours = [node for node in layouts.graph.nodes if node.op.startswith("call")]
-    theirs = [node for node in local.graph.nodes if node.op.startswith("call")]
+    theirs = [node for node in local.graph.nodes if node.op.startswith("call") and not _is_result_of(node, apart)]
+    ours = [node for node in ours if not any(is_inside(node.meta.get("module", ""), path) for path in apart)]
     for whole, part in zip(ours, theirs, strict=False):
         if (whole.op, str(whole.target)) != (part.op, str(part.target)):
             return f"{part.target} runs where the unmodified model runs {whole.target} ({whole.meta.get('source')})"
@@ -124,6 +133,13 @@ def difference(layouts: Layouts, local: fx.GraphModule) -> str | None:
             shape = None if found is None else list(found.shape)
             return f"{whole.name} has shape {shape} instead of {list(local_shape)} ({whole.meta.get('source')})"
     return None if len(ours) == len(theirs) else f"the forward takes {len(theirs)} steps instead of {len(ours)}"
+
+
+def _is_result_of(node: fx.Node, apart: Collection[str]) -> bool:
+    """Return whether a node calls one of these modules, or takes something out of its result."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.op == "call_module" and str(node.target) in apart
 
 
 def literals(*given: object) -> list[object]:

@@ -75,7 +75,8 @@ class SequenceLayouts(Layouts):
     """
 
     def __init__(self, layouts: Layouts, plan: Plan) -> None:
-        super().__init__(layouts.traced, layouts.mesh, layouts.candidates, layouts.filled, layouts.is_layer, layouts.left_whole)
+        given = (layouts.traced, layouts.mesh, layouts.candidates, layouts.filled, layouts.is_layer, layouts.left_whole)
+        super().__init__(*given, adapted=layouts.adapted)
         self.plan, self.crossings = plan, plan.crossings
         self.gathered: dict[fx.Node, frozenset[Place]] = {}
         self.flattened: set[fx.Node] = set()
@@ -258,7 +259,7 @@ class SequenceLayouts(Layouts):
                 names = parameters_of(other)
                 if not names:
                     raise PartError(self, self._failed(n), parts)
-                self.partial.update(dict.fromkeys(names, n))
+                self._note_partial(n, other, names)
         if n.op == "call_module":
-            self.partial.update((f"{n.target}.{name}", n) for name, _ in self.fetch_attr(str(n.target)).named_parameters())
+            self._note_partial(n, None, [f"{n.target}.{name}" for name, _ in self.fetch_attr(str(n.target)).named_parameters()])
         self.parts[n] = parts

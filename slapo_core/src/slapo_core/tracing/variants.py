@@ -108,14 +108,16 @@ class Variant(Hidden):
         """Whether the graph switches gradients or autocast."""
         self.pristine: list[Any] | None = None
 
-    def run(self, module: TracedModule, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
+    def run(self, module: nn.Module, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
         """Run the graph on a module that holds what its targets name."""
         function = self.compile()
+        if (through := getattr(type(module), "through", None)) is not None:  # of a TracedModule
+            function = through(function)
         if not self.switches:
-            return module.through(function)(module, *args, **inputs)
+            return function(module, *args, **inputs)
         before = regions.current()
         try:
-            return module.through(function)(module, *args, **inputs)
+            return function(module, *args, **inputs)
         finally:
             if regions.current() != before:  # an error inside a region
                 regions.leave(before)

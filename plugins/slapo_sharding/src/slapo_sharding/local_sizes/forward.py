@@ -1,0 +1,248 @@
+"""Forward of a module whose layers a rank has parts of, from graphs with sizes of these parts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from slapo_core.errors import TraceError
+from slapo_core.inputs import split_inputs
+from slapo_core.parameters import is_part
+from slapo_core.tracing._torch_private import unobserved
+from slapo_core.tracing.around import HOOKS
+from slapo_core.tracing.guard import Call, Guard, plain_signature
+from slapo_core.tracing.value import Kind, trace_again, trace_value
+from slapo_core.tracing.variants import Variant, on_meta
+from slapo_core.wrapping import INNER, WRAPPERS, own_forward
+
+from .._torch_private import mesh_of
+from ..collectives import Group
+from ..layouts import LayoutError, Layouts, Split
+from .arguments import leaves
+from .graph import make_local
+
+_MOST_CALLS, _MOST_GRAPHS = 256, 8
+_KEPT = {*vars(nn.Module()), "forward", WRAPPERS, INNER} - {"training"}
+"""Attributes of the whole modules that those of the ones which run do not replace."""
+
+
+class Plan(NamedTuple):
+    """Split of a module's layers.
+
+    Args:
+        path: Path of the module, for messages.
+        splits: Path of each layer below the module, to how it is split; None for those that stay whole.
+        opened: Paths of the modules below whose forwards become part of the graph.
+        ranks: Number of ranks.
+        group: These ranks.
+    """
+
+    path: str
+    splits: Mapping[str, Split | None]
+    opened: frozenset[str]
+    ranks: int
+    group: Group
+
+
+class LocalForward:
+    """Forward of a module by graphs of the whole module, with sizes of this rank's parts.
+
+    A call unlike those before, of another shape, dtype or mode, is traced once. The module keeps its class; hooks and wrappers
+    stay around the graph.
+
+    Args:
+        module: The module, its layers still whole.
+        plan: How they are going to be split.
+
+    Attributes:
+        partial: Names of whole parameters whose gradients are summed elsewhere; None as long as that is not known.
+        num_summed: Number of whole values whose gradients the first graph sums.
+    """
+
+    num_summed = 0
+    partial: frozenset[str] | None = None
+
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
+        self._module, self._plan, self._whole = module, plan, on_meta(module)
+        for each in self._whole.modules():  # what is hooked to the modules later is not hooked to these
+            each.__dict__.update({name: copy.copy(each.__dict__[name]) for name in HOOKS if name in each.__dict__})
+        self._results: set[int] | None = None
+        self._reset()
+
+    def try_on(self, root: nn.Module, target: str, example_inputs: Any) -> int:
+        """Make the dry run of the call in an example, while all layers are whole; return how many gradients are summed.
+
+        Args:
+            root: The model.
+            target: Path of the module in it.
+            example_inputs: Of the model.
+
+        Raises:
+            TraceError: the forward cannot be traced, or its layers cannot be split like this.
+        """
+        args, kwargs = split_inputs(example_inputs, root)
+        kinds: Callable[[str, nn.Module], Kind] = lambda path, child: "inline" if self._opens(path, target) else "leaf"  # noqa: E731
+        traced = trace_value(root, args, kwargs, kinds, target, symbolic=True)
+        try:
+            self._layouts(traced.graph, traced)
+        except LayoutError as err:
+            raise TraceError(str(err)) from err
+        return self.num_summed
+
+    def _opens(self, path: str, target: str) -> bool:
+        return path.removeprefix(f"{target}." if target else "") in self._plan.opened
+
+    def install(self) -> None:
+        """Take the place of the module's forward, which then counts whole sizes: a shard step may have let it count parts."""
+        _update(self._module, self._whole, ("", *self._plan.opened))
+        self._module.forward = self
+
+    def _reset(self) -> None:
+        self.__signature__ = self._parameters = plain_signature(self._whole)
+        self._calls: dict[Any, list[tuple[Guard, Variant]]] = {}
+        self._recent: tuple[Guard, Variant] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalForward:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied._module, copied._whole = copy.deepcopy(self._module, memo), copy.deepcopy(self._whole, memo)
+        copied._plan, copied.partial = self._plan, self.partial
+        copied._results, copied.num_summed = self._results, self.num_summed
+        copied._reset()
+        return copied
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph of the call.
+
+        Raises:
+            TraceError: the forward cannot be traced for this call, or would use the parts in another way.
+        """
+        call, guard, variant = self.prepare(args, kwargs)
+        inputs = {name: call.values[name] for name in guard.placeholders}
+        variant.follow(guard, inputs)
+        return variant.run(self._module, inputs)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Guard, Variant]:
+        """Return the graph of a call, made where there is none.
+
+        Raises:
+            TraceError: see ``__call__``.
+        """
+        call = Call(self._parameters, self._module, args, kwargs)
+        return call, *(self._find(call) or self._trace(call, args, kwargs))
+
+    def _find(self, call: Call) -> tuple[Guard, Variant] | None:
+        recent = self._recent
+        if recent is not None and recent[0].problem(self._module, call) is None:
+            return recent
+        for found in self._calls.get(call.key, ()):
+            if found[0].problem(self._module, call) is None:
+                self._recent = found
+                return found
+        return None
+
+    def _trace(self, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant]:
+        plan, whole = self._plan, self._whole
+        _update(whole, self._module, ("", *plan.opened))
+        try:
+            with unobserved():
+                self._check_parts()
+                graph, guard, constants = trace_again(whole, args, kwargs, plan.opened)
+                whole._buffers.update(constants)
+                layouts = self._layouts(graph)
+        except (TraceError, LayoutError) as err:
+            raise TraceError(
+                f"the {type(self._module).__name__} at {plan.path!r} counts whole sizes, of which this rank has a part, and "
+                f"cannot be traced for a call like this: {err}"
+            ) from err
+        make_local(layouts, plan.group)
+        _embed(graph, constants)
+        found = guard, Variant(graph, f"Local{type(self._module).__name__}")
+        if len(self._calls) >= _MOST_CALLS:
+            self._calls.clear()
+        self._recent = found
+        self._calls.setdefault(call.key, []).insert(0, found)
+        del self._calls[call.key][_MOST_GRAPHS:]
+        return found
+
+    def _check_parts(self) -> None:
+        """Refuse layers of which this rank has something else than planned.
+
+        Raises:
+            TraceError: so.
+        """
+        for path, split in self._plan.splits.items():
+            whole, module = self._whole.get_submodule(path), self._module.get_submodule(path)
+            for name, value in module._parameters.items():
+                if value is not None and is_part(value):
+                    expected = whole._parameters[name]
+                    if split is None or expected is None or value.numel() * self._plan.ranks != expected.numel():
+                        raise TraceError(f"{name!r} of the layer {path!r} has the shape {tuple(value.shape)} on this rank")
+
+    def _layouts(self, graph: fx.Graph, whole: nn.Module | None = None) -> Layouts:
+        """Make the dry run of a graph with layers split as planned.
+
+        Args:
+            graph: The graph.
+            whole: Holds what its targets name; None for the module's copy.
+
+        Raises:
+            LayoutError: they do not fit together in this graph.
+        """
+        plan, whole = self._plan, whole or self._whole
+        layers = {id(whole.get_submodule(path)) for path in plan.splits}
+        candidates = {path: split for path, split in plan.splits.items() if split is not None and split.output == "sharded"}
+        left = [whole.get_submodule(path) for path, split in plan.splits.items() if split is None]
+        adapted = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
+        is_layer: Callable[[nn.Module], bool] = lambda module: id(module) in layers  # noqa: E731
+        layouts = Layouts(whole, mesh_of(plan.ranks), candidates, {}, is_layer, left, graph, adapted, gives_parts=True)
+        layouts.check()
+        self._check_results(layouts)
+        return layouts
+
+    def _check_results(self, layouts: Layouts) -> None:
+        """Refuse results that are parts, but for those which were parts when it was planned: no other module uses these.
+
+        Raises:
+            TraceError: so, or a gradient is a part that nobody sums.
+        """
+        (output,) = layouts.graph.find_nodes(op="output")
+        parts = {place for place, each in enumerate(leaves(output.args)) if each in layouts.local}
+        summed = sum(map(len, layouts.summed_gradients.values()))
+        if self._results is None:
+            self._results, self.num_summed = parts, summed
+        if parts != self._results or summed > self.num_summed:
+            raise TraceError("it gives parts of other results, or sums other gradients, than in the example")
+        if self.partial is not None and (missing := layouts.partial.keys() - self.partial):
+            raise TraceError(f"the gradient of {min(missing)!r} is a part that was whole in the example")
+
+
+def runs_locally(module: nn.Module) -> bool:
+    """Return whether a module runs from graphs with sizes of parts."""
+    return isinstance(own_forward(module), LocalForward)
+
+
+def _embed(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+    """Let tensors that the forward used, and no module holds, be part of the graph."""
+    for node in graph.find_nodes(op="get_attr"):
+        if str(node.target) in constants:
+            with graph.inserting_before(node):
+                held = graph.call_function(partial(_constant, constants[str(node.target)]))
+            node.replace_all_uses_with(held)
+            graph.erase_node(node)
+
+
+def _constant(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _update(target: nn.Module, source: nn.Module, paths: Iterable[str]) -> None:
+    """Give modules the attributes that those at the same paths of another one have now."""
+    for path in paths:
+        new = {name: value for name, value in vars(source.get_submodule(path)).items() if name not in _KEPT}
+        target.get_submodule(path).__dict__.update(new)

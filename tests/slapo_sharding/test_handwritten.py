@@ -1,0 +1,189 @@
+"""Modules that people write by hand: split without a plan, right for every shape, in every mode and by every engine's ways."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from slapo_core import build, create_schedule
+from slapo_core.errors import TraceError
+from slapo_core.testing import run_distributed
+from slapo_sharding.local_sizes.forward import runs_locally
+from tests.slapo_sharding.handwritten import SPLIT, Net
+
+pytestmark = pytest.mark.multiproc
+
+SHAPES = ((2, 8), (3, 12), (2, 8))
+FAST = ("SplitByWidth", "IndexedQkv", "GroupedByExpand", "EinopsFused", "RelativeTable", "Windows", "ParallelBlock")
+"""One for each way in which a graph is changed, and one that needs none."""
+
+
+def net(kind: Callable[[], nn.Module] | str) -> Net:
+    torch.manual_seed(0)
+    return Net(SPLIT[kind] if isinstance(kind, str) else kind)
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def split(model: nn.Module, **options: Any) -> Any:
+    sch = create_schedule(model, example_inputs=(tokens(2, 8),))
+    sch.tensor_parallel(**options)
+    return sch
+
+
+def compare(kind: str) -> float:
+    """Compare outputs and all gradients in three calls; return the share of the part's numbers that this rank holds."""
+    expected, model = net(kind), net(kind)
+    sch = split(model)
+    build(sch)
+    for number, shape in enumerate(SHAPES):
+        given = tokens(*shape, seed=number)
+        for each in (expected, model):
+            each.zero_grad()
+            each(given).square().mean().backward()
+        torch.testing.assert_close(model(given), expected(given), atol=1e-5, rtol=1e-4)
+        gradients = sch.full_state("grad")
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(
+                gradients[name], parameter.grad, atol=1e-5, rtol=1e-3, msg=lambda text, name=name: f"{kind}: {name}: {text}"
+            )
+    whole, own = (sum(p.numel() for p in each.blocks[0].part.parameters()) for each in (expected, model))
+    return own / whole
+
+
+def shares(rank: int, kinds: tuple[str, ...]) -> dict[str, float]:
+    return {kind: compare(kind) for kind in kinds}
+
+
+def thirds() -> list[Any]:
+    kinds = tuple(SPLIT)
+    return [pytest.param(kinds[start::3], marks=pytest.mark.slow, id=f"part{start}") for start in range(3)]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kinds", [pytest.param(FAST, id="one of each"), *thirds()])
+@pytest.mark.timeout(400)
+def test_modules_are_split_and_right_for_every_shape(kinds: tuple[str, ...], ranks: int) -> None:
+    for found in run_distributed(shares, ranks, kinds, timeout=360):
+        assert {kind: share for kind, share in found.items() if share > 0.5 / ranks + 0.5} == {}
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+SGD = partial(torch.optim.SGD, lr=0.5)
+BATCHES = [tokens(4, 8, 1), tokens(4, 12, 2), tokens(4, 8, 3)]
+
+
+def expected_run(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = net(kind)
+    optimizer, losses = SGD(model.parameters()), []
+    for batch in BATCHES:
+        loss = loss_of(model(batch), batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, dict(model.named_parameters())
+
+
+def engine_run(rank: int, kind: str, layout: tuple[int, int, int], sequence_parallel: bool, checkpoint: bool) -> None:
+    mesh = init_device_mesh("cpu", layout, mesh_dim_names=("pp", "dp", "tp"))
+    sch = create_schedule(net(kind), mesh=mesh, example_inputs={"tokens": tokens(2, 8)})
+    sch.tensor_parallel(sequence_parallel=sequence_parallel)
+    for index in range(2) if checkpoint else ():
+        sch[f"blocks.{index}.part"].checkpoint()
+    if layout[0] > 1:
+        sch.pipeline(layout[0])
+    engine = build(sch, "torch", optimizer=SGD, loss_fn=loss_of, microbatches=2)
+    replica, number = mesh["dp"].get_local_rank(), layout[1]
+    parts = [batch.chunk(number)[replica] for batch in BATCHES]
+    losses = [float(engine.train_batch(tokens=part, labels=part)) for part in parts]
+    expected, weights = expected_run(kind)
+    assert losses == pytest.approx(expected, abs=1e-5)
+    for name, value in sch.full_state().items():
+        torch.testing.assert_close(value, weights[name].detach(), atol=1e-5, rtol=1e-4)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "sequence_parallel", "checkpoint"),
+    [
+        ("SplitByWidth", (1, 1, 2), True, False),
+        ("RelativeTable", (1, 1, 2), False, True),
+        pytest.param("IndexedQkv", (2, 1, 2), False, False, marks=pytest.mark.slow),
+        pytest.param("SplitByWidth", (1, 2, 2), True, True, marks=pytest.mark.slow),
+        pytest.param("GroupedByExpand", (1, 1, 2), True, False, marks=pytest.mark.slow),
+        pytest.param("Temperature", (2, 1, 2), False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_they_train(kind: str, layout: tuple[int, int, int], sequence_parallel: bool, checkpoint: bool) -> None:
+    ranks = layout[0] * layout[1] * layout[2]
+    run_distributed(engine_run, ranks, kind, layout, sequence_parallel, checkpoint, timeout=100)
+
+
+def changes(rank: int) -> None:
+    model, expected = net("SplitByWidth"), net("SplitByWidth")
+    part = model.blocks[0].part
+    sch = split(model)
+    assert runs_locally(part)
+    assert type(part) is SPLIT["SplitByWidth"]
+    sch.undo()
+    assert not runs_locally(part)
+    assert torch.equal(model(tokens(2, 8)), expected(tokens(2, 8)))
+    sch.tensor_parallel()
+    build(sch)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(model(tokens(2, 8)), expected(tokens(2, 8)), atol=1e-5, rtol=1e-4)
+    assert not copied(tokens(2, 8)).any()
+    for each in (model, expected):
+        each.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(tokens(1, 5)), expected(tokens(1, 5)), atol=0.05, rtol=0.05)
+    seen = []
+    handle = part.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    model(tokens(1, 5))
+    assert seen == [(1, 5, 32)]
+    handle.remove()
+    part.n_head = 2  # as an attribute of the unmodified module
+    expected.blocks[0].part.n_head = 2
+    torch.testing.assert_close(model(tokens(1, 5)), expected(tokens(1, 5)), atol=1e-5, rtol=1e-4)
+
+
+def test_a_module_stays_what_it_is() -> None:
+    run_distributed(changes, 2)
+
+
+class Branching(SPLIT["SplitByWidth"]):  # type: ignore[misc]
+    """Does something else for some values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > 8 and x.sum() > 0:
+            x = x * 2
+        return super().forward(x)
+
+
+def cannot_run(rank: int) -> None:
+    model = net(Branching)
+    build(split(model))
+    model(tokens(2, 8))
+    with pytest.raises(TraceError, match=r"the Branching at 'blocks.0.part' counts whole sizes.*test_handwritten.py"):
+        model(tokens(2, 9))
+
+
+def test_a_call_that_cannot_be_traced_is_refused() -> None:
+    run_distributed(cannot_run, 2)
