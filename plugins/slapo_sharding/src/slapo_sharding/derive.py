@@ -132,8 +132,8 @@ class _Search:
 def _can_adapt(node: fx.Node, whole: list[fx.Node]) -> bool:
     """Return whether a node may be given parts of whole values, and sum their gradients, to run on sharded ones.
 
-    Activations are taken whole by products, as keys that all heads share are. Where they are added to sharded ones or multiplied
-    with them the layer stays whole: it is as wide as the activations, which no layer behind may take in parts.
+    Products take whole activations, such as keys that all heads share. Where whole activations are added to sharded ones, or
+    multiplied with them, the layer stays whole: it is as wide as the activations, which no layer behind may take in parts.
     """
     if not whole or node.op not in ("call_function", "call_method"):
         return False

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.func import functional_call
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +27,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def draws(module: fx.GraphModule, node: fx.Node) -> bool:
+def draws(module: nn.Module, node: fx.Node) -> bool:
     """Whether a node draws random numbers, tried on tensors without data."""
     if not node.op.startswith("call"):
         return False
@@ -43,7 +43,7 @@ def draws(module: fx.GraphModule, node: fx.Node) -> bool:
     return bool(watch.drew)
 
 
-def _run(module: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> None:
+def _run(module: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> None:
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         state = {name: as_meta(value) for name, value in [*called.named_parameters(), *called.named_buffers()]}

@@ -251,9 +251,8 @@ class Layouts(fx.Interpreter):
             ValueError: none of these fit.
         """
         given = leaves((args, kwargs))
-        sizes = {
-            each.shape[part.dim] for each in given if isinstance(each, DTensor) for part in each.placements if part.is_shard()
-        }
+        shards = [each for each in given if isinstance(each, DTensor)]
+        sizes = {each.shape[part.dim] for each in shards for part in each.placements if isinstance(part, Shard)}
         whole = {
             place: each for place, each in enumerate(given) if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)
         }

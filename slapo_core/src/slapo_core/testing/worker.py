@@ -82,9 +82,9 @@ def _serve(jobs: Connection, job: Job, leftovers: _Leftovers) -> None:
 class _Leftovers:
     """Frees what a job leaves behind, its process groups above all.
 
-    What stays are modules and caches, nearly all for good, so they are frozen, and collecting after each job is cheap. A library's
-    global may hold the groups of one job until the next, though. Each has three threads, one of which looks for messages a hundred
-    times a second; where they become many, what was frozen is collected too.
+    What stays are modules and caches, nearly all for good, so they are frozen, and collecting after each job is cheap. A
+    library's global may hold the groups of one job until the next, though. Each has three threads, and one of them looks for
+    messages a hundred times a second; where they become many, what was frozen is collected too.
     """
 
     def __init__(self) -> None:

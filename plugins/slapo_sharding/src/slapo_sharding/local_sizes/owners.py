@@ -49,9 +49,9 @@ def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
             summed |= {*names}
     for node, other, names in layouts.mixed:
         owner = next((path for path in paths if _is_of(node, path)), None)
-        if owner is None or other is None or not _comes_from_outside(other, owner):
-            if both := summed & {*names}:
-                raise ValueError(f"{min(both)!r} is used on sharded values in {node.meta.get('module')!r} and in another way")
+        is_own = owner is None or other is None or not _comes_from_outside(other, owner)
+        if is_own and (both := summed & {*names}):
+            raise ValueError(f"{min(both)!r} is used on sharded values in {node.meta.get('module')!r} and in another way")
     return own - summed
 
 
