@@ -9,7 +9,7 @@ import pytest
 from slapo_core.testing import run_distributed
 from tests.slapo_torch.layouts import mesh_of, message_of
 from tests.strange_optimizers import BY_SHAPE, COUPLED, WHOLE
-from tests.whole_steps import engine_of, errors, resumed, saved
+from tests.whole_steps import engine_of, errors, in_place, resumed, saved, stepped_in_place
 
 pytestmark = pytest.mark.multiproc
 
@@ -47,4 +47,29 @@ def test_states_go_to_other_layouts(layout: dict[str, int], tmp_path: Any) -> No
     names = ["muon", "composite", "adafactor"]
     run_distributed(saved, 2, "megatron", "gqa", {"tp": 2}, names, {}, str(tmp_path))
     for facts in run_distributed(resumed, sum(layout.values()) or 1, "megatron", "gqa", layout, names, {}, str(tmp_path)):
+        assert all(isinstance(error, float) and error < 1e-3 for error in facts.values()), facts
+
+
+STATISTICS = ["lamb", "lars", "factored", "hugging face"]
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"precision": "bf16"}, marks=pytest.mark.slow)], ids=str)
+def test_shards_are_stepped_in_place(options: dict[str, Any]) -> None:
+    for found in run_distributed(in_place, 2, stepped_in_place, "megatron", {"tp": 2}, STATISTICS, options):
+        assert found == STATISTICS[:-1]
+    limit = 0.1 if options else 1e-3
+    for facts in run_distributed(in_place, 2, errors, "megatron", "gqa", {"tp": 2}, STATISTICS, options):
+        assert all(isinstance(error, float) and error < limit for error in facts.values()), facts
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("in place", "one"), pytest.param("owners", "in place", marks=pytest.mark.slow)], ids=str
+)
+def test_states_of_shards_go_to_other_layouts(before: str, after: str, tmp_path: Any) -> None:
+    found = []
+    for work, kind in ((saved, before), (resumed, after)):
+        layout: dict[str, int] = {} if kind == "one" else {"tp": 2}
+        called: Any = (in_place, 2, work) if kind == "in place" else (work, layout.get("tp", 1))
+        found = run_distributed(*called, "megatron", "gqa", layout, STATISTICS[:-1], {}, str(tmp_path))
+    for facts in found:
         assert all(isinstance(error, float) and error < 1e-3 for error in facts.values()), facts

@@ -64,6 +64,8 @@ _SCALES = (1.0, 1.0, 10.0, 0.1)
 """Scales of the gradients, step by step, so that a limit on norms is passed in some steps."""
 _TOLERANCE = 1e-3
 _REPRESENTATIVES = 2
+_NUMBERS = ("_fsdp_orig_uid",)
+"""Attributes by which a library numbers parameters: each would be of a kind of its own."""
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
@@ -313,7 +315,9 @@ def _representatives(optimizer: Optimizer, merges: bool) -> list[nn.Parameter]:
     for number, group in enumerate(groups_in(optimizer)):
         for parameter in group["params"]:
             marks = [
-                (name, repr(value)) for name, value in vars(parameter).items() if isinstance(value, bool | int | float | str)
+                (name, repr(value))
+                for name, value in vars(parameter).items()
+                if isinstance(value, bool | int | float | str) and name not in _NUMBERS
             ]
             kind = (
                 _options(group) if merges else number,
