@@ -143,7 +143,8 @@ class PartStandIns:
 
 def mesh_over(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     """Return the mesh of one axis over a group."""
-    return DeviceMesh.from_group(group, device.type)
+    # DTensor's caches take meshes of the same ranks and names for one, whose group may be gone
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"shards_{group.group_name}",))
 
 
 def even_dim(whole: Whole, piece: Piece, group: dist.ProcessGroup) -> int | None:
