@@ -221,8 +221,7 @@ class WholeSteps:
         ranks = tuple(dist.get_process_group_ranks(group))
         if flags.any() and ranks not in self._steps_shards:
             assert self._optimizer is not None
-            # an optimizer that has stepped cannot be tried
-            is_new = not self._is_made
+            is_new = not self._is_made  # one that has stepped cannot be tried
             self._steps_shards[ranks] = is_new and steps_shards(self._optimizer, mesh_over(group, device))
         return [dim if flag and self._steps_shards[ranks] else None for dim, flag in zip(found, flags.tolist(), strict=True)]
 
