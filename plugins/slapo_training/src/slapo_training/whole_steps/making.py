@@ -40,7 +40,7 @@ Make = Callable[[list[nn.Parameter]], Any]
 LEAST = 2**18
 """Elements of the smallest parameter of which an optimizer steps shards.
 
-Over two gloo ranks a step in place took, of an owner's time, LAMB 1.52 at 147,456 elements, 1.01 at 262,144 and 0.67 at 589,824,
+Over two gloo ranks a step in place took of the time of owners: LAMB 1.52 at 147,456 elements, 1.01 at 262,144, 0.67 at 589,824,
 LARS 0.96, 0.69 and 0.49: DTensor's own work for each operation outweighs the messages of smaller parameters.
 """
 
