@@ -175,6 +175,19 @@ class Centralised(Plain):
         return g - g.mean(dim=tuple(range(1, g.ndim)), keepdim=True) if g.ndim > 1 else g
 
 
+class Factored(Plain):
+    """Adafactor in short: means of rows and of columns stand for the squares of a matrix."""
+
+    def update(self, p: nn.Parameter, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+        if g.ndim < 2:
+            return momentum_of(state, g)
+        for dim in (0, 1):
+            mean = g.square().mean(dim, keepdim=True)
+            kept = state.setdefault(f"mean_{dim}", torch.zeros_like(mean)).mul_(0.9).add_(mean, alpha=0.1)
+            g = g / (kept.sqrt() + 1e-3).sqrt()
+        return g / (g.square().mean().sqrt() + 1e-3).clamp(min=1)
+
+
 class DecaysMatrices(Plain):
     def update(self, p: nn.Parameter, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
         return momentum_of(state, g) + (0.5 * p if p.ndim >= 2 else 0)
@@ -300,6 +313,7 @@ WHOLE: dict[str, Factory] = {
     "lamb": groups_of,
     "shampoo": partial(Shampoo, lr=0.01),
     "centralised": Centralised,
+    "factored": Factored,
     "lookahead": Lookahead,
     "adafactor": partial(torch.optim.Adafactor, lr=0.05),
     "hugging face": hugging_face_adafactor,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -150,4 +152,30 @@ def resumed(
             for key, value in expected.items()
             if key in state
         )
+    return found
+
+
+def in_place(rank: int, work: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of ``work`` where parameters of any size may be stepped in place, as shards."""
+    with patch("slapo_training.whole_steps.making.LEAST", 0):
+        return work(rank, *args)
+
+
+def stepped_in_place(rank: int, target: str, layout: dict[str, int], names: list[str], options: dict[str, Any]) -> list[str]:
+    """Name the optimizers that step some parameters in place."""
+    found = []
+    for name in names:
+        engine, _ = engine_of(target, "gqa", name, mesh_of(**layout), **copy.deepcopy(options))
+        made = stepping_of(engine)
+        if any(each.is_in_place for each in getattr(made, "stand_ins", ())):
+            found.append(name)
+        engine.close()
+    return found
+
+
+def stepping_of(engine: Any) -> Any:
+    """Return the optimizer around the user's, inside of the one of an engine."""
+    found = getattr(engine, "optimizer", None) or engine.model.optimizer
+    while not hasattr(found, "stand_ins") and hasattr(found, "optimizer"):
+        found = found.optimizer
     return found

@@ -11,7 +11,7 @@ from slapo_core.testing import run_distributed
 from tests.engines import zero
 from tests.slapo_torch.layouts import mesh_of, message_of
 from tests.strange_optimizers import BY_SHAPE, COUPLED, WHOLE
-from tests.whole_steps import engine_of, errors, resumed, saved
+from tests.whole_steps import engine_of, errors, in_place, resumed, saved, stepped_in_place
 
 pytestmark = pytest.mark.multiproc
 
@@ -80,5 +80,29 @@ def test_states_go_to_other_layouts(before: Any, after: Any, tmp_path: Any) -> N
     names, found = ["muon", "composite", "adafactor"], []
     for work, (layout, stage) in ((saved, before), (resumed, after)):
         found = run_distributed(work, sum(layout.values()) or 1, "deepspeed", "gqa", layout, names, zero(stage), str(tmp_path))
+    for facts in found:
+        assert all(isinstance(error, float) and error < 1e-3 for error in facts.values()), facts
+
+
+STATISTICS = ["lamb", "lars", "factored", "hugging face"]
+
+
+def test_shards_are_stepped_in_place_without_zero() -> None:
+    for stage, expected in ((0, STATISTICS[:-1]), (1, [])):
+        for found in run_distributed(in_place, 2, stepped_in_place, "deepspeed", {"tp": 2}, STATISTICS, zero(stage)):
+            assert found == expected
+    for facts in run_distributed(in_place, 2, errors, "deepspeed", "gqa", {"tp": 2}, STATISTICS, zero(0)):
+        assert all(isinstance(error, float) and error < 1e-3 for error in facts.values()), facts
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("in place", "zero"), pytest.param("zero", "in place", marks=pytest.mark.slow)], ids=str
+)
+def test_states_of_shards_go_to_other_layouts(before: str, after: str, tmp_path: Any) -> None:
+    found = []
+    for work, kind in ((saved, before), (resumed, after)):
+        called: Any = (in_place, 2, work) if kind == "in place" else (work, 2)
+        layout, stage = ({"tp": 2}, 0) if kind == "in place" else ({"dp": 2}, 1)
+        found = run_distributed(*called, "deepspeed", "gqa", layout, STATISTICS[:-1], zero(stage), str(tmp_path))
     for facts in found:
         assert all(isinstance(error, float) and error < 1e-3 for error in facts.values()), facts

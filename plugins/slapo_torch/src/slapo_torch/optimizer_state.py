@@ -17,6 +17,7 @@ from slapo_core.parameters import is_part
 from slapo_training.pieces import Piece
 from slapo_training.plain import check_plain, digest
 from slapo_training.whole_steps.named_optimizers import NamedOptimizer
+from slapo_training.whole_steps.wholes import local_of
 
 from .model_state import piece
 from .optimizer_groups import groups_of
@@ -51,7 +52,8 @@ def check(named: NamedOptimizer) -> None:
     """
     kind = type(named.optimizer).__name__
     state, more = _named_state(named)
-    check_plain({**state, "groups": groups(named), "more": more}, f"the state of {kind}")
+    own = {name: {key: local_of(value) for key, value in each.items()} for name, each in state["parameters"].items()}
+    check_plain({**state, "parameters": own, "groups": groups(named), "more": more}, f"the state of {kind}")
     for parameter, kept in named.optimizer.state.items():
         if not isinstance(parameter, torch.Tensor):
             if isinstance(parameter, int):
@@ -81,7 +83,7 @@ def held(named: NamedOptimizer) -> State:
         for key, value in state.items():
             if _is_per_element(value, known[name]):
                 own["tensors"].append(key)
-                tensors[name, key] = piece(known[name], value)
+                tensors[name, key] = piece(named.local(name), local_of(value))
             elif isinstance(value, torch.Tensor) and value.dim() == 0:  # pickled by the thousand, tensors would take their time
                 numbers.setdefault(name, {})[key] = value.item(), value.dtype
             elif _is_one(value):
@@ -90,7 +92,7 @@ def held(named: NamedOptimizer) -> State:
                 own["parts"].append(key)
                 parts.setdefault(name, {})[key] = value
             else:
-                own["values"][key] = value
+                own["values"][key] = local_of(value)
     rest = {"numbers": numbers, "parts": parts, "foreign": entries["foreign"], "more": more}
     return State(tensors, {"class": class_of(named.optimizer), "groups": groups(named), **rest}, once)
 

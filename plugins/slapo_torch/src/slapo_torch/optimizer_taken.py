@@ -93,7 +93,8 @@ def wanted(
 ) -> dict[tuple[str, Any], Piece]:
     """Tensors for what is to be read of the optimizer's state, by parameter and the optimizer's own name."""
     found = {}
-    for name, parameter in named.own().items():
+    for name in named.own():
+        parameter = named.local(name)
         for key in taken.state.get(name, {"tensors": ()})["tensors"]:
             _, dtype = shapes[key_of(name, key, path)]
             found[name, key] = piece(parameter, torch.empty(parameter.shape, dtype=dtype))
@@ -137,7 +138,7 @@ def put(
             single = taken.numbers.get(name, {}).items()
             numbers = {key: value if dtype is None else torch.tensor(value, dtype=dtype) for key, (value, dtype) in single}
             parts = {key: taken.parts[name][key] for key in kept["parts"]}
-            state[index[name]] = {**tensors, **numbers, **kept["values"], **parts}
+            state[index[name]] = named.taken(name, tensors, {**numbers, **kept["values"], **parts})
     for name in named.elsewhere:
         if marks := named.optimizer.state.get(named.known[name]):
             state[index[name]] = dict(marks)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 
@@ -108,6 +109,28 @@ class CollectiveWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+class MessageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises ``CollectiveFound`` where code inside, DTensors included, sends or gathers more elements than ``most``.
+
+    Args:
+        most: Elements of the largest tensor that may be sent or received.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._most = most
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(each, "placements") for each in types):
+            return NotImplemented  # a DTensor's operation comes again with the tensors that the rank has
+        found = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            sent = [each for each in tree_leaves((args, kwargs, found)) if isinstance(each, torch.Tensor)]
+            if any(each.numel() > self._most for each in sent):
+                raise CollectiveFound(str(func))
+        return found
+
+
 class CollectiveFound(Exception):
     """A collective was called where none is allowed."""
 
@@ -157,3 +180,8 @@ def register_first(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Removabl
     assert tensor._backward_hooks is not None
     cast("OrderedDict[int, Any]", tensor._backward_hooks).move_to_end(handle.id, last=False)
     return cast(RemovableHandle, handle)
+
+
+def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Let a DTensor have other memory of the same shape and type, as FSDP2 does for its parameters."""
+    cast(Any, tensor)._local_tensor = local

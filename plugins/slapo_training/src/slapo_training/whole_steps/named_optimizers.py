@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,13 @@ class NamedOptimizer(NamedTuple):
         optimizer: The optimizer itself; of whole tensors the one that steps these.
         known: All parameters of the rank by the first of their original names; stand-ins in the places of parts.
         elsewhere: Names of stand-ins that another rank steps.
+        parts: The rank's parameters for stand-ins that are sharded, by name.
     """
 
     optimizer: torch.optim.Optimizer
     known: Tensors
     elsewhere: frozenset[str] = frozenset()
+    parts: Tensors = {}
 
     def names(self) -> tuple[list[str], list[list[str]]]:
         """Return the names of its parameters in the order of its state_dict, and by groups."""
@@ -33,6 +36,24 @@ class NamedOptimizer(NamedTuple):
     def own(self) -> Tensors:
         """Return the parameters that it steps on this rank, by name."""
         return {name: self.known[name] for name in self.names()[0] if name not in self.elsewhere}
+
+    def local(self, name: str) -> torch.Tensor:
+        """Return the tensor that has what this rank has of a parameter: a sharded one's local tensor."""
+        return self.parts.get(name, self.known[name])
+
+    def taken(self, name: str, elements: Mapping[Any, torch.Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return the state of a parameter for ``load_state_dict``.
+
+        Args:
+            name: The parameter.
+            elements: Tensors with an element for each one of its ``local`` tensor.
+            rest: Other values.
+        """
+        if name not in self.parts:
+            return {**elements, **rest}
+        from .part_states import loaded  # noqa: PLC0415  torch.distributed.tensor takes a second
+
+        return loaded(self.known[name], elements, rest)
 
     def state_dict(self) -> dict[str, Any]:
         """Return its own state and groups; a composite may give all of those that it holds instead."""
@@ -58,17 +79,18 @@ def named_optimizers(parameters: Tensors, optimizer: torch.optim.Optimizer | Non
     """
     if optimizer is None:
         return {}
-    known, elsewhere = parameters, frozenset[str]()
+    known, elsewhere, parts = parameters, frozenset[str](), Tensors()
     if isinstance(optimizer, WholeTensorOptimizer):
         stand_ins, sources = optimizer.stepped(), optimizer.sources()
         known = {**{name: each for name, each in known.items() if id(each) not in sources}, **stand_ins}
         owned = optimizer.owned()
         elsewhere = frozenset(name for name, each in stand_ins.items() if id(each) not in owned)
+        parts = dict(optimizer.parts())
         optimizer = optimizer.inner
     found: dict[str, NamedOptimizer] = {}
     states: set[int] = set()
     for place, each in named_optimizers_in(optimizer).items():
         if id(each.state) not in states:  # a wrapper may share the state of what it wraps
-            found[place] = NamedOptimizer(each, known, elsewhere)
+            found[place] = NamedOptimizer(each, known, elsewhere, parts)
         states.add(id(each.state))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,11 +13,14 @@ from .group_options import GroupOptions
 from .stand_ins import StandIns
 from .tree import Optimizer, groups_in, optimizers_in
 
-Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], StandIns | None]]
+if TYPE_CHECKING:
+    from .part_stand_ins import PartStandIns
+
+Extension = Callable[[Sequence[nn.Parameter]], tuple[list[nn.Parameter], Sequence["StandIns | PartStandIns"]]]
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
-    """Steps an optimizer of whole tensors, of which ranks hold parts. Collective where it steps.
+    """Steps an optimizer of whole tensors, owned by one rank each or sharded. Collective where it steps.
 
     Its groups have the rank's parameters, and the options of the groups of ``inner``: what is set on one side is taken over by
     the other when it steps. All other attributes are those of ``inner``.
@@ -38,13 +41,14 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner: Optimizer,
-        stand_ins: Sequence[StandIns],
+        stand_ins: Sequence[StandIns | PartStandIns],
         sources: Mapping[int, nn.Parameter],
         extend: Extension,
         randomness: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.inner = inner
-        self.stand_ins, self._sources, self._extend, self._randomness = list(stand_ins), dict(sources), extend, randomness
+        self.stand_ins: list[StandIns | PartStandIns] = list(stand_ins)
+        self._sources, self._extend, self._randomness = dict(sources), extend, randomness
         self._is_built, self._is_hidden, self.flats = False, False, list[torch.Tensor]()
         super().__init__(self._local_groups() or [{"params": []}], dict(inner.defaults))
         self._is_built, self._options = True, GroupOptions(inner)
@@ -68,6 +72,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Return the ids of the rank's parameters that stand-ins are stepped for."""
         return {id(whole.source) for each in self.stand_ins for whole in each.wholes}
 
+    def parts(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters that are stepped in place as shards, by the names of the whole tensors."""
+        return {whole.name: whole.source for each in self.stand_ins if each.is_in_place for whole in each.wholes}
+
     def owned(self, labels: Container[int] | None = None) -> set[int]:
         """Return the ids of the stand-ins of some groups that this rank steps; of all where none are given."""
         return {id(parameter) for each in self.stand_ins for parameter in each.owned(labels)}
@@ -89,11 +97,18 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 found = self.inner.step() if closure is None else self.inner.step(closure)
             for each in self.stand_ins:
                 each.put(labels)
+            self._settle()
         finally:
             for each in self.stand_ins:
                 each.release()
             self._options.exchange()
         return found
+
+    def _settle(self) -> None:
+        if any(each.is_in_place for each in self.stand_ins):
+            from .part_states import settle  # noqa: PLC0415  torch.distributed.tensor takes a second
+
+            settle(self.inner)
 
     def _present(self) -> set[int] | None:
         """Return the numbers of the flat tensors that are stepped now; None for all. An engine may step some after others."""
@@ -110,12 +125,12 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         given = param_group["params"]
         local: list[nn.Parameter] = [given] if isinstance(given, nn.Parameter) else list(given)
         stepped, made = self._extend(local)
-        if made is not None:
-            self.stand_ins.append(made)
-            self._sources |= {id(each): whole.source for each, whole in zip(made.parameters, made.wholes, strict=True)}
+        self.stand_ins += made
+        for new in made:
+            self._sources |= {id(each): whole.source for each, whole in zip(new.parameters, new.wholes, strict=True)}
         self.inner.add_param_group({**param_group, "params": stepped})
-        if made is not None:
-            made.release()
+        for new in made:
+            new.release()
         super().add_param_group({**param_group, "params": local})
         self._options.add(self.param_groups[-1])
 

@@ -43,15 +43,15 @@ class Finding(NamedTuple):
     why_unknown: str = ""
 
 
-class _Size(NamedTuple):
+class Size(NamedTuple):
     """Shapes of the parameters that are stepped, by their number of dimensions, and how often in each phase."""
 
     shapes: dict[int, tuple[int, ...]]
     steps: tuple[int, ...]
 
 
-_SMALL = _Size({0: (), 1: (12,), 2: (8, 6), 3: (4, 4, 4), 4: (4, 4, 3, 3)}, (10, 2, 2))
-_LARGE = _Size({0: (), 1: (512,), 2: (192, 160), 3: (16, 16, 16), 4: (32, 16, 3, 3)}, (3, 1))
+_SMALL = Size({0: (), 1: (12,), 2: (8, 6), 3: (4, 4, 4), 4: (4, 4, 3, 3)}, (10, 2, 2))
+_LARGE = Size({0: (), 1: (512,), 2: (192, 160), 3: (16, 16, 16), 4: (32, 16, 3, 3)}, (3, 1))
 """Optimizers treat small parameters differently: Adafactor factors, Shampoo preconditions, from some size on."""
 _LONGEST, _THIN, _SQUARE = 2**15, 4, 1280
 """Limits of what stands for still larger parameters of the model: of a long side, of the other one, of two alike."""
@@ -64,6 +64,8 @@ _SCALES = (1.0, 1.0, 10.0, 0.1)
 """Scales of the gradients, step by step, so that a limit on norms is passed in some steps."""
 _TOLERANCE = 1e-3
 _REPRESENTATIVES = 2
+_NUMBERS = ("_fsdp_orig_uid",)
+"""Attributes by which a library numbers parameters: each would be of a kind of its own."""
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
@@ -76,7 +78,7 @@ def probe(optimizer: Optimizer) -> Finding:
     Args:
         optimizer: As it was made; it has not stepped.
     """
-    with _apart():
+    with apart():
         try:
             return _probed(optimizer)
         except CollectiveFound:
@@ -86,14 +88,14 @@ def probe(optimizer: Optimizer) -> Finding:
 
 
 def _probed(optimizer: Optimizer) -> Finding:
-    trial = _Trial(optimizer, _SMALL)
+    trial = Trial(optimizer, _SMALL)
     with CollectiveWatch():  # type: ignore[no-untyped-call]
         whole = trial.run_first()
     coupled = trial.draws or trial.is_coupled(whole)
     shape = trial.keeps_factors or not trial.is_same_in_parts(whole, _rows) or not trial.is_same_in_parts(whole, _columns)
     flat = shape or not trial.is_same_in_parts(whole, _flat)
     for size in (_LARGE, *_larger(optimizer)) if not shape else ():
-        large = _Trial(optimizer, size, trial.is_sparse, trial.goes_ahead)
+        large = Trial(optimizer, size, trial.is_sparse, trial.goes_ahead)
         whole = large.run(_all)
         shape = large.keeps_factors or not all(large.is_same_in_parts(whole, cuts) for cuts in (_rows, _columns, _corners))
         flat = flat or shape or not large.is_same_in_parts(whole, _flat)
@@ -102,7 +104,12 @@ def _probed(optimizer: Optimizer) -> Finding:
     return Finding(shape, flat, coupled or has_positions(optimizer), trial.draws)
 
 
-def _larger(optimizer: Optimizer) -> Iterator[_Size]:
+def sizes_of(optimizer: Optimizer) -> list[Size]:
+    """Return all sizes that tell how an optimizer steps parameters like its own."""
+    return [_SMALL, _LARGE, *_larger(optimizer)]
+
+
+def _larger(optimizer: Optimizer) -> Iterator[Size]:
     """Sizes near those of the model, where these are larger than the largest that is always tried."""
     found: dict[int, tuple[int, ...]] = {}
     for parameter in parameters_in(optimizer):
@@ -118,10 +125,10 @@ def _larger(optimizer: Optimizer) -> Iterator[_Size]:
     largest = _LARGE.shapes
     if max(rows, columns) > max(largest[2]) or line > largest[1]:
         for shape in shapes:
-            yield _Size({**_SMALL.shapes, 1: line, 2: shape}, (2,))
+            yield Size({**_SMALL.shapes, 1: line, 2: shape}, (2,))
 
 
-class _Trial:
+class Trial:
     """Steps of copies of an optimizer with few small parameters in the places of its own.
 
     Args:
@@ -135,7 +142,7 @@ class _Trial:
         keeps_factors: Whether a run left state that is neither a number nor one for each element.
     """
 
-    def __init__(self, optimizer: Optimizer, size: _Size, is_sparse: bool = False, goes_ahead: bool = True) -> None:
+    def __init__(self, optimizer: Optimizer, size: Size, is_sparse: bool = False, goes_ahead: bool = True) -> None:
         self._optimizer, self._size, self.is_sparse, self.goes_ahead = optimizer, size, is_sparse, goes_ahead
         self._all, self._chosen = parameters_in(optimizer), _representatives(optimizer, merges=size is not _SMALL)
         self._places = {id(parameter): place for place, parameter in enumerate(self._chosen)}
@@ -163,18 +170,25 @@ class _Trial:
         assert failure is not None
         raise failure
 
-    def run(self, cut: Cut, places: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def run(
+        self,
+        cut: Cut | Sequence[Cut],
+        places: Sequence[int] | None = None,
+        after_step: Callable[[Optimizer, bool], None] = lambda optimizer, is_last: None,
+    ) -> list[torch.Tensor]:
         """Return what each phase of steps adds to each parameter, phase by phase.
 
         Args:
-            cut: Gives the part of a parameter, or of its gradient, that is stepped.
+            cut: Gives the part of a parameter, or of its gradient, that is stepped; or one for each parameter.
             places: Numbers of the parameters that are stepped, without the others; None for all.
+            after_step: Is called with the optimizer, and whether the step was the last of its phase.
         """
         numbers = torch.Generator().manual_seed(0)
-        whole = [torch.randn(self._shape(each), generator=numbers) for each in self._chosen]
+        whole = [torch.randn(shape, generator=numbers) for shape in self.shapes]
+        cuts = cut if isinstance(cut, Sequence) else [cut] * len(whole)
         substitutes = [
-            _substitute(old, cut(value.to(old.device)), is_bare=cut in _flat)
-            for old, value in zip(self._chosen, whole, strict=True)
+            _substitute(old, own(value.to(old.device)), is_bare=cut in _flat)
+            for old, value, own in zip(self._chosen, whole, cuts, strict=True)
         ]
         stepped = range(len(substitutes)) if places is None else places
         trial = self._copy(substitutes, stepped)
@@ -187,18 +201,24 @@ class _Trial:
                 scale = _SCALES[step % len(_SCALES)]
                 for place, (each, value) in enumerate(zip(substitutes, whole, strict=True)):
                     gradient = scale * torch.randn(value.shape, generator=numbers)
-                    own = cut(gradient.to(each.device)).to(each.dtype).clone()
+                    own = cuts[place](gradient.to(each.device)).to(each.dtype).clone()
                     each.grad = (own.to_sparse(1) if self.is_sparse else own) if place in stepped else None
                 is_last = number == steps - 1 and phase < len(_AHEAD)
                 known = counts(trial) if is_last else None
                 type(trial).step(trial)
                 if known is not None and self.goes_ahead:
                     advance(trial, known, _AHEAD[phase])
+                after_step(trial, number == steps - 1)
                 step += 1
             added += [each.detach() - old for each, old in zip(substitutes, before, strict=True)]
         self.draws = self.draws or not torch.equal(state, torch.get_rng_state()) or random.getstate() != other
         self.keeps_factors = self.keeps_factors or _keeps_factors(trial)
         return added
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the whole parameters that are stepped."""
+        return [self._shape(each) for each in self._chosen]
 
     def is_same_in_parts(self, whole: Sequence[torch.Tensor], cuts: tuple[Cut, Cut]) -> bool:
         """Return whether two optimizers, each with its part of every parameter, add what one adds to the whole."""
@@ -209,7 +229,7 @@ class _Trial:
                 raise
             except Exception:
                 return False
-            if not all(_is_close(part, cut(full)) for part, full in zip(found, whole, strict=True)):
+            if not all(is_close(part, cut(full)) for part, full in zip(found, whole, strict=True)):
                 return False
         return True
 
@@ -220,7 +240,7 @@ class _Trial:
             if places:
                 found = self.run(_all, places)
                 pairs = [(found[at], whole[at]) for at in range(len(whole)) if at % len(self._chosen) in places]
-                if not all(_is_close(own, full) for own, full in pairs):
+                if not all(is_close(own, full) for own, full in pairs):
                     return True
         return False
 
@@ -295,7 +315,9 @@ def _representatives(optimizer: Optimizer, merges: bool) -> list[nn.Parameter]:
     for number, group in enumerate(groups_in(optimizer)):
         for parameter in group["params"]:
             marks = [
-                (name, repr(value)) for name, value in vars(parameter).items() if isinstance(value, bool | int | float | str)
+                (name, repr(value))
+                for name, value in vars(parameter).items()
+                if isinstance(value, bool | int | float | str) and name not in _NUMBERS
             ]
             kind = (
                 _options(group) if merges else number,
@@ -357,13 +379,13 @@ def _keeps_factors(optimizer: Optimizer) -> bool:
     return False
 
 
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     largest = expected.abs().max().item() if expected.numel() else 0.0
     return found.shape == expected.shape and bool((found - expected).abs().le(_TOLERANCE * largest).all())
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def apart() -> Iterator[None]:
     """Leave no trace in the process: random states stay, warnings are not shown."""
     before, others = torch.get_rng_state(), random.getstate()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None

@@ -15,6 +15,7 @@ from ..model_tensors import Tensors
 from ..plain import check_plain
 from .named_optimizers import NamedOptimizer, named_optimizers
 from .optimizer import WholeTensorOptimizer
+from .wholes import local_of
 
 
 def check_kind(saved: bool, optimizer: Any) -> None:
@@ -69,7 +70,7 @@ def put(optimizer: Any, parameters: Tensors, saved: Sequence[Mapping[str, Any]])
     """
     for path, named in named_optimizers(parameters, optimizer).items():
         everyone = [each[path] for each in saved if path in each]
-        state = {name: one for each in reversed(everyone) for name, one in each["state"].items()}
+        state = _whole_states(everyone)
         listed = [group for each in reversed(everyone) for group in each["groups"]]
         options = {name: group["options"] for group in listed for name in group["names"]}
         names, groups = named.names()
@@ -83,7 +84,7 @@ def put(optimizer: Any, parameters: Tensors, saved: Sequence[Mapping[str, Any]])
             {**(options[own[0]] if own else _options(group)), "params": [index[name] for name in own]}
             for own, group in zip(groups, named.optimizer.param_groups, strict=True)
         ]
-        own_state: dict[Any, Any] = {index[name]: state[name] for name in named.own() if name in state}
+        own_state: dict[Any, Any] = {index[name]: _own_state(named, name, state[name]) for name in named.own() if name in state}
         more: dict[str, Any] = next((each["more"] for each in everyone), {})
         named.load_state_dict({**more, "state": own_state, "param_groups": made})
     if isinstance(optimizer, WholeTensorOptimizer):
@@ -94,11 +95,45 @@ def _state_of(named: NamedOptimizer) -> dict[str, Any]:
     names, groups = named.names()
     written = named.state_dict()
     state = {names[key]: value for key, value in written.pop("state").items() if type(key) is int}
+    shards = {name: _shard(named, name, state[name]) for name in named.parts.keys() & state.keys()}
+    state |= {name: {key: local_of(value) for key, value in state[name].items()} for name in shards}
     written.pop("param_groups")
     listed = [
         {"names": own, "options": _options(group)} for own, group in zip(groups, named.optimizer.param_groups, strict=True)
     ]
-    return {"class": type(named.optimizer).__name__, "state": state, "groups": listed, "more": written}
+    return {"class": type(named.optimizer).__name__, "state": state, "shards": shards, "groups": listed, "more": written}
+
+
+def _shard(named: NamedOptimizer, name: str, state: Mapping[Any, Any]) -> tuple[int, int, list[Any]]:
+    """Return the dimension and the beginning of a shard, and the names of the state that is sharded like it."""
+    from .part_states import share  # noqa: PLC0415  torch.distributed.tensor takes a second
+
+    parameter: Any = named.known[name]
+    dim, start, _ = share(parameter)
+    return dim, start, [key for key, value in state.items() if getattr(value, "shape", None) == parameter.shape]
+
+
+def _own_state(named: NamedOptimizer, name: str, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    if name not in named.parts:
+        return state
+    from .part_states import shares_of  # noqa: PLC0415  torch.distributed.tensor takes a second
+
+    parameter: Any = named.known[name]
+    return shares_of(parameter, state)
+
+
+def _whole_states(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of whole parameters, put together of what all ranks wrote."""
+    state = {name: one for each in reversed(everyone) for name, one in each["state"].items()}
+    shards: dict[str, dict[int, tuple[int, dict[Any, torch.Tensor]]]] = {}
+    for each in everyone:
+        for name, (dim, start, keys) in each.get("shards", {}).items():
+            shards.setdefault(name, {})[start] = dim, {key: each["state"][name][key] for key in keys}
+    for name, found in shards.items():
+        parts = [tensors for _, (_, tensors) in sorted(found.items())]
+        dim = next(dim for dim, _ in found.values())
+        state[name] = {**state[name], **{key: torch.cat([part[key] for part in parts], dim) for key in parts[0]}}
+    return state
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,10 @@ class StandIns:
         wholes: As given.
         parameters: The stand-in of each.
         is_everywhere: As given.
+        is_in_place: Whether ranks step shards in place instead.
     """
+
+    is_in_place = False
 
     def __init__(self, wholes: Sequence[Whole], group: dist.ProcessGroup | None, everywhere: bool) -> None:
         size = 1 if group is None else group.size()

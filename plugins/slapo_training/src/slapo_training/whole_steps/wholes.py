@@ -130,6 +130,11 @@ def stand_in(whole: Whole, value: torch.Tensor, masks: Mapping[str, torch.Tensor
     return new
 
 
+def local_of(value: Any) -> Any:
+    """Return what a rank has of a DTensor in its memory, and any other value as it is."""
+    return value.to_local() if hasattr(value, "to_local") else value  # importing its class takes a second
+
+
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Give elements of a tensor that follow each other as boxes in the same order: where each lies, and its sizes."""
     row = math.prod(shape[1:])
