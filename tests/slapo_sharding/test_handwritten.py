@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from slapo_core import build, create_schedule
 from slapo_core.errors import TraceError
+from slapo_core.random import set_random_seed
 from slapo_core.testing import run_distributed
 from slapo_sharding.local_sizes.forward import runs_locally
 from tests.slapo_sharding.handwritten import SPLIT, Net
@@ -166,6 +167,46 @@ def changes(rank: int) -> None:
 
 def test_a_module_stays_what_it_is() -> None:
     run_distributed(changes, 2)
+
+
+class Dropping(SPLIT["SplitByWidth"]):  # type: ignore[misc]
+    """Drops attention weights by a module or by a function, and results of the projection."""
+
+    def __init__(self, by_module: bool) -> None:
+        super().__init__()
+        self.by_module, self.weights, self.results = by_module, nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.size()
+        q, k, v = (each.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for each in self.c_attn(x).chunk(3, 2))
+        weights = (q @ k.mT).softmax(-1)
+        weights = self.weights(weights) if self.by_module else F.dropout(weights, 0.5, self.training)
+        return self.results(self.c_proj((weights @ v).transpose(1, 2).reshape(B, T, C)))
+
+
+def drops(rank: int, by_module: bool) -> tuple[list[bool], list[bool]]:
+    """Return what is kept of the attention weights, which a rank has of its heads, and of the results."""
+    model = net(partial(Dropping, by_module))
+    part = model.blocks[0].part
+    with torch.no_grad():
+        part.c_attn.weight.zero_()  # all weights are alike, and all values one
+        part.c_attn.bias.copy_(torch.ones(96))
+        part.c_proj.weight.copy_(torch.eye(32))
+    build(split(model))
+    set_random_seed(1, tp_rank=rank)
+    seen: list[torch.Tensor] = []
+    part.c_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    part.results.register_forward_hook(lambda module, args, output: seen.append(output))
+    model(tokens(2, 8))
+    own, results = seen
+    return [round(float(each), 3) for each in own[:, :, ::8].flatten()], (results != 0).flatten().tolist()
+
+
+@pytest.mark.parametrize("by_module", [True, False])
+def test_dropped_weights_differ_between_ranks_and_results_do_not(by_module: bool) -> None:
+    (first, results), (second, others) = run_distributed(drops, 2, by_module)
+    assert first != second
+    assert results == others
 
 
 class Branching(SPLIT["SplitByWidth"]):  # type: ignore[misc]

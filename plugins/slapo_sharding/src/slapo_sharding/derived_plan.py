@@ -334,7 +334,9 @@ def _local_forward(schedule: Schedule, derived: Derived, path: str) -> LocalForw
     layers, module = _layers(schedule), schedule.mod.get_submodule(path)
     below = {name: f"{path}.{name}" if path else name for name, _ in module.named_modules() if name}
     splits = {name: derived.layouts.splits.get(full) for name, full in below.items() if full in layers}
-    opened = frozenset(name for name in below if name not in splits and not _is_inside_any(name, splits))
+    called = {str(node.target) for node in derived.layouts.graph.find_nodes(op="call_module")}
+    kept = {name for name, full in below.items() if full in called or name in splits}  # dropouts get wrappers, for one
+    opened = frozenset(name for name in below if name not in kept and not _is_inside_any(name, kept))
     return LocalForward(module, Plan(path, splits, opened, schedule.world_size, schedule.group))
 
 
