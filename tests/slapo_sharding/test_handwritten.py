@@ -17,7 +17,7 @@ from slapo_core import build, create_schedule
 from slapo_core.errors import TraceError
 from slapo_core.random import set_random_seed
 from slapo_core.testing import run_distributed
-from slapo_sharding.local_sizes.forward import runs_locally
+from slapo_sharding.local_sizes.forward import LocalForward, runs_locally
 from tests.slapo_sharding.handwritten import SPLIT, Net
 
 pytestmark = pytest.mark.multiproc
@@ -167,6 +167,28 @@ def changes(rank: int) -> None:
 
 def test_a_module_stays_what_it_is() -> None:
     run_distributed(changes, 2)
+
+
+def traces(rank: int) -> list[int]:
+    """Return how many graphs are made in calls of several shapes, of two identical blocks."""
+    model, expected = net("SplitByWidth"), net("SplitByWidth")
+    build(split(model))
+    made, trace = [], LocalForward._trace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalForward, "_trace", lambda self, *args: made.append(self) or trace(self, *args))
+        numbers = []
+        for shape in ((2, 8), (3, 9), (3, 9), (1, 5), (2, 8)):
+            torch.testing.assert_close(model(tokens(*shape)), expected(tokens(*shape)), atol=1e-5, rtol=1e-4)
+            numbers.append(len(made))
+        model.blocks[1].part.n_head = expected.blocks[1].part.n_head = 2
+        torch.testing.assert_close(model(tokens(2, 8)), expected(tokens(2, 8)), atol=1e-5, rtol=1e-4)
+        return [*numbers, len(made)]
+
+
+def test_identical_modules_share_their_graphs() -> None:
+    first, *others, last = run_distributed(traces, 2)[0]
+    assert [number - first for number in others] == [1, 1, 2, 2]
+    assert last - first == 3  # an attribute is another one in one of them
 
 
 class Dropping(SPLIT["SplitByWidth"]):  # type: ignore[misc]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from torch import fx, nn
 
@@ -22,7 +23,7 @@ from .derive import Derived, derive, kind
 from .draws import forks
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import UNEVEN, LayoutError, Layouts, Split
-from .local_sizes.forward import LocalForward, Plan
+from .local_sizes.forward import Calls, LocalForward, Plan
 from .local_sizes.owners import is_inside, num_summed, owners, partial_parameters
 from .localise import Count, counts, difference, localise
 from .origins import forget, remembered
@@ -323,21 +324,24 @@ def tell_whole_attentions(schedule: Schedule, reasons: Mapping[str, str], otherw
 
 def _local_forwards(schedule: Schedule, derived: Derived) -> dict[str, tuple[LocalForward, bool]]:
     """Make forwards of local sizes for modules that count whole ones, and say which cannot do without; none is put in place."""
-    made = {}
+    made, calls = {}, dict[Any, Calls]()
     for path, must in owners(derived.layouts).items():
         if not any(each in derived.copied for each in schedule.mod.get_submodule(path).modules()):
-            made[path] = _local_forward(schedule, derived, path), must
+            made[path] = _local_forward(schedule, derived, path, calls), must
     return made
 
 
-def _local_forward(schedule: Schedule, derived: Derived, path: str) -> LocalForward:
+def _local_forward(schedule: Schedule, derived: Derived, path: str, calls: dict[Any, Calls] | None = None) -> LocalForward:
+    """Make the forward of a module; identical ones share their graphs in ``calls``."""
     layers, module = _layers(schedule), schedule.mod.get_submodule(path)
     below = {name: f"{path}.{name}" if path else name for name, _ in module.named_modules() if name}
     splits = {name: derived.layouts.splits.get(full) for name, full in below.items() if full in layers}
     called = {str(node.target) for node in derived.layouts.graph.find_nodes(op="call_module")}
     kept = {name for name, full in below.items() if full in called or name in splits}  # dropouts get wrappers, for one
     opened = frozenset(name for name in below if name not in kept and not _is_inside_any(name, kept))
-    return LocalForward(module, Plan(path, splits, opened, schedule.world_size, schedule.group))
+    plan = Plan(path, splits, opened, schedule.world_size, schedule.group)
+    alike = type(module), kind(path), opened, tuple(sorted((name, repr(split)) for name, split in splits.items()))
+    return LocalForward(module, plan, None if calls is None else calls.setdefault(alike, {}))
 
 
 def _is_inside_any(path: str, others: Collection[str]) -> bool:

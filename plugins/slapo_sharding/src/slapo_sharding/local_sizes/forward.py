@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,10 @@ from .graph import make_local
 _MOST_CALLS, _MOST_GRAPHS = 256, 8
 _KEPT = {*vars(nn.Module()), "forward", WRAPPERS, INNER} - {"training"}
 """Attributes of the whole modules that those of the ones which run do not replace."""
+
+
+Calls = dict[Any, list[tuple[Guard, Variant]]]
+"""Graphs by the keys of calls."""
 
 
 class Plan(NamedTuple):
@@ -58,6 +63,7 @@ class LocalForward:
     Args:
         module: The module, its layers still whole.
         plan: How they are going to be split.
+        shared: Graphs that identical modules have, so that a call of a new shape is traced once for all; filled.
 
     Attributes:
         partial: Names of whole parameters whose gradients are summed elsewhere; None as long as that is not known.
@@ -67,12 +73,12 @@ class LocalForward:
     num_summed = 0
     partial: frozenset[str] | None = None
 
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, shared: Calls | None = None) -> None:
         self._module, self._plan, self._whole = module, plan, on_meta(module)
         for each in self._whole.modules():  # what is hooked to the modules later is not hooked to these
             each.__dict__.update({name: copy.copy(each.__dict__[name]) for name in HOOKS if name in each.__dict__})
         self._results: set[int] | None = None
-        self._reset()
+        self._reset({} if shared is None else shared)
 
     def try_on(self, root: nn.Module, target: str, example_inputs: Any) -> int:
         """Make the dry run of the call in an example, while all layers are whole; return how many gradients are summed.
@@ -102,9 +108,9 @@ class LocalForward:
         _update(self._module, self._whole, ("", *self._plan.opened))
         self._module.forward = self
 
-    def _reset(self) -> None:
+    def _reset(self, shared: Calls) -> None:
         self.__signature__ = self._parameters = plain_signature(self._whole)
-        self._calls: dict[Any, list[tuple[Guard, Variant]]] = {}
+        self._shared, self._calls = shared, Calls()
         self._recent: tuple[Guard, Variant] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalForward:
@@ -113,7 +119,7 @@ class LocalForward:
         copied._module, copied._whole = copy.deepcopy(self._module, memo), copy.deepcopy(self._whole, memo)
         copied._plan, copied.partial = self._plan, self.partial
         copied._results, copied.num_summed = self._results, self.num_summed
-        copied._reset()
+        copied._reset({})
         return copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,6 +150,11 @@ class LocalForward:
             if found[0].problem(self._module, call) is None:
                 self._recent = found
                 return found
+        for guard, variant in self._shared.get(call.key, ()):
+            if guard.problem(self._module, call) is None:
+                with unobserved():
+                    self._check_parts()
+                return self._keep(call, _copied(guard), variant)
         return None
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant]:
@@ -162,13 +173,15 @@ class LocalForward:
             ) from err
         make_local(layouts, plan.group)
         _embed(graph, constants)
-        found = guard, Variant(graph, f"Local{type(self._module).__name__}")
-        if len(self._calls) >= _MOST_CALLS:
-            self._calls.clear()
-        self._recent = found
-        self._calls.setdefault(call.key, []).insert(0, found)
-        del self._calls[call.key][_MOST_GRAPHS:]
-        return found
+        variant = Variant(graph, f"Local{type(self._module).__name__}")
+        if not constants:  # else tensors of this very module, perhaps
+            _add(self._shared, call, _copied(guard), variant)
+        return self._keep(call, guard, variant)
+
+    def _keep(self, call: Call, guard: Guard, variant: Variant) -> tuple[Guard, Variant]:
+        self._recent = guard, variant
+        _add(self._calls, call, guard, variant)
+        return self._recent
 
     def _check_parts(self) -> None:
         """Refuse layers of which this rank has something else than planned.
@@ -225,6 +238,18 @@ class LocalForward:
 def runs_locally(module: nn.Module) -> bool:
     """Return whether a module runs from graphs with sizes of parts."""
     return isinstance(own_forward(module), LocalForward)
+
+
+def _copied(guard: Guard) -> Guard:
+    """Return a guard for another module: it is fast where it compares the objects of one."""
+    return replace(guard, attributes=copy.copy(guard.attributes))
+
+
+def _add(calls: Calls, call: Call, guard: Guard, variant: Variant) -> None:
+    if len(calls) >= _MOST_CALLS:
+        calls.clear()
+    calls.setdefault(call.key, []).insert(0, (guard, variant))
+    del calls[call.key][_MOST_GRAPHS:]
 
 
 def _embed(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
