@@ -22,7 +22,7 @@ import torch.distributed.nn.functional  # its functions default to the world of 
 from .. import random as slapo_random
 from .transport import Job, Report, detached, unpickled
 
-_NEW_THREADS = 24
+_NEW_THREADS, _MOST_THREADS = 24, 72
 
 
 def main(job_fd: int, dump_fd: int) -> None:
@@ -75,7 +75,8 @@ def _serve(jobs: Connection, job: Job, leftovers: _Leftovers) -> None:
         os._exit(1)  # torch counts groups: with another count than the others' it would never meet them again
     if dist.is_initialized():
         dist.destroy_process_group()
-    leftovers.collect()
+    if not leftovers.collect():
+        os._exit(0)  # the next job gets a new process
     jobs.send_bytes(pickle.dumps(Report(job.number, "idle")))
 
 
@@ -84,20 +85,22 @@ class _Leftovers:
 
     What stays are modules and caches, nearly all for good, so they are frozen, and collecting after each job is cheap. A
     library's global may hold the groups of one job until the next, though. Each has three threads, and one of them looks for
-    messages a hundred times a second; where they become many, what was frozen is collected too.
+    messages a hundred times a second; where they become many, what was frozen is collected too. Where
+    that does not help, the process has to go.
     """
 
     def __init__(self) -> None:
         self._most = _NEW_THREADS
 
-    def collect(self) -> None:
-        """Collect, behind a job."""
+    def collect(self) -> bool:
+        """Collect, behind a job; return whether this process may go on."""
         gc.collect()
         if _num_threads() > self._most:
             gc.unfreeze()
             gc.collect()
             self._most = _num_threads() + _NEW_THREADS
         gc.freeze()
+        return _num_threads() < _MOST_THREADS
 
 
 def _num_threads() -> int:
