@@ -15,8 +15,6 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.tracing.calls import function_name
-
 from .layouts import LayoutError, Layouts, Split, has_gradient, parameters_of, slice_bounds
 
 
@@ -132,13 +130,11 @@ class _Search:
 def _can_adapt(node: fx.Node, whole: list[fx.Node]) -> bool:
     """Return whether a node may be given parts of whole values, and sum their gradients, to run on sharded ones.
 
-    Products take whole activations, such as keys that all heads share. Where whole activations are added to sharded ones, or
-    multiplied with them, the layer stays whole: it is as wide as the activations, which no layer behind may take in parts.
+    Whole activations are not: where they meet sharded ones the layer stays whole.
     """
     if not whole or node.op not in ("call_function", "call_method"):
         return False
-    activations = [other for other in whole if has_gradient(other) and not parameters_of(other)]
-    return not activations or function_name(node) in _PRODUCTS
+    return all(not has_gradient(other) or parameters_of(other) for other in whole)
 
 
 def _behind(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -150,7 +146,6 @@ def _behind(nodes: list[fx.Node]) -> list[fx.Node]:
     return found
 
 
-_PRODUCTS = frozenset("matmul __matmul__ __rmatmul__ bmm baddbmm einsum scaled_dot_product_attention".split())
 _FILLS = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full")
 
 

@@ -104,13 +104,12 @@ def _derive_from(
     rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
     whole = tied_or_vocabulary(schedule.mod, schedule.world_size, rules)
     adapts = not copies and not sequence_parallel
-    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table, left_whole=whole, adapts=adapts)
+    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table, left_whole=whole, adapts=False)
     with widened(schedule.mod, copies, rules):
         wide = _trace(schedule) if copies else traced
         derived = rederive(wide, mesh)
-        if adapts and (reason := _unfit(schedule, derived)):
-            get_logger().debug("tensor_parallel: no whole values are cut: %s", reason)
-            derived = rederive(wide, mesh, adapts=False)
+        if adapts:
+            derived = _adapted(schedule, derived, rederive(wide, mesh, adapts=True))
         failed = unshown(copies, traced, wide, derived, rederive)
         derived.copied = [each.owner for each in copies]
         if not failed:
@@ -120,10 +119,22 @@ def _derive_from(
     return derived, failed
 
 
+def _adapted(schedule: Schedule, derived: Derived, adapted: Derived) -> Derived:
+    """Return the plan in which whole values are cut, where it splits more layers than the other one, and can be carried out."""
+    if len(adapted.splits) <= len(derived.splits):
+        return derived
+    if reason := _unfit(schedule, adapted):
+        get_logger().debug("tensor_parallel: no whole values are cut: %s", reason)
+        return derived
+    return adapted
+
+
 def _unfit(schedule: Schedule, derived: Derived) -> str | None:
     """Return why a module that has to run from a graph cannot; None where all can. Identical modules are traced once."""
     kinds = {kind(path): path for path, must in owners(derived.layouts).items() if must}
     for path in kinds.values():
+        if not path:
+            return "the whole model would have to run from one graph"
         forward = _local_forward(schedule, derived, path)
         try:
             summed = forward.try_on(
