@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from slapo_core.tracing.calls import function_name
 
 from ._torch_private import layouts_kept
-from .local_sizes.arguments import leaves, places_of, to_divide, with_leaves
+from .local_sizes.arguments import is_size, leaves, places_of, to_divide, with_leaves
 
 UNEVEN = "not divisible by"
 """Words in the reason for which a size or number of heads stays whole."""
@@ -170,13 +170,13 @@ class Layouts(fx.Interpreter):
         return "the operation needs all of a value that is sharded"
 
     def _note_sizes(self, n: fx.Node, value: DTensor, args: Any, kwargs: Any) -> None:
-        if n in self.sized or not any(type(part) is int for part in pytree.tree_leaves((args, kwargs))):
+        if n in self.sized or not any(map(is_size, pytree.tree_leaves((args, kwargs)))):
             return
         local = pytree.tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
         expected = value.to_local().shape
         if self._gives(n, local, expected):
             return
-        given = {part for part in pytree.tree_leaves((args, kwargs)) if type(part) is int}
+        given = {int(part) for part in pytree.tree_leaves((args, kwargs)) if is_size(part)}
         self.sized[n] = tuple(
             whole for whole, part in zip(value.shape, expected, strict=True) if whole != part and whole in given
         )

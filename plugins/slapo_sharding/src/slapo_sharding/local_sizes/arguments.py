@@ -30,9 +30,14 @@ def with_leaves(value: Any, new: Mapping[int, Any]) -> Any:
     return map_aggregate(value, leaf)
 
 
+def is_size(value: Any) -> bool:
+    """Return whether a value is an integer, be it one that knows where it comes from: a library may keep these in caches."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def places_of(given: Any, sizes: Collection[int]) -> tuple[int, ...]:
     """Return the places of integers that are one of some sizes, among the leaves."""
-    return tuple(place for place, value in enumerate(leaves(given)) if type(value) is int and value in sizes)
+    return tuple(place for place, value in enumerate(leaves(given)) if is_size(value) and value in sizes)
 
 
 def to_divide(given: Any, whole: Collection[int], ranks: int, fits: Callable[[Any], bool]) -> tuple[int, ...] | None:

@@ -24,6 +24,7 @@ from slapo_core.wrapping import INNER, WRAPPERS, own_forward
 from .._torch_private import mesh_of
 from ..collectives import Group
 from ..layouts import LayoutError, Layouts, Split
+from ..origins import forget
 from .arguments import leaves
 from .graph import make_local
 
@@ -165,13 +166,14 @@ class LocalForward:
                 self._check_parts()
                 graph, guard, constants = trace_again(whole, args, kwargs, plan.opened)
                 whole._buffers.update(constants)
+                forget(graph)
                 layouts = self._layouts(graph)
-        except (TraceError, LayoutError) as err:
+                make_local(layouts, plan.group)
+        except (TraceError, LayoutError, ValueError) as err:
             raise TraceError(
                 f"the {type(self._module).__name__} at {plan.path!r} counts whole sizes, of which this rank has a part, and "
                 f"cannot be traced for a call like this: {err}"
             ) from err
-        make_local(layouts, plan.group)
         _embed(graph, constants)
         variant = Variant(graph, f"Local{type(self._module).__name__}")
         if not constants:  # else tensors of this very module, perhaps

@@ -32,6 +32,10 @@ def make_local(layouts: Layouts, group: Group) -> None:
             _read_whole(layouts, node)
         with graph.inserting_before(node):
             _take_parts(layouts, node, group)
+        if layouts.sized.get(node) and node not in layouts.divided:
+            raise ValueError(
+                f"sizes {sorted(layouts.sized[node])} of {node.name} ({node.meta.get('source')}) are not its arguments"
+            )
         if places := layouts.divided.get(node):
             with graph.inserting_before(node):
                 values = leaves((node.args, node.kwargs))
