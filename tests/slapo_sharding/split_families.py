@@ -36,7 +36,7 @@ ON_FOUR = frozenset({"llama"})
 UNLIKE = {"deepseek_v3", "gemma2", "gemma3_text", "gpt_neo", "gpt_oss", "modernbert"}
 """Those whose two layers are of different make."""
 
-ROUNDING = {"blenderbot", "clip", "exaone4", "gemma2", "gemma3_text", "mt5", "nemotron"}
+ROUNDING = {"blenderbot", "clip", "exaone4", "gemma2", "gemma3_text", "mpt", "mt5", "nemotron"}
 """Families of which single gradients are sums of much larger numbers: they are compared in float64."""
 
 
