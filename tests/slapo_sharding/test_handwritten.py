@@ -17,7 +17,8 @@ from slapo_core import build, create_schedule
 from slapo_core.errors import TraceError
 from slapo_core.random import set_random_seed
 from slapo_core.testing import run_distributed
-from slapo_sharding.local_sizes.forward import LocalForward, runs_locally
+from slapo_core.wrapping import own_forward
+from slapo_sharding.local_sizes.forward import LocalForward
 from tests.slapo_sharding.handwritten import SPLIT, Net
 
 pytestmark = pytest.mark.multiproc
@@ -138,10 +139,10 @@ def changes(rank: int) -> None:
     model, expected = net("SplitByWidth"), net("SplitByWidth")
     part = model.blocks[0].part
     sch = split(model)
-    assert runs_locally(part)
+    assert isinstance(own_forward(part), LocalForward)
     assert type(part) is SPLIT["SplitByWidth"]
     sch.undo()
-    assert not runs_locally(part)
+    assert own_forward(part) is None
     assert torch.equal(model(tokens(2, 8)), expected(tokens(2, 8)))
     sch.tensor_parallel()
     build(sch)

@@ -14,7 +14,6 @@ from slapo_core.schedule import Schedule
 from . import attention
 from .cutting import user_code
 from .foreign_reads import watch
-from .local_sizes.forward import runs_locally
 from .moves import MOVING, OFF, check_moves
 from .rules import AppliedCut, applied_cut, is_kept_for_inside, split_of
 from .syncing import REDUCING, Sync, sums_gradient, syncs_of
@@ -164,8 +163,6 @@ def _check_summed(root: nn.Module) -> None:
 
 def _check_heads(name: str, owner: nn.Module) -> None:
     """Local heads of one projection would be paired with all heads of another."""
-    if runs_locally(owner):
-        return
     local: dict[bool, list[str]] = {True: [], False: []}
     for projection, child in owner.named_children():
         if attention.makes_heads(owner, projection) and next(child.parameters(), None) is not None:

@@ -44,7 +44,7 @@ def derive(
     is_layer: Callable[[nn.Module], bool],
     is_table: Callable[[nn.Module], bool],
     left_whole: Collection[nn.Module] = (),
-    adapts: bool = True,
+    adapts: bool = False,
 ) -> Derived:
     """The plan that splits as many layers as can be.
 
@@ -130,7 +130,7 @@ class _Search:
 def _can_adapt(node: fx.Node, whole: list[fx.Node]) -> bool:
     """Return whether a node may be given parts of whole values, and sum their gradients, to run on sharded ones.
 
-    Whole activations are not: where they meet sharded ones the layer stays whole.
+    Parameters, constants and what is made of these may be. Where whole activations meet sharded ones the layer stays whole.
     """
     if not whole or node.op not in ("call_function", "call_method"):
         return False

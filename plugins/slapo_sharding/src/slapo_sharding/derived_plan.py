@@ -104,7 +104,7 @@ def _derive_from(
     rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
     whole = tied_or_vocabulary(schedule.mod, schedule.world_size, rules)
     adapts = not copies and not sequence_parallel
-    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table, left_whole=whole, adapts=False)
+    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table, left_whole=whole)
     with widened(schedule.mod, copies, rules):
         wide = _trace(schedule) if copies else traced
         derived = rederive(wide, mesh)
@@ -334,7 +334,11 @@ def tell_whole_attentions(schedule: Schedule, reasons: Mapping[str, str], otherw
 
 
 def _local_forwards(schedule: Schedule, derived: Derived) -> dict[str, tuple[LocalForward, bool]]:
-    """Make forwards of local sizes for modules that count whole ones, and say which cannot do without; none is put in place."""
+    """Make forwards with sizes of parts for modules that count whole ones; none is put in place.
+
+    Returns:
+        By path the forward, and whether the module cannot do without it.
+    """
     made, calls = {}, dict[Any, Calls]()
     for path, must in owners(derived.layouts).items():
         if not any(each in derived.copied for each in schedule.mod.get_submodule(path).modules()):

@@ -1,4 +1,4 @@
-"""Which operations of a traced graph draw random numbers: masks on sharded values differ between ranks, others agree."""
+"""Operations of a traced graph that draw random numbers: masks on sharded values differ between ranks, others agree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def draws(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a node draws random numbers, tried on tensors without data."""
+    """Return whether a node draws random numbers, tried on tensors without data."""
     if not node.op.startswith("call"):
         return False
     inputs = [other.meta.get("val") for other in node.all_input_nodes]

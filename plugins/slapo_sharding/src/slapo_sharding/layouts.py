@@ -1,4 +1,4 @@
-"""Which values of a traced graph are sharded when some of its layers are split: a dry run with DTensors as the types.
+"""Dry run of a traced graph with DTensors as the types: finds the values that are sharded when some layers are split.
 
 Nothing is computed and nothing is sent. Values live on the meta device; a value that is sharded is a DTensor, any other is
 replicated. Torch's own rules say how an operation passes a sharding on; one that would have to move data does not fit.
@@ -34,7 +34,7 @@ _SPLITTING = ("view", "reshape", "unflatten")
 
 @dataclass(frozen=True)
 class Split:
-    """How a layer is split.
+    """Split of a layer.
 
     Args:
         output: What the layer returns: ``"sharded"`` along the last dimension (its input is replicated) or ``"reduced"`` (its

@@ -45,7 +45,7 @@ class Count:
 
     @property
     def is_local(self) -> bool:
-        """Whether it counts one rank's part by now."""
+        """Return whether it counts one rank's part by now."""
         return bool(vars(self.module.config if self.in_config else self.module)[self.name] != self.value)
 
     def set(self, value: int) -> None:
@@ -95,7 +95,7 @@ def localise(layouts: Layouts, found: list[Count], size: int, problem: Callable[
 
 
 def _choices(found: list[Count]) -> Iterator[list[Count]]:
-    """What may turn local together, the fewest first: attributes of one name do in all modules."""
+    """Give attributes that may turn local together, the fewest first: those of one name do in all modules."""
     names = list(dict.fromkeys((count.name, count.in_config) for count in found))
     for chosen in chain.from_iterable(combinations(names, number) for number in range(1, _MOST + 1)):
         yield [count for count in found if (count.name, count.in_config) in chosen]
@@ -107,7 +107,7 @@ def _may_do(layouts: Layouts, values: Mapping[Place, int], size: int) -> bool:
 
 
 def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] = ()) -> str | None:
-    """Where the graph of one rank's model is not what the dry run says, or None.
+    """Return where the graph of one rank's model is not what the dry run says; None where it is.
 
     Args:
         layouts: The dry run.

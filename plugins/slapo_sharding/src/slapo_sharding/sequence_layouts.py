@@ -49,7 +49,7 @@ class MixedUse(LayoutError):
 
 
 class LengthError(LayoutError):
-    """What a layer makes of a gathered value is given the whole length by a ``module`` that has seen a part of it only."""
+    """Error of a ``module`` that gives the whole length to values of a layer that gathers, and has seen a part of it only."""
 
     def __init__(self, layouts: Layouts, node: fx.Node, module: str) -> None:
         super().__init__(layouts, node, "it is given the length of the whole sequence")
@@ -141,7 +141,7 @@ class SequenceLayouts(Layouts):
         return placement.dim == 0 and any(other in self.flattened for other in n.all_input_nodes)
 
     def is_split(self, n: fx.Node) -> bool:
-        """Whether a value is sharded along the sequence."""
+        """Return whether a value is sharded along the sequence."""
         return SEQUENCE in self.sources.get(n, ())
 
     def _pass(self, n: fx.Node) -> Any:

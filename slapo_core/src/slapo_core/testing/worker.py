@@ -85,8 +85,8 @@ class _Leftovers:
 
     What stays are modules and caches, nearly all for good, so they are frozen, and collecting after each job is cheap. A
     library's global may hold the groups of one job until the next, though. Each has three threads, and one of them looks for
-    messages a hundred times a second; where they become many, what was frozen is collected too. Where
-    that does not help, the process has to go.
+    messages a hundred times a second. Where they become many, what was frozen is collected too, and where that does not help
+    the process has to go.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from slapo_core.tracing.around import HOOKS
 from slapo_core.tracing.guard import Call, Guard, plain_signature
 from slapo_core.tracing.value import Kind, trace_again, trace_value
 from slapo_core.tracing.variants import Variant, on_meta
-from slapo_core.wrapping import INNER, WRAPPERS, own_forward
+from slapo_core.wrapping import INNER, WRAPPERS
 
 from .._torch_private import mesh_of
 from ..collectives import Group
@@ -186,10 +186,10 @@ class LocalForward:
         return self._recent
 
     def _check_parts(self) -> None:
-        """Refuse layers of which this rank has something else than planned.
+        """Compare the layers' parts on this rank with the plan.
 
         Raises:
-            TraceError: so.
+            TraceError: a part of another size, or of a layer that stays whole.
         """
         for path, split in self._plan.splits.items():
             whole, module = self._whole.get_submodule(path), self._module.get_submodule(path)
@@ -221,10 +221,10 @@ class LocalForward:
         return layouts
 
     def _check_results(self, layouts: Layouts) -> None:
-        """Refuse results that are parts, but for those which were parts when it was planned: no other module uses these.
+        """Compare the results that are parts, which no other module uses, and the summed gradients with the first graph's.
 
         Raises:
-            TraceError: so, or a gradient is a part that nobody sums.
+            TraceError: other results are parts, or a gradient is a part that nobody sums.
         """
         (output,) = layouts.graph.find_nodes(op="output")
         parts = {place for place, each in enumerate(leaves(output.args)) if each in layouts.local}
@@ -235,11 +235,6 @@ class LocalForward:
             raise TraceError("it gives parts of other results, or sums other gradients, than in the example")
         if self.partial is not None and (missing := layouts.partial.keys() - self.partial):
             raise TraceError(f"the gradient of {min(missing)!r} is a part that was whole in the example")
-
-
-def runs_locally(module: nn.Module) -> bool:
-    """Return whether a module runs from graphs with sizes of parts."""
-    return isinstance(own_forward(module), LocalForward)
 
 
 def _copied(guard: Guard) -> Guard:
