@@ -59,7 +59,7 @@ def test_weights_made_for_a_gpu_are_those_made_for_a_cpu() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_slapo_train_agrees_with_its_reference_on_nccl(kind: str, precision: str, tmp_path: Path) -> None:
-    command = f"{sys.executable} -m slapo.cli.app train --model {kind} --device cuda --steps 5 --precision {precision}"
+    command = f"{sys.executable} -m slapo train --model {kind} --device cuda --steps 5 --precision {precision}"
     more = ["--reference", "--checkpoint-layers", "--report", str(tmp_path)]
     done = subprocess.run([*command.split(), *more], timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

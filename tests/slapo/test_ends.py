@@ -114,9 +114,7 @@ def test_the_command_line_says_which_rank_it_was(
     (tmp_path / "failing.py").write_text(SCHEDULE)
     monkeypatch.setenv("ENDS", end)
     flags = f"train --target {target} --{axis} 2 --layers 2 --hidden 16 --seq 16 --microbatches 2 --batch 8 --steps 4".split()
-    status, output, seconds = job(
-        "-c", "from slapo.cli.app import main; main()", *flags, "--schedule", str(tmp_path / "failing.py")
-    )
+    status, output, seconds = job("-m", "slapo", *flags, "--schedule", str(tmp_path / "failing.py"))
     assert status != 0
     assert seconds < LIMIT
     expected = "slapo: rank 1: ValueError: no such luck" if end == "raises" else "slapo: rank 1 was ended by SIGKILL"

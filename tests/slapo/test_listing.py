@@ -64,10 +64,8 @@ def test_version_names_the_distributions() -> None:
 def test_a_plugin_that_fails_and_one_to_disable_that_is_not_installed_are_told_of_once(command: str, tmp_path: Path) -> None:
     write_distribution(tmp_path, "slapo-broken", "raise RuntimeError('no luck')")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "SLAPO_DISABLE_PLUGINS": "memmory"}
-    script = "from slapo.cli.app import main; main()"
-    result = subprocess.run(
-        [sys.executable, "-c", script, *command.split()], env=environ, capture_output=True, text=True, timeout=60
-    )
+    run = [sys.executable, "-m", "slapo", *command.split()]
+    result = subprocess.run(run, env=environ, capture_output=True, text=True, timeout=60)
     assert (result.stdout + result.stderr).count("RuntimeError: no luck") == 1
     assert result.stderr.count("no plugin 'memmory'; did you mean 'memory'?") == 1
 

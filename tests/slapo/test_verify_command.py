@@ -25,7 +25,7 @@ SMALL = ("--layers", "2", "--hidden", "32", "--seq", "8")
 
 
 def command(*flags: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-c", "from slapo.cli.app import main; main()", "verify", *flags]
+    run = [sys.executable, "-m", "slapo", "verify", *flags]
     return subprocess.run(run, capture_output=True, text=True, timeout=100)
 
 

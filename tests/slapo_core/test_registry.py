@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 from slapo_core import Primitive, Registry, create_schedule, default_registry, hookimpl, list_primitives, register_primitive
+from slapo_core.entries import Entry
 from slapo_core.errors import PluginError, UnknownNameError
 from slapo_core.testing import isolated_plugins
 
@@ -144,6 +145,11 @@ def test_dialects_and_models_are_registered_like_primitives() -> None:
     assert callable(registry.model("gpt2"))
     with pytest.raises(PluginError, match="'0123456789' is not a function"):
         registry.model("none")
+
+
+def test_what_no_plugin_recorded_and_cannot_be_imported_names_its_module() -> None:
+    with pytest.raises(PluginError, match="'gpt2' of no_such_module cannot be used: No module named 'no_such_module'"):
+        Entry("model", "gpt2", "no_such_module:schedule").load()
 
 
 def test_listing_names_imports_no_primitive() -> None:

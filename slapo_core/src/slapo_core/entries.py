@@ -39,8 +39,10 @@ class Entry:
 
     @property
     def provider(self) -> str:
-        """Distribution and version, or the module whose class was registered in this process."""
-        return self.record.provider if self.record else str(self.target.__module__)
+        """Distribution and version, or the module of what was registered in this process."""
+        if self.record:
+            return self.record.provider
+        return self.target.partition(":")[0] if isinstance(self.target, str) else str(self.target.__module__)
 
     def load(self) -> Any:
         """The class or function itself, imported if need be.
