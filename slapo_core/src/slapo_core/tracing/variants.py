@@ -108,11 +108,18 @@ class Variant(Hidden):
         """Whether the graph switches gradients or autocast."""
         self.pristine: list[Any] | None = None
 
-    def run(self, module: nn.Module, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
-        """Run the graph on a module that holds what its targets name."""
-        function = self.compile()
-        if (through := getattr(type(module), "through", None)) is not None:  # of a TracedModule
-            function = through(function)
+    def run(self, module: TracedModule, inputs: Mapping[str, Any], args: Sequence[Any] = ()) -> Any:
+        """Run the graph on the traced module, through what it puts between."""
+        return self._call(module.through(self.compile()), module, inputs, args)
+
+    def run_on(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Run the graph on another module that holds what its targets name."""
+        return self._call(self.compile(), module, inputs)
+
+    def _call(
+        self, function: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Any], args: Sequence[Any] = ()
+    ) -> Any:
+        """Call the function of the graph; gradients and autocast are switched afterwards as before, whatever it raises."""
         if not self.switches:
             return function(module, *args, **inputs)
         before = regions.current()

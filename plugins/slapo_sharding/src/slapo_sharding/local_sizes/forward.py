@@ -132,7 +132,7 @@ class LocalForward:
         call, guard, variant = self.prepare(args, kwargs)
         inputs = {name: call.values[name] for name in guard.placeholders}
         variant.follow(guard, inputs)
-        return variant.run(self._module, inputs)
+        return variant.run_on(self._module, inputs)
 
     def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Guard, Variant]:
         """Return the graph of a call, made where there is none.
