@@ -8,7 +8,9 @@ import sys
 NAMES = """
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero import parameter_offload
 import deepspeed.ops
+assert type(parameter_offload.FWD_MODULE_STACK) is list
 names = ["_index_tied_modules", "_synchronize_tied_weights", "get_tied_weights_and_groups"]
 assert all(hasattr(PipelineModule, name) for name in names)
 assert hasattr(PipelineEngine, "_allocate_or_extend_buffers")

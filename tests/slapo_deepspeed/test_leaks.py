@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from slapo_core.build import build
 from slapo_core.schedule import create_schedule
@@ -43,3 +46,22 @@ def closed(rank: int, stage: int) -> tuple[int, bool, bool]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_closed_engine_takes_its_hooks_off_and_puts_torchs_linear_back(stage: int) -> None:
     assert run_distributed(closed, 2, stage) == [(0, stage == 3, True)] * 2
+
+
+def _trained(stage: int) -> weakref.ref[nn.Module]:
+    """The model of an engine that nobody closes, of a process group that is gone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    schedule = create_schedule(model, mesh=mesh_of(), plugins=PLUGINS)
+    engine = build(schedule, "deepspeed", **OPTIONS, config={"zero_optimization": {"stage": stage}})
+    engine.train_batch(input=torch.ones(2, 2), labels=torch.ones(2, 2))
+    dist.destroy_process_group()
+    return weakref.ref(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_next_build_frees_an_engine_whose_process_group_is_gone(stage: int) -> None:
+    first = _trained(stage)
+    _trained(stage)
+    gc.collect()
+    assert first() is None

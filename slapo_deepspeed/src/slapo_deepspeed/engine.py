@@ -37,7 +37,7 @@ from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
-from . import checkpoint, flat_parts, masters
+from . import checkpoint, engines, flat_parts, masters
 from .config_reading import check_config
 from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
@@ -69,6 +69,7 @@ class DeepSpeedEngine(BatchEngine):
         self._saver = Saver(program)
         compare(options.agreed(), program.mesh)
         self._deepspeed = imported(self._device_type)
+        engines.abandon_stale()
         self._world, self._linear = start(self._deepspeed), TorchLinear()
         try:
             self._config = options.settled(self._device_type)
@@ -77,8 +78,10 @@ class DeepSpeedEngine(BatchEngine):
         except BaseException:
             if hasattr(self, "_hooks"):
                 self._hooks.give_back()
-            self._leave()
+            self._linear.leave()
+            self._leave_world()
             raise
+        engines.add(self)
 
     def _make(self, program: Program, options: DeepSpeedOptions, dtype: torch.dtype) -> None:
         self.module: nn.Module = program.stages[program.axis_rank("pp")].module
@@ -259,14 +262,25 @@ class DeepSpeedEngine(BatchEngine):
         try:
             self._saver.close()
         finally:
-            self._hooks.give_back()
-            self.model.destroy()
-            self._used.close()
-            self._leave()
+            self._take_off()
+            self._leave_world()
 
-    def _leave(self) -> None:
-        """Give back what DeepSpeed has put in torch's place, and the process group of this process alone, if there is one."""
+    def abandon(self) -> None:
+        """Take DeepSpeed's hooks off the model, of an engine whose process group is gone."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._take_off()
+
+    def _take_off(self) -> None:
+        self._hooks.give_back()
+        self.model.destroy()
+        if self._options.zero_stage == 3:
+            engines.forget_modules(self.model.module)
+        self._used.close()
         self._linear.leave()
+
+    def _leave_world(self) -> None:
+        """Give back the process group of this process alone, if there is one."""
         if self._world.leave():
             self._deepspeed.comm.destroy_process_group()  # it forgets its groups with it
 

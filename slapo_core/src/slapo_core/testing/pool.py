@@ -186,17 +186,14 @@ class _Pool:
             _raise_first(ranks, timeout)
             return [rank.result for rank in ranks]
         finally:
-            for rank in ranks:
-                if not rank.idle:  # stuck, dead, or the wait was interrupted
-                    self.workers.remove(rank.worker)
-                    rank.worker.end()
+            if not all(rank.idle for rank in ranks):  # stuck, dead, or the wait was interrupted
+                self._end_workers()
 
     def _start(self, count: int) -> None:
         if not self.folder:
             self.folder = tempfile.mkdtemp(prefix="slapo-workers-")
-        for worker in [worker for worker in self.workers if worker.process.poll() is not None]:
-            self.workers.remove(worker)
-            worker.end()
+        if any(worker.process.poll() is not None for worker in self.workers):
+            self._end_workers()
         self.workers += [_Worker() for _ in range(count - len(self.workers))]
         for worker in self.workers[:count]:
             try:
@@ -230,9 +227,13 @@ class _Pool:
                 for rank in ranks:
                     rank.release()
 
-    def close(self) -> None:
+    def _end_workers(self) -> None:
+        """All of them: libraries number what they make in a process, and ranks with another past would number otherwise."""
         while self.workers:
             self.workers.pop().end()
+
+    def close(self) -> None:
+        self._end_workers()
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = ""
