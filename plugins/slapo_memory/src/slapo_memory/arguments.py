@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .value_kinds import ATOMS
+
 _BY_REFERENCE = (nn.Module, type, ModuleType, Enum)
 
 
@@ -58,6 +60,8 @@ class Arguments:
 
 def _copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     """A copy of containers and plain objects with ``leaf`` applied to what stands for tensors; the rest is shared."""
+    if type(value) in ATOMS:
+        return value
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, (torch.Tensor, _Slot)):

@@ -4,41 +4,80 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
-from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 
 from slapo_core.random import rng_state, set_rng_state
 
+from ._random_private import WatchedGenerator, numpy_generator, python_generator
+from .value_kinds import Kind, kind_of, numpy_random
+
 
 class RandomState:
     """The state as of now of torch's generators with the tracked ones, of Python's ``random``, and of NumPy's where loaded."""
 
     def __init__(self) -> None:
+        self._device = _cuda_device()
         self._torch = rng_state()
-        self._python = random.getstate()
-        numpy = _numpy_random()
-        self._numpy = None if numpy is None else numpy.get_state()
+        self._others = [(generator, generator.state()) for generator in _global_generators()]
+
+    def covers(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether the state has the generators of all devices of ``tensors``.
+
+        It has those of the CPU and of the CUDA device that was current. Where CUDA could still start in the forward, nothing
+        is covered.
+        """
+        if self._device is None and torch.backends.cuda.is_built():
+            return False
+        devices = {tensor.device for tensor in tensors}
+        return all(device.type in ("cpu", "meta") or _is_cuda(device, self._device) for device in devices)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run a block in this state; afterwards the state is that of before the block."""
-        now = RandomState()
-        self._restore()
+        with self._on_device():
+            now = RandomState()
+            self._restore()
         try:
             yield
         finally:
-            now._restore()
+            with self._on_device():
+                now._restore()
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Make the CUDA device current whose state this has; a backward may run with another."""
+        if self._device is None or self._device == _cuda_device():
+            return nullcontext()
+        return torch.cuda.device(self._device)
 
     def _restore(self) -> None:
         set_rng_state(self._torch)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            _numpy_random().set_state(self._numpy)
+        for generator, state in self._others:
+            generator.put(state)
+
+
+_PYTHON = python_generator()
+
+
+@cache
+def _numpy() -> WatchedGenerator:
+    return numpy_generator(numpy_random())
+
+
+def _global_generators() -> tuple[WatchedGenerator, ...]:
+    return (_PYTHON,) if numpy_random() is None else (_PYTHON, _numpy())
+
+
+def _cuda_device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+
+def _is_cuda(device: torch.device, index: int | None) -> bool:
+    return device.type == "cuda" and device.index == index
 
 
 class HeldState:
@@ -68,22 +107,20 @@ class HeldState:
 
 
 def generators_in(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Those that a value is or, a container, holds at any depth."""
-    seen = set() if seen is None else seen
-    if is_generator(value):
+    """Yield the generators that a value is or, a container, holds at any depth."""
+    kind = kind_of(type(value))
+    if kind is Kind.GENERATOR:
         yield value
-    elif isinstance(value, (dict, list, tuple, set, deque)) and id(value) not in seen:
-        seen.add(id(value))
-        for each in value.values() if isinstance(value, dict) else value:
+        return
+    if kind is not Kind.CONTAINER and kind is not Kind.NESTED:
+        return
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for each in value.values() if isinstance(value, dict) else value:
+        if kind_of(type(each)) is not Kind.ATOM:
             yield from generators_in(each, seen)
-
-
-def is_generator(value: Any) -> bool:
-    """Whether it is one that ``HeldState`` takes."""
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
-    numpy = _numpy_random()
-    return numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator))
 
 
 def _read(generator: Any) -> Any:
@@ -113,8 +150,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return pickle.dumps(one) == pickle.dumps(other)
-
-
-def _numpy_random() -> Any:
-    """NumPy's module of random numbers; None while nobody imported it, as then nobody draws from it."""
-    return getattr(sys.modules.get("numpy"), "random", None)

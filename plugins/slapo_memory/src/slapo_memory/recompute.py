@@ -22,8 +22,9 @@ from .arguments import Arguments
 from .comparing import Sample
 from .offloading import Offloaded, offloaded_in, offloading_aside
 from .policies import Listed, contexts_of
-from .randomness import RandomState, is_generator
+from .randomness import RandomState
 from .state import StartState, version_of
+from .value_kinds import Kind, kind_of
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keyword arguments that are torch's, not the function's."""
@@ -59,10 +60,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
     if torch.compiler.is_compiling():  # its own way to recompute sees to random states
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     _check_arguments("", *args, *kwargs.values())
-    region = _Region(
-        function, args, kwargs, _found_in((function, args, kwargs), set()), options.get("preserve_rng_state", True)
-    )
+    region = _Region(function, args, kwargs, _found_in((function, args, kwargs)), options.get("preserve_rng_state", True))
     region.check = partial(_check_result, "", use_reentrant)
+    options["preserve_rng_state"] = region.leaves_random_states_to_torch
     return torch_checkpoint.checkpoint(region, *region.arguments.give(), use_reentrant=use_reentrant, **options)
 
 
@@ -83,11 +83,13 @@ class Checkpointed:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         _check_arguments(self._path, *args, *kwargs.values())
-        found = _found_in(call, set())
+        found = _found_in(call)
         region = _Region(call, args, kwargs, found + _generators_in(args, kwargs))
         region.check = partial(_check_result, self._path, False)
         contexts = contexts_of(self._policy)
-        options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        options: dict[str, Any] = {"preserve_rng_state": region.leaves_random_states_to_torch}
+        if contexts is not None:
+            options["context_fn"] = contexts
         if self not in _compared and not _partitioned_by_zero(found):
             region.compare = self._compare
             options["early_stop"] = False  # to the result
@@ -123,7 +125,11 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 class _Region:
-    """The function with its arguments: called once for the forward, and once for each recompute."""
+    """The function with its arguments: called once for the forward, and once for each recompute.
+
+    Attributes:
+        leaves_random_states_to_torch: Whether torch has to put back the states of devices that are not seen to here.
+    """
 
     def __init__(
         self,
@@ -138,6 +144,7 @@ class _Region:
         self.arguments = Arguments(args, kwargs)
         self._original: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._random = RandomState() if preserve_rng_state else None
+        self.leaves_random_states_to_torch = self._random is not None and not self._random.covers(self.arguments.tensors)
         self._state = StartState(modules, [each for each in found if not isinstance(each, nn.Module)])
         self._is_eager, self._is_watched = runs_eagerly(), is_watched()
         self.check: Callable[[Any, bool], None] = lambda result, wrote: None
@@ -214,16 +221,35 @@ def _of(path: str) -> dict[str, Any]:
 
 
 def _generators_in(*given: Any) -> list[Any]:
-    return [found for found in _found_in(given, set()) if not isinstance(found, nn.Module)]
+    return [found for found in _found_in(given) if not isinstance(found, nn.Module)]
 
 
-def _found_in(value: Any, seen: set[int]) -> list[Any]:
+def _found_in(value: Any) -> list[Any]:
     """The modules and random generators that a call can see to change: itself, its object, arguments, what it closes over."""
-    if id(value) in seen or isinstance(value, torch.Tensor):
-        return []
-    seen.add(id(value))
-    if isinstance(value, nn.Module) or is_generator(value):
-        return [value]
+    found: list[Any] = []
+    seen: dict[
+        int, Any
+    ] = {}  # keeps them: some are made on access, and another object could get the number of one that is gone
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        kind = kind_of(type(value))
+        if kind is Kind.ATOM or kind is Kind.TENSOR or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if kind is Kind.MODULE or kind is Kind.GENERATOR:
+            found.append(value)
+        else:
+            waiting += _inside(value)
+    return found
+
+
+def _inside(value: Any) -> list[Any]:
+    """Return what ``_found_in`` looks at next in a value."""
+    if type(value) in (tuple, list):
+        return [*value]
+    if type(value) is dict:
+        return [*value.values()]
     inside: list[Any] = [getattr(value, "__self__", None), getattr(value, "__wrapped__", None)]
     if isinstance(value, partial):
         inside += [value.func, value.args, value.keywords]
@@ -232,7 +258,7 @@ def _found_in(value: Any, seen: set[int]) -> list[Any]:
         inside += [value.__defaults__, value.__kwdefaults__]
     elif isinstance(value, (tuple, list, dict)):
         inside += value.values() if isinstance(value, dict) else value
-    return [found for item in inside if item is not None for found in _found_in(item, seen)]
+    return inside
 
 
 # inside of a compiled module the compiler would try, and warn; what torch's checkpoint calls it leaves alone by itself
@@ -242,6 +268,7 @@ for _ours in (
     _Region.__init__,
     Arguments.give,
     _found_in,
+    _inside,
     _generators_in,
     contexts_of,
     offloaded_in,

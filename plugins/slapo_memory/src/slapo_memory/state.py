@@ -7,9 +7,10 @@ and sets in them. The recompute gets copies of the tensors, so that they advance
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import nn
 
 from ._torch_private import no_functions, no_modes
 from .randomness import HeldState, generators_in
+from .value_kinds import ATOMS, Kind, kind_of
 
-_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _WRAPPERS_OWN = frozenset({*nn.Module().__dict__, "_external_params"})
 """Parameters, children and hooks: a wrapper that swaps these in a forward, as sharded data parallelism does, knows why. In
 the last, DeepSpeed notes in the forward which other modules' parameters ZeRO has to gather for the recompute as well."""
@@ -33,33 +34,52 @@ class StartState:
     """
 
     def __init__(self, modules: Sequence[nn.Module], generators: Iterable[Any] = ()) -> None:
+        self._generators = [*generators]
+        self._modules = _with_below(modules)
+        self._modes = [module.training for module in self._modules]
         self._places: dict[int, _Place] = {}
         self._tensors: dict[int, _TensorCopy] = {}
-        self._generators = [*generators]
-        with no_modes():
-            for module in {below for top in modules for below in top.modules()}:
-                self._visit(module.__dict__, _WRAPPERS_OWN)
-                self._visit(module._buffers)
-        self._drawn = HeldState(self._generators)
-        self._modes = [(below, below.training) for top in modules for below in top.modules()]
+        found: dict[int, torch.Tensor] = {}
+        self._attributes = [_attributes_of(module.__dict__) for module in self._modules]
+        for _, _, values in self._attributes:
+            if not ATOMS.issuperset(map(type, values)):
+                self._look_into(values, found)
+        buffers = [module._buffers for module in self._modules]
+        self._empty = [each for each in buffers if not each]
+        for each in buffers:
+            if each:
+                self._visit(each, found)
+        for live, _, _ in self._attributes if self._places else ():  # where one is in a container, too
+            self._places.pop(id(live), None)
+        with no_modes() if found or self._generators else nullcontext():
+            self._tensors = {key: _TensorCopy(tensor) for key, tensor in found.items()}
+            self._drawn = HeldState(self._generators)
 
     def keep_changed(self) -> None:
         """Forget what is as it was; call it after the forward."""
-        with no_modes():
+        with no_modes() if self._tensors or self._generators else nullcontext():
             self._drawn.keep_changed()
-        self._tensors = {key: tensor for key, tensor in self._tensors.items() if tensor.changed()}
-        self._places = {key: place for key, place in self._places.items() if place.changed() or place.holds(self._tensors)}
+            self._tensors = {key: tensor for key, tensor in self._tensors.items() if tensor.changed()}
+        kept = self._tensors
+        places = [place for place in self._places.values() if place.changed() or place.holds(kept)]
+        places += [_Container(live, type(live)()) for live in self._empty if live]
+        for live, layout, values in self._attributes:
+            if not layout.has(live, values) or (kept and not kept.keys().isdisjoint(map(id, values))):
+                places.append(_Attributes(live, layout, values))
+        self._places = {id(place.live): place for place in places}
+        self._attributes, self._empty = [], []
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run a block with the state of the start; afterwards it is that of before the block."""
         places = self._places.values()
-        modes = [(module, module.training) for module, before in self._modes if module.training is not before]
+        pairs = zip(self._modules, self._modes, strict=True)
+        modes = [(module, module.training) for module, before in pairs if module.training is not before]
         now = [(place, place.read()) for place in places]
-        with no_modes():
+        with no_modes() if self._tensors else nullcontext():
             fresh = {key: tensor.copy.clone() for key, tensor in self._tensors.items()}
         for place in places:
-            place.write(place.start, fresh)
+            place.write(place.start(), fresh)
         for module, other in modes:  # somebody may have called eval() before the backward
             module.training = not other
         try:
@@ -71,51 +91,147 @@ class StartState:
             for module, other in modes:
                 module.training = other
 
-    def _visit(self, live: Any, hidden: frozenset[str] = frozenset()) -> None:
-        if id(live) in self._places:
-            return
-        place = self._places[id(live)] = _Place(live, hidden)
-        for value in _values(place.start):
-            if type(value) in _CONTAINERS:
-                self._visit(value)
-            elif isinstance(value, torch.Tensor) and not value.requires_grad and id(value) not in self._tensors:
-                self._tensors[id(value)] = _TensorCopy(value)
-            else:
+    def _visit(self, live: Any, found: dict[int, torch.Tensor]) -> None:
+        if id(live) not in self._places:
+            place = self._places[id(live)] = _Container(live)
+            self._look_into(place.values, found)
+
+    def _look_into(self, values: Iterable[Any], found: dict[int, torch.Tensor]) -> None:
+        """Visit the containers among values, and note the tensors and generators."""
+        for value in values:
+            kind = kind_of(type(value))
+            if kind is Kind.CONTAINER:
+                self._visit(value, found)
+            elif kind is Kind.TENSOR:
+                if not value.requires_grad:
+                    found.setdefault(id(value), value)
+            elif kind is Kind.NESTED or kind is Kind.GENERATOR:
                 self._generators += generators_in(value)
 
 
-class _Place:
-    """One container that a forward may change, with its content at the start."""
+def _with_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules and all below them, each once; ``nn.Module.modules`` takes longer."""
+    found: dict[int, nn.Module] = {}
+    waiting: list[nn.Module | None] = [*modules]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting += module._modules.values()
+    return [*found.values()]
 
-    def __init__(self, live: Any, hidden: frozenset[str]) -> None:
-        self.live, self.hidden = live, hidden
-        self.start = self.read()
+
+class _Place:
+    """One container that a forward may change, with its content at the start.
+
+    Attributes:
+        live: The container.
+        values: Those in it at the start.
+    """
+
+    live: Any
+    values: Iterable[Any]
+
+    def start(self) -> Any:
+        """Return the content at the start."""
+        raise NotImplementedError
 
     def read(self) -> Any:
-        if not self.hidden:
-            return copy.copy(self.live)
-        return {name: value for name, value in self.live.items() if name not in self.hidden}
+        """Return a copy of the content."""
+        raise NotImplementedError
 
     def write(self, content: Any, instead: Mapping[int, torch.Tensor]) -> None:
         """Make this the content, with other tensors for those of some ids."""
-        if isinstance(self.live, dict):
-            kept = {name: value for name, value in self.live.items() if name in self.hidden}
-            self.live.clear()
-            self.live.update({**kept, **{name: instead.get(id(value), value) for name, value in content.items()}})
-            return
+        raise NotImplementedError
+
+
+class _Container(_Place):
+    """A list, dict, set or deque.
+
+    Args:
+        live: The container.
+        start: Its content at the start; by default, that of now.
+    """
+
+    def __init__(self, live: Any, start: Any = None) -> None:
+        self.live = live
+        self._start = self.read() if start is None else start
+        self.values = _values(self._start)
+
+    def start(self) -> Any:
+        return self._start
+
+    def read(self) -> Any:
+        return copy.copy(self.live)
+
+    def write(self, content: Any, instead: Mapping[int, torch.Tensor]) -> None:
         self.live.clear()
+        if isinstance(self.live, dict):
+            self.live.update({name: instead.get(id(value), value) for name, value in content.items()})
+            return
         add = self.live.update if isinstance(self.live, set) else self.live.extend
         add([instead.get(id(value), value) for value in content])
 
     def changed(self) -> bool:
-        now = self.read()
-        if isinstance(now, set):
-            return bool(now != self.start)
-        names = isinstance(now, dict) and list(now) != list(self.start)
-        return names or list(map(id, _values(now))) != list(map(id, _values(self.start)))
+        """Return whether the content is another than at the start."""
+        live, start = self.live, self._start
+        if len(live) != len(start):
+            return True
+        if isinstance(live, set):
+            return bool(live != start)
+        names = isinstance(live, dict) and list(live) != list(start)
+        return names or not all(map(is_, _values(live), self.values))
 
     def holds(self, tensors: Mapping[int, Any]) -> bool:
-        return any(id(value) in tensors for value in _values(self.start))
+        """Return whether one of the tensors, by id, was in it at the start."""
+        return bool(tensors) and not tensors.keys().isdisjoint(map(id, self.values))
+
+
+class _Attributes(_Place):
+    """The ``__dict__`` of a module, without what wrappers use."""
+
+    def __init__(self, live: dict[str, Any], layout: _Layout, values: tuple[Any, ...]) -> None:
+        self.live, self.values, self._names = live, values, layout.names
+
+    def start(self) -> dict[str, Any]:
+        return dict(zip(self._names, self.values, strict=True))
+
+    def read(self) -> dict[str, Any]:
+        return {name: value for name, value in self.live.items() if name not in _WRAPPERS_OWN}
+
+    def write(self, content: Any, instead: Mapping[int, torch.Tensor]) -> None:
+        kept = {name: value for name, value in self.live.items() if name in _WRAPPERS_OWN}
+        self.live.clear()
+        self.live.update({**kept, **{name: instead.get(id(value), value) for name, value in content.items()}})
+
+
+class _Layout:
+    """Names of the attributes of a module.
+
+    Attributes:
+        names: Those that wrappers do not use, in order.
+        pick: Returns the values of these from the ``__dict__``, as a tuple.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = tuple(name for name in names if name not in _WRAPPERS_OWN)
+        self.pick: Callable[[dict[str, Any]], tuple[Any, ...]]
+        if len(self.names) > 1:
+            self.pick = itemgetter(*self.names)
+        else:  # of one name, itemgetter returns no tuple
+            self.pick = lambda live: tuple(live[name] for name in self.names)
+
+    def has(self, live: dict[str, Any], values: tuple[Any, ...]) -> bool:
+        """Return whether a ``__dict__`` has these names, with these objects as values."""
+        return _layout_of(tuple(live)).names == self.names and all(map(is_, self.pick(live), values))
+
+
+_layout_of = lru_cache(maxsize=4096)(_Layout)
+
+
+def _attributes_of(live: dict[str, Any]) -> tuple[dict[str, Any], _Layout, tuple[Any, ...]]:
+    layout = _layout_of(tuple(live))
+    return live, layout, layout.pick(live)
 
 
 class _TensorCopy:

@@ -1,0 +1,62 @@
+"""Kinds of values, decided once per class: a checkpoint looks at thousands of values in each forward."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from enum import Enum, auto
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
+"""Classes of containers whose content a recompute puts back."""
+
+ATOMS = frozenset(
+    {type(None), type(...), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+"""Classes of immutable values with nothing inside."""
+
+
+class Kind(Enum):
+    """What a checkpoint does with a value."""
+
+    ATOM = auto()
+    """Nothing: the value cannot change."""
+    TENSOR = auto()
+    MODULE = auto()
+    GENERATOR = auto()
+    """A random generator of torch, NumPy or Python."""
+    CONTAINER = auto()
+    """Its content is put back; its class is one of ``CONTAINERS``."""
+    NESTED = auto()
+    """A tuple or another container: generators are looked for in it."""
+    OTHER = auto()
+
+
+@lru_cache(maxsize=512)
+def kind_of(cls: type) -> Kind:
+    """Return the kind of a class's instances."""
+    if cls in ATOMS:
+        return Kind.ATOM
+    for base, kind in ((torch.Tensor, Kind.TENSOR), (nn.Module, Kind.MODULE), (_generator_classes(), Kind.GENERATOR)):
+        if issubclass(cls, base):
+            return kind
+    if cls in CONTAINERS:
+        return Kind.CONTAINER
+    return Kind.NESTED if issubclass(cls, (dict, list, tuple, set, deque)) else Kind.OTHER
+
+
+def numpy_random() -> Any:
+    """Return NumPy's module of random numbers; None while nobody imported it, as then nobody draws from it."""
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
+def _generator_classes() -> tuple[type, ...]:
+    """Return the classes of generators; NumPy's have no instance, nor a subclass, before somebody imports it."""
+    numpy = numpy_random()
+    of_numpy = () if numpy is None else (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
+    return (torch.Generator, random.Random, *of_numpy)
