@@ -232,3 +232,69 @@ def test_the_recompute_draws_the_same_and_leaves_the_state_alone(draw: Callable[
     for expected, found in zip(before.parameters(), after.parameters(), strict=True):
         assert (expected.grad is None) == (found.grad is None)
         assert expected.grad is None or torch.equal(expected.grad, found.grad)
+
+
+class Shifting(nn.Module):
+    """Scales by attributes and buffers that are not there, or are of another class, in another call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.state: Any = None
+        self.pair: Any = (1, (2, 3))
+        self.scale = torch.ones((), requires_grad=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.state is None:
+            self.state = [1.0]
+        elif isinstance(self.state, list):
+            self.state.append(2.0 * len(self.state))
+            self.state = {"sum": torch.tensor(sum(self.state))} if len(self.state) > 2 else self.state
+        else:
+            self.state["sum"] += 1
+        if "runs" not in self._buffers:
+            self.register_buffer("runs", torch.zeros(()))
+        self.runs += 1
+        self.pair = (*self.pair, self.runs.item())
+        self.scale = (self.scale + 1).detach()
+        held = self.state["sum"] if isinstance(self.state, dict) else sum(self.state, 0.0)
+        return self.fc(x * self.runs + held + len(self.pair)).tanh() * self.scale
+
+
+def test_attributes_that_change_their_class_and_new_buffers_advance_once() -> None:
+    before = nn.Sequential(nn.Linear(4, 4), Shifting())
+    after = copy.deepcopy(before)
+    create_schedule(after)["1"].checkpoint()
+    for _ in range(5):
+        for model in (before, after):
+            model(torch.ones(2, 4)).square().sum().backward()
+    assert before[1].state == after[1].state
+    assert before[1].pair == after[1].pair
+    assert torch.equal(before[1].runs, after[1].runs)
+    for expected, found in zip(before.parameters(), after.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+
+
+def test_a_tensor_that_is_switched_to_no_gradients_is_kept_from_then_on() -> None:
+    """The same tensor in the same attribute: only what it requires is another."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.held = [torch.ones((), requires_grad=True)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.held[0].requires_grad:
+                self.held[0] += 1
+            return self.fc(x * self.held[0].detach()).tanh()
+
+    before = Counting()
+    after = copy.deepcopy(before)
+    create_schedule(after).checkpoint()
+    for run in range(3):
+        for model in (before, after):
+            model.held[0].requires_grad_(run < 1)
+            model(torch.ones(2, 4)).square().sum().backward()
+    assert before.held[0].item() == after.held[0].item() == 3
+    assert torch.equal(before.fc.weight.grad, after.fc.weight.grad)

@@ -18,6 +18,9 @@ from typing import Any
 _HEADER = object.__basicsize__
 """Bytes with the count of references and the class."""
 
+_IS_ADDRESS = sys.implementation.name == "cpython"
+"""Whether an object's id is its address."""
+
 
 class WatchedGenerator:
     """A global generator, whose state is read only where it may have changed since the last time.
@@ -35,11 +38,12 @@ class WatchedGenerator:
     def state(self) -> Any:
         """Return the state; the same object as before only if it is equal."""
         now = self._image()
-        image, state = self._last
-        if now is None or now != image:
-            state = self._read()
-            if now is not None and self._image() == now:  # no other thread drew meanwhile
-                self._last = now, state
+        image, last = self._last
+        if now is not None and now == image:
+            return last
+        state = self._read()
+        if now is not None and self._image() == now:  # no other thread drew meanwhile
+            self._last = now, state
         return state
 
     def put(self, state: Any) -> None:
@@ -51,40 +55,45 @@ class WatchedGenerator:
 def python_generator() -> WatchedGenerator:
     """Return what the functions of ``random`` draw from."""
     watched = getattr(random.getstate, "__self__", None)
-    is_known = type(watched) is random.Random and _is_python_known()
-    return WatchedGenerator(partial(_python_image, watched) if is_known else _no_image, random.getstate, random.setstate)
+    is_known = _IS_ADDRESS and type(watched) is random.Random and _is_python_known()
+    return WatchedGenerator(_python_image(watched) if is_known else _no_image, random.getstate, random.setstate)
 
 
 def numpy_generator(numpy: Any) -> WatchedGenerator:
     """Return what the functions of ``numpy.random``, which ``numpy`` is, draw from."""
     watched = getattr(numpy.get_state, "__self__", None)
-    is_known = type(watched) is numpy.RandomState and _is_numpy_known(numpy)
-    image = partial(_numpy_image, watched, numpy.MT19937) if is_known else _no_image
-    return WatchedGenerator(image, numpy.get_state, numpy.set_state)
+    is_known = _IS_ADDRESS and type(watched) is numpy.RandomState and _is_twister(watched, numpy) and _is_numpy_known(numpy)
+    return WatchedGenerator(_numpy_image(watched) if is_known else _no_image, numpy.get_state, numpy.set_state)
 
 
-def _python_image(generator: Any) -> Any:
-    return _bytes_of(generator), generator.gauss_next  # the second of a pair of normal numbers
+def _python_image(generator: Any) -> Callable[[], Any]:
+    memory = _memory_of(generator)
+    return lambda: (memory.raw, generator.gauss_next)  # the second of a pair of normal numbers
 
 
-def _numpy_image(generator: Any, twister: type) -> Any:
+def _numpy_image(generator: Any) -> Callable[[], Any]:
     bits = generator._bit_generator
-    return (_bytes_of(generator), _bytes_of(bits)) if type(bits) is twister else None  # somebody may put in another
+    memory, inside = _memory_of(generator), _memory_of(bits)
+    return lambda: (memory.raw, inside.raw) if generator._bit_generator is bits else None  # somebody may put in another
 
 
 def _no_image() -> None:
     return None
 
 
-def _bytes_of(value: Any) -> bytes:
-    """Return the memory of an object of a class in C, without what it points to."""
-    return ctypes.string_at(id(value) + _HEADER, type(value).__basicsize__ - _HEADER)
+def _memory_of(value: Any) -> Any:
+    """Return a view of an object of a class in C, without what it points to; the object has to outlive it."""
+    return (ctypes.c_char * (type(value).__basicsize__ - _HEADER)).from_address(id(value) + _HEADER)
+
+
+def _is_twister(generator: Any, numpy: Any) -> bool:
+    return type(generator._bit_generator) is numpy.MT19937
 
 
 def _is_python_known() -> bool:
     own = random.Random(0)
     normal = partial(own.gauss, 0, 1)
-    return _is_seen(partial(_python_image, own), [own.random, normal, normal, partial(own.seed, 1), partial(own.seed, 2)])
+    return _is_seen(_python_image(own), [own.random, normal, normal, partial(own.seed, 1), partial(own.seed, 2)])
 
 
 def _is_numpy_known(numpy: Any) -> bool:
@@ -92,13 +101,11 @@ def _is_numpy_known(numpy: Any) -> bool:
     normal = own.standard_normal
     other = partial(own.set_state, (*own.get_state()[:3], 1, 0.5))  # another second of a pair of normal numbers
     changes = [own.rand, normal, normal, normal, other, partial(own.seed, 1), partial(own.seed, 2)]
-    return _is_seen(partial(_numpy_image, own, numpy.MT19937), changes)
+    return _is_twister(own, numpy) and _is_seen(_numpy_image(own), changes)
 
 
 def _is_seen(image: Callable[[], Any], changes: Iterable[Callable[[], Any]]) -> bool:
     """Return whether an image is stable, and is another after each change."""
-    if sys.implementation.name != "cpython":  # where an object's id is its address
-        return False
     images = [image()]
     for change in changes:
         change()

@@ -41,23 +41,23 @@ class RandomState:
         """Run a block in this state; afterwards the state is that of before the block."""
         with self._on_device():
             now = RandomState()
-            self._restore()
+            set_rng_state(self._torch)
+        for (generator, state), (_, other) in zip(self._others, now._others, strict=False):  # NumPy may be new
+            if state is not other:
+                generator.put(state)
         try:
             yield
         finally:
             with self._on_device():
-                now._restore()
+                set_rng_state(now._torch)
+            for generator, state in now._others:
+                generator.put(state)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Make the CUDA device current whose state this has; a backward may run with another."""
         if self._device is None or self._device == _cuda_device():
             return nullcontext()
         return torch.cuda.device(self._device)
-
-    def _restore(self) -> None:
-        set_rng_state(self._torch)
-        for generator, state in self._others:
-            generator.put(state)
 
 
 _PYTHON = python_generator()

@@ -37,18 +37,22 @@ class StartState:
         self._generators = [*generators]
         self._modules = _with_below(modules)
         self._modes = [module.training for module in self._modules]
+        self._attributes: list[tuple[dict[str, Any], _Layout, tuple[Any, ...]]] = []
+        self._empty: list[Any] = []  # buffers of modules without any
         self._places: dict[int, _Place] = {}
         self._tensors: dict[int, _TensorCopy] = {}
         found: dict[int, torch.Tensor] = {}
-        self._attributes = [_attributes_of(module.__dict__) for module in self._modules]
-        for _, _, values in self._attributes:
+        for module in self._modules:
+            live = module.__dict__
+            layout = _layout_of(tuple(live))
+            values = layout.pick(live)
+            self._attributes.append((live, layout, values))
             if not ATOMS.issuperset(map(type, values)):
                 self._look_into(values, found)
-        buffers = [module._buffers for module in self._modules]
-        self._empty = [each for each in buffers if not each]
-        for each in buffers:
-            if each:
-                self._visit(each, found)
+            if buffers := module._buffers:
+                self._visit(buffers, found)
+            else:
+                self._empty.append(buffers)
         for live, _, _ in self._attributes if self._places else ():  # where one is in a container, too
             self._places.pop(id(live), None)
         with no_modes() if found or self._generators else nullcontext():
@@ -105,7 +109,7 @@ class StartState:
             elif kind is Kind.TENSOR:
                 if not value.requires_grad:
                     found.setdefault(id(value), value)
-            elif kind is Kind.NESTED or kind is Kind.GENERATOR:
+            elif kind is Kind.GENERATOR or (kind is Kind.NESTED and not ATOMS.issuperset(map(type, value))):
                 self._generators += generators_in(value)
 
 
@@ -215,23 +219,19 @@ class _Layout:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = tuple(name for name in names if name not in _WRAPPERS_OWN)
-        self.pick: Callable[[dict[str, Any]], tuple[Any, ...]]
-        if len(self.names) > 1:
-            self.pick = itemgetter(*self.names)
-        else:  # of one name, itemgetter returns no tuple
-            self.pick = lambda live: tuple(live[name] for name in self.names)
+        self.pick: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*self.names) if len(self.names) > 1 else self._few
+
+    def _few(self, live: dict[str, Any]) -> tuple[Any, ...]:
+        """Pick at most one value; of one name, itemgetter returns no tuple."""
+        return (live[self.names[0]],) if self.names else ()
 
     def has(self, live: dict[str, Any], values: tuple[Any, ...]) -> bool:
         """Return whether a ``__dict__`` has these names, with these objects as values."""
-        return _layout_of(tuple(live)).names == self.names and all(map(is_, self.pick(live), values))
+        now = _layout_of(tuple(live))
+        return (now is self or now.names == self.names) and all(map(is_, self.pick(live), values))
 
 
 _layout_of = lru_cache(maxsize=4096)(_Layout)
-
-
-def _attributes_of(live: dict[str, Any]) -> tuple[dict[str, Any], _Layout, tuple[Any, ...]]:
-    layout = _layout_of(tuple(live))
-    return live, layout, layout.pick(live)
 
 
 class _TensorCopy:
