@@ -31,7 +31,7 @@ class RandomState:
         It has those of the CPU and of the CUDA device that was current. Where CUDA could still start in the forward, nothing
         is covered.
         """
-        if self._device is None and torch.backends.cuda.is_built():
+        if self._device is None and torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             return False
         devices = {tensor.device for tensor in tensors}
         return all(device.type in ("cpu", "meta") or _is_cuda(device, self._device) for device in devices)

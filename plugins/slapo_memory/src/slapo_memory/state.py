@@ -39,7 +39,8 @@ class StartState:
         self._modes = [module.training for module in self._modules]
         self._attributes: list[tuple[dict[str, Any], _Layout, tuple[Any, ...]]] = []
         self._empty: list[Any] = []  # buffers of modules without any
-        self._places: dict[int, _Place] = {}
+        self._containers: dict[int, _Container] = {}
+        self._places: list[_Place] = []  # those that have to be put back, after the forward
         self._tensors: dict[int, _TensorCopy] = {}
         found: dict[int, torch.Tensor] = {}
         for module in self._modules:
@@ -53,8 +54,8 @@ class StartState:
                 self._visit(buffers, found)
             else:
                 self._empty.append(buffers)
-        for live, _, _ in self._attributes if self._places else ():  # where one is in a container, too
-            self._places.pop(id(live), None)
+        for live, _, _ in self._attributes if self._containers else ():  # where one is in a container, too
+            self._containers.pop(id(live), None)
         with no_modes() if found or self._generators else nullcontext():
             self._tensors = {key: _TensorCopy(tensor) for key, tensor in found.items()}
             self._drawn = HeldState(self._generators)
@@ -65,18 +66,18 @@ class StartState:
             self._drawn.keep_changed()
             self._tensors = {key: tensor for key, tensor in self._tensors.items() if tensor.changed()}
         kept = self._tensors
-        places = [place for place in self._places.values() if place.changed() or place.holds(kept)]
+        places: list[_Place] = [place for place in self._containers.values() if place.changed() or place.holds(kept)]
         places += [_Container(live, type(live)()) for live in self._empty if live]
         for live, layout, values in self._attributes:
             if not layout.has(live, values) or (kept and not kept.keys().isdisjoint(map(id, values))):
                 places.append(_Attributes(live, layout, values))
-        self._places = {id(place.live): place for place in places}
-        self._attributes, self._empty = [], []
+        self._places = places
+        self._attributes, self._empty, self._containers = [], [], {}
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run a block with the state of the start; afterwards it is that of before the block."""
-        places = self._places.values()
+        places = self._places
         pairs = zip(self._modules, self._modes, strict=True)
         modes = [(module, module.training) for module, before in pairs if module.training is not before]
         now = [(place, place.read()) for place in places]
@@ -96,8 +97,8 @@ class StartState:
                 module.training = other
 
     def _visit(self, live: Any, found: dict[int, torch.Tensor]) -> None:
-        if id(live) not in self._places:
-            place = self._places[id(live)] = _Container(live)
+        if id(live) not in self._containers:
+            place = self._containers[id(live)] = _Container(live)
             self._look_into(place.values, found)
 
     def _look_into(self, values: Iterable[Any], found: dict[int, torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Any
@@ -37,9 +38,7 @@ class Kind(Enum):
     OTHER = auto()
 
 
-@lru_cache(maxsize=512)
-def kind_of(cls: type) -> Kind:
-    """Return the kind of a class's instances."""
+def _kind_of(cls: type) -> Kind:
     if cls in ATOMS:
         return Kind.ATOM
     for base, kind in ((torch.Tensor, Kind.TENSOR), (nn.Module, Kind.MODULE), (_generator_classes(), Kind.GENERATOR)):
@@ -48,6 +47,10 @@ def kind_of(cls: type) -> Kind:
     if cls in CONTAINERS:
         return Kind.CONTAINER
     return Kind.NESTED if issubclass(cls, (dict, list, tuple, set, deque)) else Kind.OTHER
+
+
+kind_of: Callable[[type], Kind] = lru_cache(maxsize=512)(_kind_of)
+"""Returns the kind of a class's instances."""
 
 
 def numpy_random() -> Any:

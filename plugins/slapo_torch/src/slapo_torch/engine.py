@@ -102,8 +102,8 @@ class TorchEngine(Engine):
         )
         self._plans: dict[Any, Any] = {}
         self._device = device_of(program)
-        # of numbers that ranks compare: one rank by itself need not wait for its device to give them back
-        self._meeting = self._device if any(mesh_groups(program.mesh)) else torch.device("cpu")
+        self._is_alone = not any(mesh_groups(program.mesh))  # and need not wait for its device to give back numbers
+        self._meeting = torch.device("cpu") if self._is_alone else self._device
         self.timeline: list[dict[str, Any]] = []
         self.grad_norm: float | None = None
         self._mine = tuple(stage.index for stage in program.stages if program.rank_of(stage.index) == program.axis_rank("pp"))
@@ -172,7 +172,7 @@ class TorchEngine(Engine):
         self._reduce()
         if self._hooks.is_active:
             self._together(self._hooks.run)
-        self._together(lambda: self._update(loss.item()))
+        self._together(lambda: self._update(loss))
         self.steps += 1
         return loss
 
@@ -295,15 +295,14 @@ class TorchEngine(Engine):
         self._content = content(batch) if self._shares_batches else 0
         schedule = schedule_of(self._options.pipeline_schedule, self.program, self._options.microbatches, rows_of(batch))
         parts = split(batch, schedule[1], several=variadic(self.program.module))
-        low, high = counted_labels(parts, self._ignored)
+        is_compared = not self._labels.value or len(parts) > 1 or not self._is_alone  # to count waits for the device
+        low, high = counted_labels(parts, self._ignored) if is_compared else ((0, 0), (0, 0))
         shape = fingerprint([training, schedule, *(signature(part) for part in parts[:1])])
         marks = self._first.marks(parts, training)
         self._facts = _Facts([shape, *low, min(marks)], [shape, *high, max(marks)])
         check_labels(batch, self.program.module, self._options.loss_fn, self._options.loss_over is None)
         self._losses.count(parts)
-        labels: list[Any] = [None] * len(parts)
-        if self._options.loss_fn is not None:
-            labels = [part.pop("labels", None) for part in parts]
+        labels = [part.pop("labels", None) if self._options.loss_fn is not None else None for part in parts]
         forward_runner = partial(self._runner, parts[0], training, schedule, forward_only=True)
         return self._runner(parts[0], training, schedule), forward_runner, parts, labels
 
@@ -394,29 +393,29 @@ class TorchEngine(Engine):
         own = torch.stack(result.losses).sum().double() if result.losses else torch.zeros((), dtype=torch.float64)
         self._ignored = next((told.ignore_index for told in result.counted if isinstance(told, Counted)), self._ignored)
         used = self._shards.used() if self._shards is not None else ()
-        unchecked = self._holdings.num_unchecked(used) if training else 0
+        unchecked = training and self._holdings.num_unchecked(used)
         if training and result.failure is None:
             result.failure = self._holdings.sparse_gradient(clips=bool(self._options.clip))
         if result.failure is not None and self._peers is not None:
             self._peers.meet(result.failure)
         is_double = any(loss.dtype is torch.float64 for loss in result.losses)
-        of_loss = [own.item(), *numbers_of(result.counted)]
+        of_loss = [0.0 if self._is_alone else own.item(), *numbers_of(result.counted)]
         if self.program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
             of_loss = [0.0] * len(of_loss)
         numbers = [result.failure is not None, result.unused, unchecked, is_double, *of_loss]
-        failures, unused, self._unchecked, doubles, total, *told = all_reduce(
-            torch.tensor(numbers, dtype=torch.float64).to(self._meeting), self._mesh
-        ).tolist()
+        row = torch.tensor(numbers, dtype=torch.float64).to(self._meeting)
+        failures, unused, self._unchecked, doubles, reduced, *told = all_reduce(row, self._mesh).tolist()
         self._unused = bool(unused)
         if failures:
             self._start_over()
             agree(result.own_failure, self._mesh)
         try:
+            total = own if self._is_alone else reduced  # not waited for
             mean, self._scale, self._labels.value = share.mean(total, labels_of(told), self.program.axis_size("dp"))
         except BuildError:
             self._start_over()
             raise
-        return torch.tensor(mean, dtype=torch.float64 if doubles else torch.float32, device=self._device)
+        return torch.as_tensor(mean, dtype=torch.float64 if doubles else torch.float32, device=self._device)
 
     def _check_gradients(self) -> None:
         """Refuse a step in which ranks have parts of a gradient and take each for the whole."""
@@ -445,13 +444,13 @@ class TorchEngine(Engine):
     def _clip(self) -> float | None:
         return float(self._holdings.clip(self._options.clip)) if self._options.clip else None
 
-    def _update(self, loss: float) -> None:
+    def _update(self, loss: torch.Tensor) -> None:
         self.grad_norm = self._clip()
         if self.optimizer is not None:
             self.optimizer.step()
             step_rate(self.lr_scheduler, loss)
         elif self._options.lr_scheduler is not None:
-            self._missed.add(loss)
+            self._missed.add(loss.item())
 
     def _make_replicas(self) -> None:
         self._release()

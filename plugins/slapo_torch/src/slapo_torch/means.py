@@ -71,11 +71,11 @@ class Share(NamedTuple):
         known = loss if reduction.labels else loss.nan_to_num()  # of no labels a mean is not a number
         return known * (self.scale * reduction.labels / (self.parts * self.unit))
 
-    def mean(self, total: float, labels: float | None, dp: int) -> tuple[float, float, float]:
+    def mean(self, total: float | torch.Tensor, labels: float | None, dp: int) -> tuple[float | torch.Tensor, float, float]:
         """Return the loss of a batch, the remaining factor of its gradients, and the next ``unit``.
 
         Args:
-            total: Sum of these shares over all replicas.
+            total: Sum of these shares over all replicas; a number, or a tensor of one, which the loss then is as well.
             labels: Number of labels of all micro-batches; None where the losses are no means over labels.
             dp: Number of replicas.
 

@@ -24,10 +24,10 @@ from .means import LabelCount
 _RATE = "learning-rate schedule"
 
 
-def step_rate(schedule: Any, loss: float) -> None:
-    """One step of the learning rate's schedule."""
+def step_rate(schedule: Any, loss: float | torch.Tensor) -> None:
+    """One step of the learning rate's schedule; only one that looks at the loss waits for its device."""
     if isinstance(schedule, ReduceLROnPlateau):
-        schedule.step(loss)
+        schedule.step(float(loss))
     elif schedule is not None:
         schedule.step()
 
