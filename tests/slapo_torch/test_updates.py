@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo_pipeline.plugin
 import slapo_torch.plugin
@@ -69,6 +70,37 @@ def test_steps_equal_a_plain_loop(kind: str, as_objects: bool) -> None:
         rate.step(expected.item()) if kind == "plateau" else rate.step()
         torch.testing.assert_close(loss, expected.detach())
         assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
+
+
+READ = "aten._local_scalar_dense.default"
+
+
+class _Waits(TorchDispatchMode):
+    """Notes the operators for which the host would wait for a device: to read a number, or to count what a batch holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.ne.Scalar):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatches", "expected"),
+    [("step", 1, set()), ("plateau", 1, {READ}), ("step", 2, {"aten.ne.Scalar", READ})],
+    ids=["alone", "a schedule reads the loss", "labels of two are counted"],
+)
+def test_one_rank_by_itself_waits_for_no_number_that_it_does_not_need(kind: str, microbatches: int, expected: set[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    engine = _engine(model, optimizer=sgd, lr_scheduler=SCHEDULES[kind], microbatches=microbatches)
+    engine.train_batch(input=X, labels=Y)  # whose checks wait
+    with _Waits() as waits:
+        engine.train_batch(input=X, labels=Y)
+    assert {*waits.seen} == expected
 
 
 def _object_in_a_layout(rank: int, layout: dict[str, int], kind: str, per_rank: int) -> tuple[float, list[int]]:
