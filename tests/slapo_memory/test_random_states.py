@@ -1,4 +1,4 @@
-"""The global generators of Python and NumPy: whoever draws is noticed, and a recompute draws what the forward drew."""
+"""The global generators of Python, NumPy and torch: a recompute draws what the forward drew."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from slapo_core.schedule import create_schedule
-from slapo_memory._random_private import WatchedGenerator, numpy_generator, python_generator
 
 pytestmark = pytest.mark.usefixtures("only_memory")
 
@@ -25,64 +24,6 @@ def states_afterwards_as_before() -> Iterator[None]:
     yield
     random.setstate(before[0])
     numpy.random.set_state(before[1])
-
-
-PYTHON: list[Callable[[], Any]] = [
-    random.random,
-    partial(random.gauss, 0, 1),
-    partial(random.gauss, 0, 1),  # the second of a pair, which leaves the twister alone
-    partial(random.getrandbits, 1),
-    partial(random.seed, 3),
-    lambda: [random.random() for _ in range(312)],  # all of the twister's numbers: the position is as before
-]
-NUMPY: list[Callable[[], Any]] = [
-    numpy.random.rand,
-    numpy.random.standard_normal,
-    numpy.random.standard_normal,
-    lambda: numpy.random.randint(0, 2, dtype=numpy.uint8),
-    lambda: numpy.random.shuffle([1, 2]),
-    partial(numpy.random.seed, 3),
-    lambda: numpy.random.rand(312),
-]
-
-
-def plain(state: Any) -> Any:
-    """A state of NumPy's can be compared without its array."""
-    return [part.tolist() if isinstance(part, numpy.ndarray) else part for part in state]
-
-
-@pytest.mark.parametrize(
-    ("make", "read", "changes"),
-    [(python_generator, random.getstate, PYTHON), (partial(numpy_generator, numpy.random), numpy.random.get_state, NUMPY)],
-    ids=["python", "numpy"],
-)
-def test_the_state_is_read_again_after_each_draw_and_only_then(
-    make: Callable[[], WatchedGenerator], read: Callable[[], Any], changes: list[Callable[[], Any]]
-) -> None:
-    generator = make()
-    for change in changes:
-        before = generator.state()
-        assert generator.state() is before
-        change()
-        after = generator.state()
-        assert after is not before
-        assert plain(after) == plain(read())
-        generator.put(before)
-        assert plain(read()) == plain(before) != plain(after)
-        generator.put(after)
-        assert plain(read()) == plain(after)
-
-
-def test_another_generator_of_numpys_is_noticed() -> None:
-    generator = numpy_generator(numpy.random)
-    before, bits = generator.state(), numpy.random.get_bit_generator()
-    numpy.random.set_bit_generator(numpy.random.MT19937(5))
-    try:
-        assert plain(generator.state()) == plain(numpy.random.get_state()) != plain(before)
-        numpy.random.rand()
-        assert plain(generator.state()) == plain(numpy.random.get_state())
-    finally:
-        numpy.random.set_bit_generator(bits)
 
 
 def drawing_aside(read: Callable[[], Any], draw: Callable[[], float], write: Callable[[Any], Any]) -> float:

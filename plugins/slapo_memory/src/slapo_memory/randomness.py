@@ -6,14 +6,12 @@ import pickle
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
 
 from slapo_core.random import rng_state, set_rng_state
 
-from ._random_private import WatchedGenerator, numpy_generator, python_generator
 from .value_kinds import Kind, kind_of, numpy_random
 
 
@@ -23,7 +21,9 @@ class RandomState:
     def __init__(self) -> None:
         self._device = _cuda_device()
         self._torch = rng_state()
-        self._others = [(generator, generator.state()) for generator in _global_generators()]
+        self._python = random.getstate()
+        numpy = numpy_random()
+        self._numpy = None if numpy is None else numpy.get_state()
 
     def covers(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether the state has the generators of all devices of ``tensors``.
@@ -41,35 +41,24 @@ class RandomState:
         """Run a block in this state; afterwards the state is that of before the block."""
         with self._on_device():
             now = RandomState()
-            set_rng_state(self._torch)
-        for (generator, state), (_, other) in zip(self._others, now._others, strict=False):  # NumPy may be new
-            if state is not other:
-                generator.put(state)
+            self._restore()
         try:
             yield
         finally:
             with self._on_device():
-                set_rng_state(now._torch)
-            for generator, state in now._others:
-                generator.put(state)
+                now._restore()
+
+    def _restore(self) -> None:
+        set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            numpy_random().set_state(self._numpy)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Make the CUDA device current whose state this has; a backward may run with another."""
         if self._device is None or self._device == _cuda_device():
             return nullcontext()
         return torch.cuda.device(self._device)
-
-
-_PYTHON = python_generator()
-
-
-@cache
-def _numpy() -> WatchedGenerator:
-    return numpy_generator(numpy_random())
-
-
-def _global_generators() -> tuple[WatchedGenerator, ...]:
-    return (_PYTHON,) if numpy_random() is None else (_PYTHON, _numpy())
 
 
 def _cuda_device() -> int | None:
