@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -147,6 +148,11 @@ def leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def has_inner_backward(outputs: Sequence[torch.Tensor]) -> bool:
     """Return whether the backward of these runs another one inside, as reentrant checkpoints do; its leaves are unknown."""
     return any(node.name() == "CheckpointFunctionBackward" for node in _nodes(outputs))
+
+
+def has_custom_functions(outputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether the backward of these runs an ``autograd.Function`` that is not torch's own, in Python or C++."""
+    return any(isinstance(node, BackwardCFunction) or "CppNode" in node.name() for node in _nodes(outputs))
 
 
 def _nodes(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:

@@ -132,15 +132,14 @@ class FirstStep:
         ignored = self._options.ignored_label
         others = other_replicas(parts[0], self._program, runs.device, ignored) if self.is_uneven else []
         halves = dissimilar_halves([*parts, *others], ignored)
-        whole, base, known = runs.planned(joined(halves)), None, None
+        whole, known = runs.planned(joined(halves)), None
+        cut = Cut(len(parts), self._program.axis_size("dp"))
         looks_at_rows = "rows" not in self._off and self._is_cut(len(parts))
         if "injected" not in self._off and not self._is_done:
-            check = InjectedCheck(self._program, self._options, runs)
-            base = check.make(whole)
-            if base is not None and base.found:
-                self.injects = True
-                self._labels = InjectedLabels(self._program, self._options.ignored_label, whole.rows, base.counted, runs.device)
-                if looks_at_rows:
-                    known = check.look_at_rows(whole, halves, Cut(len(parts), self._program.axis_size("dp")))
+            found = InjectedCheck(self._program, self._options, runs).make(whole, halves, cut if looks_at_rows else None)
+            if found is not None:
+                known, self.injects = found
+            if known is not None and self.injects:
+                self._labels = InjectedLabels(self._program, ignored, whole.rows, known.whole.counted, runs.device)
         if looks_at_rows:
-            RowsCheck(self._program, self._options, runs, parts, labels_differ, self._warned).make(halves, base, known)
+            RowsCheck(self._program, self._options, runs, parts, labels_differ, self._warned).make(halves, known)

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
+from .._torch_private import has_custom_functions
 from ..options import CommonOptions
 from .findings import IN_FP16, INNER_BACKWARD, Cut, injected_is_no_mean
 from .injected import Injected, is_mean_over_rows
 from .row_mixing import tolerance_of
-from .row_parts import Rows
-from .stage_runs import Planned, Run, RunFailedError, StageRuns, runs_alone
+from .row_parts import Rows, dissimilar_quarters, joined
+from .stage_runs import Behind, KnownRuns, Planned, Run, RunFailedError, StageRuns, runs_alone
+
+
+class Part(NamedTuple):
+    """Rows that run backward.
+
+    Args:
+        planned: The rows.
+        parts: Two parts of them, together all; none where there is one row.
+        half: Position of the rows among the halves of a micro-batch; None where they are no half on some rank.
+        injected: The gradients injected for them, from a run with fixed draws where the model draws random numbers.
+    """
+
+    planned: Planned
+    parts: Sequence[Rows]
+    half: int | None = None
+    injected: Injected | None = None
 
 
 class InjectedCheck:
     """The check of one step. Every method is collective over the mesh.
+
+    All rows of a micro-batch run forward, and half as many run backward: a backward costs twice as much. Where these inject
+    nothing, but the model has functions of its own, all rows run backward: rows may inject by what is in them.
 
     Args:
         program: The program that runs.
@@ -29,59 +51,122 @@ class InjectedCheck:
 
     def __init__(self, program: Program, options: CommonOptions, runs: StageRuns) -> None:
         self._program, self._options, self._runs = program, options, runs
-        self._is_random = False
-        self._whole: Injected | None = None
+        self._is_unseen = False
 
-    def make(self, whole: Planned) -> Run | None:
-        """Return the run of a micro-batch, which says whether gradients are injected; None where it failed.
+    def make(self, whole: Planned, halves: Sequence[Rows], cut: Cut | None) -> tuple[KnownRuns, bool] | None:
+        """Return runs of the rows, and whether gradients are injected; None where the micro-batch does not run.
+
+        Args:
+            whole: A micro-batch.
+            halves: Its halves.
+            cut: Parts that the batch is cut into; None where a micro-batch is not to run in parts.
 
         Raises:
-            BuildError: they are, with fp16.
+            BuildError: gradients are injected with fp16, or with ``strict=True`` are no mean over rows.
         """
+        in_parts = cut is not None and halves[0].number > 1
         injected = self._injected(whole)
         try:
-            with runs_alone(self._program, [whole]) as state:
-                run = self._runs(whole, state, behind=injected)
+            base, draws = self._run(whole, _runs_functions if in_parts else injected)
         except RunFailedError as err:
             get_logger().debug("whether the model injects gradients was not seen: %s", err)
             return None
-        if self._runs.anywhere(injected.is_unseen):
+        known = KnownRuns(base, [None] * len(halves), self._runs.anywhere(draws))
+        if in_parts:
+            found = self._part_of(whole, halves, known)
+        else:
+            self._is_unseen = injected.is_unseen
+            found = Part(whole, halves, injected=None if known.draws else injected) if base.found else None
+        if self._runs.anywhere(self._is_unseen):
             get_logger().info("%s", INNER_BACKWARD)
-        if run.found and self._options.precision == "fp16":
+        if found is not None and self._options.precision == "fp16":
             raise BuildError(IN_FP16)
-        self._is_random = self._runs.anywhere(run.position != state.start)
-        self._whole = None if self._is_random else injected
-        return run
+        if found is not None and cut is not None:
+            self._compare(found, whole, cut, known)
+            self._complete(halves, known)
+        return known, found is not None
 
-    def look_at_rows(self, whole: Planned, halves: Sequence[Rows], cut: Cut) -> list[Run] | None:
-        """Warn where the gradients injected for a micro-batch are not the mean of those for its halves.
+    def _part_of(self, whole: Planned, halves: Sequence[Rows], known: KnownRuns) -> Part | None:
+        """Return rows of a micro-batch that gradients are injected for, or None."""
+        try:
+            found = self._part_of_halves(halves, known)
+            return Part(whole, halves) if found is not None and not found.parts else found
+        except RunFailedError as err:
+            get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
+        try:
+            return self._injecting(Part(whole, halves), known)
+        except RunFailedError as err:
+            get_logger().debug("whether the model injects gradients was not seen: %s", err)
+            return None
 
-        Returns:
-            The runs of the halves; None where the model draws random numbers.
+    def _part_of_halves(self, halves: Sequence[Rows], known: KnownRuns) -> Part | None:
+        quarters, is_half = dissimilar_quarters(halves, self._options.ignored_label)
+        half = None if self._runs.anywhere(not is_half) else 0
+        rows = joined(quarters) if half is None else halves[0]
+        found = self._injecting(Part(self._runs.planned(rows), quarters, half), known)
+        if found is not None or not known.whole.found:
+            return found
+        for index, each in enumerate(halves):
+            if index != half:
+                parts = dissimilar_quarters([each], self._options.ignored_label)[0] if each.number > 1 else []
+                found = self._injecting(Part(self._runs.planned(each), parts, index), known, fixed=known.draws)
+                if found is not None:
+                    return found
+        return None
+
+    def _injecting(self, part: Part, known: KnownRuns, fixed: bool = False) -> Part | None:
+        """Run rows backward from zero. Return them where gradients are injected."""
+        found, injected = self._backward(part, known, fixed)
+        return part._replace(injected=injected if fixed == known.draws else None) if found else None
+
+    def _backward(self, part: Part, known: KnownRuns, fixed: bool) -> tuple[bool, Injected]:
+        """Run rows backward from zero. Return whether gradients are injected on any rank, and those of this one."""
+        injected = self._injected(part.planned)
+        run, _ = self._run(part.planned, injected, fixed)
+        self._is_unseen = self._is_unseen or injected.is_unseen
+        if part.half is not None and fixed == known.draws:
+            known.parts[part.half] = run
+        return run.found, injected
+
+    def _compare(self, found: Part, whole: Planned, cut: Cut, known: KnownRuns) -> None:
+        """Warn where the gradients injected for some rows are not the mean of those for their parts.
 
         Raises:
             BuildError: so with ``strict=True``.
         """
+        number, others = found.planned.rows.number, list[Injected]()
         try:
-            plans = [whole, *(self._runs.planned(each) for each in halves)]
-            found = [self._whole or self._injected(whole), *(self._injected(each) for each in plans[1:])]
-            skipped = 0 if self._whole is None else 1
-            with runs_alone(self._program, plans) as state:
-                runs = [
-                    self._runs(planned, state, behind=injected, fixed=self._is_random)
-                    for planned, injected in list(zip(plans, found, strict=True))[skipped:]
-                ]
+            one = found.injected or self._backward(found, known, known.draws)[1]
+            for index, rows in enumerate(found.parts):
+                part = Part(self._runs.planned(rows), (), index if found.planned is whole else None)
+                others.append(self._backward(part, known, known.draws)[1])
         except RunFailedError as err:
             get_logger().debug("whether injected gradients are means over rows was not seen: %s", err)
-            return None
-        weights = [each.number / whole.rows.number for each in halves]
+            return
+        weights = [each.number / number for each in found.parts]
         tolerance = 10 * tolerance_of(self._modules(whole), self._options.precision).values
-        if self._runs.anywhere(not is_mean_over_rows(found[0], found[1:], weights, tolerance)):
+        if self._runs.anywhere(not is_mean_over_rows(one, others, weights, tolerance)):
             text = injected_is_no_mean(cut)
             if self._options.strict:
                 raise BuildError(text)
             self._say(text)
-        return None if self._is_random else runs
+
+    def _complete(self, halves: Sequence[Rows], known: KnownRuns) -> None:
+        """Run the halves that have not run, also with a graph: it may be what tells the reduction of the loss."""
+        if known.draws:
+            return
+        try:
+            for index, rows in enumerate(halves):
+                if known.parts[index] is None:
+                    known.parts[index] = self._run(self._runs.planned(rows), _runs_functions)[0]
+        except RunFailedError as err:
+            get_logger().debug("the model does not run some rows of a micro-batch: %s", err)
+
+    def _run(self, planned: Planned, behind: Behind, fixed: bool = False) -> tuple[Run, bool]:
+        """Run rows. Return the run, and whether this rank drew random numbers."""
+        with runs_alone(self._program, [planned]) as state:
+            run = self._runs(planned, state, behind=behind, fixed=fixed)
+            return run, run.position != state.start
 
     def _injected(self, planned: Planned) -> Injected:
         parameters = [parameter for module in self._modules(planned) for parameter in module.parameters()]
@@ -94,3 +179,8 @@ class InjectedCheck:
     def _say(self, text: str) -> None:
         if not any(self._program.axis_rank(axis) for axis in ("pp", "dp", "tp")):
             get_logger().warning("%s", text)
+
+
+def _runs_functions(received: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> bool:
+    """Return whether the backward of a stage runs functions that are not torch's own."""
+    return has_custom_functions(given)

@@ -73,12 +73,35 @@ def dissimilar_halves(parts: Sequence[Rows], ignored: int) -> list[Rows]:
     number = parts[0].number
     if number == 1:
         return dissimilar_pair(parts[0], [*parts[1:], parts[0]], ignored)
-    half = number // 2
-    half += number % 2 == 0 and half % 2 == 1 and number > 2  # rows may go in pairs
+    half = _second_half(number)
     halves = [part.cut([number - half, half]) for part in parts]
     own, *firsts = [first for first, _ in halves]
     others = [second for _, second in halves] + (firsts if number == 2 * half else [])
     return dissimilar_pair(own, others, ignored)
+
+
+def dissimilar_quarters(halves: Sequence[Rows], ignored: int) -> tuple[list[Rows], bool]:
+    """Return two quarters of a micro-batch that differ most in labels and masks, and whether they are the first half.
+
+    Together they have as many rows as the first half, two at least; one of them starts it.
+
+    Args:
+        halves: The micro-batch, or a half of it alone.
+        ignored: Label value that the loss leaves out.
+    """
+    half, *others = halves
+    size = _second_half(half.number)
+    own, second = half.cut([half.number - size, size])
+    pair = dissimilar_pair(
+        own, [second, *(part for each in others for part in each.cut([size] * (each.number // size)))], ignored
+    )
+    return pair, pair[1] is second
+
+
+def _second_half(number: int) -> int:
+    """Return how many of some rows are in their second half, in pairs where they can be: rows may go in pairs."""
+    half = number // 2
+    return half + 1 if number % 2 == 0 and half % 2 == 1 and number > 2 else half
 
 
 def dissimilar_pair(own: Rows, others: Sequence[Rows], ignored: int) -> list[Rows]:

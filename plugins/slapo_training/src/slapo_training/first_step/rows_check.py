@@ -22,7 +22,7 @@ from . import row_mixing
 from .findings import Cut, Pair, buffers_are_updated, loss_is_no_mean, rows_are_mixed, term_is_no_mean
 from .left_alone import KeptState
 from .row_parts import Rows, dissimilar_pair, expected_losses, joined, narrowed, other_replicas
-from .stage_runs import Planned, Run, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
+from .stage_runs import KnownRuns, Planned, Run, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
 T = TypeVar("T")
 _FACTORS_AGREE = 1e-2
@@ -99,27 +99,25 @@ class Trial:
 
     def compare(
         self,
-        base: Run | None,
+        known: KnownRuns | None,
         norms: Iterable[nn.Module] = (),
         doubted: bool = False,
-        known: Sequence[Run] | None = None,
     ) -> Compared:
         """Compare the loss of all rows with the mean of the losses of their parts.
 
         Args:
-            base: A run of all rows, where there was one.
+            known: Runs of these rows, where there were any.
             norms: BatchNorms that are to use their running statistics.
             doubted: Whether other rows have differed already: a root, say, differs less where parts have similar losses.
-            known: Runs of the parts, where there were any beside that of all rows.
         """
         allowed = self._tolerance.repeated if doubted else self._tolerance.loss
-        if base is None or self._runs.anywhere(base.position != self._state.start):
-            base, known, self._fixed = None, None, True
-        if self._synced:  # as no run before
-            base, known = None, None
+        done: list[Run | None] = [None] * len(self._plans)
+        if known is None or known.draws:
+            self._fixed = True
+        if known is not None and not self._synced:  # else as no run before
+            done = [None if known.draws else known.whole, *known.parts]
         with row_mixing.by_running_statistics([*self._synced, *norms]):
-            whole = base or self._run(0)
-            parts = known or [self._run(index) for index in range(1, len(self._plans))]
+            whole, *parts = [self._run(index) if run is None else run for index, run in enumerate(done)]
         self._written = [each.written for each in parts]
         self._outputs = [each.output for each in (whole, *parts)]
         self._counted = [each.counted for each in parts]
@@ -257,13 +255,12 @@ class RowsCheck:
         self._synced = [each for each in norms.values() if len(parts) == 1 and row_mixing.over_replicas(each)]
         self._norms = {path: each for path, each in norms.items() if each not in self._synced}
 
-    def make(self, halves: Sequence[Rows], base: Run | None, known: Sequence[Run] | None = None) -> None:
+    def make(self, halves: Sequence[Rows], known: KnownRuns | None) -> None:
         """Make the check.
 
         Args:
             halves: Two, that are a micro-batch together.
-            base: A run of both, where there was one.
-            known: Runs of each, where there were any.
+            known: Runs of both together and of each, where there were any.
 
         Raises:
             BuildError: the loss is no mean over rows; or, with ``strict=True``, modules mix rows.
@@ -274,7 +271,7 @@ class RowsCheck:
                 plans = self._planned(halves)
                 with runs_alone(self._program, plans) as state:
                     trial = self._trial(plans, state)
-                    pair, is_suspect = self._look(trial, base, known)
+                    pair, is_suspect = self._look(trial, known)
                     factors = trial.factors() if is_suspect else {}
                     self._say_beside(trial.updated(), trial.terms() if pair is None else {})
             except RunFailedError as err:
@@ -290,9 +287,9 @@ class RowsCheck:
         """Return whether the engine takes the loss for a mean over rows, or over the labels in them."""
         return not has_loss_of_its_own(self._options)
 
-    def _look(self, trial: Trial, base: Run | None, known: Sequence[Run] | None) -> tuple[Pair | None, bool]:
+    def _look(self, trial: Trial, known: KnownRuns | None) -> tuple[Pair | None, bool]:
         """Return the losses that differ with BatchNorms as they are, and whether they also differ without their statistics."""
-        pair = trial.compare(base, known=known).pair
+        pair = trial.compare(known).pair
         if not self._norms:
             return pair, pair is not None
         return pair, trial.compare(None, self._norms.values()).pair is not None

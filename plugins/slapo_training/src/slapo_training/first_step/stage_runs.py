@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from slapo_core.agreement import agree, all_reduce
 from slapo_core.errors import SlapoError
@@ -18,6 +20,7 @@ from slapo_core.program import Boundary, Program, Stage
 from ..losses import CountedLoss
 from ..means import Counted
 from ..options import CommonOptions
+from ..structures import with_tensors
 from .fixed_draws import FixedDraws
 from .left_alone import KeptState, left_alone
 from .row_mixing import written_buffers
@@ -52,7 +55,7 @@ class Run(NamedTuple):
     Args:
         loss: On ranks with the last stage; None on others.
         counted: Its reduction, where it is a known mean over labels.
-        output: The model's output there.
+        output: The model's output there, without its graph.
         position: Where this rank's random numbers are behind the run.
         found: Whether ``behind`` said so on any rank.
         written: Floating-point buffers that the run has written, see ``written_buffers``.
@@ -64,6 +67,20 @@ class Run(NamedTuple):
     position: int
     found: bool
     written: dict[str, torch.Tensor]
+
+
+class KnownRuns(NamedTuple):
+    """Runs of a micro-batch and of its parts that need not be repeated.
+
+    Args:
+        whole: The run of all rows.
+        parts: A run of each part, with fixed draws where the model draws random numbers; None for a part that has not run.
+        draws: Whether the model draws random numbers on any rank.
+    """
+
+    whole: Run
+    parts: list[Run | None]
+    draws: bool
 
 
 class StageRuns:
@@ -131,7 +148,8 @@ class StageRuns:
                 values = self._sent(values, stages[stage.index + 1].inputs, stage.index)
         found = self.anywhere(one.found) if has_backward else False
         self._has_run = True
-        return Run(one.loss, one.counted, one.output, state.position(), found, written_buffers(self._program.module, state))
+        output, written = _detached(one.output), written_buffers(self._program.module, state)
+        return Run(one.loss, one.counted, output, state.position(), found, written)
 
     def anywhere(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank."""
@@ -258,6 +276,17 @@ def _check(given: Tensors, boundaries: tuple[Boundary, ...]) -> None:
     for value, boundary in zip(given, boundaries, strict=True):
         if (tuple(value.shape), value.dtype) != (tuple(boundary.shape), boundary.dtype):
             raise RunFailedError(f"a stage gives {boundary.name!r} with another shape or type than planned")
+
+
+def _detached(output: Any) -> Any:
+    """Return the output without its graph, which else would stay in memory beside that of the next run."""
+
+    def detach(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach()
+        return with_tensors(leaf, lambda _, tensor: tensor.detach()) if dataclasses.is_dataclass(leaf) else leaf
+
+    return tree_map(detach, output)
 
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:
