@@ -10,7 +10,10 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import parameter_offload
 import deepspeed.ops
+from deepspeed.runtime.zero.partition_parameters import Init
 assert type(parameter_offload.FWD_MODULE_STACK) is list
+assert Init.param_id == 0
+assert parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ == ([0],)
 names = ["_index_tied_modules", "_synchronize_tied_weights", "get_tied_weights_and_groups"]
 assert all(hasattr(PipelineModule, name) for name in names)
 assert hasattr(PipelineEngine, "_allocate_or_extend_buffers")

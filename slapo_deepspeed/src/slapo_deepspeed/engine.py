@@ -45,7 +45,7 @@ from .own_optimizer import factory_of, is_offloaded
 from .pipeline import RunningStage, in_pipeline, staying, steps
 from .reduced_gradients import ReducedGradients
 from .shares import stepping
-from .starting import TorchLinear, imported, start
+from .starting import TorchLinear, imported, number_alike, start
 from .used_parameters import UsedParameters
 
 
@@ -98,6 +98,8 @@ class DeepSpeedEngine(BatchEngine):
             release_others(program, [self.module], lambda x: x.to(dtype) if x.is_floating_point() else x)
         mpu = MeshGroups(program) if program.mesh is not None and pipelined is None else None
         own = trainable if optimizer is None and options.trains else None
+        if options.zero_stage == 3:
+            number_alike(program)
         self._initialize(pipelined or self.module, optimizer, own, rate, mpu)  # others may wait within for a rank that fails
         flat_parts.bind(self.model, program)
         if self._stage is not None:

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from slapo_core.agreement import gather
 from slapo_core.errors import BuildError
+from slapo_core.program import Program
 from slapo_training.own_world import OwnWorld
 from slapo_training.quiet import without_warnings
 
@@ -73,3 +75,17 @@ def start(deepspeed: Any) -> OwnWorld:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     deepspeed.utils.groups.mpu = None  # what an engine before this one was given, which one without a mesh would take
     return world
+
+
+def number_alike(program: Program) -> None:
+    """Have all ranks number the parameters and modules of stage 3 from the same numbers on. Collective over the mesh.
+
+    DeepSpeed compares these numbers between ranks in a forward. Where they differ, some ranks fail while others wait. A
+    process that has had more engines than another one counts from higher numbers.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    found = gather((Init.param_id, modules[0]), program.mesh)
+    Init.param_id, modules[0] = (max(numbers) for numbers in zip(*found, strict=True))
