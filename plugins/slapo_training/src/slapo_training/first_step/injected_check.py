@@ -41,7 +41,7 @@ class InjectedCheck:
     """The check of one step. Every method is collective over the mesh.
 
     All rows of a micro-batch run forward, and half as many run backward: a backward costs twice as much. Where these inject
-    nothing, but the model has functions of its own, all rows run backward: rows may inject by what is in them.
+    nothing, but the model has functions of its own, the other rows run backward too: what is in rows may decide.
 
     Args:
         program: The program that runs.
