@@ -10,7 +10,11 @@ from slapo_kernels import Implementation, run
 from slapo_kernels.kernels import KERNELS
 from tests.slapo_kernels.numbers import CALLS, computed, names
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
+]
 
 OTHERS = [
     pytest.param(kernel, index, implementation, id=f"{kernel}-{index}-{implementation.name}")
