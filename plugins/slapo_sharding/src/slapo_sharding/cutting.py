@@ -27,7 +27,7 @@ class ShardStep:
         module: The one asked for.
         record: What is noted on it.
         cuts: Every module that is cut: the one asked for, and those tied to it.
-        pieces: ``(module, name, tensor, spec)`` of each tensor that is cut now; a tied one stands once.
+        pieces: ``(module, path, tensor, spec)`` of each tensor that is cut now; a tied one stands once.
         owner: The attention module that will count local heads.
     """
 
@@ -46,15 +46,18 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
         handles = {handle.mod: handle for _, handle in found if handle.mod in step.cuts}
     for module in step.cuts:
         schedule.touch(module)
-    for module, name, tensor, spec in step.pieces:
+    for module, path, tensor, spec in step.pieces:
         if num_shards == 1:
             facts(tensor).spec = spec
         else:
-            handle = handles[module]
+            below, _, name = path.rpartition(".")
+            handle = handles[module][below] if below else handles[module]
             handle.set_parameter(name, new := _local(tensor, spec))
-            carry_hooks(new, tensor, spec, handle.places_of(new, (module, name)))
+            carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
             if has_copies(spec) and isinstance(tensor, nn.Parameter):
-                lasting.keep_hook(schedule, module, name, sum_copies(module.get_parameter(name), spec))
+                lasting.keep_hook(schedule, handle.mod, name, sum_copies(handle.mod.get_parameter(name), spec))
+            if below:
+                lasting.keep_facts(handle.mod)
     for module, cut in step.cuts.items():
         if num_shards > 1:
             _turn_local(module, cut, step.record.spec)

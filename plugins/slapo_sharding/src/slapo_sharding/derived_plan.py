@@ -27,8 +27,10 @@ from .local_sizes.forward import Calls, LocalForward, Plan
 from .local_sizes.owners import is_inside, num_summed, owners, partial_parameters
 from .localise import Count, counts, difference, localise
 from .origins import forget, remembered
+from .parametrized import computed_by
 from .plan import tied_or_vocabulary
 from .rulebook import rules_of
+from .rules import split_of
 from .sequence import CannotSplit, split_sequence
 from .sharding import Sharder
 from .syncing import sums_gradient, trainable, trust_sums
@@ -308,6 +310,10 @@ def _tell(schedule: Schedule, derived: Derived) -> None:
         tell("tensor_parallel: %s stays whole on every rank: %s", path, reason)
         told.update([what] if loud else [])
     tell_whole_attentions(schedule, derived.reasons, "none of its layers can be split", told)
+    whole = {kind(path): path for path, module in schedule.mod.named_modules() if computed_by(module) and not split_of(module)}
+    for path in whole.values():
+        what = computed_by(schedule.mod.get_submodule(path))
+        get_logger().warning("tensor_parallel: %s stays whole on every rank: its %s", path, what)
     graph, rules = derived.layouts.graph, rules_of(schedule)
     called = {str(node.target) for node in graph.find_nodes(op="call_module")}
     read = {str(node.target).rpartition(".")[0] for node in graph.find_nodes(op="get_attr")} - called

@@ -16,6 +16,7 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import as_layer
 
+from .parametrized import adapted, computed_by
 from .rules import Cut, ShardingRule, applied_cut, tensor_of
 
 
@@ -35,7 +36,7 @@ class Rulebook:
 
     def _matching(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
         layer = as_layer(module)
-        return ((rule, owner) for rule, owner in self.rules if _ask(rule, owner, rule.matches, layer))
+        return ((adapted(rule, layer), owner) for rule, owner in self.rules if _ask(rule, owner, rule.matches, layer))
 
     def ways(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
         """The cuts of a module that is given and returns such values; none without a rule."""
@@ -77,6 +78,8 @@ class Rulebook:
 
 def _cut(rule: ShardingRule, owner: str, module: nn.Module, name: str, dim: int) -> Cut:
     cut = next((cut for cut in rule.cuts if cut.dims.get(name) == dim), None)
+    if cut is None and (computed := computed_by(module)):
+        raise LookupError(f"cannot be split along {dim}: {computed}, and a part of it does not follow from parts")
     if cut is None:
         held = {*module._parameters, *module._buffers}
         known = sorted({f"{name!r} along {dim}" for cut in rule.cuts for name, dim in cut.dims.items() if name in held})

@@ -96,9 +96,16 @@ def computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The module's own parameter or buffer of this name."""
+    """The module's own parameter or buffer of this name; one that another is computed from has a path, see ``parametrized``."""
+    module, name = holder_of(module, name)
     found = module._parameters.get(name)
     return found if found is not None else module._buffers.get(name)
+
+
+def holder_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that holds a tensor of a path below ``module``, and its name there."""
+    path, _, own = name.rpartition(".")
+    return (module.get_submodule(path) if path else module), own
 
 
 def applied_cut(module: nn.Module) -> AppliedCut | None:

@@ -17,8 +17,9 @@ from slapo_core.wrapping import forward_wrappers
 
 from . import attention, dealing
 from .cutting import ShardStep, has_late_bias, needs_forward, user_code
+from .parametrized import sources
 from .rulebook import rules_of
-from .rules import AppliedCut, Cut, applied_cut, tensor_of
+from .rules import AppliedCut, Cut, applied_cut, holder_of, tensor_of
 from .syncing import sums_gradient
 
 Blocks = int | Sequence[int] | None
@@ -40,7 +41,8 @@ class Sharder:
         self.schedule = schedule
         self.module, self.child = schedule.mod, schedule.name
         self.owner = parent.mod if (parent := schedule.parent) is not None else None
-        self.names = (name,) if isinstance(name, str) or not isinstance(name, Iterable) else tuple(name)
+        names = (name,) if isinstance(name, str) or not isinstance(name, Iterable) else tuple(name)
+        self.names = tuple(each for name in names for each in (sources(self.module, name) if isinstance(name, str) else [name]))
         self.axis = axis
         self.blocks = blocks
         self.gathered = gathered
@@ -191,9 +193,10 @@ class Sharder:
 
     def _others(self, tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
         """The other holders, but for modules around that keep the tensor for a layer inside, as BERT's head does a bias."""
-        for holder, other in self.schedule.places_of(tensor, (module, name)):
+        own = holder_of(module, name)
+        for holder, other in self.schedule.places_of(tensor, own):
             is_around = holder is not module and rules_of(self.schedule).find(holder) is None and module in {*holder.modules()}
-            if (holder is not module or other != name) and not is_around:
+            if (holder, other) != own and not is_around:
                 yield holder, other
 
     def _spec(self, module: nn.Module, cut: Cut, name: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> ShardSpec:

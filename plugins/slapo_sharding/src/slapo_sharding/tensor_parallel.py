@@ -20,6 +20,7 @@ from . import parallel_loss as losses
 from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
 from .derive import kind
 from .derived_plan import apply_derived, split_stack, tell_whole_attentions
+from .parametrized import computed_by
 from .plan import (
     BESIDE_SHARDED,
     head_norms,
@@ -339,10 +340,10 @@ STYLES: dict[str, Callable[[Schedule], bool]] = {
 def _cut(schedule: Schedule, input: str, output: str) -> Cut:
     for cut in rules_of(schedule).ways(schedule.mod, input, output):
         return cut
-    kind = type(schedule.mod).__name__
-    raise ScheduleError(
-        f"no sharding rule splits a {kind} this way; take it out of the plan", path=schedule.path, primitive="tensor_parallel"
-    )
+    message = f"no sharding rule splits a {type(schedule.mod).__name__} this way; take it out of the plan"
+    if computed := computed_by(schedule.mod):
+        message = f"its {computed}, and a part of it does not follow from parts; take the layer out of the plan"
+    raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")
 
 
 def _known_blocks(schedule: Schedule) -> bool:

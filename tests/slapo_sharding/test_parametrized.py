@@ -1,0 +1,178 @@
+"""Layers whose weight is computed by ``torch.nn.utils.parametrize``: split where parts follow from parts, else whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+
+from slapo_core.parameters import shard_spec
+from slapo_core.schedule import Schedule, create_schedule
+from slapo_core.testing import run_distributed
+from tests.slapo_torch.layouts import message_of
+
+
+class Mixed(nn.Module):
+    """Adds each row's neighbour."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + 0.1 * weight.flip(0)
+
+
+class Bounded(nn.Module):
+    """Elementwise."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.tanh() * 0.5
+
+
+class Straight(torch.autograd.Function):
+    """Rounds, and gives the gradient of the largest weight's scale: parts of the value follow, of the gradient not."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.mul(8).round().div(8)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] / grads[0].abs().max()
+
+
+class Rounded(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Straight.apply(weight)  # type: ignore[no-untyped-call]
+        return found
+
+
+class Factors(nn.Module):
+    """A product of two thin matrices, neither of which has both sizes."""
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left @ right
+
+    def right_inverse(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        return left[:, :4] * values[:4], right[:4]
+
+
+class Scaled(nn.Module):
+    """Learns itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.scale
+
+
+def registered(make: Callable[[], nn.Module], name: str = "weight") -> Callable[[nn.Module], object]:
+    return lambda layer: parametrize.register_parametrization(layer, name, make())
+
+
+KINDS: dict[str, Callable[[nn.Module], object]] = {
+    "weight norm": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "mixed": registered(Mixed),
+    "mixed bias": registered(Mixed, "bias"),
+    "elementwise": registered(Bounded),
+    "elementwise bias": registered(Bounded, "bias"),
+    "rounded": registered(Rounded),
+    "factors": registered(Factors),
+    "learnt": registered(Scaled),
+}
+AXES = {"weight norm": {0}, "elementwise bias": {0}, "mixed": {1}, "elementwise": {0, 1}}
+"""Kinds to the dimensions of the weight along which parts follow from parts; of others, none."""
+
+
+class Blocks(nn.Module):
+    """Two MLPs; layers of the first are computed."""
+
+    def __init__(self, kind: str, both: bool) -> None:
+        super().__init__()
+        self.fc, self.proj = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.fc2, self.proj2 = nn.Linear(8, 16), nn.Linear(16, 8)
+        for layer in (self.fc, self.proj) if both else (self.fc,):
+            KINDS[kind](layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.proj(F.gelu(self.fc(x)))
+        out: torch.Tensor = x + self.proj2(F.gelu(self.fc2(x)))
+        return out
+
+
+def apart(rank: int, kind: str, both: bool, plan: dict[str, str] | None) -> tuple[float, set[str]]:
+    """How far gradients are off beside the unmodified model, and the names of split parameters."""
+    model, x = Blocks(kind, both), torch.randn(4, 8)
+    whole = copy.deepcopy(model)
+    schedule = create_schedule(model, example_inputs=(x,))
+    schedule.tensor_parallel(plan)
+    for either in (model, whole):
+        either(x).square().sum().backward()
+    found: dict[str, Any] = schedule.full_state("grad")
+    worst = 0.0
+    for name, parameter in whole.named_parameters():
+        assert parameter.grad is not None
+        worst = max(worst, float((found[name] - parameter.grad).abs().max()))
+    return worst, {name for name, parameter in model.named_parameters() if shard_spec(parameter) is not None}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_derived_plan_splits_what_follows_both_ways_and_the_rest_of_the_model(kind: str, both: bool) -> None:
+    rest = {"fc2.weight", "fc2.bias", "proj2.weight"}
+    for worst, split in run_distributed(apart, 2, kind, both, None):
+        assert worst < 1e-5
+        assert split >= rest
+        assert (split > rest) == (AXES.get(kind) == {0, 1}), split
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("kind", [kind for kind, axes in AXES.items() if 0 in axes])
+def test_a_plan_that_is_given_splits_along_the_outputs(kind: str) -> None:
+    for worst, split in run_distributed(apart, 2, kind, False, {"fc": "colwise", "proj": "rowwise"}):
+        assert worst < 1e-5
+        assert {name.split(".")[0] for name in split} == {"fc", "proj"}
+        assert "fc.parametrizations" in " ".join(split)
+
+
+def refusals(rank: int, kind: str) -> list[str]:
+    """What the ways to split along other dimensions say."""
+    model = Blocks(kind, True)
+    split = [axis for axis in (0, 1) if axis not in AXES.get(kind, ())]
+    ways: list[Callable[[Schedule], object]] = [
+        partial(_plan, {"fc": "colwise", "proj": "rowwise"}),
+        partial(_plan, {"proj": "rowwise", "fc": "colwise"}),
+        *(partial(_shard, path, axis) for path in ("fc", "proj") for axis in split),
+    ]
+    said = []
+    for way in ways:
+        schedule = create_schedule(copy.deepcopy(model))
+        said.append(message_of(partial(way, schedule)))
+        assert all(shard_spec(each) is None for each in schedule.mod.parameters())
+    return said
+
+
+def _plan(plan: dict[str, str], schedule: Schedule) -> None:
+    schedule.tensor_parallel(plan)
+
+
+def _shard(path: str, axis: int, schedule: Schedule) -> None:
+    schedule[path].shard("weight", axis=axis)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if AXES.get(kind) != {0, 1}])
+def test_asking_for_what_does_not_follow_is_refused_by_name_and_changes_nothing(kind: str) -> None:
+    name = "'bias'" if "bias" in kind else "'weight'"
+    for said in run_distributed(refusals, 2, kind):
+        assert all(f"{name} is computed by " in sentence for sentence in said), said
