@@ -166,12 +166,17 @@ def _check_heads(name: str, owner: nn.Module) -> None:
     local: dict[bool, list[str]] = {True: [], False: []}
     for projection, child in owner.named_children():
         if attention.makes_heads(owner, projection) and next(child.parameters(), None) is not None:
-            local[_makes_local_heads(child)].append(projection)
+            local[_makes_local_heads(_heaviest(child))].append(projection)
     if local[True] and local[False]:
         raise BuildError(
             f"{name}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "
             f"shard all projections of the attention or none; {OFF}"
         )
+
+
+def _heaviest(projection: nn.Module) -> nn.Module:
+    """Return the module with most numbers of its own: in an adapter around a projection, the projection."""
+    return max(projection.modules(), key=lambda module: sum(each.numel() for each in module.parameters(recurse=False)))
 
 
 def _is_synced(module: nn.Module) -> bool:

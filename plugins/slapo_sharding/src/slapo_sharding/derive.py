@@ -117,6 +117,12 @@ class _Search:
         if self.adapts and err.node not in self.adapted and _can_adapt(err.node, whole):
             self.adapted.add(err.node)
             return
+        if beside := self._lighter_beside(err, behind):
+            kinds = {kind(path) for path in beside}
+            for path in [path for path in self.candidates if kind(path) in kinds]:
+                del self.candidates[path]
+                self.reasons[path] = str(err)
+            return
         kinds = {kind(path) for path in err.sources}
         for path in [path for path in self.candidates if kind(path) in kinds]:
             blocks = fused_sizes(self.calls[path]) if len(err.sources) == 1 and not self.candidates[path].blocks else ()
@@ -125,6 +131,21 @@ class _Search:
                 self.as_one[path] = f"{err}; in {len(blocks)} parts: "
             else:
                 self.reasons[path] = (self.as_one[path] if self.candidates.pop(path).blocks else "") + str(err)
+
+    def _lighter_beside(self, err: LayoutError, behind: list[fx.Node]) -> set[str]:
+        """Return the layers to leave whole instead of those at fault, where they have fewer numbers.
+
+        They are the first of a pair whose reduced output is the whole value that met sharded ones: with the first whole, the
+        second is split as the layer at fault is. So an adapter gives way to the layer that it stands beside.
+        """
+        splits, sources = err.layouts.splits, err.layouts.sources
+        seconds = [node for node in behind if node.op == "call_module" and splits.get(str(node.target)) == Split("reduced")]
+        firsts = {path for node in seconds for other in node.all_input_nodes for path in sources.get(other, ())}
+        firsts &= self.candidates.keys() - err.sources
+        return firsts if self._numbers(firsts) < self._numbers(err.sources) else set()
+
+    def _numbers(self, paths: Collection[str]) -> int:
+        return sum(parameter.numel() for path in paths for parameter in self.traced.get_submodule(path).parameters())
 
 
 def _can_adapt(node: fx.Node, whole: list[fx.Node]) -> bool:

@@ -312,8 +312,8 @@ def _tell(schedule: Schedule, derived: Derived) -> None:
     tell_whole_attentions(schedule, derived.reasons, "none of its layers can be split", told)
     whole = {kind(path): path for path, module in schedule.mod.named_modules() if computed_by(module) and not split_of(module)}
     for path in whole.values():
-        what = computed_by(schedule.mod.get_submodule(path))
-        get_logger().warning("tensor_parallel: %s stays whole on every rank: its %s", path, what)
+        computed = computed_by(schedule.mod.get_submodule(path))
+        get_logger().warning("tensor_parallel: %s stays whole on every rank: its %s", path, computed)
     graph, rules = derived.layouts.graph, rules_of(schedule)
     called = {str(node.target) for node in graph.find_nodes(op="call_module")}
     read = {str(node.target).rpartition(".")[0] for node in graph.find_nodes(op="get_attr")} - called

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from torch import fx, nn
@@ -250,6 +250,10 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         )
     if plan is None:
         steps.update(dict.fromkeys(head_norms(schedule.mod, steps), "replicated_with_grad_allreduce"))
+        if wrapper := next(_without_rule(schedule, steps), None):
+            kind = type(schedule.mod.get_submodule(wrapper)).__name__
+            hint = "give example_inputs to create_schedule, from which a plan is derived, or plan="
+            raise error(f"the published plan splits {wrapper!r}, a {kind}, which no sharding rule covers; {hint}")
         if undeclared := undeclared_parameters(schedule.mod, steps):
             raise error(
                 f"{undeclared[0]!r} may be used on sharded or on replicated values, the published plan is silent; give plan="
@@ -258,6 +262,14 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
             raise error(f"the published plan splits experts and leaves {left!r} whole; give plan=")
         steps.update(_vocabulary(schedule))
     return steps
+
+
+def _without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]:
+    """Yield the layers of a plan that nothing here can split, such as adapters around projections."""
+    rules = rules_of(schedule)
+    return (
+        path for path, style in steps.items() if style in BESIDE_SHARDED and not rules.find(schedule.mod.get_submodule(path))
+    )
 
 
 def _names_like(key: str, model: nn.Module) -> set[str]:

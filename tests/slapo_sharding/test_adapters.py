@@ -1,0 +1,128 @@
+"""Adapters of PEFT: the base is split as it is alone, the thin matrices beside it follow, and what is frozen stays so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core.build import build
+from slapo_core.parameters import shard_spec
+from slapo_core.schedule import create_schedule
+from slapo_core.testing import run_distributed
+from tests.slapo_torch.layouts import mesh_of
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+]
+
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+ROWS = {"o_proj", "down_proj"}
+QV: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "all": {"target_modules": sorted(PROJECTIONS)},
+    "q and v": QV,
+    "rank-stabilised": {"target_modules": sorted(PROJECTIONS), "use_rslora": True},
+    "o and down": {"target_modules": sorted(ROWS)},
+    "a head that is trained": {**QV, "modules_to_save": ["lm_head"]},
+    "biases": {**QV, "lora_bias": True},
+}
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False, max_position_embeddings=32))
+
+
+def adapted(kind: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **KINDS[kind]))
+    if kind == "rank-stabilised":  # and a second adapter, which is not active
+        model.add_adapter("other", LoraConfig(r=2, init_lora_weights=False, **QV))
+    return model
+
+
+def trained(rank: int, kind: str, options: dict[str, Any], layout: dict[str, int], config: dict[str, Any]) -> dict[str, Any]:
+    """Two steps beside the unmodified model's: how far weights are off, what is split, and what trains."""
+    reference = adapted(kind)
+    model = copy.deepcopy(reference)
+    ids = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    mesh = mesh_of(**layout)
+    schedule = create_schedule(model, mesh=mesh, example_inputs=batch)
+    if mesh["tp"].size() > 1:
+        schedule.tensor_parallel(**options)
+    split = {name for name, each in model.named_parameters() if shard_spec(each) is not None}
+    if mesh["pp"].size() > 1:
+        schedule["base_model.model.model.layers.0"].cut_pipeline_stage()
+    engine: Any = build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **config)
+    sgd = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.1)
+    own = {name: each.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()] for name, each in batch.items()}
+    before = {name: each.detach().clone() for name, each in reference.named_parameters()}
+    for _ in range(2):
+        loss = engine.train_batch(**own)
+        expected = reference(**batch).loss
+        expected.backward()
+        sgd.step()
+        sgd.zero_grad()
+        assert abs(float(loss) - float(expected)) < 1e-5
+    found: dict[str, Any] = schedule.full_state()
+    apart = {name: float((found[name] - each).abs().max()) for name, each in reference.named_parameters()}
+    moved = {name for name, each in before.items() if not each.equal(found[name])}
+    held = sum(len(group["params"]) for group in engine.optimizer.param_groups)
+    engine.close()
+    return {"apart": max(apart.values()), "split": split, "moved": moved, "held": held}
+
+
+def expected_split(kind: str) -> set[str]:
+    """Of the first layer: all bases, the second matrix beside those that give parts, the first beside those that take them."""
+    found = {name for name in PROJECTIONS if name not in KINDS[kind]["target_modules"]}
+    for name in KINDS[kind]["target_modules"]:
+        found |= {f"{name}.base_layer", f"{name}.lora_{'A' if name in ROWS else 'B'}.default"}
+    return found
+
+
+def _check(found: list[dict[str, Any]], kind: str) -> None:
+    trains = {name for name, each in adapted(kind).named_parameters() if each.requires_grad}
+    for one in found:
+        assert one["apart"] < 1e-5, one
+        assert one["moved"] <= trains
+        assert 0 < one["held"] <= len(trains)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["all", "q and v", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][2:])])
+def test_the_base_is_split_as_it_is_alone_and_adapters_follow(kind: str, sequence_parallel: bool) -> None:
+    options = {"sequence_parallel": sequence_parallel}
+    found = run_distributed(trained, 2, kind, options, {"tp": 2}, {"microbatches": 2, "clip": 1.0e9})
+    _check(found, kind)
+    marker = "layers.0."
+    for one in found:
+        of_layer = {name.split(marker)[1] for name in one["split"] if marker in name and name.endswith(".weight")}
+        assert {name.removesuffix(".weight").split(".", 1)[1] for name in of_layer} == expected_split(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "layout", "config"),
+    [
+        (2, {"pp": 2}, {"microbatches": 2}),
+        (2, {"dp": 2}, {}),
+        (2, {"dp": 2}, {"data_parallel": "fsdp"}),
+        (4, {"pp": 2, "tp": 2}, {"microbatches": 2}),
+        (4, {"dp": 2, "tp": 2}, {"data_parallel": "fsdp"}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["all", "q and v"])
+def test_layouts(kind: str, ranks: int, layout: dict[str, int], config: dict[str, Any]) -> None:
+    _check(run_distributed(trained, ranks, kind, {}, layout, config), kind)
