@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,3 +127,40 @@ def test_the_base_is_split_as_it_is_alone_and_adapters_follow(kind: str, sequenc
 @pytest.mark.parametrize("kind", ["all", "q and v"])
 def test_layouts(kind: str, ranks: int, layout: dict[str, int], config: dict[str, Any]) -> None:
     _check(run_distributed(trained, ranks, kind, {}, layout, config), kind)
+
+
+def exported(rank: int, kind: str, layout: dict[str, int], config: dict[str, Any], folder: str) -> list[str]:
+    """Train a step, save as PEFT saves, and load as PEFT loads; the files that are there."""
+    from peft import PeftModel
+
+    model = adapted(kind)
+    ids = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    schedule = create_schedule(model, mesh=mesh_of(**layout), example_inputs=batch)
+    if "tp" in layout:
+        schedule.tensor_parallel()
+    if "pp" in layout:
+        schedule["base_model.model.model.layers.0"].cut_pipeline_stage()
+    engine: Any = build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **config)
+    engine.train_batch(**batch)
+    state: dict[str, Any] = schedule.full_state()
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=state)
+    torch.distributed.barrier()
+    loaded = dict(PeftModel.from_pretrained(llama(), folder).named_parameters())
+    for name in [name for name, each in adapted(kind).named_parameters() if each.requires_grad]:
+        assert torch.equal(loaded[name], state[name]), name
+    engine.close()
+    return sorted(each.name for each in Path(folder).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [({"tp": 2}, {}), pytest.param({"pp": 2}, {"microbatches": 2}, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("kind", [pytest.param("all", marks=pytest.mark.slow), "a head that is trained"])
+def test_adapters_are_saved_and_loaded_as_pefts(
+    kind: str, layout: dict[str, int], config: dict[str, Any], tmp_path: Path
+) -> None:
+    for files in run_distributed(exported, 2, kind, layout, config, str(tmp_path)):
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files)
