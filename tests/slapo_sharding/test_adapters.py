@@ -76,7 +76,7 @@ def trained(rank: int, kind: str, options: dict[str, Any], layout: dict[str, int
         expected.backward()
         sgd.step()
         sgd.zero_grad()
-        assert abs(float(loss) - float(expected)) < 1e-5
+        assert abs(loss.item() - expected.item()) < 1e-5
     found: dict[str, Any] = schedule.full_state()
     apart = {name: float((found[name] - each).abs().max()) for name, each in reference.named_parameters()}
     moved = {name for name, each in before.items() if not each.equal(found[name])}

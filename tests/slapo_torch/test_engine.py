@@ -340,3 +340,38 @@ def test_the_runtime_still_works_as_the_adapter_expects() -> None:
         assert "stage.backward_one_chunk(" in source
     for method, cache in ((PipelineStage.get_fwd_send_ops, "fwd_cache"), (PipelineStage.get_bwd_send_ops, "bwd_cache")):
         assert f"self.{cache}" in inspect.getsource(method)
+
+
+class Patched(nn.Module):
+    """Rows of text, and patches of images whose number is another in each batch; ``counts`` says how many each row has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.patch, self.head = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, patches: torch.Tensor, counts: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        owner = torch.repeat_interleave(torch.arange(len(x)), counts)
+        mixed = self.text(x).index_add(0, owner, self.patch(patches))
+        return nn.functional.cross_entropy(self.head(mixed.tanh()), labels)
+
+
+def test_one_micro_batch_may_have_arguments_of_other_sizes() -> None:
+    """Nothing is cut; the first step's checks, which would cut rows, leave such batches alone."""
+    model = Patched()
+    reference = copy.deepcopy(model)
+    engine = _engine(model)
+    optimizer = adamw(reference.parameters())
+    for counts in ([1, 2, 0, 4], [3, 1, 1, 1], [2, 2, 2, 2], [0, 0, 4, 0]):
+        batch = {"x": X[:4], "patches": torch.randn(sum(counts), 4), "counts": torch.tensor(counts), "labels": Y[:4]}
+        loss = engine.train_batch(**batch)
+        expected = reference(**batch)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert abs(loss.item() - expected.item()) < 1e-6
+    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own, other)
+    with pytest.raises(BuildError, match=r"different sizes along dimension 0: x \(4, 4\), patches \(6, 4\), counts"):
+        _engine(model, microbatches=2).train_batch(
+            **{**batch, "patches": torch.randn(6, 4), "counts": torch.tensor([3, 3, 0, 0])}
+        )

@@ -25,8 +25,8 @@ def split(batch: Mapping[str, Any], parts: int, several: str | None = None) -> l
         several: Name of the argument that has a tuple of arguments, ``*args``.
 
     Raises:
-        BuildError: the tensors differ in size along dimension 0, or it is not divisible; or values may be one per row and yet
-            would not be cut as rows.
+        BuildError: for more than one part, the tensors differ in size along dimension 0, or it is not divisible; or values may
+            be one per row and yet would not be cut as rows.
     """
     if parts > 1:
         _check_rows_are_tensors(batch, several)
@@ -34,7 +34,7 @@ def split(batch: Mapping[str, Any], parts: int, several: str | None = None) -> l
     sizes = {leaf.shape[0] for leaf in leaves if _has_rows(leaf)}
     if 0 in sizes:
         raise BuildError("the batch has no rows; leave it out")
-    if len(sizes) > 1:
+    if len(sizes) > 1 and parts > 1:
         rows = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in batch.items() if _has_rows(leaf))
         raise BuildError(f"tensors of one batch have different sizes along dimension 0: {rows}; the batch is dimension 0")
     for size in sizes:
