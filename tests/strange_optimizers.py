@@ -231,6 +231,28 @@ class Scaled(Plain):
         return g * getattr(p, "lr_scale", 1.0)
 
 
+class Counting(Plain):
+    """Adam as people write it: elementwise, and one count of steps for all parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.t = 0
+
+    @classmethod
+    def of(cls, parameters: Parameters) -> Counting:
+        held = list(parameters)
+        return cls([{"params": held[::2], "lr": 0.02}, {"params": held[1::2]}])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.t += 1
+        super().step()
+
+    def update(self, p: nn.Parameter, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+        mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(g, 0.1)
+        square = state.setdefault("square", torch.zeros_like(p)).mul_(0.99).addcmul_(g, g, value=0.01)
+        return (mean / (1 - 0.9**self.t)) / ((square / (1 - 0.99**self.t)).sqrt() + 1e-3)
+
+
 class Lookahead(torch.optim.Optimizer):
     """Wraps another one, shares its groups, and has copies of the weights from the start."""
 
@@ -324,6 +346,7 @@ ELEMENTWISE: dict[str, Factory] = {
     "adan": Adan,
     "sophia": Sophia,
     "schedule free": ScheduleFree,
+    "counting": Counting.of,
     "adamw": partial(torch.optim.AdamW, eps=1e-3),
     "rprop": torch.optim.Rprop,
     "adagrad": torch.optim.Adagrad,

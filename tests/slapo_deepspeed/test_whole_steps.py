@@ -15,14 +15,14 @@ from tests.whole_steps import engine_of, errors, in_place, resumed, saved, stepp
 
 pytestmark = pytest.mark.multiproc
 
-SOME = ["muon", "lamb", "composite", "scaled", "prodigy", "adamw"]
+SOME = ["muon", "lamb", "composite", "scaled", "prodigy", "adamw", "wrapper", "counting"]
 
 
 @pytest.mark.parametrize(
     ("kind", "layout", "stage", "names"),
     [
         ("gqa", {"dp": 2}, 1, SOME),
-        pytest.param("gqa", {"dp": 2}, 3, ["muon", "scaled"], marks=pytest.mark.slow),
+        pytest.param("gqa", {"dp": 2}, 3, ["muon", "scaled", "wrapper", "counting"], marks=pytest.mark.slow),
         pytest.param("gqa", {"dp": 2}, 1, list({**WHOLE, **BY_SHAPE, **COUPLED}), marks=pytest.mark.slow),
         pytest.param("gqa", {"dp": 2}, 2, SOME, marks=pytest.mark.slow),
         pytest.param("gqa", {"tp": 2}, 0, SOME, marks=pytest.mark.slow),

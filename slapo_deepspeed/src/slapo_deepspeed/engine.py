@@ -102,6 +102,7 @@ class DeepSpeedEngine(BatchEngine):
             number_alike(program)
         self._initialize(pipelined or self.module, optimizer, own, rate, mpu)  # others may wait within for a rank that fails
         flat_parts.bind(self.model, program)
+        self._turns = flat_parts.Turns(self.model)
         if self._stage is not None:
             self.model._allocate_or_extend_buffers = self._buffer
         self._clipped_norm: float | None = None
@@ -160,6 +161,7 @@ class DeepSpeedEngine(BatchEngine):
         """Run the user's gradient hooks, and let DeepSpeed step."""
         if self._hooks.is_active:
             on_all(self._hooks.run, self.program)
+        self._turns.begin()
         self._take_step(*given)
 
     def _check_trained(self, part: Batch) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
 from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
@@ -15,6 +17,8 @@ from slapo_training.pieces import Chunk, piece_of
 from slapo_training.whole_steps.exchange import Holding
 from slapo_training.whole_steps.making import Layout
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
+from slapo_training.whole_steps.probe import steps_in_turns
+from slapo_training.whole_steps.step_counters import OneStep
 from slapo_training.whole_steps.wholes import Whole, boxes
 
 from .groups import whole_shape
@@ -55,15 +59,10 @@ def bind(model: Any, program: Program) -> None:
     optimizer, outer = stepping(model), model.optimizer
     if isinstance(optimizer, WholeTensorOptimizer):
         optimizer.hide_state()
+    _check_turns(model, optimizer, program)
     if not isinstance(optimizer, WholeTensorOptimizer) or (ranges := _ranges(outer, optimizer, program)) is None:
         return
     flats = list({id(each.flat): each.flat for each in ranges.values()}.values())
-    if optimizer.steps_together and len(flats) > 1 and not hasattr(outer, "bf16_groups"):
-        model.destroy()
-        raise BuildError(
-            f"{type(optimizer.inner).__name__} makes the step of one parameter depend on the others, and ZeRO steps "
-            f"{len(flats)} groups of them one after the other; give one group, or use stage 0 of ZeRO"
-        )
     places = {id(flat): place for place, flat in enumerate(flats)}
     for each in optimizer.stand_ins:
         own = [ranges[id(whole.source)] for whole in each.wholes]
@@ -75,6 +74,64 @@ def bind(model: Any, program: Program) -> None:
         ]
         each.bind(lambda: flats, holdings, labels)
     optimizer.flats = flats
+
+
+class Turns:
+    """Calls of an optimizer's ``step`` that are one step of DeepSpeed's: with ZeRO one for each flat tensor.
+
+    Args:
+        model: DeepSpeed's engine.
+    """
+
+    def __init__(self, model: Any) -> None:
+        optimizer: Any = stepping(model)
+        self._current: OneStep | None = None
+        if optimizer is None or (_num_turns(model) or 1) < 2:
+            return
+        self._inner, step = _inner(optimizer), optimizer.step
+
+        def turn(*given: Any, **named: Any) -> Any:
+            if self._current is None:
+                self._current = OneStep(self._inner)
+            else:
+                self._current.again()
+            return step(*given, **named)
+
+        optimizer.step = turn
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._current = None
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.inner if isinstance(optimizer, WholeTensorOptimizer) else optimizer
+
+
+def _num_turns(model: Any) -> int | None:
+    """Return how often DeepSpeed calls its optimizer in one step, each time with other parameters; None without ZeRO."""
+    outer = model.optimizer
+    flats = getattr(outer, "fp32_partitioned_groups_flat", getattr(outer, "single_partition_of_fp32_groups", None))
+    return None if flats is None or hasattr(outer, "bf16_groups") else len(flats)
+
+
+def _check_turns(model: Any, optimizer: Any, program: Program) -> None:
+    """Refuse an optimizer whose step is another one where ZeRO takes it in turns. Collective with ZeRO."""
+    number = _num_turns(model)
+    if number is None:
+        return
+    differs = False
+    if optimizer is not None and number > 1:
+        is_joint = isinstance(optimizer, WholeTensorOptimizer) and optimizer.steps_together
+        differs = is_joint or not steps_in_turns(_inner(optimizer))
+    found = torch.tensor([int(differs)], device=model.device)
+    if all_reduce(found, program.mesh, dist.ReduceOp.MAX).item():
+        model.destroy()
+        kind = "the optimizer" if optimizer is None else type(_inner(optimizer)).__name__
+        raise BuildError(
+            f"{kind} makes the step of one parameter depend on the others, and ZeRO steps {number} groups of them one after "
+            "the other; give one group, or use stage 0 of ZeRO"
+        )
 
 
 def _ranges(outer: Any, optimizer: WholeTensorOptimizer, program: Program) -> dict[int, _Range] | None:

@@ -19,7 +19,7 @@ from slapo_core.parameters import shard_spec
 from .._torch_private import CollectiveFound, CollectiveWatch
 from ..gradient_hooks.cut_attributes import matches
 from .parameter_tables import has_positions, marks_at, replace_in_tables
-from .step_counters import advance, counts
+from .step_counters import OneStep, advance, counts
 from .tree import Optimizer, groups_in, optimizers_in, parameters_in
 
 
@@ -85,6 +85,20 @@ def probe(optimizer: Optimizer) -> Finding:
             return Finding(shape=True, flat=True, coupled=True, communicates=True)
         except Exception as err:
             return Finding(shape=True, flat=True, why_unknown=reason(err))
+
+
+def steps_in_turns(optimizer: Optimizer) -> bool:
+    """Return whether calls of ``step`` of some parameters each, put together as ``OneStep`` does, are a step of all.
+
+    Args:
+        optimizer: As it was made; it has not stepped. Nothing is changed.
+    """
+    with apart():
+        try:
+            trial = Trial(optimizer, _SMALL)
+            return trial.is_same_in_turns(trial.run_first())
+        except Exception:  # it was probed before, or shows itself in the first step
+            return True
 
 
 def _probed(optimizer: Optimizer) -> Finding:
@@ -174,6 +188,7 @@ class Trial:
         self,
         cut: Cut | Sequence[Cut],
         places: Sequence[int] | None = None,
+        calls: Sequence[Sequence[int]] = (),
         after_step: Callable[[Optimizer, bool], None] = lambda optimizer, is_last: None,
     ) -> list[torch.Tensor]:
         """Return what each phase of steps adds to each parameter, phase by phase.
@@ -181,6 +196,7 @@ class Trial:
         Args:
             cut: Gives the part of a parameter, or of its gradient, that is stepped; or one for each parameter.
             places: Numbers of the parameters that are stepped, without the others; None for all.
+            calls: Numbers of those that are stepped by one call of ``step``, call by call; none for all by one.
             after_step: Is called with the optimizer, and whether the step was the last of its phase.
         """
         numbers = torch.Generator().manual_seed(0)
@@ -205,7 +221,10 @@ class Trial:
                     each.grad = (own.to_sparse(1) if self.is_sparse else own) if place in stepped else None
                 is_last = number == steps - 1 and phase < len(_AHEAD)
                 known = counts(trial) if is_last else None
-                type(trial).step(trial)
+                if calls:
+                    _step_in_turns(trial, substitutes, calls)
+                else:
+                    type(trial).step(trial)
                 if known is not None and self.goes_ahead:
                     advance(trial, known, _AHEAD[phase])
                 after_step(trial, number == steps - 1)
@@ -244,6 +263,11 @@ class Trial:
                     return True
         return False
 
+    def is_same_in_turns(self, whole: Sequence[torch.Tensor]) -> bool:
+        """Return whether two calls of ``step``, each of half of the parameters, add what one call of all adds."""
+        calls = [each for first in (0, 1) if (each := range(first, len(self._chosen), 2))]
+        return len(calls) < 2 or all(map(is_close, self.run(_all, calls=calls), whole))
+
     def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         return self._size.shapes.get(parameter.dim(), (2,) * parameter.dim())
 
@@ -271,6 +295,23 @@ class Trial:
             for each in optimizers_in(trial):  # some look at the first parameter of a group
                 each.param_groups[:] = [group for group in each.param_groups if group["params"]] or each.param_groups
         return trial
+
+
+def _step_in_turns(trial: Optimizer, parameters: Sequence[nn.Parameter], calls: Sequence[Sequence[int]]) -> None:
+    """Take one step by several calls, each of some parameters, as ZeRO does group by group."""
+    gradients, step = [each.grad for each in parameters], OneStep(trial)
+    groups = [(group, group["params"]) for group in groups_in(trial)]
+    for number, call in enumerate(calls):
+        if number:
+            step.again()
+        own = {id(parameters[place]) for place in call}
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient if id(parameter) in own else None
+        for group, members in groups:
+            group["params"] = [each for each in members if id(each) in own]
+        type(trial).step(trial)
+    for group, members in groups:
+        group["params"] = members
 
 
 def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:

@@ -1,7 +1,8 @@
-"""Step counters of an optimizer, which are advanced to probe its steps after a warm-up."""
+"""Step counters of an optimizer: advanced to probe its steps after a warm-up, and put back between calls that are one step."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,12 +37,39 @@ def advance(optimizer: Optimizer, before: Counts, steps: int) -> None:
             value.detach().add_(steps)
 
 
+class OneStep:
+    """Several calls of an optimizer's ``step`` that are one step, each of other parameters.
+
+    Numbers that it keeps in attributes, as a count of steps, would advance in each call: before all calls but the first they
+    are put back.
+
+    Args:
+        optimizer: The optimizer, before the first call.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        tables = [vars(each) for each in optimizers_in(optimizer)]
+        self._before = [
+            (table, key, copy.deepcopy(value)) for table in tables for key, value in table.items() if _is_number(value)
+        ]
+
+    def again(self) -> None:
+        """Put the numbers back for another call."""
+        for table, key, value in self._before:
+            table[key] = copy.deepcopy(value)
+
+
 def _numbers(optimizer: Optimizer) -> Iterator[tuple[Any, Any, Any]]:
     for each in optimizers_in(optimizer):
         states = [state for state in each.state.values() if isinstance(state, dict)]
         tables: list[Any] = [vars(each), each.state, *each.param_groups, *states]
         for table in tables:
             for key, value in table.items():
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                if is_number or (isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()):
+                if _is_number(value):
                     yield table, key, value
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float) and not isinstance(value, bool)
