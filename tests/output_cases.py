@@ -194,6 +194,66 @@ def all_differences(
     return found
 
 
+# ---- ways to pass a batch
+
+PASSES: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "by name": lambda x, y: ((), {"idx": x, "targets": y}),
+    "by position": lambda x, y: ((x, y), {}),
+    "one of each": lambda x, y: ((x,), {"targets": y}),
+    "a tuple": lambda x, y: (((x, y),), {}),
+    "a list": lambda x, y: (([x, y],), {}),
+    "a dict": lambda x, y: (({"idx": x, "targets": y},), {}),
+}
+"""Arguments of ``train_batch`` and ``eval_batch``; a loss function's targets have the same names and places."""
+OWN_LOSS = RETURNS["logits, loss"]
+
+
+class Logits(GPT):
+    """Leaves the loss to a loss function."""
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        logits, _ = super().forward(idx)
+        return logits.mT  # type: ignore[no-any-return]
+
+
+def _passed(target: str, mesh: Any, given: Callable[..., Any], steps: list[int], of_loss_fn: bool) -> float:
+    """The largest difference of losses and weights from those of one process."""
+    torch.manual_seed(0)
+    options = {"loss_fn": nn.CrossEntropyLoss(ignore_index=IGNORED)} if of_loss_fn else {}
+    model = Logits(OWN_LOSS.output) if of_loss_fn else GPT(OWN_LOSS.output)
+    reference, dp = copy.deepcopy(model), mesh["dp"].size()
+    mine = [[each.chunk(dp)[mesh["dp"].get_local_rank()] for each in batch_of(step)] for step in steps]
+    example = tuple(each.chunk(2)[0] for each in mine[0])[: 1 if of_loss_fn else 2]
+    engine, schedule = engine_of(model, mesh, target, 2, example, **options)
+    optimizer, found = sgd(reference.parameters()), []
+    for step, batch in zip(steps, mine, strict=True):
+        idx, targets = batch_of(step)
+        loss = options["loss_fn"](reference(idx), targets) if of_loss_fn else reference(idx, targets)[1]
+        args, kwargs = given(*batch)
+        found.append(abs(engine.eval_batch(*args, **kwargs).item() - loss.item()))
+        found.append(abs(engine.train_batch(*args, **kwargs).item() - loss.item()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state = schedule.full_state()
+        found += [float((state[name] - each.detach()).abs().max()) for name, each in reference.named_parameters()]
+    engine.close()
+    return max(found)
+
+
+def passed(rank: int, target: str, layout: dict[str, int], steps: list[int], of_loss_fn: bool) -> dict[str, Any]:
+    """The largest difference for each way to pass a batch, or what its error says."""
+    mesh, found = mesh_of(**layout), dict[str, Any]()
+    for name, given in PASSES.items():
+
+        def run(name: str = name, given: Callable[..., Any] = given) -> None:
+            found[name] = _passed(target, mesh, given, steps, of_loss_fn)
+
+        if (message := message_of(run)) != "no error":
+            found[name] = message
+    return found
+
+
 # ---- outputs in which no number, or several, can be the loss
 
 

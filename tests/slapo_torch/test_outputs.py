@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slapo_core.testing import run_distributed
-from tests.output_cases import GPT, REFUSED, RETURNS, Once, all_differences, batch_of, engine_of, refusals, size
+from tests.output_cases import GPT, REFUSED, RETURNS, Once, all_differences, batch_of, engine_of, passed, refusals, size
 
 from .layouts import message_of
 
@@ -57,6 +57,23 @@ def test_the_last_stage_finds_the_loss() -> None:
 @pytest.mark.parametrize("layout", [{}, pytest.param({"pp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_a_function_may_add_terms(layout: dict[str, int]) -> None:
     for found in run_distributed(all_differences, math.prod(layout.values()), "torch", layout, ["a sum"], [0, 3], True, {}):
+        check(found)
+
+
+@pytest.mark.parametrize(
+    ("layout", "of_loss_fn"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"pp": 2}, True),
+        pytest.param({"pp": 2}, False, marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, True, marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_batch_is_passed_as_a_data_loader_gives_it(layout: dict[str, int], of_loss_fn: bool) -> None:
+    for found in run_distributed(passed, math.prod(layout.values()), "torch", layout, [1, 2], of_loss_fn):
         check(found)
 
 
