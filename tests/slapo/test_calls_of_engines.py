@@ -84,7 +84,7 @@ def trained(rank: int, cls: type[nn.Module], layout: dict[str, int]) -> dict[str
             with pytest.raises(
                 BuildError, match="positional arguments are given, but the forward of ByPosition takes x, scale by"
             ):
-                engine.eval_batch(x, scale, labels)
+                engine.eval_batch(x, scale, scale, labels)
         engine.close()
     return found
 

@@ -151,7 +151,7 @@ def test_options_that_make_no_sense(config: dict[str, Any], message: str) -> Non
     ("batch", "message"),
     [
         ({"x": X, "labels": Y[:6]}, r"different sizes along dimension 0: x \(8, 4\), labels \(6,\)"),
-        ({"x": X}, "the loss is not one number but None; give the model labels, or build with loss_fn="),
+        ({"x": X}, r"the model returns no loss but 'logits' of shape \(4, 3\); give the model labels, or build with loss_fn="),
     ],
 )
 def test_batches_that_cannot_be_averaged(batch: dict[str, torch.Tensor], message: str) -> None:

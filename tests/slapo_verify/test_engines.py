@@ -28,6 +28,7 @@ from slapo_core.testing.equivalence import Tolerance
 from slapo_verify import Report, verify, verify_engine
 from slapo_verify.plain_steps import plain_steps, sgd
 from tests.engine_models import Skips, batches, small, twice
+from tests.output_cases import GPT, RETURNS, batch_of, two
 from tests.slapo_torch.layouts import mesh_of
 
 pytestmark = pytest.mark.multiproc
@@ -333,7 +334,7 @@ def test_a_schedule_in_stages_runs_as_these_alone() -> None:
         ({"reference": 3}, "the reference is 3; give the unmodified model"),
         ({"schedule": 3}, "schedule is 3; give a schedule, or a function that makes one of a model"),
         ({"schedule": lambda model: 3}, "the function that schedules gave 3; let it return the schedule"),
-        ({"batch": {"input_ids": torch.zeros(1, 4, dtype=torch.long)}}, "the model's outputs have no loss; give loss_fn="),
+        ({"batch": {"input_ids": torch.zeros(1, 4, dtype=torch.long)}}, "do not show which number is the loss; give loss="),
         ({"tolerance": Tolerance(-1.0, 0.0)}, "give numbers from 0 on"),
     ],
     ids=["steps", "reference", "schedule", "function", "loss", "tolerance"],
@@ -342,6 +343,22 @@ def test_bad_input_is_one_sentence(given: dict[str, Any], message: str) -> None:
     arguments = {"reference": small("gpt2"), "schedule": create_schedule, "batch": batches(1)[0], **given}
     with pytest.raises(VerifyError, match=re.escape(message)):
         verify_engine(**arguments)
+
+
+@pytest.mark.parametrize("name", ["logits, loss", "accuracy, loss", "nested", "by position", "by field", "by function"])
+def test_the_loss_is_the_one_that_the_engine_takes(name: str) -> None:
+    way, (idx, targets) = RETURNS[name], batch_of(1)
+    report = verify_engine(
+        GPT(way.output), create_schedule, {"idx": idx, "targets": targets}, microbatches=2, **way.options
+    ).check()
+    assert report.largest is not None
+    assert report.largest.absolute > 0
+
+
+def test_a_loss_that_outputs_do_not_show_is_asked_for() -> None:
+    idx, targets = batch_of(1)
+    with pytest.raises(VerifyError, match="do not show which number is the loss; give loss=, a key, a position or a function"):
+        verify_engine(GPT(two), create_schedule, {"idx": idx, "targets": targets})
 
 
 def test_a_loss_that_the_checks_would_have_refused_is_blamed() -> None:

@@ -51,14 +51,16 @@ def build(
             called with each module, children first; see ``slapo_core.weights.materialize``. None counts as False.
         optimizer: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters.
         loss_fn: ``loss_fn(outputs, labels)``, the mean over a micro-batch, or with ``loss_over="replicas"`` the loss of the
-            whole batch; None takes the loss from the model's output.
+            whole batch; None takes the loss from the model's output: what is called ``loss``, or the only number in it that
+            has a gradient.
         microbatches: Equal parts a batch is cut into along dimension 0.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         clip: Largest gradient norm over all ranks; 0 is off.
         param_init_fn: Another name for the initialiser.
         seed: Of weights that get their values now.
         **config: For the plugins and the dialect. All that train take ``lr_scheduler``, a factory ``optimizer -> ...`` of
-            ``torch.optim.lr_scheduler``, and ``ignore_index``, the label value that the loss leaves out; ``loss_weights`` and
+            ``torch.optim.lr_scheduler``; ``loss``, which part of the model's output is the loss: a key or field, a position, or
+            a function of the output; ``ignore_index``, the label value that the loss leaves out; ``loss_weights`` and
             ``loss_over``, for losses that are no mean over rows or labels; ``gradient_hooks``; ``optimizer_blocks``, for
             optimizers such as Muon; ``check`` and ``strict``, for the checks of the first step.
             ``help(slapo_training.options.CommonOptions)`` says what each means. ``slapo_weights`` takes ``weights``, a folder

@@ -27,9 +27,11 @@ class Engine(ABC):
         """Forward, backward and one optimizer step on this data-parallel rank's batch.
 
         Args:
-            *args: What the model's forward takes by position; tensors have the batch in dimension 0.
-            **batch: What it takes by keyword, likewise, and ``labels`` for the loss function. All ranks of one pipeline and
-                of one tensor-parallel group get the same batch.
+            *args: What the model's forward takes by position; tensors have the batch in dimension 0. Behind it come the labels
+                for the loss function, if these are not given by keyword. One tuple, list or dict is a batch as a
+                ``DataLoader`` gives it, which has the arguments.
+            **batch: What it takes by keyword, likewise, and ``labels`` for the loss function, or under a name of which the
+                forward takes none. All ranks of one pipeline and of one tensor-parallel group get the same batch.
 
         Returns:
             The mean loss over micro-batches and data-parallel ranks: a detached 0-dim tensor, equal on every rank.

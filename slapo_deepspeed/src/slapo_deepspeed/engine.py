@@ -88,7 +88,8 @@ class DeepSpeedEngine(BatchEngine):
         _mark_shards(self.module)
         self._hooks = StepHooks(program, self.module, options.gradient_hooks == "step")
         self._modes = Modes(program.module)
-        self._stage = RunningStage(program, options.loss_fn, dtype) if len(program.stages) > 1 else None
+        self._loss = CountedLoss(options.loss_fn, options.output_loss)
+        self._stage = RunningStage(program, self._loss, dtype) if len(program.stages) > 1 else None
         self._plan: Program | None = None
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         check_same_start(program, dict(self.module.named_parameters()), replicas=False)
@@ -107,7 +108,6 @@ class DeepSpeedEngine(BatchEngine):
             self.model._allocate_or_extend_buffers = self._buffer
         self._clipped_norm: float | None = None
         self.model.clip_fp32_gradients = self._clip
-        self._loss = CountedLoss(options.loss_fn)
         self._counted: list[LossReduction] = []
         named = dict(self.module.named_parameters())
         self._remember_trained(named)

@@ -15,7 +15,7 @@ from slapo_core.parameters import is_part
 from slapo_core.program import Boundary, Program
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
-from slapo_training.losses import CountedLoss, LossFn, check_has_gradient, run_stage
+from slapo_training.losses import CountedLoss, check_has_gradient, run_stage
 from slapo_training.means import LossReduction
 from slapo_training.modes import Modes
 from slapo_training.other_stages import copies
@@ -31,16 +31,16 @@ class RunningStage(nn.Module):
 
     Args:
         program: Its stages are on as many ranks.
-        loss_fn: For the last stage; None takes the loss from the model's output.
+        loss_of: Computes the loss in the last stage.
         dtype: Of the weights.
     """
 
-    def __init__(self, program: Program, loss_fn: LossFn | None, dtype: torch.dtype) -> None:
+    def __init__(self, program: Program, loss_of: CountedLoss, dtype: torch.dtype) -> None:
         super().__init__()
         self._index = program.axis_rank("pp")
         self.stage = program.stages[self._index].module
         self._dtype = dtype
-        self._loss_of = CountedLoss(loss_fn)
+        self._loss_of = loss_of
         self._inputs: tuple[Boundary, ...] = ()
         self._outputs: tuple[Boundary, ...] | None = None
         self._names: tuple[str, ...] = ()

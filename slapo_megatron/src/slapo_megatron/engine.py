@@ -17,6 +17,7 @@ from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.gradient_hooks import StepHooks
+from slapo_training.losses import CountedLoss
 from slapo_training.means import LossReduction
 from slapo_training.meeting import on_all
 from slapo_training.modes import Modes
@@ -107,8 +108,9 @@ class MegatronEngine(BatchEngine):
         if len(program.stages) > 1:
             release_others(program, chunks, self._cast)
         self._stages: list[RunningStage] = []
+        loss_of = CountedLoss(options.loss_fn, options.output_loss)
         for index in own:
-            self._stages.append(RunningStage(program, index, options.loss_fn, self.config, self._stages))
+            self._stages.append(RunningStage(program, index, loss_of, self.config, self._stages))
         self.model = [self._replicated(stage, number) for number, stage in enumerate(self._stages)]
         self.config.finalize_model_grads_func = self._finalize
         if options.section("ddp").get("overlap_grad_reduce"):

@@ -14,7 +14,7 @@ from slapo_core.parameters import is_part, shard_spec
 from slapo_core.program import Program
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
-from slapo_training.losses import CountedLoss, LossFn, check_has_gradient, run_stage
+from slapo_training.losses import CountedLoss, check_has_gradient, run_stage
 from slapo_training.means import LossReduction
 from slapo_training.other_stages import copies
 
@@ -50,7 +50,7 @@ class RunningStage(nn.Module):
     Args:
         program: In stages.
         index: Which of them.
-        loss_fn: For the last stage; None takes the loss from the model's output.
+        loss_of: Computes the loss in the last stage.
         config: Megatron's ``TransformerConfig``.
         before: The stages of this rank before it. What these hold, too, Megatron finds in them alone: it keeps each parameter
             and its gradient in one place.
@@ -59,7 +59,7 @@ class RunningStage(nn.Module):
     share_embeddings_and_output_weights = False  # ties are those of the program, see ``Ties``
 
     def __init__(
-        self, program: Program, index: int, loss_fn: LossFn | None, config: Any, before: Sequence[RunningStage]
+        self, program: Program, index: int, loss_of: CountedLoss, config: Any, before: Sequence[RunningStage]
     ) -> None:
         super().__init__()
         from megatron.core.enums import ModelType
@@ -70,7 +70,7 @@ class RunningStage(nn.Module):
         self._index, self._elsewhere = index, {id(p) for stage in before for p in stage.stage.parameters()}
         # with several stages on a rank Megatron sends tensors of one size only
         self._is_alone = len(program.stages) == program.axis_size("pp")
-        self._loss_of = CountedLoss(loss_fn)
+        self._loss_of = loss_of
         self._borders: Borders | None = None
         self._names: tuple[str, ...] | None = None
         self._weights: LabelWeights | None = None

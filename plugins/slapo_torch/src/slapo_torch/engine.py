@@ -14,8 +14,9 @@ from torch import nn
 from slapo_core.agreement import agree, all_reduce, compare, mesh_groups
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
-from slapo_core.inputs import named_inputs, variadic
+from slapo_core.inputs import variadic
 from slapo_core.program import Program
+from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
 from slapo_training.engine_checkpoint import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
@@ -291,7 +292,7 @@ class TorchEngine(Engine):
         """Return a runner, a maker of a forward-only runner, micro-batches and labels; touches no other rank."""
         if training and self._is_closed:
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
-        batch = named_inputs(self.program.module, *given)
+        batch = arguments_of(self.program.module, *given, self._options)
         self._content = content(batch) if self._shares_batches else 0
         schedule = schedule_of(self._options.pipeline_schedule, self.program, self._options.microbatches, rows_of(batch))
         parts = split(batch, schedule[1], several=variadic(self.program.module))

@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core.errors import BuildError
 from slapo_core.inputs import by_position
 from slapo_core.program import Boundary, Stage
-from slapo_training.losses import CountedLoss, MicroBatchLoss, check_has_gradient, loss_of, run_stage
+from slapo_training.losses import CountedLoss, MicroBatchLoss, check_has_gradient, run_stage
 from slapo_training.means import UNKNOWN_REDUCTION, LossReduction, is_label_mean
 
 from .means import Share
@@ -38,7 +38,7 @@ class StageCall(nn.Module):
         self._index = stage.index
         self._options = options
         self._device_type = device_type
-        self._loss_of = CountedLoss(options.loss_fn)
+        self._loss_of = CountedLoss(options.loss_fn, options.output_loss)
 
     def begin(self, share: Share) -> list[LossReduction]:
         """Begin a step: what each micro-batch's loss adds to it; what these are means over goes to the list returned."""
@@ -66,7 +66,7 @@ class StageCall(nn.Module):
 
     def _share_of_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         if self.share.is_all and not isinstance(labels, MicroBatchLoss):  # it weighs the same whatever it is a mean over
-            return self.share.of(loss_of(self._run(received, batch), self._options.loss_fn, labels), None)
+            return self.share.of(self._loss_of.uncounted(lambda: self._run(received, batch), labels), None)
         loss, reduction = self._loss_of(lambda: self._run(received, batch), labels, self._index)
         self.counted.append(reduction)
         if self.share.differs and not is_label_mean(reduction):

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_map_only
 from slapo_core.agreement import all_reduce
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
-from slapo_core.inputs import named_inputs, variadic
+from slapo_core.inputs import variadic
 from slapo_core.program import Program
 
+from .batch_arguments import arguments_of
 from .batch_losses import BatchLosses
 from .batches import Batch, check_labels, content, fingerprint, labels_of, signature, split
 from .common_batch import Cut, cut_together
@@ -179,7 +180,7 @@ class BatchEngine(Engine):
         def cut() -> Cut:
             if training:
                 self._check_frozen()
-            batch = named_inputs(self.program.module, args, given)
+            batch = arguments_of(self.program.module, args, given, self._common)
             parts = split(batch, self._number, several=variadic(self.program.module))
             if training:
                 self._check_trained(parts[0])

@@ -19,8 +19,9 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 from .batches import Batch
-from .losses import LossFn, MicroBatchLoss, loss_of
+from .losses import LossFn, MicroBatchLoss, one_number
 from .means import CountedMeans
+from .output_loss import OutputLoss
 from .structures import fields_of, tensors_of
 
 Count = str | Callable[..., Any]
@@ -52,15 +53,25 @@ class LossTerms:
         loss_fn: Returns the terms; None takes them from the model's output.
         ignored: Label that does not count.
         device: Device of the messages between ranks.
+        output_loss: Finds the loss in the model's output, where that has one term.
 
     Attributes:
         names: Names of the terms.
     """
 
-    def __init__(self, given: Any, program: Program, loss_fn: LossFn | None, ignored: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        given: Any,
+        program: Program,
+        loss_fn: LossFn | None,
+        ignored: int,
+        device: torch.device,
+        output_loss: OutputLoss | None = None,
+    ) -> None:
         self._counts: dict[str, Count] = dict(given) if isinstance(given, Mapping) else {_WHOLE: given}
         self.names = [*self._counts]
         self._program, self._loss_fn, self._ignored, self._device = program, loss_fn, ignored, device
+        self._output_loss = output_loss or OutputLoss()
         self._seen: set[str] = set()
         self._own: list[list[float]] = []
         self._checked: set[bool] = set()
@@ -164,7 +175,8 @@ class LossTerms:
             BuildError: one is missing, or no number; or there are others.
         """
         if self.names == [_WHOLE]:
-            return {_WHOLE: loss_of(output, self._loss_fn, labels)}
+            loss = self._loss_fn(output, labels) if self._loss_fn is not None else self._output_loss.of(output)
+            return {_WHOLE: one_number(loss)}
         given = output if self._loss_fn is None else self._loss_fn(output, labels)
         whose = "the model's output" if self._loss_fn is None else "the result of loss_fn"
         fields = {} if isinstance(given, (tuple, list)) else fields_of(given) or getattr(given, "__dict__", {})

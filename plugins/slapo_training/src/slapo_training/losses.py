@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from slapo_core.errors import BuildError
 
 from .means import CountedMeans, LossReduction, reduction_in_graph
+from .output_loss import OutputLoss
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -59,10 +60,11 @@ class CountedLoss:
 
     Args:
         loss_fn: ``loss_fn(outputs, labels)``; None takes the loss from the model's output.
+        output_loss: Finds it there; None for one that has no option.
     """
 
-    def __init__(self, loss_fn: LossFn | None) -> None:
-        self._loss_fn = loss_fn
+    def __init__(self, loss_fn: LossFn | None, output_loss: OutputLoss | None = None) -> None:
+        self._loss_fn, self._output_loss = loss_fn, output_loss or OutputLoss()
         self._is_watched = True
         self._by_graph: LossReduction = None
 
@@ -88,13 +90,20 @@ class CountedLoss:
         training = torch.is_grad_enabled()
         watched = self._is_watched or not training
         with means if watched else nullcontext():
-            loss = loss_of(model(), None, None)
+            loss = self._own(model)
         by_graph = reduction_in_graph(loss, looks_behind=watched or self._by_graph is not None)
         counted = (means.behind(loss) or by_graph) if watched else by_graph
         if training:
             self._is_watched = by_graph != counted if watched else by_graph is None and self._by_graph is not None
             self._by_graph = by_graph
         return loss, counted
+
+    def uncounted(self, model: Callable[[], Any], labels: Any) -> torch.Tensor:
+        """Return the loss alone; see ``__call__``."""
+        return self._own(model) if self._loss_fn is None else loss_of(model(), self._loss_fn, labels)
+
+    def _own(self, model: Callable[[], Any]) -> torch.Tensor:
+        return one_number(self._output_loss.of_model(model))
 
 
 def check_has_gradient(loss: torch.Tensor) -> None:
@@ -103,22 +112,22 @@ def check_has_gradient(loss: torch.Tensor) -> None:
         raise BuildError("the loss has no gradient: nothing that is trained is in it; unfreeze something, or call eval_batch")
 
 
-def loss_of(output: Any, loss_fn: LossFn | None, labels: Any) -> torch.Tensor:
-    """The loss of a model's output: ``loss_fn(output, labels)``, or what the model itself computed.
+def loss_of(output: Any, loss_fn: LossFn, labels: Any) -> torch.Tensor:
+    """Return the loss of a model's output by a loss function.
 
     Raises:
-        BuildError: there is none, or it is not one number.
+        BuildError: it is not one number.
     """
-    loss = loss_fn(output, labels) if loss_fn is not None else _own_loss(output)
+    return one_number(loss_fn(output, labels))
+
+
+def one_number(loss: Any) -> torch.Tensor:
+    """Return a loss without dimensions.
+
+    Raises:
+        BuildError: it is not one number.
+    """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else loss
         raise BuildError(f"the loss is not one number but {shape!r}; give the model labels, or build with loss_fn=")
     return loss.reshape(()) if loss.dim() else loss  # the very tensor that a mean was noted for
-
-
-def _own_loss(output: Any) -> Any:
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    if isinstance(output, (tuple, list)):
-        return output[0] if output else None
-    return getattr(output, "loss", output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from slapo_core.errors import BuildError, UnknownNameError
 
 from .check_switches import VARIABLE, disabled_checks
 from .loss_terms import Count, check_counts
+from .output_loss import LossChoice, OutputLoss, check_choice
 from .replica_loss import OVER_REPLICAS
 from .whole_steps.blocks import check_blocks
 
@@ -39,6 +40,8 @@ class CommonOptions:
             each step of the optimizer.
         loss_fn: ``loss_fn(outputs, labels)``, a mean over one micro-batch unless ``loss_weights`` or ``loss_over`` is given;
             None takes the loss from the model's output.
+        loss: Which part of the model's output is the loss: a key or field, a position, or a function of the output. None takes
+            what is called ``loss``, and else the only number that has a gradient.
         microbatches: Equal parts a batch is cut into along dimension 0.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         clip: Largest gradient norm over all ranks; 0 is off.
@@ -73,6 +76,7 @@ class CommonOptions:
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | torch.optim.Optimizer | None = None
     lr_scheduler: Any = None
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    loss: LossChoice | None = None
     microbatches: int = 1
     precision: str = "fp32"
     clip: float = 0.0
@@ -105,6 +109,7 @@ class CommonOptions:
         given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
         return [
             f"ignore_index={self.ignored_label}",
+            f"loss={'a function' if callable(self.loss) else repr(self.loss)}",
             f"loss_over={self.loss_over!r} and loss_weights= of {self._named_weights()}",
             f"gradient_hooks={self.gradient_hooks!r}",
             f"check={self.check} with {VARIABLE}={','.join(disabled_checks())!r} and strict={self.strict}",
@@ -116,6 +121,11 @@ class CommonOptions:
         given = self.loss_weights
         named = given if isinstance(given, Mapping) else {"the loss": given}
         return {name: count if isinstance(count, str) or count is None else "a function" for name, count in named.items()}
+
+    @cached_property
+    def output_loss(self) -> OutputLoss:
+        """Finds the loss in outputs; one for the engine, so that evaluation takes the loss that training found."""
+        return OutputLoss(self.loss)
 
     @property
     def ignored_label(self) -> int:
@@ -174,11 +184,16 @@ class CommonOptions:
         self._check_rate()
         if self.loss_fn is not None and not _takes_two(self.loss_fn):
             raise BuildError("loss_fn does not take (outputs, labels)")
+        check_choice(self.loss)
+        if self.loss is not None and self.loss_fn is not None:
+            raise BuildError("loss= says which part of the output is the loss, and loss_fn= computes it; give one of them")
         self._check_weights()
 
     def _check_weights(self) -> None:
         if self.loss_weights is not None:
             check_counts(self.loss_weights)
+            if self.loss is not None and isinstance(self.loss_weights, Mapping):
+                raise BuildError("loss_weights= names the terms whose sum is the loss; leave out loss=, or give one count")
         if self.loss_over is None:
             return
         if self.loss_over != OVER_REPLICAS:

@@ -46,7 +46,8 @@ class StepLosses:
         if options.loss_over is not None and options.loss_fn is not None:
             self._replica_loss = ReplicaLoss(program, options.loss_fn, device, precision)
         if options.loss_weights is not None:
-            self._terms = LossTerms(options.loss_weights, program, options.loss_fn, options.ignored_label, device)
+            own = options.loss_fn, options.ignored_label, device, options.output_loss
+            self._terms = LossTerms(options.loss_weights, program, *own)
 
     @property
     def are_whole(self) -> bool:

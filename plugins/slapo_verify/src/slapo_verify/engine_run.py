@@ -54,7 +54,8 @@ class EngineRun:
         clip, rate = (self.options.get(name) for name in ("clip", "lr_scheduler"))
         largest = clip if isinstance(clip, (int, float)) and clip > 0 else 0.0
         factory = rate if callable(rate) else None
-        return plain_steps(model, self.batch, self.steps, self.loss_fn, self.optimizer, largest, factory)
+        chosen = self.options.get("loss")
+        return plain_steps(model, self.batch, self.steps, self.loss_fn, self.optimizer, largest, factory, chosen)
 
     def trained(self, target: str) -> tuple[Trained, Schedule, list[str]]:
         """What a new engine trains, its schedule, and what was compared on which ranks. Collective."""

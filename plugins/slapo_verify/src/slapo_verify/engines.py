@@ -22,7 +22,7 @@ from .engine_run import EngineRun, Scheduled, everywhere, maker
 from .hints import alone
 from .meeting import StrandedError
 from .model_copies import copied
-from .plain_steps import LossFn, Trained, sgd, sum_of_terms
+from .plain_steps import LossFn, Trained, own_loss, sgd, sum_of_terms
 from .report import Blame, Report, short
 from .rounding import check_tolerance, rounding_error, tolerance_of
 from .verify import verify
@@ -309,5 +309,7 @@ def _inputs(run: EngineRun) -> dict[str, Any]:
 
 
 def _loss(run: EngineRun) -> Callable[[Any], torch.Tensor | None] | None:
-    loss_fn = run.loss_fn
+    loss_fn, chosen = run.loss_fn, run.options.get("loss")
+    if chosen is not None:
+        return lambda outputs: own_loss(outputs, chosen)
     return None if loss_fn is None else lambda outputs: sum_of_terms(loss_fn(outputs, run.batch.get("labels")))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils._pytree import tree_leaves
 
 from slapo_core.errors import VerifyError
 from slapo_core.inputs import by_position
@@ -68,6 +69,7 @@ def plain_steps(
     optimizer: OptimizerFactory,
     clip: float = 0.0,
     lr_scheduler: Callable[[Any], Any] | None = None,
+    loss: Any = None,
 ) -> Trained:
     """Train a copy of the model on the whole batch; the random state is left as it was.
 
@@ -79,8 +81,9 @@ def plain_steps(
         optimizer: ``parameters -> Optimizer``.
         clip: Largest norm of all gradients together; 0: any.
         lr_scheduler: ``optimizer -> scheduler``, which steps behind it.
+        loss: Which part of the outputs is the loss, as for ``build``.
     """
-    model, state = copied(model), rng_state()
+    model, state, chosen = copied(model), rng_state(), loss
     dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
 
     def loss_of(training: bool) -> torch.Tensor:
@@ -93,14 +96,16 @@ def plain_steps(
             given.pop("labels", None)
         args, kwargs = by_position(model, given)
         outputs = model.train(training)(*args, **kwargs)
-        loss = sum_of_terms(loss_fn(outputs, labels)) if loss_fn is not None else _own_loss(outputs)
+        loss = sum_of_terms(loss_fn(outputs, labels)) if loss_fn is not None else own_loss(outputs, chosen)
         if loss is None:
-            raise VerifyError("the model's outputs have no loss; give loss_fn=, a function of outputs and labels")
+            raise VerifyError(
+                "the model's outputs do not show which number is the loss; give loss=, a key, a position or a function of the "
+                "outputs, or loss_fn=, a function of outputs and labels"
+            )
         return loss
 
     def evaluated() -> float:
-        with torch.no_grad():
-            return loss_of(False).item()
+        return loss_of(False).item()  # with gradients, which show the loss among the outputs
 
     before = {name: exactly(each.detach(), copy=True) for name, each in model.named_parameters(remove_duplicate=False)}
     try:
@@ -112,7 +117,7 @@ def plain_steps(
             drawn = rng_state()
             loss = loss_of(True)
             draws = draws or not same_random_state(drawn, rng_state())
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             stepping.step()
@@ -137,10 +142,29 @@ def sum_of_terms(loss: Any) -> Any:
     return sum(term for name, term in loss.items() if name != "loss") if isinstance(loss, Mapping) else loss
 
 
-def _own_loss(outputs: Any) -> torch.Tensor | None:
-    """The loss that Transformers' models return, or an output that is one number."""
-    if isinstance(outputs, (torch.Tensor, tuple, list)):
-        first = outputs if isinstance(outputs, torch.Tensor) else next(iter(outputs), None)
-        return first if isinstance(first, torch.Tensor) and first.numel() == 1 else None
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    return loss if isinstance(loss, torch.Tensor) else None
+def own_loss(outputs: Any, chosen: Any = None) -> torch.Tensor | None:
+    """Return the loss in outputs that have gradients: what is chosen, what is called loss, or else the only such number.
+
+    Args:
+        outputs: Of a model.
+        chosen: A key, a field, a position, or a function of the outputs.
+    """
+    if callable(chosen):
+        return _number(chosen(outputs))
+    if chosen is not None:
+        is_field = isinstance(chosen, str) and not isinstance(outputs, Mapping)
+        return _number(getattr(outputs, chosen) if is_field else outputs[chosen])
+    if isinstance(outputs, torch.Tensor):
+        return _number(outputs)
+    if hasattr(outputs, "loss") or (isinstance(outputs, Mapping) and "loss" in outputs):
+        return _number(outputs.loss if hasattr(outputs, "loss") else outputs["loss"])
+    plain = outputs if isinstance(outputs, Mapping | tuple | list) else getattr(outputs, "__dict__", {})
+    leaves = {id(each): each for each in tree_leaves(plain) if _number(each) is not None}
+    numbers = [each for each in leaves.values() if each.requires_grad] or [*leaves.values()]
+    numbers = [each for each in numbers if not each.dim()] or numbers
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _number(value: Any) -> torch.Tensor | None:
+    """Return a tensor of one floating-point number; None for anything else."""
+    return value if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point() else None

@@ -134,7 +134,7 @@ class StageRuns:
             RunFailedError: the run broke off on a rank; raised on all.
         """
         state.put_back()
-        loss_of = None if has_loss_of_its_own(self._options) else CountedLoss(self._options.loss_fn)
+        loss_of = None if has_loss_of_its_own(self._options) else CountedLoss(self._options.loss_fn, self._options.output_loss)
         one = _OneRun(planned, loss_of, behind)
         own = self._program.axis_rank("pp")
         values: Tensors = ()

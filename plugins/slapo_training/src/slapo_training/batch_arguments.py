@@ -1,0 +1,109 @@
+"""A batch as people give it, read as the arguments of the model by name and the labels of a loss function."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from slapo_core.errors import BuildError
+from slapo_core.inputs import named_inputs, signature_of
+
+from .batches import Batch
+from .options import CommonOptions
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_LISTS = re.compile(r"\b(list|tuple|sequence|iterable)\b", re.IGNORECASE)
+
+
+def arguments_of(model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], options: CommonOptions) -> Batch:
+    """Return the arguments of a batch by name, and under ``labels`` what a loss function gets.
+
+    A tuple, list or mapping that is given alone is a batch as a ``DataLoader`` gives it: it has the arguments. With ``loss_fn``
+    the labels are called ``labels``, or are the only argument by keyword that the forward does not take, or the last one by
+    position; with ``loss_over`` the last one only where the forward does not take so many.
+
+    Args:
+        model: The unmodified model or what has its forward's signature.
+        args: What was given by position.
+        given: What was given by keyword.
+        options: Of the engine.
+
+    Raises:
+        BuildError: the forward does not take so many arguments, or one is given twice.
+    """
+    parameters = signature_of(model).parameters
+    has_labels, needs_labels = options.loss_fn is not None, options.loss_fn is not None and options.loss_over is None
+    call = _opened(parameters, tuple(args), dict(given), has_labels, needs_labels)
+    if not has_labels or "labels" in call[1]:
+        return named_inputs(model, *call)
+    args, kwargs, labels = _apart(model, *call, needs_labels)
+    named = named_inputs(model, args, kwargs)
+    return named if labels is None else {**named, "labels": labels[0]}
+
+
+def _opened(
+    parameters: Mapping[str, inspect.Parameter],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    has_labels: bool,
+    needs_labels: bool,
+) -> _Call:
+    """Return the arguments in a batch that is given alone."""
+    args, kwargs = _mapped(parameters, args, kwargs)
+    if len(args) != 1 or kwargs or not isinstance(args[0], tuple | list):
+        return args, kwargs
+    positional = [each for each in parameters.values() if each.kind in _POSITIONAL]
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters.values()):
+        return args, kwargs  # which of them a sequence is, nothing shows
+    number, most = len(args[0]), len(positional) + has_labels
+    if most < 2 or (positional and _is_list(positional[0]) and not needs_labels):
+        return args, kwargs
+    if number > most:
+        names = ", ".join(each.name for each in positional)
+        raise BuildError(
+            f"the batch is a {type(args[0]).__name__} of {number}, but the forward takes {names} by position"
+            f"{' beside labels' * has_labels}; a sequence that is an argument itself has to be given by keyword"
+        )
+    return _mapped(parameters, tuple(args[0]), {})
+
+
+def _mapped(parameters: Mapping[str, inspect.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    """Return the arguments in a mapping that is given alone, if the forward takes one of them by its name."""
+    if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
+        return args, kwargs
+    names = {name for name, each in parameters.items() if each.kind in _POSITIONAL or each.kind is each.KEYWORD_ONLY}
+    is_batch = all(isinstance(name, str) for name in args[0]) and bool(names & args[0].keys())
+    return ((), dict(args[0])) if is_batch else (args, kwargs)
+
+
+def _apart(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], needs_labels: bool
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any] | None]:
+    """Return the arguments without the labels, and these in a tuple; None where there are none."""
+    signature = signature_of(model)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    others = [name for name in kwargs if name not in signature.parameters and not takes_any]
+    if len(others) == 1:
+        return args, {name: value for name, value in kwargs.items() if name not in others}, (kwargs[others[0]],)
+    fewer = _mapped(signature.parameters, args[:-1], kwargs)
+    if len(args) > 1 and _binds(signature, *fewer) and (needs_labels or not _binds(signature, args, kwargs)):
+        return *fewer, (args[-1],)
+    return args, kwargs, None
+
+
+def _binds(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_list(parameter: inspect.Parameter) -> bool:
+    """Return whether a parameter is annotated as a sequence."""
+    return parameter.annotation is not parameter.empty and _LISTS.search(str(parameter.annotation)) is not None
