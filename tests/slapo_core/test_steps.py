@@ -10,6 +10,7 @@ from torch import nn
 
 from slapo_core import Primitive, Schedule, ScheduleError, SlapoError, Step, UnknownNameError, create_schedule, hookimpl
 from slapo_core.parameters import facts, successor
+from slapo_core.steps import attempt
 from slapo_core.testing import isolated_plugins
 from slapo_core.wrapping import wrap_forward
 
@@ -377,3 +378,45 @@ def test_what_a_check_changes_is_taken_back() -> None:
         assert (model.out_features, model.weight.requires_grad, model.bias is bias) == (99, False, False)
         sch.undo()
         assert (model.out_features, model.weight.requires_grad, model.bias is bias) == (3, True, True)
+
+
+class TwoWays(Primitive):
+    """Mark the second child, after an attempt to mark both that fails half-way."""
+
+    name = "two_ways"
+
+    @staticmethod
+    def apply(schedule: Schedule, *, again: bool = True) -> None:
+        try:
+            with attempt(schedule):
+                schedule["0"].mark()
+                schedule["1"].mark(fail=True)
+        except RuntimeError:
+            again = again or schedule["0"].mod.out_features != 2
+        if again:
+            with attempt(schedule):
+                schedule["1"].mark()
+
+
+class TwoWaysPlugin:
+    @staticmethod
+    @hookimpl
+    def slapo_primitives() -> dict[str, Any]:
+        return {"mark": Mark, "two_ways": TwoWays}
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_step_goes_on_after_an_attempt_that_failed(again: bool) -> None:
+    with isolated_plugins(TwoWaysPlugin()):
+        first, second = model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        kept = [first.weight, second.weight]
+        sch = create_schedule(model)
+        sch.two_ways(again=again)
+        assert [step.path for step in sch.journal.steps[0].children] == ["1"] * again
+        assert type(first) is nn.Linear
+        assert first.weight is kept[0]
+        assert not first._forward_hooks
+        assert (type(second) is nn.Identity) == again
+        sch.undo()
+        assert type(second) is nn.Linear
+        assert second.weight is kept[1]

@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 _CONVOLUTIONS = "all its layers are convolutions: `shard` splits them, derived plans do not"
 
 REFUSED = {
-    "mamba": Refused("its scan mixes all channels with those of the input projection", "modeling_mamba.py:"),
     "poolformer": Refused(_CONVOLUTIONS, "nothing of the PoolFormerForImageClassification can be split"),
     "resnet": Refused(_CONVOLUTIONS, "nothing of the ResNetForImageClassification can be split"),
     "segformer": Refused("one head, and convolutions inside of its MLPs", "sharded at segformer_stages_0_blocks_0_mlp_dwconv"),
@@ -33,7 +32,7 @@ def test_families_that_are_not_split_along_the_sequence(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "mamba" else pytest.mark.slow) for name in sorted(REFUSED)]
+    "name", [pytest.param(name, marks=() if name == "segformer" else pytest.mark.slow) for name in sorted(REFUSED)]
 )
 def test_refused_families_say_why(name: str) -> None:
     first, second = run_distributed(refusal, 2, name, timeout=120)

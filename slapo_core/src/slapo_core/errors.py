@@ -48,10 +48,16 @@ class UnknownNameError(SlapoError, LookupError):
 
 
 class TraceError(SlapoError):
-    """A module that cannot be traced; ``source`` is the model's own ``file:line``, when known."""
+    """A module that cannot be traced.
 
-    def __init__(self, message: str, *, source: str | None = None) -> None:
-        self.source = source
+    Args:
+        message: One lower-case sentence.
+        source: The model's own ``file:line``, when known.
+        failing_module: Path, in the model, of the innermost module in whose recorded forward the trace failed, when known.
+    """
+
+    def __init__(self, message: str, *, source: str | None = None, failing_module: str | None = None) -> None:
+        self.source, self.failing_module = source, failing_module
         super().__init__(f"{message} ({source})" if source else message)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,28 @@ def take_step(schedule: Schedule, root: Root, name: str, args: tuple[Any, ...], 
         outer.absorb(transaction)
         siblings.append(step)
     return schedule if value is None else value
+
+
+@contextmanager
+def attempt(schedule: Schedule) -> Iterator[None]:
+    """For a primitive's ``apply``: take back what is done inside if an error leaves it, so that the step can go on otherwise.
+
+    Args:
+        schedule: The one that the primitive is applied to.
+    """
+    root = schedule._root
+    outer, children = root.transaction, len(root.children)
+    root.transaction = inner = Transaction()
+    try:
+        yield
+    except BaseException:
+        del root.children[children:]
+        inner.rollback()
+        raise
+    finally:
+        root.transaction = outer
+    if outer is not None:
+        outer.absorb(inner)
 
 
 @lru_cache(maxsize=1024)

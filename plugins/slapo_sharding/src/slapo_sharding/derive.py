@@ -15,6 +15,8 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from slapo_core.tracing.graph_ops import expect
+
 from .layouts import LayoutError, Layouts, Split, has_gradient, parameters_of, slice_bounds
 
 
@@ -45,6 +47,7 @@ def derive(
     is_table: Callable[[nn.Module], bool],
     left_whole: Collection[nn.Module] = (),
     adapts: bool = False,
+    opaque: Collection[str] = (),
 ) -> Derived:
     """The plan that splits as many layers as can be.
 
@@ -56,8 +59,9 @@ def derive(
             of position biases has one column per head.
         left_whole: Modules that are not split, whatever they are.
         adapts: Whether whole values may be cut, and their gradients summed, where they meet sharded ones.
+        opaque: Paths of modules that cannot be traced.
     """
-    return _Search(traced, mesh, is_layer, is_table, left_whole, adapts).run()
+    return _Search(traced, mesh, is_layer, is_table, left_whole, adapts, opaque).run()
 
 
 class _Search:
@@ -69,8 +73,9 @@ class _Search:
         is_table: Callable[..., bool],
         left_whole: Collection[nn.Module],
         adapts: bool,
+        opaque: Collection[str],
     ) -> None:
-        self.adapts = adapts
+        self.adapts, self.opaque = adapts, opaque
         self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
         self.left_whole = left_whole
         self.calls: dict[str, list[fx.Node]] = {}
@@ -88,7 +93,9 @@ class _Search:
     def run(self) -> Derived:
         while True:
             layouts = Layouts(
-                self.traced, self.mesh, self.candidates, self.filled, self.is_layer, self.left_whole, adapted=self.adapted
+                *(self.traced, self.mesh, self.candidates, self.filled, self.is_layer, self.left_whole),
+                adapted=self.adapted,
+                opaque=self.opaque,
             )
             try:
                 layouts.check()
@@ -186,7 +193,7 @@ def fused_sizes(calls: list[fx.Node]) -> tuple[int, ...]:
 
 
 def _parts(call: fx.Node) -> tuple[int, ...]:
-    value, users = call.meta["val"], list(call.users)
+    value, users = call.meta["val"], [user for user in call.users if user.target is not expect]
     if all(user.target is operator.getitem for user in users):
         bounds = [slice_bounds(user.args[1], value) for user in users]
         ordered = sorted({bound for bound in bounds if bound is not None})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from slapo_core.errors import ScheduleError, TraceError
 from slapo_core.inputs import split_inputs
 from slapo_core.logger import get_logger
 from slapo_core.schedule import Schedule
+from slapo_core.steps import attempt
 from slapo_core.tracing.tracers import trace
 from slapo_core.wrapping import is_opaque
 
@@ -20,44 +21,70 @@ from . import attention, column_inputs
 from ._torch_private import mesh_of
 from .borders import marked
 from .derive import Derived, derive, kind
-from .draws import forks
+from .draws import MixedDraws, forks
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
-from .layouts import UNEVEN, LayoutError, Layouts, Split
+from .layouts import LayoutError, Layouts, Split
+from .left_whole import REMEDY, LeftWhole, Misfit, tell
 from .local_sizes.forward import Calls, LocalForward, Plan
-from .local_sizes.owners import is_inside, num_summed, owners, partial_parameters
-from .localise import Count, counts, difference, localise
+from .local_sizes.owners import SharedParameter, is_inside, num_summed, owners, partial_parameters
+from .localise import Count, Difference, counts, difference, localise
 from .origins import forget, remembered
-from .parametrized import computed_by
 from .plan import tied_or_vocabulary
 from .rulebook import rules_of
-from .rules import split_of
 from .sequence import CannotSplit, split_sequence
 from .sharding import Sharder
 from .syncing import sums_gradient, trainable, trust_sums
 
 
-def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
+def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_more: bool = False) -> None:
     """Derive a plan for the module and take its steps.
+
+    Layers that a plan cannot be carried out with stay whole, and so does what is inside a module that cannot be traced.
 
     Args:
         schedule: Of the module.
         sequence_parallel: Split the sequence between the layers too.
+        splits_more: Another plan splits something as well, so that this one may split nothing.
 
     Raises:
-        ScheduleError: no example inputs, nothing that can be split, a sequence that cannot, or a module that cannot be made to
-            count what it has on this rank.
-        TraceError: the forward cannot be a graph.
+        ScheduleError: no example inputs, nothing that can be split, or a sequence that cannot.
+        TraceError: the forward of the module itself cannot be a graph.
+    """
+    if schedule.world_size <= 1:
+        return
+    whole = LeftWhole()
+    while True:
+        try:
+            with attempt(schedule):
+                derived = _carry_out(schedule, whole, sequence_parallel, splits_more)
+        except Misfit as err:
+            if sequence_parallel or not whole.add_layers(schedule.mod, err):
+                raise
+        except TraceError as err:
+            if sequence_parallel or not whole.add_opaque(schedule, err):
+                raise
+        else:
+            tell(schedule, derived, whole.layers)
+            return
+
+
+def _carry_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, splits_more: bool) -> Derived:
+    """Derive a plan that leaves some modules whole, and take its steps.
+
+    Raises:
+        Misfit: it cannot be carried out.
+        ScheduleError: nothing can be split, or the sequence cannot.
+        TraceError: a forward cannot be a graph.
     """
     size = schedule.world_size
-    if size <= 1:
-        return
     borders = _borders(schedule) if sequence_parallel else []
     with marked(borders):
-        derived = _derive(schedule, sequence_parallel)
+        derived = _derive(schedule, whole, sequence_parallel)
     stacks = _stacks(schedule, derived)
-    if not derived.splits and not stacks:
+    if not derived.splits and not stacks and (sequence_parallel or not splits_more):
         reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
-        raise _error(schedule, f"nothing of the {type(schedule.mod).__name__} can be split: {reasons}")
+        along = "the sequence cannot be split: " if sequence_parallel else ""
+        raise _error(schedule, f"{along}nothing of the {type(schedule.mod).__name__} can be split: {reasons}; {REMEDY}")
     if sequence_parallel and not derived.splits:
         raise _error(schedule, f"the sequence cannot be split: nothing but {stacks[0]!r} and its like is; leave it whole")
     layouts = derived.layouts
@@ -67,7 +94,7 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
     forwards = _local_forwards(schedule, derived)
     for path in stacks:
         split_stack(schedule[path])
-    columns = [path for path, split in derived.splits.items() if _split(schedule[path], split, layouts.scattered.get(path))]
+    columns = [path for path, split in derived.splits.items() if _splits(schedule, path, split, layouts.scattered.get(path))]
     columns = [path for path in columns if not layouts.summed.get(path)]
     for paths in column_inputs.by_input(layouts.graph, columns):
         column_inputs.sum_gradients(schedule, paths)
@@ -77,16 +104,16 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False) -> None:
         from_graph = _count_locally(schedule, derived, found, forwards)
     _sum_gradients(schedule, derived, from_graph)
     _fork(schedule, derived)
-    _tell(schedule, derived)
+    return derived
 
 
-def _derive(schedule: Schedule, sequence_parallel: bool) -> Derived:
+def _derive(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool) -> Derived:
     """The plan: with key heads in copies, if the attention can be split so; with fewer and fewer such modules until it is."""
-    traced = _trace(schedule)
+    traced = _trace(schedule, whole)
     copies = key_copies(schedule.mod, traced, schedule.world_size)
     while copies:
         try:
-            derived, failed = _derive_from(schedule, traced, copies, sequence_parallel)
+            derived, failed = _derive_from(schedule, traced, copies, whole, sequence_parallel)
         except (TraceError, CannotSplit) as err:
             get_logger().debug("tensor_parallel: no key heads in copies: %s", err)
             break
@@ -94,25 +121,26 @@ def _derive(schedule: Schedule, sequence_parallel: bool) -> Derived:
             return derived
         copies = [each for each in copies if type(each.owner) not in {type(other.owner) for other in failed}]
     try:
-        return _derive_from(schedule, traced, [], sequence_parallel)[0]
+        return _derive_from(schedule, traced, [], whole, sequence_parallel)[0]
     except CannotSplit as err:
         raise _error(schedule, f"the sequence cannot be split: {err}; leave out sequence_parallel") from err
 
 
 def _derive_from(
-    schedule: Schedule, traced: fx.GraphModule, copies: list[KeyCopies], sequence_parallel: bool
+    schedule: Schedule, traced: fx.GraphModule, copies: list[KeyCopies], whole: LeftWhole, sequence_parallel: bool
 ) -> tuple[Derived, list[KeyCopies]]:
     """The plan, and those modules for which it is not one."""
     rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
-    whole = tied_or_vocabulary(schedule.mod, schedule.world_size, rules)
+    left = tied_or_vocabulary(schedule.mod, schedule.world_size, rules) | whole.modules(schedule.mod)
     adapts = not copies and not sequence_parallel
-    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table, left_whole=whole)
+    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table, left_whole=left, opaque=whole.opaque)
     with widened(schedule.mod, copies, rules):
-        wide = _trace(schedule) if copies else traced
+        wide = _trace(schedule, whole) if copies else traced
         derived = rederive(wide, mesh)
         if adapts:
             derived = _adapted(schedule, derived, rederive(wide, mesh, adapts=True))
         failed = unshown(copies, traced, wide, derived, rederive)
+        derived.reasons = {**whole.layers, **derived.reasons}
         derived.copied = [each.owner for each in copies]
         if not failed:
             if sequence_parallel and derived.splits:
@@ -159,8 +187,8 @@ def _split_sequence(derived: Derived) -> Layouts:
         raise CannotSplit(f"{err}; this layer is not split because of this: {derived.reasons[path]}") from err
 
 
-def _trace(schedule: Schedule) -> fx.GraphModule:
-    layers = _layers(schedule)
+def _trace(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
+    layers = [*_layers(schedule), *whole.opaque]
     _check_names(schedule)
     for path, module in schedule.mod.named_modules():
         if is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
@@ -247,6 +275,13 @@ def _training(root: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def _splits(schedule: Schedule, path: str, split: Split, scattered: int | None) -> bool:
+    try:
+        return _split(schedule[path], split, scattered)
+    except ScheduleError as err:
+        raise Misfit(schedule, str(err), [path]) from err
+
+
 def _split(schedule: Schedule, split: Split, scattered: int | None) -> bool:
     """Split a layer; whether the gradient of its input then is partial."""
     cut = rules_of(schedule).layer_cut(schedule.mod, "sharded" if split.output == "sharded" else "partial")
@@ -265,8 +300,8 @@ def _sum_gradients(schedule: Schedule, derived: Derived, from_graph: Mapping[str
     """Sum the gradients of parameters that each rank uses on its own part of a value."""
     try:
         partial = partial_parameters(derived.layouts, from_graph)
-    except ValueError as err:
-        raise _error(schedule, f"{err}; give plan=") from err
+    except SharedParameter as err:
+        raise Misfit(schedule, str(err), err.layers) from err
     for path, forward in from_graph.items():
         start = len(path) + 1 if path else 0
         forward.partial = frozenset(name[start:] for name in partial if is_inside(name, path))
@@ -282,7 +317,8 @@ def _sum_gradients(schedule: Schedule, derived: Derived, from_graph: Mapping[str
             continue
         if whole := parameters.keys() - names:
             used = f"{sorted(names)[0]!r} of {path!r} is used on sharded values and {sorted(whole)[0]!r} on whole ones"
-            raise _error(schedule, f"{used}; give plan=")
+            nodes = [derived.layouts.partial[f"{path}.{name}" if path else name] for name in names]
+            raise Misfit(schedule, used, _sources(derived, nodes))
         handle.sync("grad", "all_reduce")
         trust_sums(handle.mod)
 
@@ -290,53 +326,12 @@ def _sum_gradients(schedule: Schedule, derived: Derived, from_graph: Mapping[str
 def _fork(schedule: Schedule, derived: Derived) -> None:
     try:
         found = list(forks(derived.layouts))
-    except ValueError as err:
-        raise _error(schedule, f"{err}; set that rate to 0, or give plan= and fork_rng") from err
+    except MixedDraws as err:
+        if derived.layouts.crossings:
+            raise _error(schedule, f"{err}; set that rate to 0, or give plan= and fork_rng") from err
+        raise Misfit(schedule, f"{err}; set that rate to 0", _sources(derived, [err.node])) from err
     for path, outside in found:
         (schedule[path] if path else schedule).fork_rng(**({"outside": True} if outside else {}))
-
-
-def _tell(schedule: Schedule, derived: Derived) -> None:
-    """Say what stays whole; loudly, once for all repeated layers, where it is an attention or a size does not divide."""
-    told: set[str] = set()
-    for path, reason in derived.reasons.items():
-        if path in derived.splits:
-            continue
-        owner, _, child = path.rpartition(".")
-        heads = attention.makes_heads(schedule.mod.get_submodule(owner), child)
-        what = kind(owner if heads else path)
-        loud = (heads or UNEVEN in reason) and what != path and what not in told
-        tell = get_logger().warning if loud else get_logger().debug
-        tell("tensor_parallel: %s stays whole on every rank: %s", path, reason)
-        told.update([what] if loud else [])
-    tell_whole_attentions(schedule, derived.reasons, "none of its layers can be split", told)
-    whole = {kind(path): path for path, module in schedule.mod.named_modules() if computed_by(module) and not split_of(module)}
-    for path in whole.values():
-        computed = computed_by(schedule.mod.get_submodule(path))
-        get_logger().warning("tensor_parallel: %s stays whole on every rank: its %s", path, computed)
-    graph, rules = derived.layouts.graph, rules_of(schedule)
-    called = {str(node.target) for node in graph.find_nodes(op="call_module")}
-    read = {str(node.target).rpartition(".")[0] for node in graph.find_nodes(op="get_attr")} - called
-    opened = {kind(path): path for path in sorted(read, reverse=True) if rules.is_layer(schedule.mod.get_submodule(path))}
-    for path in opened.values():
-        what = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
-        get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, what)
-
-
-def tell_whole_attentions(schedule: Schedule, reasons: Mapping[str, str], otherwise: str, told: Collection[str] = ()) -> None:
-    """Say of attentions in repeated layers that they stay whole, once for all of a kind.
-
-    Args:
-        schedule: Of what was split.
-        reasons: Path of a layer to why it stays whole.
-        otherwise: Why an attention does that has no such layer.
-        told: Kinds of which it is said already.
-    """
-    kinds = {kind(path): path for path in reversed([*attention.whole_attentions(schedule.mod)])}
-    for what, path in kinds.items():
-        if what != path and what not in told:
-            why = next((reason for layer, reason in reasons.items() if layer.startswith(f"{path}.")), otherwise)
-            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
 
 
 def _local_forwards(schedule: Schedule, derived: Derived) -> dict[str, tuple[LocalForward, bool]]:
@@ -377,14 +372,16 @@ def _count_locally(
     Returns:
         The forwards of those that run from graphs, by path.
     """
-    layers = _layers(schedule)
+    layers = [*_layers(schedule), *derived.layouts.opaque]
     installed: dict[str, LocalForward] = {}
 
     def install(path: str) -> None:
+        for module in schedule.mod.get_submodule(path).modules():
+            schedule.touch(module)
         installed[path] = forwards[path][0]
         installed[path].install()
 
-    def problem() -> str | None:
+    def problem() -> Difference | None:
         try:
             if "" in installed:  # all there is runs from one graph
                 if not schedule.path:
@@ -392,29 +389,46 @@ def _count_locally(
                 return None
             return difference(derived.layouts, _traced_flat(schedule, layers), installed)
         except TraceError as err:
-            return str(err)
+            return Difference(str(err), _inside(schedule, err.failing_module or ""))
 
     for path, (_, must) in forwards.items():
         if must:
             install(path)
     inside = {module for path in installed for module in schedule.mod.get_submodule(path).modules()}
-    reason = localise(derived.layouts, [each for each in found if each.module not in inside], schedule.world_size, problem)
-    if reason is not None and len(installed) < len(forwards):
-        get_logger().debug("tensor_parallel: %s run from graphs with sizes of parts: %s", ", ".join(forwards), reason)
+    free = [each for each in found if each.module not in inside]
+    wrong = localise(derived.layouts, free, schedule.world_size, problem)
+    if wrong is not None and len(installed) < len(forwards):
+        what = "tensor_parallel: %s run from graphs with sizes of parts: %s"
+        get_logger().debug(what, ", ".join(forwards), wrong.reason)
         for path in forwards.keys() - installed.keys():
             install(path)
-        reason = problem()
-    if reason is not None:
-        what = f"a module counts on all heads or all of its width where it has a part: {reason}"
-        is_along = bool(derived.layouts.crossings)
-        raise _error(
-            schedule,
-            f"the sequence cannot be split: {what}; leave out sequence_parallel" if is_along else f"{what}; give plan=",
-        )
+        wrong = problem()
+    if wrong is not None:
+        what = f"a module counts on all heads or all of its width where it has a part: {wrong.reason}"
+        if derived.layouts.crossings:
+            raise _error(schedule, f"the sequence cannot be split: {what}; leave out sequence_parallel")
+        raise Misfit(schedule, what, _layers_of(derived, wrong.module))
     for module in schedule.mod.modules():
         schedule.touch(module)
     attention.trust_counts(schedule.mod)
     return installed
+
+
+def _sources(derived: Derived, nodes: Iterable[fx.Node]) -> set[str]:
+    """Return the layers whose sharded outputs reach some nodes."""
+    return set[str]().union(*(derived.layouts.sources.get(node, ()) for node in nodes)) & derived.splits.keys()
+
+
+def _layers_of(derived: Derived, path: str) -> list[str]:
+    """Return the layers that are split in a module, else in the innermost one around it in which any is."""
+    while not (found := [layer for layer in derived.splits if is_inside(layer, path)]) and path:
+        path = path.rpartition(".")[0]
+    return found
+
+
+def _inside(schedule: Schedule, path: str) -> str:
+    """Return a path of the whole model's as one of the schedule's module."""
+    return path.removeprefix(f"{schedule.path}.") if schedule.path else path
 
 
 def _error(schedule: Schedule, message: str) -> ScheduleError:

@@ -15,6 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .layouts import Layouts, as_meta
 
 
+class MixedDraws(ValueError):
+    """Error of a module whose forward draws random numbers for sharded and for whole values.
+
+    Args:
+        message: One sentence.
+        node: A node that draws for a sharded value.
+    """
+
+    def __init__(self, message: str, node: fx.Node) -> None:
+        super().__init__(message)
+        self.node = node
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether anything that runs inside draws."""
 
@@ -61,7 +74,7 @@ def forks(layouts: Layouts) -> Iterator[tuple[str, bool]]:
         Path, and whether it stays outside.
 
     Raises:
-        ValueError: the forward of one module draws for sharded and for whole values; says where.
+        MixedDraws: the forward of one module draws for sharded and for whole values; says where.
     """
     # the tracer marks all that may draw, attention with a rate of 0 too; only these are tried
     drawing = [node for node in layouts.graph.nodes if node.meta.get("draws", True) and draws(layouts.traced, node)]
@@ -69,7 +82,7 @@ def forks(layouts: Layouts) -> Iterator[tuple[str, bool]]:
     outside = {_place(node): node for node in drawing if not _is_sharded(layouts, node)}
     if both := sorted(inside.keys() & outside.keys()):
         where = outside[both[0]].meta.get("source")
-        raise ValueError(f"{both[0]!r} draws random numbers for sharded and for whole values ({where})")
+        raise MixedDraws(f"{both[0]!r} draws random numbers for sharded and for whole values ({where})", inside[both[0]])
     yield from ((path, False) for path in inside)
     yield from ((path, True) for path in outside if any(path.startswith(f"{fork}.") or not fork for fork in inside))
 

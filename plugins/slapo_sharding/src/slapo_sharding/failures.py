@@ -6,27 +6,35 @@ from typing import Any
 
 from torch import nn
 
+from slapo_core.tracing.calls import model_source
+
 from .rules import AppliedCut, split_of
 from .syncing import first_input, syncs_of
+
+OF_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
+"""Errors of torch, and of Python code, where a size is not the one expected."""
 
 _GROUPED = "multiple of 16 bytes"
 
 
-def reason(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception) -> str | None:
+def reason(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception, part_of: str | None) -> str | None:
     """Why the innermost module that failed did; None where it is not for its sizes.
 
     Args:
         module: The module.
         args: What it was called with, before its own syncs.
         kwargs: The same.
-        err: What torch raised.
+        err: What torch raised, or the module's code.
+        part_of: Path of the split layer inside the module that ran last; None where none did.
     """
     applied, x = split_of(module), first_input(args, kwargs)
     own = [f"sync({sync.mode!r}, {sync.op!r})" for sync in syncs_of(module, "fwd_pre")]
     line = str(err).partition("\n")[0]
     if applied is not None and _GROUPED in line:
         return _too_narrow(module, applied)
-    if not any(word in line for word in ("shape", "size", "dimension")) or x is None:
+    if part_of is not None and applied is None:
+        return _unfit(err, line, part_of)
+    if not isinstance(err, RuntimeError) or not any(word in line for word in ("shape", "size", "dimension")) or x is None:
         return None
     shape = x.shape
     if applied is not None and applied.cut.input == "sharded" and not own:
@@ -37,6 +45,16 @@ def reason(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err
             )
     after = f", which {' and '.join(own)} then changes" if own else ""
     return f"it fails, {line}, given {list(shape)}{after}; look whether syncs there and before gather or scatter twice"
+
+
+def _unfit(err: Exception, line: str, part_of: str) -> str:
+    """Code that takes sizes from whole values, of which tensor_parallel() without a plan makes parts."""
+    what = line if isinstance(err, RuntimeError) else f"{type(err).__name__}: {line}".rstrip(": ")
+    return (
+        f"it fails at {model_source(err)}, {what}, where each rank has a part of the output of {part_of!r}; tensor_parallel() "
+        "without plan= divides sizes that code takes from whole values; or gather the output there, "
+        "sync('fwd_post', 'all_gather', axis=-1), with what follows whole"
+    )
 
 
 def _too_narrow(module: nn.Module, applied: AppliedCut) -> str:

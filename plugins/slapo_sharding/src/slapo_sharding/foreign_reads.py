@@ -127,7 +127,7 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         token = _reads.set(reads)
         try:
             result = reads.inside(module, args, kwargs)
-        except RuntimeError as err:
+        except failures.OF_SIZES as err:
             if (explained := reads.explained(err)) is None:
                 raise
             raise explained from err
@@ -161,6 +161,8 @@ class _Reads(TorchFunctionMode):
         self.values = ShardedValues(self._mixed, *same_weights.sharers(model))
         self.gradients = OwnGradients(lambda why: BuildError(f"{self._named(self.running[-1])} at {_source()}: {why}; {OFF}"))
         self.failed: tuple[Exception, str] | None = None
+        self.columns: list[nn.Module] = []
+        """Modules that returned parts, in the order in which they ran."""
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module."""
@@ -171,11 +173,13 @@ class _Reads(TorchFunctionMode):
                 self.values.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
             with no_functions():
+                if (applied := split_of(module)) is not None and applied.cut.output == "sharded" and not applied.gathered:
+                    self.columns.append(module)
                 self.values.leave(module, result, last=len(self.running) == 1, is_whole=self.is_whole)
                 self.gradients.leave(module, result)
                 if self.is_whole and len(self.running) == 1:
                     result = self.gradients.returned(result)
-        except RuntimeError as err:
+        except failures.OF_SIZES as err:
             self._note(module, args, kwargs, err)
             raise
         finally:
@@ -195,14 +199,16 @@ class _Reads(TorchFunctionMode):
 
         return [module.register_forward_hook(check, prepend=True)]
 
-    def explained(self, err: RuntimeError) -> BuildError | None:
+    def explained(self, err: Exception) -> BuildError | None:
         """Return what to raise instead: an error that names the innermost module, where sizes did not fit."""
         return BuildError(self.failed[1]) if self.failed is not None and self.failed[0] is err else None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err: Exception) -> None:
         """Code around may catch the error, so it passes as it is until it leaves the model."""
         if self.failed is None or self.failed[0] is not err:
-            reason = failures.reason(module, args, kwargs, err)
+            inside = {*module.modules()}
+            column = next((each for each in reversed(self.columns) if each in inside), None)
+            reason = failures.reason(module, args, kwargs, err, None if column is None else self._path(column))
             self.failed = None if reason is None else (err, f"{self._named(module)}: {reason}; {OFF}")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

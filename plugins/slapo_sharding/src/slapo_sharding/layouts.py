@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from slapo_core.tracing.calls import function_name
+from slapo_core.tracing.graph_ops import expect
 
 from ._torch_private import layouts_kept
 from .local_sizes.arguments import is_size, leaves, places_of, to_divide, with_leaves
@@ -77,6 +78,13 @@ class _Fused:
         self.whole, self.sizes = whole, sizes
 
 
+class _Result:
+    """Result of a call that cannot be run without data; only the tensors taken out of it are known."""
+
+    def __getitem__(self, index: Any) -> _Result:
+        return self
+
+
 class Layouts(fx.Interpreter):
     """A dry run of a graph.
 
@@ -90,6 +98,7 @@ class Layouts(fx.Interpreter):
         graph: The graph; None for that of the traced module.
         adapted: Nodes at which a whole value is cut, or its gradient summed, where it meets sharded ones.
         gives_parts: Whether results of the graph may be sharded.
+        opaque: Paths of modules that cannot be traced; they are given whole values only.
 
     Attributes:
         splits: How each layer is split; those not in it stay whole.
@@ -115,9 +124,10 @@ class Layouts(fx.Interpreter):
         graph: fx.Graph | None = None,
         adapted: Collection[fx.Node] = (),
         gives_parts: bool = False,
+        opaque: Collection[str] = (),
     ) -> None:
         super().__init__(graph_module, graph=graph)
-        self.adapted, self.gives_parts = adapted, gives_parts
+        self.adapted, self.gives_parts, self.opaque = adapted, gives_parts, opaque
         self.extra_traceback = False  # errors are read by the search
         self.traced, self.mesh, self.is_layer = graph_module, mesh, is_layer
         self.candidates, self.filled, self.left_whole = candidates, filled, left_whole
@@ -146,6 +156,8 @@ class Layouts(fx.Interpreter):
             self.run()
 
     def run_node(self, n: fx.Node) -> Any:
+        if n.target is expect and n.args[1] == "shape" and not self.gives_parts:
+            return None  # of the unmodified model, which is not what runs
         args, kwargs = self.fetch_args_kwargs_from_env(n) if n.op not in ("placeholder", "get_attr") else ((), {})
         if not any(True for _ in _sharded((args, kwargs))):
             return self._replicated(n, args, kwargs)
@@ -219,7 +231,12 @@ class Layouts(fx.Interpreter):
             return as_meta(known)
         if n.op == "placeholder":
             return n.meta.get("val")
-        value = self._whole(n, args, kwargs) if n.op == "call_module" else getattr(self, n.op)(n.target, args, kwargs)
+        if n.op == "call_module" and str(n.target) in self.opaque:
+            return _Result()
+        try:
+            value = self._whole(n, args, kwargs) if n.op == "call_module" else getattr(self, n.op)(n.target, args, kwargs)
+        except NotImplementedError:  # values decide the shapes
+            return _Result()
         return pytree.tree_map_only(torch.Tensor, as_meta, value)
 
     def _sharded_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -275,6 +292,8 @@ class Layouts(fx.Interpreter):
     def _module(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         path = str(n.target)
         module = self.fetch_attr(path)
+        if path in self.opaque:
+            raise ValueError(f"{path!r}, which cannot be traced, needs all of a value that is sharded")
         if not self.is_layer(module):
             self._note_partial(n, None, [f"{path}.{name}" for name, _ in module.named_parameters()])
             return self._whole(n, args, kwargs)

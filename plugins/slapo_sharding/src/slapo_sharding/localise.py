@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations
+from typing import NamedTuple
 
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
@@ -23,6 +24,18 @@ from .local_sizes.owners import is_inside
 from .origins import Place, may_be, numbers
 
 _MOST = 4  # attributes that turn local together
+
+
+class Difference(NamedTuple):
+    """Difference of a rank's model from the one meant.
+
+    Args:
+        reason: One sentence.
+        module: Path of the module in whose forward it is.
+    """
+
+    reason: str
+    module: str
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ def counts(layouts: Layouts, root: nn.Module, size: int) -> list[Count]:
     return sorted(found.values(), key=lambda count: count.in_config)
 
 
-def localise(layouts: Layouts, found: list[Count], size: int, problem: Callable[[], str | None]) -> str | None:
+def localise(layouts: Layouts, found: list[Count], size: int, problem: Callable[[], Difference | None]) -> Difference | None:
     """Let as few of the attributes as will do count one rank's part; None, or what is wrong with the unmodified ones.
 
     Args:
@@ -106,7 +119,7 @@ def _may_do(layouts: Layouts, values: Mapping[Place, int], size: int) -> bool:
     return all(may_be(node, whole, whole // size, values) for node, sizes in layouts.sized.items() for whole in sizes)
 
 
-def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] = ()) -> str | None:
+def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] = ()) -> Difference | None:
     """Return where the graph of one rank's model is not what the dry run says; None where it is.
 
     Args:
@@ -119,20 +132,26 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
     ours = [node for node in ours if not any(is_inside(node.meta.get("module", ""), path) for path in apart)]
     for whole, part in zip(ours, theirs, strict=False):
         if (whole.op, str(whole.target)) != (part.op, str(part.target)):
-            return f"{part.target} runs where the unmodified model runs {whole.target} ({whole.meta.get('source')})"
+            return _at(whole, f"{part.target} runs where the unmodified model runs {whole.target}")
         if whole.target is expect:
             continue  # of a value that is compared itself
         expected, given = literals(whole.args, whole.kwargs), literals(part.args, part.kwargs)
         if whole not in layouts.sized and expected != given:
-            return f"{whole.name} is given {given} instead of {expected} ({whole.meta.get('source')})"
+            return _at(whole, f"{whole.name} is given {given} instead of {expected}")
         value, found = whole.meta.get("val"), part.meta.get("val")
         if value is None:
             continue
         local_shape = layouts.local.get(whole, tuple(value.shape))
         if found is None or tuple(found.shape) != local_shape:
             shape = None if found is None else list(found.shape)
-            return f"{whole.name} has shape {shape} instead of {list(local_shape)} ({whole.meta.get('source')})"
-    return None if len(ours) == len(theirs) else f"the forward takes {len(theirs)} steps instead of {len(ours)}"
+            return _at(whole, f"{whole.name} has shape {shape} instead of {list(local_shape)}")
+    if len(ours) == len(theirs):
+        return None
+    return Difference(f"the forward takes {len(theirs)} steps instead of {len(ours)}", "")
+
+
+def _at(node: fx.Node, reason: str) -> Difference:
+    return Difference(f"{reason} ({node.meta.get('source')})", node.meta.get("module", ""))
 
 
 def _is_result_of(node: fx.Node, apart: Collection[str]) -> bool:

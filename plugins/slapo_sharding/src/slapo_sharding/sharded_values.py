@@ -187,7 +187,12 @@ class ShardedValues:
             return self._run_whole(func, args, kwargs)
         mixed = next((value for value in values if isinstance(value, BuildError)), None)
         if mixed or None in values or is_ours():
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as err:  # sizes that do not fit are those of what was mixed before
+                if mixed is not None and not is_ours():
+                    raise mixed from err
+                raise
             self._lose(result, mixed)
             return result
         value = next((value for value in values if value.layout.blocks or value.is_part_of_sum), values[0])

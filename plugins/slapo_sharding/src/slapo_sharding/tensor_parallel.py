@@ -19,7 +19,8 @@ from . import attention, backends, column_inputs, dropout
 from . import parallel_loss as losses
 from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
 from .derive import kind
-from .derived_plan import apply_derived, split_stack, tell_whole_attentions
+from .derived_plan import apply_derived, split_stack
+from .left_whole import tell_whole_attentions
 from .parametrized import computed_by
 from .plan import (
     BESIDE_SHARDED,
@@ -114,8 +115,8 @@ def _split(
     """Carry out a plan; without ``steps`` one that is derived first."""
     derived = steps is None
     if steps is None:
-        apply_derived(schedule, sequence_parallel)
         steps = _vocabulary(schedule)
+        apply_derived(schedule, sequence_parallel, splits_more=bool(steps))
     if parallel_loss:
         steps = losses.with_parts(schedule, steps)
     columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]

@@ -32,6 +32,21 @@ Plan = Callable[[str, nn.Module], Kind]
 """What happens when a module is called: it stays whole, is recorded into its caller's graph, or gets a graph of its own."""
 
 
+_FAILING = "failing_module"
+
+
+@contextmanager
+def _failing_in(path: str) -> Iterator[None]:
+    """Note on an error the innermost module whose forward it comes from."""
+    try:
+        yield
+    except Exception as err:
+        if getattr(err, _FAILING, None) is None:
+            with suppress(AttributeError):  # an error with slots
+                setattr(err, _FAILING, path)
+        raise
+
+
 class _Done(BaseException):
     """Ends the run once the target is traced; no error, which the model's own code might catch."""
 
@@ -73,7 +88,7 @@ class _Session(TorchFunctionMode):
         if kind == "leaf":
             self.whole[id(module)] = module
         if kind == "inline":
-            with recorder.within(module):
+            with recorder.within(module), _failing_in(path):
                 return self.run_recorded(recorder, call, module, args, kwargs)
         with private.unrecorded():
             run = self.record if kind == "graph" else self.run_whole
@@ -232,7 +247,7 @@ class _Session(TorchFunctionMode):
                 meta = any(tensor.is_meta for tensor in self.sandbox.originals.values())
                 note = "; its weights are on the meta device, so it cannot run on real tensors instead" if meta else ""
                 text = f"the forward does not run: {type(err).__name__}: {err}{note}"
-                raise TraceError(text, source=model_source(err)) from err
+                raise TraceError(text, source=model_source(err), failing_module=getattr(err, _FAILING, None)) from err
 
     def check_state(self, again: Callable[[], _Session]) -> None:
         """Refuse a forward that leaves its modules in another state, unless ``again``, the next call, does the same.
@@ -262,7 +277,8 @@ class _Session(TorchFunctionMode):
             repeat = Repeat(self.recorders, modules, self.sandbox.state.values())
             if found := repeat.difference(again().recorders, own[0]):
                 what = f"the forward of a {type(found[0]).__name__} assigns to its attribute {found[1]!r} or changes it"
-                raise TraceError(f"{what}, which a graph cannot repeat; keep it whole with leaf_modules")
+                what = f"{what}, which a graph cannot repeat; keep it whole with leaf_modules"
+                raise TraceError(what, failing_module=self.paths.get(id(found[0])))
 
     def _mark_changes(self, changed: list[Change]) -> None:
         """Note at the calls of modules kept whole what they may have changed on themselves, or read of it."""

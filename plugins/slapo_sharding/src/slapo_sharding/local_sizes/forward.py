@@ -172,7 +172,8 @@ class LocalForward:
         except (TraceError, LayoutError, ValueError) as err:
             raise TraceError(
                 f"the {type(self._module).__name__} at {plan.path!r} counts whole sizes, of which this rank has a part, and "
-                f"cannot be traced for a call like this: {err}"
+                f"cannot be traced for a call like this: {err}",
+                failing_module=plan.path,
             ) from err
         _embed(graph, constants)
         variant = Variant(graph, f"Local{type(self._module).__name__}")

@@ -13,6 +13,19 @@ from ..layouts import Layouts, has_gradient
 from ..sequence_layouts import SEQUENCE
 
 
+class SharedParameter(ValueError):
+    """Error of a parameter that a module which runs from a graph is given, and that is used in another way, too.
+
+    Args:
+        message: One sentence.
+        layers: The layers whose sharded outputs meet it.
+    """
+
+    def __init__(self, message: str, layers: Collection[str]) -> None:
+        super().__init__(message)
+        self.layers = layers
+
+
 def owners(layouts: Layouts) -> dict[str, bool]:
     """Return the paths of the innermost modules, with whole inputs and results, around all operations that have to be adapted.
 
@@ -40,7 +53,7 @@ def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
         paths: Modules that run from graphs, which sum the gradients of whole values that they are given.
 
     Raises:
-        ValueError: a parameter is used in such a module as a value that another one computes from it, and elsewhere.
+        SharedParameter: a parameter is used in such a module as a value that another one computes from it, and elsewhere.
     """
     summed, own = set[str](), set(layouts.partial)
     for node, other, names in layouts.mixed:
@@ -51,7 +64,8 @@ def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
         owner = next((path for path in paths if _is_of(node, path)), None)
         is_own = owner is None or other is None or not _comes_from_outside(other, owner)
         if is_own and (both := summed & {*names}):
-            raise ValueError(f"{min(both)!r} is used on sharded values in {node.meta.get('module')!r} and in another way")
+            what = f"{min(both)!r} is used on sharded values in {node.meta.get('module')!r} and in another way"
+            raise SharedParameter(what, layouts.sources.get(node, frozenset()))
     return own - summed
 
 

@@ -1,0 +1,167 @@
+"""Modules that a derived plan leaves whole on every rank, and the warnings that name them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx, nn
+
+from slapo_core.errors import ScheduleError, TraceError
+from slapo_core.logger import get_logger
+from slapo_core.schedule import Schedule
+
+from . import attention
+from .derive import Derived, kind
+from .layouts import UNEVEN
+from .local_sizes.owners import is_inside
+from .parametrized import computed_by
+from .rulebook import rules_of
+from .rules import split_of
+
+REMEDY = (
+    "layers are split where one makes values of which each rank can have a part until another one takes these in, as in an MLP "
+    "or by heads in attention; write it so, give plan={path or glob: style}, or use shard() and sync()"
+)
+
+
+class Misfit(ScheduleError):
+    """A plan that cannot be carried out with these layers split.
+
+    Args:
+        schedule: Of the module that is split.
+        message: One lower-case sentence.
+        layers: Paths of the layers at fault.
+    """
+
+    def __init__(self, schedule: Schedule, message: str, layers: Collection[str]) -> None:
+        super().__init__(message, path=schedule.path, primitive="tensor_parallel")
+        self.layers, self.reason = layers, message
+
+
+@dataclass
+class LeftWhole:
+    """Modules that stay whole because a plan that splits them cannot be carried out.
+
+    Args:
+        layers: Path of a layer to why it is not split.
+        opaque: Path of a module that cannot be traced to why; the layers inside stay whole.
+    """
+
+    layers: dict[str, str] = field(default_factory=dict)
+    opaque: dict[str, str] = field(default_factory=dict)
+
+    def add_layers(self, model: nn.Module, err: Misfit) -> bool:
+        """Add the layers at fault with those at the same place in other blocks; return whether there was one to add."""
+        kinds = {kind(path) for path in err.layers}
+        found = {path: err.reason for path, _ in model.named_modules() if kind(path) in kinds and path not in self.layers}
+        self.layers.update(found)
+        return bool(found)
+
+    def add_opaque(self, schedule: Schedule, err: TraceError) -> bool:
+        """Add the module whose forward cannot be traced, and those alike; return whether there is one inside the schedule's."""
+        start = f"{schedule.path}." if schedule.path else ""
+        path = err.failing_module or ""
+        if not path.startswith(start) or not (inside := path.removeprefix(start)):
+            return False
+        model, rules = schedule.mod, rules_of(schedule)
+        alike = [other for other, _ in model.named_modules() if kind(other) == kind(inside) and other not in self.opaque]
+        self.opaque.update(dict.fromkeys(alike, str(err)))
+        held = [f"{other}.{name}" for other in alike for name, _ in model.get_submodule(other).named_modules() if name]
+        self.layers.update({name: str(err) for name in held if rules.is_layer(model.get_submodule(name))})
+        return bool(alike)
+
+    def modules(self, model: nn.Module) -> set[nn.Module]:
+        """Return the layers themselves."""
+        return {model.get_submodule(path) for path in self.layers}
+
+
+def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) -> None:
+    """Say what stays whole: loudly attentions, sizes that do not divide and modules without a split, once for all alike.
+
+    Args:
+        schedule: Of what was split.
+        derived: The plan.
+        misfits: Layers that would have been split if the plan could have been carried out with them.
+    """
+    told: set[str] = set()
+    whole = _whole_modules(derived)
+    for path, reason in derived.reasons.items():
+        if path in derived.splits:
+            continue
+        owner, _, child = path.rpartition(".")
+        heads = attention.makes_heads(schedule.mod.get_submodule(owner), child)
+        uneven = UNEVEN in reason
+        where = path if uneven or path not in whole else whole[path]
+        what = kind(owner if heads else where)
+        loud = (heads or where != path or (what != path and (uneven or path in misfits))) and what not in told
+        log = get_logger().warning if loud else get_logger().debug
+        log("tensor_parallel: %s stays whole on every rank: %s", where if loud else path, reason)
+        told.update([what, kind(where)] if loud else [])
+    tell_whole_attentions(schedule, derived.reasons, "none of its layers can be split", told)
+    computed = {
+        kind(path): path for path, module in schedule.mod.named_modules() if computed_by(module) and not split_of(module)
+    }
+    for path in computed.values():
+        what = computed_by(schedule.mod.get_submodule(path))
+        get_logger().warning("tensor_parallel: %s stays whole on every rank: its %s", path, what)
+    for path in _read_weights(schedule, derived):
+        rewritten = _is_in_graph(schedule, path)
+        if (rewritten or kind(path) != path) and not any(is_inside(kind(path), what) for what in told):
+            why = "the code around it uses its weights and does not call it"
+            if rewritten:
+                why = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
+            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+
+
+def _read_weights(schedule: Schedule, derived: Derived) -> Iterable[str]:
+    """Return the layers that are not called, but whose weights are used, one for all alike."""
+    graph, rules = derived.layouts.graph, rules_of(schedule)
+    called = {str(node.target) for node in graph.find_nodes(op="call_module")}
+    read = {str(node.target).rpartition(".")[0] for node in graph.find_nodes(op="get_attr")} - called
+    layers = (path for path in sorted(read, reverse=True) if rules.is_layer(schedule.mod.get_submodule(path)))
+    return {kind(path): path for path in layers}.values()
+
+
+def _is_in_graph(schedule: Schedule, path: str) -> bool:
+    outer = (schedule.mod, *map(schedule.mod.get_submodule, _around(path)))
+    return any(isinstance(module, fx.GraphModule) for module in outer)
+
+
+def _around(path: str) -> Iterator[str]:
+    while path := path.rpartition(".")[0]:
+        yield path
+
+
+def _whole_modules(derived: Derived) -> dict[str, str]:
+    """Return, of layers in repeated modules, the outermost one around each in which nothing is split, if it has several."""
+    split = {outer for path in derived.splits for outer in _around(path)}
+    found: dict[str, str] = {}
+    for path in derived.reasons.keys() - derived.splits.keys():
+        outer = [other for other in _around(path) if other not in split and kind(other) != other]
+        outer = [other for other in outer if not other.rpartition(".")[2].isdigit()] or outer
+        if outer:
+            found[path] = outer[-1]
+    number = Counter(found.values())
+    return {path: owner for path, owner in found.items() if number[owner] > 1}
+
+
+def tell_whole_attentions(schedule: Schedule, reasons: Mapping[str, str], otherwise: str, told: Collection[str] = ()) -> None:
+    """Say of attentions in repeated layers that they stay whole, once for all of a kind.
+
+    Args:
+        schedule: Of what was split.
+        reasons: Path of a layer to why it stays whole.
+        otherwise: Why an attention does that has no such layer.
+        told: Kinds of which it is said already.
+    """
+    kinds = {kind(path): path for path in reversed([*attention.whole_attentions(schedule.mod)])}
+    for what, path in kinds.items():
+        if what != path and not any(is_inside(what, other) for other in told):
+            why = next(_reasons_in(path, reasons), otherwise)
+            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+
+
+def _reasons_in(path: str, reasons: Mapping[str, str]) -> Iterator[str]:
+    return (reason for layer, reason in reasons.items() if layer.startswith(f"{path}."))

@@ -1,0 +1,115 @@
+"""Modules that take sizes from whole values, sharded by hand or by a plan of one's own: a sentence says what works instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core import build, create_schedule
+from slapo_core.errors import SlapoError
+from slapo_core.testing import run_distributed
+from tests.slapo_sharding.handwritten import SPLIT
+from tests.slapo_sharding.test_handwritten import net, tokens
+
+pytestmark = pytest.mark.multiproc
+
+ROWS = {"c_proj", "proj", "o", "out", "to_out", "down", "w3", "w_out", "o_proj", "attn_out", "ff_out", "fc2"}
+UNNOTICED = {"EinopsFused", "Talking"}
+"""They read all sizes off the sharded value itself: the README says that the first run does not notice."""
+
+
+def layers(kind: str) -> tuple[list[str], list[str]]:
+    """Return the paths of the layers of a part that are split along their outputs and along their inputs."""
+    part = net(kind).blocks[0].part
+    paths = [path for path, module in part.named_modules() if isinstance(module, nn.Linear) and path != "pair"]
+    rows = [path for path in paths if path.rpartition(".")[2] in ROWS]
+    return [path for path in paths if path not in rows], rows
+
+
+def with_plan(sch: Any, columns: list[str], rows: list[str]) -> None:
+    plans = ({f"blocks.*.part.{path}": style for path in paths} for paths, style in ((columns, "colwise"), (rows, "rowwise")))
+    sch.tensor_parallel({path: style for plan in plans for path, style in plan.items()})
+
+
+def by_shard(sch: Any, columns: list[str], rows: list[str]) -> None:
+    for block in range(2):
+        for path in columns:
+            layer = sch[f"blocks.{block}.part.{path}"]
+            names = ["weight"] if layer.mod.bias is None else ["weight", "bias"]
+            layer.shard(names, axis=0, blocks=1).sync("bwd_post", "all_reduce")
+        for path in rows:
+            sch[f"blocks.{block}.part.{path}"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def sentences(rank: int, kinds: list[str], way: Any) -> dict[str, str]:
+    """Return what each kind ends in: nothing where outputs and gradients are the unmodified module's."""
+    found = {}
+    for kind in kinds:
+        expected, model = net(kind), net(kind)
+        sch = create_schedule(model, example_inputs=(tokens(2, 8),))
+        try:
+            way(sch, *layers(kind))
+            build(sch)
+            model(tokens(2, 8))
+        except SlapoError as err:
+            found[kind] = str(err)
+            continue
+        for each in (expected, model):
+            each(tokens(2, 8)).square().mean().backward()
+        for name, gradient in sch.full_state("grad").items():
+            torch.testing.assert_close(gradient, expected.get_parameter(name).grad, atol=1e-5, rtol=1e-3)
+    return found
+
+
+@pytest.mark.parametrize("way", [with_plan, by_shard])
+def test_a_plan_and_shards_by_hand_end_in_a_sentence(way: Any) -> None:
+    kinds = [kind for kind in SPLIT if kind not in UNNOTICED]
+    first, second = run_distributed(sentences, 2, kinds, way, timeout=100)
+    assert first == second
+    named = re.compile(r"^\w+ 'blocks\.0\.part[\w.]*'(: it fails)? at \S+handwritten\w*\.py:\d+[:,] .*; check=False turns")
+    assert [message for message in first.values() if not named.search(message)] == []
+    assert len(first) > 35
+
+
+def unpacks(rank: int) -> None:
+    sch = create_schedule(net("SplitByWidth"))
+    with_plan(sch, *layers("SplitByWidth"))
+    build(sch)
+    sch.mod(tokens(2, 8))
+
+
+def test_an_error_of_python_names_the_layer_and_what_works() -> None:
+    expected = (
+        r"SplitByWidth 'blocks.0.part': it fails at \S+handwritten_projections.py:\d+, ValueError: not enough values to unpack "
+        r"\(expected 3, got 2\), where each rank has a part of the output of 'blocks.0.part.c_attn'; tensor_parallel\(\) "
+        r"without plan= divides sizes that code takes from whole values; or gather the output there"
+    )
+    with pytest.raises(Exception, match=expected):
+        run_distributed(unpacks, 2)
+
+
+def wrong_call(rank: int) -> None:
+    sch = create_schedule(net("SplitByWidth"))
+    with_plan(sch, *layers("SplitByWidth"))
+    build(sch)
+
+    class Refusing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = sch.mod
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            if given.dim() > 1:
+                raise ValueError("give one row")
+            return self.model(given)
+
+    with pytest.raises(ValueError, match="^give one row$"):
+        Refusing()(tokens(2, 8))
+
+
+def test_an_error_before_any_layer_ran_is_the_models_own() -> None:
+    run_distributed(wrong_call, 2)

@@ -1,0 +1,169 @@
+"""Models of which a part cannot be split: the rest is, and a warning names the part, the line of its code and the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from slapo_core import build
+from slapo_core.errors import ScheduleError
+from slapo_core.testing import run_distributed
+from tests.slapo_sharding.handwritten import SPLIT, D, GatedMlp, H, Net
+from tests.slapo_sharding.test_handwritten import split, tokens
+from tests.slapo_sharding.told import warnings_told
+
+pytestmark = pytest.mark.multiproc
+
+
+class Drawing(nn.Module):
+    """Draws random numbers for sharded and for whole values; an MLP beside."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.mlp = nn.Linear(D, 2 * D), nn.Linear(2 * D, D), GatedMlp()
+
+    def forward(self, x):
+        kept = self.down(F.dropout(F.gelu(self.up(x)), 0.5, self.training))
+        return F.dropout(kept, 0.5, self.training) + self.mlp(x)
+
+
+class Deciding(nn.Module):
+    """A small network whose branch depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        if x.mean() > 10:
+            x = -x
+        return self.down(torch.relu(self.up(x))), {"sizes": [x.abs().mean()]}
+
+
+class DecidingBeside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.decide, self.attn = Deciding(), SPLIT["SplitByWidth"]()
+
+    def forward(self, x):
+        x, facts = self.decide(x + self.attn(x))
+        return x + facts["sizes"][0]
+
+
+class Counting(nn.Module):
+    """Keeps how often it was called; attention beside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.attn = Calls(), SPLIT["SplitByWidth"]()
+
+    def forward(self, x):
+        return self.inner(self.attn(x))
+
+
+class Calls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.mlp = 0, GatedMlp()
+
+    def forward(self, x):
+        self.calls += 1
+        return self.mlp(x)
+
+
+class Misleading(nn.Module):
+    """Attention with a number of key heads that is not that of its projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.num_heads, self.num_kv_heads, self.mlp = D // H, H, 3, GatedMlp()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) + self.mlp(x)
+
+
+class TwoParameters(nn.Module):
+    """A parameter that is used on sharded values beside one that is used on whole ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift, self.mlp = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(D)), GatedMlp()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        pieces = self.up(x).unflatten(-1, (-1, 8)) * self.scale
+        return self.down(torch.tanh(pieces.flatten(-2))) + self.shift + self.mlp(x)
+
+
+LEFT = {
+    "draws": (
+        Drawing,
+        {"mlp.up", "mlp.down"},
+        r"part.up .*draws random numbers for sharded and for whole values \(\S+left_whole.py:\d+\)",
+    ),
+    "decides": (DecidingBeside, {"attn.c_attn", "attn.c_proj"}, r"part.decide .*the forward .*\(\S+left_whole.py:\d+\)"),
+    "counts calls": (Counting, {"attn.c_attn", "attn.c_proj"}, r"part.inner.* assigns to its attribute 'calls'"),
+    "misleads": (Misleading, {"mlp.up", "mlp.down"}, r"part.q_proj .*num_kv_heads of the attention module is 3"),
+    "two parameters": (
+        TwoParameters,
+        {"mlp.up", "mlp.down"},
+        r"part.up .*'scale' of .* on sharded values and 'shift' on whole",
+    ),
+}
+
+
+def left(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list[str]]:
+    """Compare outputs and gradients in calls of several shapes; return what is split of the part, and what is told."""
+    torch.manual_seed(0)
+    expected, model = Net(kind), Net(kind)
+    model.load_state_dict(expected.state_dict())
+    with warnings_told() as told:
+        sch = split(model)
+    build(sch)
+    if kind is Drawing:  # masks differ by their nature
+        expected.eval()
+        model.eval()
+    for number, shape in enumerate(((2, 8), (3, 12), (2, 8))):
+        given = tokens(*shape, seed=number)
+        for each in (expected, model):
+            each.zero_grad()
+            each(given).square().mean().backward()
+        torch.testing.assert_close(model(given), expected(given), atol=1e-5, rtol=1e-4)
+        gradients = sch.full_state("grad")
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3)
+    steps = (re.match(r"sch\['blocks\.0\.part\.(\S*)'\]\.shard", str(step)) for step in sch.journal.steps[0].children)
+    return {found[1] for found in steps if found}, told
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_the_rest_is_split_and_a_warning_says_what_is_not(name: str) -> None:
+    kind, paths, message = LEFT[name]
+    for found, told in run_distributed(left, 2, kind):
+        assert found == paths
+        assert [bool(re.match(f"tensor_parallel: blocks.0.{message}", each)) for each in told] == [True], told
+
+
+def nothing(rank: int) -> str:
+    model = nn.Sequential(nn.Embedding(64, D), nn.Sequential(Calls()))
+    parameters = list(model.parameters())
+    with pytest.raises(ScheduleError) as caught:
+        split(model)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    return str(caught.value)
+
+
+def test_where_nothing_can_be_split_the_error_says_what_works() -> None:
+    first, second = run_distributed(nothing, 2)
+    assert first == second
+    assert "nothing of the Sequential can be split: the forward of a Calls assigns to its attribute 'calls'" in first
+    assert (
+        "layers are split where one makes values of which each rank can have a part until another one takes these in" in first
+    )
