@@ -58,9 +58,7 @@ class RunningStage(nn.Module):
 
     share_embeddings_and_output_weights = False  # ties are those of the program, see ``Ties``
 
-    def __init__(
-        self, program: Program, index: int, loss_of: CountedLoss, config: Any, before: Sequence[RunningStage]
-    ) -> None:
+    def __init__(self, program: Program, index: int, loss_of: CountedLoss, config: Any, before: Sequence[RunningStage]) -> None:
         super().__init__()
         from megatron.core.enums import ModelType
 

@@ -104,8 +104,8 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
         kind(path): path for path, module in schedule.mod.named_modules() if computed_by(module) and not split_of(module)
     }
     for path in computed.values():
-        what = computed_by(schedule.mod.get_submodule(path))
-        get_logger().warning("tensor_parallel: %s stays whole on every rank: its %s", path, what)
+        log = get_logger().warning
+        log("tensor_parallel: %s stays whole on every rank: its %s", path, computed_by(schedule.mod.get_submodule(path)))
     for path in _read_weights(schedule, derived):
         rewritten = _is_in_graph(schedule, path)
         if (rewritten or kind(path) != path) and not any(is_inside(kind(path), what) for what in told):
