@@ -254,6 +254,65 @@ def passed(rank: int, target: str, layout: dict[str, int], steps: list[int], of_
     return found
 
 
+# ---- labels under any name
+
+
+class Labelled(GPT):
+    """Calls its targets labels; with ``masks`` it leaves out some of them itself."""
+
+    masks = False
+
+    def forward(self, idx: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(idx, labels.masked_fill(idx > 2, self.ignored) if self.masks else labels)
+
+
+def of_labels(rank: int, target: str, layout: dict[str, int], steps: list[int], evaluates: bool) -> dict[str, Any]:
+    """The largest difference of losses and weights from those of one process, by the name of labels and what is ignored."""
+    mesh, found = mesh_of(**layout), dict[str, Any]()
+    for name, make in (("targets", GPT), ("labels", Labelled)):
+        for ignored in (-1, -100, 0):
+
+            def run(name: str = name, make: Any = make, ignored: int = ignored) -> None:
+                found[f"{name} but {ignored}"] = _labelled(target, mesh, name, make, ignored, steps, evaluates)
+
+            if (message := message_of(run)) != "no error":
+                found[f"{name} but {ignored}"] = message
+    return found
+
+
+def _labelled(target: str, mesh: Any, name: str, make: Any, ignored: int, steps: list[int], evaluates: bool) -> float:
+    torch.manual_seed(0)
+    model, dp = make(OWN_LOSS.output, ignored), mesh["dp"].size()
+    reference, parts, rank = copy.deepcopy(model), 2, mesh["dp"].get_local_rank()
+    batches = [dict(zip(("idx", name), batch_of(step, ignored), strict=True)) for step in steps]
+    mine = [{key: value.chunk(dp)[rank] for key, value in batch.items()} for batch in batches]
+    engine, schedule = engine_of(model, mesh, target, parts, {key: value.chunk(parts)[0] for key, value in mine[0].items()})
+    optimizer, found = sgd(reference.parameters()), []
+    for batch, own in zip(batches, mine, strict=True):
+        loss = reference(**batch)[1]
+        if evaluates:
+            found.append(abs(engine.eval_batch(**own).item() - loss.item()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(abs(engine.train_batch(**own).item() - loss.item()))
+        state = schedule.full_state()
+        found += [float((state[key] - each.detach()).abs().max()) for key, each in reference.named_parameters()]
+    engine.close()
+    return max(found)
+
+
+def masked_later(rank: int, target: str) -> str:
+    """What an engine says where a model leaves out labels from its second step on."""
+    model, (idx, targets) = Labelled(OWN_LOSS.output), batch_of(0)
+    engine, _ = engine_of(model, mesh_of(), target, 2, {"idx": idx[:4], "labels": targets[:4]}, check=False)
+    engine.train_batch(idx=idx, labels=targets)
+    model.masks = True
+    message = message_of(lambda: engine.train_batch(idx=idx, labels=targets))
+    engine.close()
+    return message
+
+
 # ---- outputs in which no number, or several, can be the loss
 
 

@@ -1,4 +1,4 @@
-"""Outputs as people's models return them, on Megatron."""
+"""Outputs and labels as people's models return them, on Megatron."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slapo_core.testing import run_distributed
-from tests.output_cases import RETURNS, all_differences
+from tests.output_cases import RETURNS, all_differences, masked_later, of_labels
 
 pytestmark = pytest.mark.multiproc
 
@@ -26,3 +26,26 @@ def test_the_loss_is_found_in_what_a_model_returns(layout: dict[str, int], optio
         for name, difference in found.items():
             assert not isinstance(difference, str), (name, difference)
             assert difference < 5e-6, name
+
+
+@pytest.mark.parametrize(
+    ("layout", "steps", "evaluates"),
+    [
+        ({"dp": 2}, [0, 3, 1, 2, 0], False),
+        pytest.param({"dp": 2}, [1, 2, 0, 1], True, marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, [0, 1, 2], True, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, [0, 3, 1, 2], False, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, [1, 2, 0], True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_labels_have_any_name_and_ignored_value(layout: dict[str, int], steps: list[int], evaluates: bool) -> None:
+    for found in run_distributed(of_labels, 2, "megatron", layout, steps, evaluates, timeout=150):
+        for name, difference in found.items():
+            assert not isinstance(difference, str), (name, difference)
+            assert difference < 5e-6, name
+
+
+def test_labels_that_a_model_leaves_out_later_are_not_taken_for_those_of_the_batch() -> None:
+    (message,) = run_distributed(masked_later, 1, "megatron")
+    assert "the loss is a mean over other labels than in earlier steps" in message

@@ -9,7 +9,19 @@ import pytest
 import torch
 
 from slapo_core.testing import run_distributed
-from tests.output_cases import GPT, REFUSED, RETURNS, Once, all_differences, batch_of, engine_of, passed, refusals, size
+from tests.output_cases import (
+    GPT,
+    REFUSED,
+    RETURNS,
+    Once,
+    all_differences,
+    batch_of,
+    engine_of,
+    of_labels,
+    passed,
+    refusals,
+    size,
+)
 
 from .layouts import message_of
 
@@ -115,3 +127,9 @@ def test_the_look_for_a_loss_draws_no_random_numbers() -> None:
     torch.rand(())
     assert found == torch.rand(())
     engine.close()
+
+
+@pytest.mark.parametrize("layout", [{}, *(pytest.param({axis: 2}, marks=pytest.mark.slow) for axis in ("pp", "dp"))], ids=str)
+def test_labels_have_any_name_and_ignored_value(layout: dict[str, int]) -> None:
+    for found in run_distributed(of_labels, math.prod(layout.values()), "torch", layout, [0, 1, 2], True):
+        check(found)

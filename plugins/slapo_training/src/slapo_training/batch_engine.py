@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slapo_core.agreement import all_reduce
+from slapo_core.agreement import all_reduce, gather
 from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.inputs import variadic
@@ -21,14 +21,14 @@ from slapo_core.program import Program
 
 from .batch_arguments import arguments_of
 from .batch_losses import BatchLosses
-from .batches import Batch, check_labels, content, fingerprint, labels_of, signature, split
-from .common_batch import Cut, cut_together
+from .batches import Batch, LabelKey, check_labels, content, fingerprint, label_counts, signature, split
+from .common_batch import Cut, cut_together, weigh
 from .first_step import FirstStep, GradientScale
 from .first_step.left_alone import left_alone
 from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
 from .losses import note_failure
-from .means import EQUAL_PARTS, LossReduction
+from .means import EQUAL_PARTS, LossReduction, terms_of
 from .meeting import on_all
 from .options import CommonOptions
 
@@ -67,7 +67,8 @@ class BatchEngine(Engine):
 
     def __init__(self, program: Program, options: CommonOptions, parts: int, dtype: torch.dtype, trains: bool) -> None:
         self.program, self._common, self._number, self._dtype, self._trains = program, options, parts, dtype, trains
-        self._kind: int | None = None
+        self._kinds: set[LabelKey] | None = None
+        self._ignored, self._is_told = options.ignored_label, False
         self._is_broken = self._is_half_read = self._is_closed = False
         self.grad_norm: float | None = None
         self.steps = 0
@@ -177,6 +178,8 @@ class BatchEngine(Engine):
     def _cut(self, args: Sequence[Any], given: Mapping[str, Any], training: bool) -> MicroBatches:
         """Return the micro-batches, their labels for a loss function, and their weights. Collective."""
 
+        keys: list[LabelKey] = []
+
         def cut() -> Cut:
             if training:
                 self._check_frozen()
@@ -186,24 +189,47 @@ class BatchEngine(Engine):
                 self._check_trained(parts[0])
             check_labels(batch, self.program.module, self._common.loss_fn, self._common.loss_over is None)
             self._losses_of().count(parts)
-            counts = labels_of(parts, self._common.ignored_label)
+            keys[:], counts = label_counts(parts, self._ignored, self._is_told)
             shape, marks = fingerprint([training, signature(parts[0])]), self._first.marks(parts, training)
-            return Cut(parts, counts, shape, content(batch), marks)
+            return Cut(parts, counts, self._known(keys), shape, content(batch), marks)
 
         parts, weights, self._first.is_uneven = cut_together(self.program, self.device, cut)
-        has_loss_fn = self._common.loss_fn is not None
+        has_loss_fn, given_parts = self._common.loss_fn is not None, [dict(part) for part in parts]
         labels = [part.pop("labels", None) if has_loss_fn else None for part in parts]
         parts = [self._in_precision(part) for part in parts]
         if self._losses_of().are_whole:
             return MicroBatches(parts, labels, LabelWeights.alike(len(parts)))
         batch = MicroBatches(parts, labels, weights)
-        is_asked = self._kind is None and weights.is_open
-        if is_asked or (training and not self._hidden.is_checked and len(parts) * self.program.axis_size("dp") > 1):
-            reductions = self._trial_reductions(batch, training)
-            self._kind = self._kind_of(reductions, weights) if is_asked else self._kind
+        is_new = not self._hidden.is_checked and len(parts) * self.program.axis_size("dp") > 1
+        reductions = self._trial_reductions(batch, training) if weights.is_open or is_new else None
+        if reductions is not None and self._learns_ignored(reductions):
+            keys, counts = label_counts(given_parts, self._ignored, self._is_told)
+            weights = weigh(self.program, self.device, counts, self._known(keys))
+            batch = batch._replace(weights=weights)
+        if reductions is not None and weights.is_open:
+            self._kinds = {keys[kind] for kind in self._kinds_of(reductions, weights, len(keys))}
+        if self._kinds is not None:
+            weights.known = self._known(keys)
+            weights.kind = weights.known[0]
+        if reductions is not None:
             self._compare(reductions, batch, training)
-        weights.kind = self._kind
+        weights.is_shown = self._hidden.are_shown(training)
         return batch
+
+    def _known(self, keys: Sequence[LabelKey]) -> list[int]:
+        """Return the indices of those that the loss may be a mean over, by what losses have shown."""
+        found = [index for index, key in enumerate(keys) if self._kinds is not None and key in self._kinds]
+        return found or [*range(len(keys))]
+
+    def _learns_ignored(self, reductions: list[LossReduction]) -> bool:
+        """Note the label value that losses leave out. Return whether labels have to be counted anew. Collective."""
+        own = {term.ignore_index for reduction in reductions for term in terms_of(reduction)}
+        found = {each for of_rank in gather(own, self.program.mesh) for each in of_rank}
+        if len(found) != 1:
+            return False
+        before = self._ignored, self._is_told
+        self._ignored, self._is_told = found.pop(), True
+        return before[0] != self._ignored or (not before[1] and self._ignored >= 0)
 
     def _compare(self, reductions: list[LossReduction], batch: MicroBatches, training: bool) -> None:
         """Check that losses are means over equal numbers of labels, where the batch does not show these. Collective."""
@@ -244,23 +270,28 @@ class BatchEngine(Engine):
         with left_alone(self.module.modules()), torch.enable_grad():  # a forward that differentiates, as by a penalty
             return [*self._evaluate(batch._replace(weights=None), training)[1]]
 
-    def _kind_of(self, losses: list[LossReduction], weights: LabelWeights) -> int:
-        """Return the kind of labels that the loss counts, see ``LabelWeights``; the same on all ranks. Collective.
+    def _kinds_of(self, losses: list[LossReduction], weights: LabelWeights, number: int) -> list[int]:
+        """Return the kinds of labels that the loss may count, see ``LabelWeights``; the same on all ranks. Collective.
+
+        Args:
+            losses: The reductions of micro-batches, on ranks that compute losses.
+            weights: The weights of these micro-batches.
+            number: How many kinds there are.
 
         Raises:
             BuildError: on all ranks: the losses count labels differently.
         """
-        possible = {0, 1}
+        possible = set(range(number))
 
         def look() -> None:
             for index, counted in enumerate(losses):
                 possible.intersection_update(weights.kinds_of(index, counted))
 
         on_all(look, self.program)
-        mask = torch.tensor([int(kind in possible) for kind in (0, 1)], device=self.device)
+        mask = torch.tensor([int(kind in possible) for kind in range(number)], device=self.device)
         found = all_reduce(mask, self.program.mesh, dist.ReduceOp.MIN).tolist()
         if not any(found):
             raise BuildError(
                 f"micro-batches have different numbers of labels, and losses count them differently; {EQUAL_PARTS}"
             )
-        return found.index(1)
+        return [kind for kind, is_possible in enumerate(found) if is_possible]

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slapo_core.errors import BuildError
 
+from .structures import tensors_of
+
 Batch = dict[str, Any]
 
 
@@ -131,6 +133,26 @@ def labels_of(parts: list[Batch], ignored: int) -> list[tuple[int, int]]:
     names = {"labels"} | {name for (_, name), (left_out, _, _) in found.items() if left_out}
     counts = [[found.get((index, name), (0, 0, 0)) for name in names] for index in range(len(parts))]
     return [(sum(each[1] for each in row), sum(each[2] for each in row)) for row in counts]
+
+
+LabelKey = tuple[str, int]
+"""What a loss may be a mean over: an argument's path, empty for labels as ``labels_of`` finds them, and 1 without firsts."""
+
+
+def label_counts(parts: list[Batch], ignored: int, is_told: bool) -> tuple[list[LabelKey], list[tuple[int, ...]]]:
+    """Return what the loss may be a mean over, and how many labels each micro-batch has by each of these.
+
+    Args:
+        parts: The micro-batches.
+        ignored: Label value that the loss leaves out.
+        is_told: Whether a loss told that value; else one from 0 on, an ordinary number, is looked for in ``labels`` alone.
+    """
+    tensors = [tensors_of(part) for part in parts]
+    names = [name for name, value in tensors[0].items() if _is_numbers(value) and value.dtype is not torch.bool]
+    names = names if is_told or ignored < 0 else []
+    found = iter(_counts([own[name] for own in tensors for name in names], ignored))
+    counts = [(*union, *(number for _ in names for number in next(found)[1:])) for union in labels_of(parts, ignored)]
+    return [(name, kind) for name in ("", *names) for kind in (0, 1)], counts
 
 
 def counted_labels(parts: list[Batch], ignored: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from slapo_core.agreement import agree, all_reduce
 from slapo_core.program import Program
 
-from .batches import Batch
+from .batches import Batch, fingerprint
 from .label_weights import LabelWeights
 from .meeting import check_contents, check_shapes, content_slots
 
@@ -21,14 +21,16 @@ class Cut(NamedTuple):
 
     Args:
         parts: Its micro-batches.
-        counts: How many labels each has, see ``batches.labels_of``.
+        counts: How many labels each has by all that may be its labels, see ``batches.label_counts``.
+        kinds: Indices of the numbers among these of which one counts.
         shape: A number that is equal where names, shapes and types are, see ``batches.fingerprint``.
         content: One that is equal for equal values, see ``batches.content``.
         marks: Marks of each micro-batch, see ``FirstStep.marks``.
     """
 
     parts: list[Batch]
-    counts: list[tuple[int, int]]
+    counts: list[tuple[int, ...]]
+    kinds: list[int]
     shape: int
     content: int
     marks: list[int]
@@ -52,13 +54,14 @@ def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut])
         BuildError: it raised on another rank; or ranks were given batches of different shapes, or those of one replica
             different ones.
     """
-    error, own = None, Cut([], [(0, 0)], 0, 0, [0])
+    error, own = None, Cut([], [(0, 0)], [0], 0, 0, [0])
     try:
         own = cut()
     except Exception as err:
         error = err
-    high = [own.shape, *(max(counts) for counts in zip(*own.counts, strict=True)), max(own.marks)]
-    low = [own.shape, *(min(counts) for counts in zip(*own.counts, strict=True)), min(own.marks)]
+    labels = _label_facts(own.counts, own.kinds)
+    high = [own.shape, *labels[:2], max(own.marks)]
+    low = [own.shape, -labels[2], labels[1], min(own.marks)]
     row = [error is not None, *high, *(-number for number in low), *content_slots(program, own.content, error is None)]
     found = all_reduce(torch.tensor(row, dtype=torch.int64, device=device), program.mesh, dist.ReduceOp.MAX).tolist()
     if found[0]:
@@ -66,15 +69,38 @@ def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut])
     high, low = found[1:5], [-number for number in found[5:9]]
     check_shapes(high[0], low[0])
     check_contents(found[9:])
-    return own.parts, _weights(program, device, own, differs=high[1:3] != low[1:3]), high[3] != low[3]
+    weights = _weights(program, device, own.counts, differs=high[1] != low[1], is_ambiguous=bool(high[2]))
+    return own.parts, weights, high[3] != low[3]
 
 
-def _weights(program: Program, device: torch.device, own: Cut, differs: bool) -> LabelWeights:
-    sums = (sum(whole for whole, _ in own.counts), sum(rest for _, rest in own.counts))
-    dp = program.axis_size("dp")
+def weigh(program: Program, device: torch.device, counts: list[tuple[int, ...]], kinds: list[int]) -> LabelWeights:
+    """Return what micro-batches weigh that were counted anew. Collective.
+
+    Args:
+        program: Its mesh says which ranks.
+        device: For what is sent.
+        counts: As in ``Cut``; so are ``kinds``.
+        kinds: Indices of the numbers of which one counts.
+    """
+    row = torch.tensor(_label_facts(counts, kinds), dtype=torch.int64, device=device)
+    high, is_ambiguous, low = all_reduce(row, program.mesh, dist.ReduceOp.MAX).tolist()
+    return _weights(program, device, counts, differs=high != -low, is_ambiguous=bool(is_ambiguous))
+
+
+def _label_facts(counts: list[tuple[int, ...]], kinds: list[int]) -> list[int]:
+    """Return the largest fingerprint of a micro-batch's numbers, 1 if the numbers of one differ, and minus the smallest one."""
+    numbers = [[own[kind] for kind in kinds] for own in counts]
+    prints = [fingerprint(each) for each in numbers]
+    return [max(prints), int(any(len(set(each)) > 1 for each in numbers)), -min(prints)]
+
+
+def _weights(
+    program: Program, device: torch.device, counts: list[tuple[int, ...]], differs: bool, is_ambiguous: bool
+) -> LabelWeights:
+    sums, dp = [sum(each) for each in zip(*counts, strict=True)], program.axis_size("dp")
     if differs and dp > 1:
         assert program.mesh is not None
         totals = torch.tensor(sums, dtype=torch.int64, device=device)
         dist.all_reduce(totals, group=program.mesh.get_group("dp"))
-        sums = (int(totals[0]), int(totals[1]))
-    return LabelWeights(own.counts, sums, len(own.parts) * dp, differs)
+        sums = [int(each) for each in totals.tolist()]
+    return LabelWeights(counts, sums, len(counts) * dp, differs, is_ambiguous)

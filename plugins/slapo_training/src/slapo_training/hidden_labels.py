@@ -9,7 +9,7 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 from .label_weights import LabelWeights
-from .means import EQUAL_PARTS, CombinedMeans, Counted, LossReduction
+from .means import EQUAL_PARTS, LossReduction, terms_of
 
 
 class HiddenLabels:
@@ -40,7 +40,7 @@ class HiddenLabels:
         """
         if training in self._shown:
             return
-        own = [(terms, weights.shows(index, terms)) for index, terms in enumerate(map(_terms, reductions))]
+        own = [(terms, weights.shows(index, terms)) for index, terms in enumerate(map(terms_of, reductions))]
         found = [each for of_rank in gather(own, self._program.mesh) for each in of_rank]
         hidden = {terms for terms, is_shown in found if not is_shown}
         if not hidden and (self.is_checked or any(terms for terms, _ in found)):
@@ -52,8 +52,6 @@ class HiddenLabels:
                 f"show, or are made of such means; {EQUAL_PARTS}"
             )
 
-
-def _terms(reduction: LossReduction) -> tuple[Counted, ...]:
-    if isinstance(reduction, CombinedMeans):
-        return reduction.terms
-    return () if reduction is None else (reduction,)
+    def are_shown(self, training: bool) -> bool:
+        """Return whether a batch has shown its labels in this mode."""
+        return training in self._shown

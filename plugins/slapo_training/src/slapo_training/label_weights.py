@@ -9,29 +9,45 @@ import torch
 from slapo_core.errors import BuildError
 
 from .first_step import scaled_gradient
-from .means import EQUAL_PARTS, UNKNOWN_REDUCTION, Counted, LossReduction
+from .means import EQUAL_PARTS, UNKNOWN_REDUCTION, Counted, LossReduction, terms_of
+
+OTHER_LABELS = f"the loss is a mean over other labels than in earlier steps; {EQUAL_PARTS}"
+"""Error of a loss over labels that the batch does not show, where it showed them before."""
 
 
 class LabelWeights:
     """Factors for the losses of micro-batches, whose mean over all parts is then the loss of the whole batch.
 
-    Which of a batch's labels enter a loss, all of them or all but each row's first (next-token losses), the losses show as they
-    are computed; both numbers are known before.
+    Which of a batch's arguments are the labels, and whether all of them enter a loss or all but each row's first (next-token
+    losses), the losses show as they are computed; all these numbers are known before.
 
     Args:
-        own: For each of this rank's micro-batches both numbers, see ``batches.labels_of``.
-        totals: Both numbers over the micro-batches of all replicas.
+        own: For each of this rank's micro-batches these numbers, see ``batches.label_counts``.
+        totals: The numbers over the micro-batches of all replicas.
         num_parts: Number of micro-batches of all replicas.
         differs: Whether some of these have different numbers of labels.
+        is_ambiguous: Whether on some rank it matters which of the numbers counts.
 
     Attributes:
-        kind: Which of the numbers counts, 0 or 1; None until it is told, where they differ.
+        kind: Which of the numbers counts; None until it is told.
+        known: Those of which one counts, by what earlier losses have shown; where it matters ``kind`` is one of them.
+        is_shown: Whether losses have been means over labels that the batch shows, so that others are an error.
         gradient: Additional factor of the gradients of losses, see ``FirstStep.scale``.
     """
 
-    def __init__(self, own: Sequence[tuple[int, int]], totals: tuple[int, int], num_parts: int, differs: bool) -> None:
+    def __init__(
+        self,
+        own: Sequence[tuple[int, ...]],
+        totals: Sequence[int],
+        num_parts: int,
+        differs: bool,
+        is_ambiguous: bool = True,
+    ) -> None:
         self._own, self._totals, self._num_parts, self._differs = own, totals, num_parts, differs
+        self._is_ambiguous = is_ambiguous
         self.kind: int | None = None
+        self.known: Sequence[int] = ()
+        self.is_shown = False
         self.gradient = 1.0
 
     @classmethod
@@ -42,11 +58,13 @@ class LabelWeights:
     @property
     def is_open(self) -> bool:
         """Whether it matters which of the numbers counts, and that is not known yet."""
-        return self._differs and self.kind is None
+        return self._differs and self._is_ambiguous
 
     def shows(self, index: int, terms: Sequence[Counted]) -> bool:
-        """Return whether a micro-batch has each of these numbers of labels."""
-        return all(each.labels in self._own[index] for each in terms)
+        """Return whether a micro-batch has each of these numbers of labels, in what is known to be the labels."""
+        own = self._own[index]
+        known = (*own[:2], *(own[kind] for kind in self.known))
+        return all(each.labels in known for each in terms)
 
     def kinds_of(self, index: int, counted: LossReduction) -> set[int]:
         """Return the kinds of labels that a micro-batch's loss may be a mean over.
@@ -56,7 +74,7 @@ class LabelWeights:
         """
         if not isinstance(counted, Counted):
             raise BuildError(UNKNOWN_REDUCTION)
-        if found := {kind for kind in (0, 1) if self._own[index][kind] == counted.labels}:
+        if found := {kind for kind, number in enumerate(self._own[index]) if number == counted.labels}:
             return found
         raise BuildError(
             f"a micro-batch's loss is a mean over {counted.labels} labels, and micro-batches or ranks have different numbers "
@@ -74,9 +92,11 @@ class LabelWeights:
             BuildError: micro-batches have different numbers of labels, and what this loss is a mean over cannot be told.
         """
         if not self._differs:
+            if self.is_shown and not self.shows(index, terms_of(counted)):
+                raise BuildError(OTHER_LABELS)
             return 1.0
         if self.kind not in self.kinds_of(index, counted):
-            raise BuildError(f"the loss is a mean over other labels than in earlier steps; {EQUAL_PARTS}")
+            raise BuildError(OTHER_LABELS)
         assert self.kind is not None
         return self._own[index][self.kind] * self._num_parts / self._totals[self.kind] if self._totals[self.kind] else 0.0
 

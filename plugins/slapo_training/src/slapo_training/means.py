@@ -64,6 +64,13 @@ LossReduction = Counted | CombinedMeans | None
 """The reduction of a loss over labels: a mean, a combination of means, or None where it is unknown."""
 
 
+def terms_of(reduction: LossReduction) -> tuple[Counted, ...]:
+    """Return the means that a loss is made of, as far as they are known."""
+    if isinstance(reduction, CombinedMeans):
+        return reduction.terms
+    return () if reduction is None else (reduction,)
+
+
 def is_label_mean(mean: LossReduction) -> bool:
     """Return whether a loss is a plain mean over labels."""
     return isinstance(mean, Counted)
