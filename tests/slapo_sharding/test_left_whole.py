@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from slapo_core import build
 from slapo_core.errors import ScheduleError
 from slapo_core.testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT, D, GatedMlp, H, Net
+from tests.slapo_sharding.handwritten_others import WHOLE, DecoderLayer, EncoderLayer, MatmulMlp, OneKey
 from tests.slapo_sharding.test_handwritten import split, tokens
 from tests.slapo_sharding.told import warnings_told
 
@@ -139,6 +141,10 @@ def left(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list[str]]
         gradients = sch.full_state("grad")
         for name, parameter in expected.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3)
+    for each in (expected, model):  # torch's own layers run by another path then
+        each.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(given), expected(given), atol=1e-5, rtol=1e-4)
     steps = (re.match(r"sch\['blocks\.0\.part\.(\S*)'\]\.shard", str(step)) for step in sch.journal.steps[0].children)
     return {found[1] for found in steps if found}, told
 
@@ -149,6 +155,43 @@ def test_the_rest_is_split_and_a_warning_says_what_is_not(name: str) -> None:
     for found, told in run_distributed(left, 2, kind):
         assert found == paths
         assert [bool(re.match(f"tensor_parallel: blocks.0.{message}", each)) for each in told] == [True], told
+
+
+def beside(rank: int, kinds: list[type[nn.Module]]) -> dict[str, list[str]]:
+    """Return what is told of each kind beside an MLP, and see what is split."""
+    found = {}
+    for kind in kinds:
+        paths, told = left(rank, partial(Beside, kind))
+        assert paths == {"mlp.up", "mlp.down", *BESIDE.get(kind, ())}, kind
+        found[kind.__name__] = told
+    return found
+
+
+class Beside(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.one, self.mlp = kind(), GatedMlp()
+
+    def forward(self, x):
+        return self.one(x) + self.mlp(x)
+
+
+FAST = (MatmulMlp, EncoderLayer, OneKey)
+SLOW = tuple(kind for kind in WHOLE if kind not in FAST)
+
+
+@pytest.mark.parametrize("kinds", [pytest.param(FAST, id="some"), pytest.param(SLOW, id="others", marks=pytest.mark.slow)])
+def test_kinds_that_stay_whole_are_right_and_named(kinds: tuple[type[nn.Module], ...]) -> None:
+    for found in run_distributed(beside, 2, list(kinds), timeout=120):
+        for name, told in found.items():
+            expected = r"tensor_parallel: blocks\.0\.part\.one[\w.]* stays whole on every rank: .*\(\S+:\d+\)"
+            assert bool(told) == (name not in SILENT), name
+            assert all(re.fullmatch(expected, message) for message in told), told
+
+
+BESIDE = dict.fromkeys((EncoderLayer, DecoderLayer), ("one.layer.linear1", "one.layer.linear2"))
+SILENT = {"ConvMlp"}
+"""Convolutions are no layers that a derived plan splits: they stay whole as do all those of a model of images."""
 
 
 def nothing(rank: int) -> str:

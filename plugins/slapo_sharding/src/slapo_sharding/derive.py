@@ -130,8 +130,8 @@ class _Search:
                 del self.candidates[path]
                 self.reasons[path] = str(err)
             return
-        kinds = {kind(path) for path in err.sources}
-        for path in [path for path in self.candidates if kind(path) in kinds]:
+        places = {_place(path) for path in err.sources}
+        for path in [path for path in self.candidates if _place(path) in places]:
             blocks = fused_sizes(self.calls[path]) if len(err.sources) == 1 and not self.candidates[path].blocks else ()
             if blocks:
                 self.candidates[path] = Split("sharded", blocks)
@@ -184,6 +184,12 @@ def _dims(node: fx.Node, sizes: set[int]) -> list[int]:
 def kind(path: str) -> str:
     """The same for the modules at one place of the repeated blocks."""
     return ".".join("*" if name.isdigit() else name for name in path.split("."))
+
+
+def _place(path: str) -> str:
+    """The same for the layers at one place of the repeated blocks; layers in one list are at places of their own."""
+    owner, _, name = path.rpartition(".")
+    return f"{kind(owner)}.{name}" if owner else name
 
 
 def fused_sizes(calls: list[fx.Node]) -> tuple[int, ...]:

@@ -35,6 +35,15 @@ from .sequence import CannotSplit, split_sequence
 from .sharding import Sharder
 from .syncing import sums_gradient, trainable, trust_sums
 
+_OF_LAYERS = (
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.Transformer,
+)
+"""Modules of torch that call layers as other code does: with hooks on these they take no faster path."""
+
 
 def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_more: bool = False) -> None:
     """Derive a plan for the module and take its steps.
@@ -253,6 +262,7 @@ def _traced_flat(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
             target=schedule.path,
             example_inputs=inputs,
             symbolic=False,
+            open_modules=_OF_LAYERS,
         )
 
 
