@@ -167,6 +167,42 @@ def beside(rank: int, kinds: list[type[nn.Module]]) -> dict[str, list[str]]:
     return found
 
 
+class OnTop(nn.Module):
+    """Cuts a whole value in the model's own forward, and in an attention below."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.attn = nn.Embedding(64, D), SPLIT["Temperature"]()
+        self.up, self.down, self.scale = nn.Linear(D, 2 * D), nn.Linear(2 * D, D), nn.Parameter(torch.linspace(0.5, 2.0, 8))
+
+    def forward(self, ids):
+        x = self.attn(self.embedding(ids))
+        pieces = self.up(x).unflatten(-1, (8, -1)) * self.scale[:, None]
+        return self.down(torch.tanh(pieces.flatten(-2)))
+
+
+def on_top(rank: int) -> set[str]:
+    torch.manual_seed(0)
+    expected, model = OnTop(), OnTop()
+    model.load_state_dict(expected.state_dict())
+    sch = split(model)
+    build(sch)
+    for shape in ((2, 8), (3, 12)):
+        for each in (expected, model):
+            each.zero_grad()
+            each(tokens(*shape)).square().mean().backward()
+        torch.testing.assert_close(model(tokens(*shape)), expected(tokens(*shape)), atol=1e-5, rtol=1e-4)
+        gradients = sch.full_state("grad")
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3)
+    whole = dict(expected.named_parameters())
+    return {name.partition(".")[0] for name, own in model.named_parameters() if own.shape != whole[name].shape}
+
+
+def test_a_value_that_cannot_be_cut_keeps_no_other_module_whole() -> None:
+    assert run_distributed(on_top, 2)[0] == {"attn"}
+
+
 class Beside(nn.Module):
     def __init__(self, kind):
         super().__init__()
