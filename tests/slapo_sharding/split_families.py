@@ -66,7 +66,7 @@ LEFT_WHOLE = {
     "mobilebert": Whole("", "a scale of all widths follows the layers of its bottlenecks", "bottleneck stays whole"),
     "qwen2_moe": Whole("", "the gate of its shared expert has one output", "modeling_qwen2_moe.py:"),
     "squeezebert": Whole("attention and MLP", "its layers are convolutions", "none of its layers can be split"),
-    "xlnet": Whole("attention", "its projections are parameters in einsums, no layers", "none of its layers can be split"),
+    "xlnet": Whole("attention", "its projections are parameters in einsums, no layers", "in no layer (/"),
 }
 """Families of which more than single tables stays whole."""
 

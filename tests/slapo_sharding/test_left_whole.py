@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from slapo_core import build
 from slapo_core.errors import ScheduleError
 from slapo_core.testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT, D, GatedMlp, H, Net
+from tests.slapo_sharding.handwritten_others import WHOLE, DecoderLayer, EncoderLayer, MatmulMlp, OneKey
 from tests.slapo_sharding.test_handwritten import split, tokens
 from tests.slapo_sharding.told import warnings_told
 
@@ -139,6 +141,10 @@ def left(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list[str]]
         gradients = sch.full_state("grad")
         for name, parameter in expected.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3)
+    for each in (expected, model):  # torch's own layers run by another path then
+        each.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(given), expected(given), atol=1e-5, rtol=1e-4)
     steps = (re.match(r"sch\['blocks\.0\.part\.(\S*)'\]\.shard", str(step)) for step in sch.journal.steps[0].children)
     return {found[1] for found in steps if found}, told
 
@@ -149,6 +155,79 @@ def test_the_rest_is_split_and_a_warning_says_what_is_not(name: str) -> None:
     for found, told in run_distributed(left, 2, kind):
         assert found == paths
         assert [bool(re.match(f"tensor_parallel: blocks.0.{message}", each)) for each in told] == [True], told
+
+
+def beside(rank: int, kinds: list[type[nn.Module]]) -> dict[str, list[str]]:
+    """Return what is told of each kind beside an MLP, and see what is split."""
+    found = {}
+    for kind in kinds:
+        paths, told = left(rank, partial(Beside, kind))
+        assert paths == {"mlp.up", "mlp.down", *BESIDE.get(kind, ())}, kind
+        found[kind.__name__] = told
+    return found
+
+
+class OnTop(nn.Module):
+    """Cuts a whole value in the model's own forward, and in an attention below."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.attn = nn.Embedding(64, D), SPLIT["Temperature"]()
+        self.up, self.down, self.scale = nn.Linear(D, 2 * D), nn.Linear(2 * D, D), nn.Parameter(torch.linspace(0.5, 2.0, 8))
+
+    def forward(self, ids):
+        x = self.attn(self.embedding(ids))
+        pieces = self.up(x).unflatten(-1, (8, -1)) * self.scale[:, None]
+        return self.down(torch.tanh(pieces.flatten(-2)))
+
+
+def on_top(rank: int) -> set[str]:
+    torch.manual_seed(0)
+    expected, model = OnTop(), OnTop()
+    model.load_state_dict(expected.state_dict())
+    sch = split(model)
+    build(sch)
+    for shape in ((2, 8), (3, 12)):
+        for each in (expected, model):
+            each.zero_grad()
+            each(tokens(*shape)).square().mean().backward()
+        torch.testing.assert_close(model(tokens(*shape)), expected(tokens(*shape)), atol=1e-5, rtol=1e-4)
+        gradients = sch.full_state("grad")
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3)
+    whole = dict(expected.named_parameters())
+    return {name.partition(".")[0] for name, own in model.named_parameters() if own.shape != whole[name].shape}
+
+
+def test_a_value_that_cannot_be_cut_keeps_no_other_module_whole() -> None:
+    assert run_distributed(on_top, 2)[0] == {"attn"}
+
+
+class Beside(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.one, self.mlp = kind(), GatedMlp()
+
+    def forward(self, x):
+        return self.one(x) + self.mlp(x)
+
+
+FAST = (MatmulMlp, EncoderLayer, OneKey)
+SLOW = tuple(kind for kind in WHOLE if kind not in FAST)
+
+
+@pytest.mark.parametrize("kinds", [pytest.param(FAST, id="some"), pytest.param(SLOW, id="others", marks=pytest.mark.slow)])
+def test_kinds_that_stay_whole_are_right_and_named(kinds: tuple[type[nn.Module], ...]) -> None:
+    for found in run_distributed(beside, 2, list(kinds), timeout=120):
+        for name, told in found.items():
+            expected = r"tensor_parallel: blocks\.0\.part\.one[\w.]* stays whole on every rank: .*\(\S+:\d+\)"
+            assert bool(told) == (name not in SILENT), name
+            assert all(re.fullmatch(expected, message) for message in told), told
+
+
+BESIDE = dict.fromkeys((EncoderLayer, DecoderLayer), ("one.layer.linear1", "one.layer.linear2"))
+SILENT = {"ConvMlp"}
+"""Convolutions are no layers that a derived plan splits: they stay whole as do all those of a model of images."""
 
 
 def nothing(rank: int) -> str:

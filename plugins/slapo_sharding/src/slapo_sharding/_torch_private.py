@@ -90,3 +90,10 @@ def surroundings(device: torch.device) -> tuple[Any, ...] | None:
     kind = device.type
     casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return (torch.get_default_dtype(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), casts)
+
+
+def with_numbers(nested: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return a nested tensor of the same sizes as another one, of all its numbers one after the other."""
+    sizes, strides = nested._nested_tensor_size(), nested._nested_tensor_strides()
+    made: torch.Tensor = torch._nested_view_from_buffer(numbers, sizes, strides, nested._nested_tensor_storage_offsets())
+    return made

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ._torch_autograd import is_batched
+from ._torch_private import with_numbers
 from .dealing import share
 
 Group = dist.ProcessGroup | None
@@ -261,6 +262,8 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    if x.is_nested:  # torch's encoders make such of padded ones, in evaluation
+        return with_numbers(x, _reduce(x.values(), op, group))
     result: torch.Tensor = _ops.wait_tensor(_send(x, op, group))
     return result
 

@@ -48,6 +48,7 @@ def derive(
     left_whole: Collection[nn.Module] = (),
     adapts: bool = False,
     opaque: Collection[str] = (),
+    unadapted: Collection[str] = (),
 ) -> Derived:
     """The plan that splits as many layers as can be.
 
@@ -60,8 +61,9 @@ def derive(
         left_whole: Modules that are not split, whatever they are.
         adapts: Whether whole values may be cut, and their gradients summed, where they meet sharded ones.
         opaque: Paths of modules that cannot be traced.
+        unadapted: Kinds of the modules in whose forwards no whole values are cut.
     """
-    return _Search(traced, mesh, is_layer, is_table, left_whole, adapts, opaque).run()
+    return _Search(traced, mesh, is_layer, is_table, left_whole, adapts, opaque, unadapted).run()
 
 
 class _Search:
@@ -74,8 +76,9 @@ class _Search:
         left_whole: Collection[nn.Module],
         adapts: bool,
         opaque: Collection[str],
+        unadapted: Collection[str],
     ) -> None:
-        self.adapts, self.opaque = adapts, opaque
+        self.adapts, self.opaque, self.unadapted = adapts, opaque, unadapted
         self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
         self.left_whole = left_whole
         self.calls: dict[str, list[fx.Node]] = {}
@@ -121,7 +124,8 @@ class _Search:
             self.filled.update(filled)
             self.tried |= filled.keys()
             return
-        if self.adapts and err.node not in self.adapted and _can_adapt(err.node, whole):
+        is_free = self.adapts and kind(err.node.meta.get("module", "")) not in self.unadapted
+        if is_free and err.node not in self.adapted and _can_adapt(err.node, whole):
             self.adapted.add(err.node)
             return
         if beside := self._lighter_beside(err, behind):
@@ -130,8 +134,8 @@ class _Search:
                 del self.candidates[path]
                 self.reasons[path] = str(err)
             return
-        kinds = {kind(path) for path in err.sources}
-        for path in [path for path in self.candidates if kind(path) in kinds]:
+        places = {_place(path) for path in err.sources}
+        for path in [path for path in self.candidates if _place(path) in places]:
             blocks = fused_sizes(self.calls[path]) if len(err.sources) == 1 and not self.candidates[path].blocks else ()
             if blocks:
                 self.candidates[path] = Split("sharded", blocks)
@@ -184,6 +188,12 @@ def _dims(node: fx.Node, sizes: set[int]) -> list[int]:
 def kind(path: str) -> str:
     """The same for the modules at one place of the repeated blocks."""
     return ".".join("*" if name.isdigit() else name for name in path.split("."))
+
+
+def _place(path: str) -> str:
+    """The same for the layers at one place of the repeated blocks; layers in one list are at places of their own."""
+    owner, _, name = path.rpartition(".")
+    return f"{kind(owner)}.{name}" if owner else name
 
 
 def fused_sizes(calls: list[fx.Node]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import LayoutError, Layouts, Split
 from .left_whole import REMEDY, LeftWhole, Misfit, tell
 from .local_sizes.forward import Calls, LocalForward, Plan
-from .local_sizes.owners import SharedParameter, is_inside, num_summed, owners, partial_parameters
+from .local_sizes.owners import SharedParameter, adapting, is_inside, num_summed, owners, partial_parameters
 from .localise import Count, Difference, counts, difference, localise
 from .origins import forget, remembered
 from .plan import tied_or_vocabulary
@@ -34,6 +34,15 @@ from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
 from .sharding import Sharder
 from .syncing import sums_gradient, trainable, trust_sums
+
+_OF_LAYERS = (
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.Transformer,
+)
+"""Modules of torch that call layers as other code does: with hooks on these they take no faster path."""
 
 
 def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_more: bool = False) -> None:
@@ -138,7 +147,7 @@ def _derive_from(
         wide = _trace(schedule, whole) if copies else traced
         derived = rederive(wide, mesh)
         if adapts:
-            derived = _adapted(schedule, derived, rederive(wide, mesh, adapts=True))
+            derived = _adapted(schedule, derived, partial(rederive, wide, mesh, adapts=True))
         failed = unshown(copies, traced, wide, derived, rederive)
         derived.reasons = {**whole.layers, **derived.reasons}
         derived.copied = [each.owner for each in copies]
@@ -149,31 +158,39 @@ def _derive_from(
     return derived, failed
 
 
-def _adapted(schedule: Schedule, derived: Derived, adapted: Derived) -> Derived:
-    """Return the plan in which whole values are cut, where it splits more layers than the other one, and can be carried out."""
-    if len(adapted.splits) <= len(derived.splits):
-        return derived
-    if reason := _unfit(schedule, adapted):
-        get_logger().debug("tensor_parallel: no whole values are cut: %s", reason)
-        return derived
-    return adapted
+def _adapted(schedule: Schedule, derived: Derived, rederive: Callable[..., Derived]) -> Derived:
+    """Return the plan in which whole values are cut, where it splits more layers than the other one, and can be carried out.
+
+    Where a module that would have to run from a graph cannot, none are cut in this one.
+    """
+    unadapted = set[str]()
+    while len((adapted := rederive(unadapted=unadapted)).splits) > len(derived.splits):
+        unfit = _unfit(schedule, adapted)
+        if unfit is None:
+            return adapted
+        get_logger().debug("tensor_parallel: no whole values are cut in %r: %s", unfit.module, unfit.reason)
+        found = {kind(module) for module in adapting(adapted.layouts, unfit.module)} - unadapted
+        if not found:
+            break
+        unadapted |= found
+    return derived
 
 
-def _unfit(schedule: Schedule, derived: Derived) -> str | None:
-    """Return why a module that has to run from a graph cannot; None where all can. Identical modules are traced once."""
+def _unfit(schedule: Schedule, derived: Derived) -> Difference | None:
+    """Return which module has to run from a graph and cannot; None where all can. Identical modules are traced once."""
     kinds = {kind(path): path for path, must in owners(derived.layouts).items() if must}
     for path in kinds.values():
         if not path:
-            return "the whole model would have to run from one graph"
+            return Difference("the whole model would have to run from one graph", path)
         forward = _local_forward(schedule, derived, path)
         try:
             summed = forward.try_on(
                 schedule.root_module, ".".join(filter(None, (schedule.path, path))), schedule.example_inputs
             )
         except TraceError as err:
-            return str(err)
+            return Difference(str(err), path)
         if summed != num_summed(derived.layouts, path):
-            return f"{path!r} would sum other gradients than planned"
+            return Difference("it would sum other gradients than planned", path)
     return None
 
 
@@ -253,6 +270,7 @@ def _traced_flat(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
             target=schedule.path,
             example_inputs=inputs,
             symbolic=False,
+            open_modules=_OF_LAYERS,
         )
 
 

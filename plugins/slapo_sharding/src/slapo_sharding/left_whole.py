@@ -26,6 +26,9 @@ REMEDY = (
 )
 
 
+_NONE = "none of its layers can be split"
+
+
 class Misfit(ScheduleError):
     """A plan that cannot be carried out with these layers split.
 
@@ -99,7 +102,12 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
         log = get_logger().warning if loud else get_logger().debug
         log("tensor_parallel: %s stays whole on every rank: %s", where if loud else path, reason)
         told.update([what, kind(where)] if loud else [])
-    tell_whole_attentions(schedule, derived.reasons, "none of its layers can be split", told)
+    for path, line in _of_parameters(schedule, derived).items():
+        if not any(is_inside(kind(path), what) for what in told):
+            told.add(kind(path))
+            why = f"it multiplies by parameters of its own, in no layer ({line})"
+            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+    tell_whole_attentions(schedule, {**_lines_of_calls(derived), **derived.reasons}, _NONE, told)
     computed = {
         kind(path): path for path, module in schedule.mod.named_modules() if computed_by(module) and not split_of(module)
     }
@@ -113,6 +121,31 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
             if rewritten:
                 why = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
             get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+
+
+def _lines_of_calls(derived: Derived) -> dict[str, str]:
+    """Return reasons for attentions that are one call in the graph, as those of torch, with the line that calls them."""
+    graph = derived.layouts.graph
+    calls = {str(node.target): node for node in graph.find_nodes(op="call_module")}
+    return {f"{path}.": f"{_NONE} ({node.meta.get('source')})" for path, node in calls.items()}
+
+
+def _of_parameters(schedule: Schedule, derived: Derived) -> dict[str, str]:
+    """Return modules in which nothing is split, and that use several matrices of their own, to the line that uses the first.
+
+    Repeated ones are meant, and one of a kind; with one matrix it is a table or a router.
+    """
+    split = {outer for path in derived.splits for outer in _around(path)}
+    found: dict[str, tuple[str, str]] = {}
+    for node in derived.layouts.graph.find_nodes(op="get_attr"):
+        path = str(node.target).rpartition(".")[0]
+        if kind(path) == path or path in split or schedule.mod.get_submodule(path) in derived.layouts.left_whole:
+            continue
+        own = schedule.mod.get_submodule(path)._parameters.values()
+        if sum(each is not None and each.dim() > 1 for each in own) > 1:
+            user = next(iter(node.users), node)
+            found.setdefault(kind(path), (path, str(user.meta.get("source"))))
+    return dict(found.values())
 
 
 def _read_weights(schedule: Schedule, derived: Derived) -> Iterable[str]:

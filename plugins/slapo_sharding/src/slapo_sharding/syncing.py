@@ -18,6 +18,7 @@ from slapo_core.errors import ScheduleError
 from slapo_core.tracing.structures import Hidden
 
 from . import collectives, started
+from ._torch_private import with_numbers
 from .rules import applied_cut
 from .shared_sum import SharedSum
 from .vocabulary_ids import whole_vocabulary
@@ -152,6 +153,8 @@ class Sync(Hidden):
             same = self.axis % x.dim() == dim
             bias = collectives.scatter(bias, 0, self.group) if same else collectives.all_reduce_grad(bias, self.group)
         bias = bias.to(x.dtype)
+        if x.is_nested:
+            return with_numbers(x, (x.values().view(-1, len(bias)) + bias).flatten())
         return x + (bias.view(-1, *(1,) * (x.dim() - 1 - dim)) if dim < x.dim() - 1 else bias)
 
     def _along_cut(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -101,6 +101,7 @@ def trace(
     concrete_args: Mapping[str, Any] | None = None,
     target: str = "",
     symbolic: bool = True,
+    open_modules: tuple[type[nn.Module], ...] = (),
 ) -> TracedModule:
     """A traced module with the parameter names of the original, its hooks and wrappers around the graph.
 
@@ -120,6 +121,7 @@ def trace(
             of a parameter that has none, counts as not given.
         target: Path of the module to trace, with the inputs it gets when ``model`` runs.
         symbolic: Sizes are nodes of the graphs, so that one serves every batch and sequence length.
+        open_modules: Classes of ``torch.nn`` that are not kept whole.
 
     Raises:
         TraceError: The forward cannot be traced; names the model's source line.
@@ -134,7 +136,8 @@ def trace(
     check_concrete(module, concrete_args)
 
     def plan(path: str, child: nn.Module) -> Kind:
-        if id(child) in kept or _is_torch_module(child) or (isinstance(child, fx.GraphModule) and not flatten):
+        whole = _is_torch_module(child) and not isinstance(child, open_modules)
+        if id(child) in kept or whole or (isinstance(child, fx.GraphModule) and not flatten):
             return "leaf"
         return "inline" if flatten else "graph" if recursive else "leaf"
 

@@ -45,6 +45,17 @@ def owners(layouts: Layouts) -> dict[str, bool]:
     return {path: any(must for other, must in found.items() if is_inside(other, path)) for path in outer}
 
 
+def adapting(layouts: Layouts, path: str) -> set[str]:
+    """Return the modules in whose forwards whole values are cut so that the module at a path has to run from a graph.
+
+    Args:
+        layouts: The dry run of the whole model's flat graph.
+        path: One of ``owners``. Of the model itself only those are meant that no module below can take care of.
+    """
+    modules = {node.meta.get("module", "") for node in (*layouts.cut, *layouts.summed_gradients)}
+    return {module for module in modules if (is_inside(module, path) if path else not _owner(layouts, module))}
+
+
 def partial_parameters(layouts: Layouts, paths: Collection[str]) -> set[str]:
     """Return the names of whole parameters of whose gradient each rank has a part.
 

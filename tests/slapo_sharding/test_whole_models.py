@@ -1,0 +1,111 @@
+"""Whole models that people write by hand: outputs and all gradients, for changing shapes, and what stays whole by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from slapo_core import build, create_schedule
+from slapo_core.testing import run_distributed
+from tests.slapo_sharding.told import warnings_told
+from tests.slapo_sharding.whole_models import Mamba, NanoGpt, Whisper, XTransformer
+from tests.slapo_sharding.whole_vision_models import Detr, Dit, Mixer, Swin, UNet, Vit
+
+pytestmark = pytest.mark.multiproc
+
+WHOLE: dict[type[Any], set[str]] = {
+    NanoGpt: {"transformer.wte", "transformer.wpe"},
+    Whisper: {"encoder.conv1", "encoder.conv2", "decoder.token_embedding", "decoder"},
+    XTransformer: {"token_emb", "to_logits", "layers.*.*"},
+    Vit: {"patch_embed.proj", "head", ""},
+    Swin: {"patch_embed", "downsample.reduction", "head", "layers.*.*.attn"},
+    Dit: {"x_embedder.proj", "y_embedder", "blocks.*.adaLN_modulation.*", "linear", "final_modulation.*"},
+    UNet: {
+        *("stem", "pool", "upsample", "out"),
+        *(
+            f"{block}.{part}"
+            for block in ("down1", "down2", "mid1", "mid2", "up1", "up2")
+            for part in ("conv1", "conv2", "time", "skip")
+        ),
+    },
+    Detr: {
+        *("", "backbone.*", "conv", "linear_class", "bbox_embed.layers.*"),
+        *("encoder.*.self_attn", "encoder.*.self_attn.out_proj"),
+        *(f"decoder.*.{name}" for name in ("self_attn", "self_attn.out_proj", "cross_attn", "cross_attn.out_proj")),
+    },
+    Mixer: {"stem.proj", "head"},
+}
+"""Modules with matrices of which nothing is split, or that keep some themselves beside layers."""
+
+TOLD: dict[type[Any], set[str]] = {Detr: {"decoder.0.cross_attn", "decoder.0.self_attn", "encoder.0.self_attn"}}
+
+FAST = {NanoGpt, Whisper}
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    return torch.stack([each.square().mean() for each in tree_leaves(outputs) if isinstance(each, torch.Tensor)]).sum()
+
+
+def compare(expected: nn.Module, model: nn.Module, given: dict[str, Any], full_state: Any) -> None:
+    for each in (expected, model):
+        each.zero_grad()
+        loss_of(each(**given)).backward()
+    for found, value in zip(tree_leaves(model(**given)), tree_leaves(expected(**given)), strict=True):
+        torch.testing.assert_close(found, value, atol=1e-5, rtol=1e-4)
+    gradients = full_state("grad")
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(
+            gradients[name], parameter.grad, atol=1e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def place(path: str) -> str:
+    return ".".join("*" if name.isdigit() else name for name in path.split("."))
+
+
+def whole_of(rank: int, kind: type[Any]) -> tuple[set[str], list[str]]:
+    """Split a model and compare it; return the modules with whole matrices, and what is told."""
+    torch.manual_seed(0)
+    expected, model = kind(), kind()
+    model.load_state_dict(expected.state_dict())
+    sch = create_schedule(model, example_inputs=kind.inputs(2, 8, 0))
+    with warnings_told() as told:
+        sch.tensor_parallel()
+    build(sch)
+    for number, (batch, length) in enumerate(((2, 8), (4, 12), (2, 8))):
+        compare(expected, model, kind.inputs(batch, length, number), sch.full_state)
+    for each in (expected, model):
+        each.eval()
+    with torch.no_grad():
+        given = kind.inputs(3, 8, 7)
+        for found, value in zip(tree_leaves(model(**given)), tree_leaves(expected(**given)), strict=True):
+            torch.testing.assert_close(found, value, atol=1e-5, rtol=1e-4)
+    whole = dict(expected.named_parameters())
+    kept = {
+        place(name.rpartition(".")[0])
+        for name, own in model.named_parameters()
+        if own.dim() > 1 and own.shape == whole[name].shape
+    }
+    return kept, told
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in WHOLE])
+def test_what_is_split_is_right_and_what_is_not_is_named(kind: type[Any]) -> None:
+    for whole, told in run_distributed(whole_of, 2, kind, timeout=120):
+        assert whole == WHOLE[kind]
+        names = {message.removeprefix("tensor_parallel: ").partition(" stays whole")[0] for message in told}
+        assert names == TOLD.get(kind, set())
+        assert all(".py:" in message for message in told)
+
+
+def nothing(rank: int) -> None:
+    create_schedule(Mamba(), example_inputs=Mamba.inputs(2, 8, 0)).tensor_parallel()
+
+
+def test_a_selective_scan_cannot_be_split() -> None:
+    with pytest.raises(Exception, match=r"nothing of the Mamba can be split: .*whole_models.py:\d+.*; layers are split where"):
+        run_distributed(nothing, 2)
