@@ -6,7 +6,11 @@ import hypothesis
 import pytest
 import torch
 
+from slapo_core.testing import clean_up_with
+from slapo_training.stale_engines import abandon_stale
+
 torch.set_num_threads(1)
+clean_up_with(abandon_stale)  # engines that a job left open keep threads
 # the same examples in every run, and no test fails because the machine is busy
 hypothesis.settings.register_profile("repository", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repository")

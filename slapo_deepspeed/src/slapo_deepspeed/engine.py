@@ -17,6 +17,7 @@ from slapo_core.errors import BuildError
 from slapo_core.inputs import by_position
 from slapo_core.parameters import is_part
 from slapo_core.program import Program
+from slapo_training import stale_engines
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.batches import Batch, rows_of
 from slapo_training.engine_checkpoint import Position
@@ -37,7 +38,7 @@ from slapo_training.unused import Unused
 from slapo_training.whole_gradients import WholeGradients
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
-from . import checkpoint, engines, flat_parts, masters
+from . import checkpoint, flat_parts, masters
 from .config_reading import check_config
 from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
@@ -45,7 +46,7 @@ from .own_optimizer import factory_of, is_offloaded
 from .pipeline import RunningStage, in_pipeline, staying, steps
 from .reduced_gradients import ReducedGradients
 from .shares import stepping
-from .starting import TorchLinear, imported, number_alike, start
+from .starting import TorchLinear, forget_modules, imported, number_alike, start
 from .used_parameters import UsedParameters
 
 
@@ -69,7 +70,7 @@ class DeepSpeedEngine(BatchEngine):
         self._saver = Saver(program)
         compare(options.agreed(), program.mesh)
         self._deepspeed = imported(self._device_type)
-        engines.abandon_stale()
+        stale_engines.abandon_stale()
         self._world, self._linear = start(self._deepspeed), TorchLinear()
         try:
             self._config = options.settled(self._device_type)
@@ -81,7 +82,7 @@ class DeepSpeedEngine(BatchEngine):
             self._linear.leave()
             self._leave_world()
             raise
-        engines.add(self)
+        stale_engines.add(self)
 
     def _make(self, program: Program, options: DeepSpeedOptions, dtype: torch.dtype) -> None:
         self.module: nn.Module = program.stages[program.axis_rank("pp")].module
@@ -279,7 +280,7 @@ class DeepSpeedEngine(BatchEngine):
         self._hooks.give_back()
         self.model.destroy()
         if self._options.zero_stage == 3:
-            engines.forget_modules(self.model.module)
+            forget_modules(self.model.module)
         self._used.close()
         self._linear.leave()
 

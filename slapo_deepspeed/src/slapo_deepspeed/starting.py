@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional
 
 from slapo_core.agreement import gather
@@ -89,3 +90,15 @@ def number_alike(program: Program) -> None:
     (modules,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
     found = gather((Init.param_id, modules[0]), program.mesh)
     Init.param_id, modules[0] = (max(numbers) for numbers in zip(*found, strict=True))
+
+
+def forget_modules(module: nn.Module) -> None:
+    """Take a model off the list of modules in their forward, where stage 3 of ZeRO leaves every model for good.
+
+    Args:
+        module: The model; modules in it, whose forward raised, go too.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+
+    own = {*module.modules()}
+    parameter_offload.FWD_MODULE_STACK[:] = [each for each in parameter_offload.FWD_MODULE_STACK if each not in own]

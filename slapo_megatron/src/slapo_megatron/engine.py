@@ -13,6 +13,7 @@ from slapo_core.agreement import all_reduce, compare
 from slapo_core.errors import BuildError
 from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
+from slapo_training import stale_engines
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
@@ -70,6 +71,7 @@ class MegatronEngine(BatchEngine):
         self._saver, self.files = Saver(program), MegatronFiles()
         compare(options.agreed(), program.mesh)
         own = [s.index for s in program.stages if program.rank_of(s.index) == program.axis_rank("pp")]
+        stale_engines.abandon_stale()
         self._state = ParallelState(program, len(own), options.timeout_minutes)
         self.groups = self._state.groups
         try:
@@ -85,6 +87,7 @@ class MegatronEngine(BatchEngine):
                 self._hooks.give_back()
             self._state.close()  # a next engine would take it for the user's
             raise
+        stale_engines.add(self)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         """In the type of the weights, where it is an ordinary number."""
@@ -232,14 +235,24 @@ class MegatronEngine(BatchEngine):
         try:
             self._saver.close()
         finally:
-            self._hooks.give_back()
-            for chunk in self.model:
-                chunk.grad_accs.clear()  # its hooks hold it, and it them, out of the garbage collector's sight
-            # all that holds groups, which end their threads with the last reference
-            self.model, self._stages, self.optimizer, self._sender, self._run = [], [], None, None, None
-            self.config.finalize_model_grads_func = self.config.no_sync_func = None
-            self._ties.close()
+            self._let_go()
             self._state.close()
+
+    def abandon(self) -> None:
+        """Let go of all that holds groups, of an engine whose process group is gone."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._let_go()
+            self._state.forget()
+
+    def _let_go(self) -> None:
+        self._hooks.give_back()
+        for chunk in self.model:
+            chunk.grad_accs.clear()  # its hooks hold it, and it them, out of the garbage collector's sight
+        # all that holds groups, which end their threads with the last reference
+        self.model, self._stages, self.optimizer, self._sender, self._run = [], [], None, None, None
+        self.config.finalize_model_grads_func = self.config.no_sync_func = None
+        self._ties.close()
 
     # ---- one step
 

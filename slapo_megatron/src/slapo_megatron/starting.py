@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
+from slapo_training import stale_engines
 from slapo_training.meeting import on_all
 from slapo_training.own_world import OwnWorld
 from slapo_training.quiet import without_warnings
@@ -34,6 +35,7 @@ class ParallelState:
     """
 
     _users = 0
+    _world_of_users: Any = None
 
     def __init__(self, program: Program, chunks: int, timeout_minutes: int) -> None:
         self._world, self._made = OwnWorld(), list[Any]()
@@ -63,6 +65,18 @@ class ParallelState:
             on_all(lambda: self._check_found(program, chunks), program)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         ParallelState._users += self.is_ours
+        ParallelState._world_of_users = dist.group.WORLD
+        if self.is_ours:
+            stale_engines.add(ParallelState)
+
+    @classmethod
+    def abandon(cls) -> None:
+        """Forget Megatron's groups, which were made in a process group that is gone; nobody closed the engine."""
+        from megatron.core import parallel_state
+
+        if cls._users and cls._world_of_users is not dist.group.WORLD:
+            parallel_state.destroy_model_parallel()
+        cls._users, cls._world_of_users = 0, None
 
     def _check_found(self, program: Program, chunks: int) -> None:
         try:
@@ -105,16 +119,23 @@ class ParallelState:
     def close(self) -> None:
         """Destroy what was made here, Megatron's groups with the last engine of this process that uses them. Collective."""
         destroy(self._made)
-        self._made.clear()
-        if self.is_ours:
-            self.is_ours = False
-            ParallelState._users -= 1
-            if ParallelState._users == 0:
-                self._state.destroy_model_parallel()  # which forgets the groups, and leaves them running
-                destroy(getattr(self.groups, field.name, None) for field in fields(self.groups))
-        for field in fields(self.groups):
-            setattr(self.groups, field.name, None)  # their threads end with the last reference
+        own = [getattr(self.groups, field.name, None) for field in fields(self.groups)]
+        if self.forget():
+            destroy(own)
+        del own
         self._leave_world()
+
+    def forget(self) -> bool:
+        """Forget all groups, whose threads end with the last reference; return whether Megatron's were, with the last user."""
+        self._made.clear()
+        was_ours, self.is_ours = self.is_ours, False
+        ParallelState._users = max(ParallelState._users - was_ours, 0)
+        is_last = was_ours and ParallelState._users == 0
+        if is_last and self.groups.pp is self._state.get_pipeline_model_parallel_group(check_initialized=False):
+            self._state.destroy_model_parallel()  # which leaves them running
+        for field in fields(self.groups):
+            setattr(self.groups, field.name, None)
+        return is_last
 
     def _leave_world(self) -> None:
         if self._world.leave():

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from .equivalence import assert_equivalent
 from .isolation import isolated_plugins
-from .pool import MAX_WORKERS, DistributedError, run_distributed, shutdown_workers
+from .pool import MAX_WORKERS, DistributedError, clean_up_with, run_distributed, shutdown_workers
 
-__all__ = ["MAX_WORKERS", "DistributedError", "assert_equivalent", "isolated_plugins", "run_distributed", "shutdown_workers"]
+__all__ = [
+    "MAX_WORKERS",
+    "DistributedError",
+    "assert_equivalent",
+    "clean_up_with",
+    "isolated_plugins",
+    "run_distributed",
+    "shutdown_workers",
+]

@@ -76,6 +76,15 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
         return _pool.run(FunctionRef.of(fn), payload, world_size, timeout)
 
 
+def clean_up_with(fn: Callable[[], object]) -> None:
+    """Let each rank call a function behind each job, when its process group is gone.
+
+    Args:
+        fn: At module level; frees what a job leaves in globals of a library.
+    """
+    _pool.cleanup = FunctionRef.of(fn)
+
+
 def shutdown_workers() -> None:
     """End all workers; the next ``run_distributed`` starts new ones. Runs by itself when the process exits."""
     with _pool.lock:
@@ -176,6 +185,7 @@ class _Pool:
     workers: list[_Worker] = field(default_factory=list)
     folder: str = ""
     number: int = 0
+    cleanup: FunctionRef | None = None
 
     def run(self, fn: FunctionRef, payload: bytes, world_size: int, timeout: float) -> list[Any]:
         self._start(world_size)
@@ -208,7 +218,7 @@ class _Pool:
         store = str(Path(self.folder, str(self.number)))
         common = (timeout, store, dict(os.environ), list(sys.path), os.getcwd())
         for index, rank in enumerate(ranks):
-            job = Job(self.number, fn, payload, index, len(ranks), *common)
+            job = Job(self.number, fn, payload, index, len(ranks), *common, self.cleanup)
             rank.worker.jobs.send_bytes(pickle.dumps(job))
 
     def _wait(self, ranks: Sequence[_Rank], limit: float) -> None:

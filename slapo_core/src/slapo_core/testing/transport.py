@@ -117,6 +117,7 @@ class Job:
     environ: dict[str, str]
     path: list[str]
     folder: str
+    cleanup: FunctionRef | None = None
 
     def arguments(self) -> tuple[Any, ...]:
         """The positional arguments behind the rank."""

@@ -75,6 +75,8 @@ def _serve(jobs: Connection, job: Job, leftovers: _Leftovers) -> None:
         os._exit(1)  # torch counts groups: with another count than the others' it would never meet them again
     if dist.is_initialized():
         dist.destroy_process_group()
+    if job.cleanup is not None:
+        job.cleanup.load()()
     if not leftovers.collect():
         os._exit(0)  # the next job gets a new process
     jobs.send_bytes(pickle.dumps(Report(job.number, "idle")))
