@@ -30,6 +30,7 @@ from slapo_training.modes import Modes
 from slapo_training.optimizer_making import made_on_all
 from slapo_training.options import is_rate
 from slapo_training.other_stages import release_others
+from slapo_training.own_world import OwnWorld
 from slapo_training.pieces import Piece
 from slapo_training.quiet import without_warnings
 from slapo_training.same_start import check_same_start
@@ -272,9 +273,14 @@ class DeepSpeedEngine(BatchEngine):
 
     def abandon(self) -> None:
         """Take DeepSpeed's hooks off the model, of an engine whose process group is gone."""
-        if not self._is_closed:
-            self._is_closed = True
+        if self._is_closed:
+            return
+        self._is_closed, world = True, OwnWorld()  # DeepSpeed asks for a rank as it lets go
+        try:
             self._take_off()
+        finally:
+            if world.leave():
+                dist.destroy_process_group()
 
     def _take_off(self) -> None:
         self._hooks.give_back()

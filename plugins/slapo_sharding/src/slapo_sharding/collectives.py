@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from ._torch_autograd import is_batched
-from ._torch_private import with_numbers
 from .dealing import share
 
 Group = dist.ProcessGroup | None
@@ -263,6 +262,8 @@ def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _reduce(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
     if x.is_nested:  # torch's encoders make such of padded ones, in evaluation
+        from ._torch_private import with_numbers  # noqa: PLC0415  it imports torch.distributed.tensor
+
         return with_numbers(x, _reduce(x.values(), op, group))
     result: torch.Tensor = _ops.wait_tensor(_send(x, op, group))
     return result

@@ -32,7 +32,7 @@ def reason(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err
     line = str(err).partition("\n")[0]
     if applied is not None and _GROUPED in line:
         return _too_narrow(module, applied)
-    if part_of is not None and applied is None:
+    if part_of is not None and applied is None and _may_be_of_sizes(err, line):
         return _unfit(err, line, part_of)
     if not isinstance(err, RuntimeError) or not any(word in line for word in ("shape", "size", "dimension")) or x is None:
         return None
@@ -45,6 +45,13 @@ def reason(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], err
             )
     after = f", which {' and '.join(own)} then changes" if own else ""
     return f"it fails, {line}, given {list(shape)}{after}; look whether syncs there and before gather or scatter twice"
+
+
+def _may_be_of_sizes(err: Exception, line: str) -> bool:
+    """Return whether an error may come from a size: one that code raises with other words of its own does not."""
+    if isinstance(err, RuntimeError) or not line:
+        return True
+    return any(word in line for word in ("unpack", "shape", "size", "dimension", "index out of range"))
 
 
 def _unfit(err: Exception, line: str, part_of: str) -> str:

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 from .rules import Cut, ShardingRule
@@ -80,6 +79,8 @@ def _follows(functions: nn.Module, dim: int) -> bool:
 
 
 def _follows_once(functions: nn.Module, shapes: Mapping[str, torch.Size], dim: int) -> bool:
+    from torch.func import functional_call  # noqa: PLC0415  it imports torch.distributed.tensor
+
     generator = torch.Generator().manual_seed(0)
 
     def numbers(shape: torch.Size) -> torch.Tensor:
