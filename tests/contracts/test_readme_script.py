@@ -36,9 +36,67 @@ def losses_of(folder: Path, script: str, ranks: int) -> list[float]:
     return [float(line.split()[1]) for line in run.stdout.splitlines() if re.match(r"\d ", line)]
 
 
+def scripts() -> list[str]:
+    """The script that trains the README's own model, and the one that trains a model of Transformers."""
+    return [code for code in blocks("python") if "init_process_group" in code]
+
+
 def training_script() -> str:
-    (script,) = (code for code in blocks("python") if "init_process_group" in code)
+    _, script = scripts()
     return script
+
+
+def hand_written(folder: Path) -> str:
+    """Write the README's own model into a folder, and return the script that trains it."""
+    (model,) = (code for code in blocks("python") if "class GPT" in code)
+    (folder / "gpt.py").write_text(model, encoding="utf-8")
+    return scripts()[0]
+
+
+UNMODIFIED = """
+from functools import partial
+
+import torch
+from gpt import GPT
+
+{inputs}
+model = GPT()
+{adamw}
+optimizer = adamw(model.parameters())
+for step in range(5):
+    loss = model(ids, targets)[1]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, f"{{loss.item():.4f}}")
+"""
+
+
+def line_with(start: str, script: str) -> str:
+    (line,) = (line for line in script.splitlines() if line.startswith(start))
+    return line
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("mesh", ["(2, 1, 2)", pytest.param("(2, 2, 2)", marks=pytest.mark.slow)])
+def test_the_readmes_own_model_trains_as_the_unmodified_one(mesh: str, tmp_path: Path) -> None:
+    script = hand_written(tmp_path)
+    seed, inputs, adamw = (line_with(start, script) for start in ("torch.manual_seed", "ids, targets", "adamw = "))
+    expected = losses_of(tmp_path, UNMODIFIED.format(inputs=f"{seed}\n{inputs}", adamw=adamw), 1)
+    stages, replicas, parts = map(int, mesh.strip("()").split(","))
+    script = script.replace("(2, 1, 2)", mesh)
+    if replicas > 1:
+        share = f'ids, targets = (each.chunk({replicas})[mesh["dp"].get_local_rank()] for each in (ids, targets))\n'
+        script = script.replace("for step in range", f"{share}for step in range").replace("microbatches=4", "microbatches=2")
+    losses = losses_of(tmp_path, script, stages * replicas * parts)
+    assert losses == pytest.approx(expected, abs=2e-4)
+    assert losses[-1] < losses[0]
+
+
+def test_ten_lines_take_the_readmes_own_model_there() -> None:
+    script = scripts()[0]
+    start, end = script.index("mesh = "), script.index("\n\nfor step")
+    assert len(script[start:end].splitlines()) <= 10
 
 
 @pytest.mark.multiproc

@@ -102,12 +102,14 @@ def expected_run(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def engine_run(rank: int, kind: str, layout: tuple[int, int, int], sequence_parallel: bool, checkpoint: bool) -> None:
     mesh = init_device_mesh("cpu", layout, mesh_dim_names=("pp", "dp", "tp"))
-    sch = create_schedule(net(kind), mesh=mesh, example_inputs={"tokens": tokens(2, 8)})
+    sch = create_schedule(net(kind), mesh=mesh, example_inputs={"tokens": tokens(3, 12)})  # no micro-batch has this shape
     sch.tensor_parallel(sequence_parallel=sequence_parallel)
     for index in range(2) if checkpoint else ():
         sch[f"blocks.{index}.part"].checkpoint()
-    if layout[0] > 1:
+    if layout[0] > 1 and checkpoint:
         sch.pipeline(layout[0])
+    elif layout[0] > 1:
+        sch["blocks.0"].cut_pipeline_stage()
     engine = build(sch, "torch", optimizer=SGD, loss_fn=loss_of, microbatches=2)
     replica, number = mesh["dp"].get_local_rank(), layout[1]
     parts = [batch.chunk(number)[replica] for batch in BATCHES]

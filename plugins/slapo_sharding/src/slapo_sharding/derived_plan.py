@@ -77,8 +77,58 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_mo
             return
 
 
-def _carry_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, splits_more: bool) -> Derived:
+def apply_given(schedule: Schedule, outputs: Mapping[str, str]) -> str | None:
+    """Split the layers of a given plan as a derived plan splits them, if the model's own forward shows that plan right.
+
+    Sizes that the code takes from whole values are then divided, fused projections are split block by block, and the gradients
+    of parameters that meet sharded values are summed.
+
+    Args:
+        schedule: Of the module. Nothing in it is split yet, and it has example inputs.
+        outputs: Path of each layer of the plan to what the layer returns, as in ``Split``. All other layers stay whole.
+
+    Returns:
+        None where the steps are taken, else why the plan cannot be shown right; the module is then as before.
+    """
+    whole = LeftWhole({path: "the plan leaves it out" for path in _layers(schedule) if path not in outputs})
+    try:
+        with attempt(schedule):
+            _carry_out(schedule, whole, sequence_parallel=False, splits_more=True, outputs=outputs)
+    except Misfit as err:
+        return err.reason
+    except (ScheduleError, TraceError) as err:
+        return str(err)
+    return None
+
+
+def _check_outputs(schedule: Schedule, derived: Derived, outputs: Mapping[str, str]) -> None:
+    """Compare a derived plan with the layers of a given one.
+
+    Raises:
+        Misfit: it does not split one of them, or splits one along the other dimension.
+    """
+    found = {path: split.output for path, split in derived.splits.items()}
+    for path, output in outputs.items():
+        if found.get(path) != output:
+            reason = derived.reasons.get(path, f"it is given {'whole' if output == 'reduced' else 'sharded'} values")
+            raise Misfit(schedule, f"{path!r} cannot be split like that: {reason}", [path])
+
+
+def _carry_out(
+    schedule: Schedule,
+    whole: LeftWhole,
+    sequence_parallel: bool,
+    splits_more: bool,
+    outputs: Mapping[str, str] | None = None,
+) -> Derived:
     """Derive a plan that leaves some modules whole, and take its steps.
+
+    Args:
+        schedule: Of the module.
+        whole: The modules.
+        sequence_parallel: Split the sequence between the layers too.
+        splits_more: Another plan splits something as well, so that this one may split nothing.
+        outputs: The layers that have to be split, see ``apply_given``; None for as many as can be.
 
     Raises:
         Misfit: it cannot be carried out.
@@ -89,7 +139,9 @@ def _carry_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, sp
     borders = _borders(schedule) if sequence_parallel else []
     with marked(borders):
         derived = _derive(schedule, whole, sequence_parallel)
-    stacks = _stacks(schedule, derived)
+    if outputs is not None:
+        _check_outputs(schedule, derived, outputs)
+    stacks = _stacks(schedule, derived) if outputs is None else []
     if not derived.splits and not stacks and (sequence_parallel or not splits_more):
         reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
         along = "the sequence cannot be split: " if sequence_parallel else ""

@@ -19,7 +19,8 @@ from . import attention, backends, column_inputs, dropout
 from . import parallel_loss as losses
 from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
 from .derive import kind
-from .derived_plan import apply_derived, split_stack
+from .derived_plan import apply_derived, apply_given, split_stack
+from .layouts import UNEVEN
 from .left_whole import tell_whole_attentions
 from .parametrized import computed_by
 from .plan import (
@@ -117,6 +118,9 @@ def _split(
     if steps is None:
         steps = _vocabulary(schedule)
         apply_derived(schedule, sequence_parallel, splits_more=bool(steps))
+    elif plan is not None and (shown := _as_derived(schedule, steps)):
+        steps = {path: style for path, style in steps.items() if path not in shown}
+        derived = True
     if parallel_loss:
         steps = losses.with_parts(schedule, steps)
     columns = [path for path, style in steps.items() if STYLES[style](schedule[path] if path else schedule)]
@@ -128,6 +132,33 @@ def _split(
             tell_whole_attentions(schedule, {}, "the plan that is published with the model leaves it out")
     if schedule.world_size > 1:
         _refuse_extras(schedule, sequence_parallel)
+
+
+def _as_derived(schedule: Schedule, steps: Mapping[str, str]) -> set[str]:
+    """Carry out the layers of a given plan like a derived one, where the model's forward shows it right.
+
+    Steps of styles for layers that gather, cut or reduce by themselves are left to the plan.
+
+    Returns:
+        The paths that are done: all, or none.
+    """
+    done = {path for path, style in steps.items() if style in (*BESIDE_SHARDED, "replicated_with_grad_allreduce")}
+    traced = schedule.world_size > 1 and schedule.example_inputs is not None and not isinstance(schedule.mod, fx.GraphModule)
+    split = any(is_part(value) for value in schedule.mod.parameters())
+    if not traced or split or "moe_tp_experts" in steps.values():
+        return set()
+    outputs = {
+        path: "sharded" if steps[path].endswith("colwise") else "reduced" for path in done if steps[path] in BESIDE_SHARDED
+    }
+    if not outputs:
+        return set()
+    reason = apply_given(schedule, outputs)
+    if reason is None:
+        return done
+    message = "tensor_parallel(%r): the plan is followed to the letter, as the model's forward does not show it right: %s"
+    log = get_logger().debug if UNEVEN in reason else get_logger().warning
+    log(message, schedule.path, reason)
+    return set()
 
 
 def _vocabulary(schedule: Schedule) -> dict[str, str]:

@@ -17,6 +17,7 @@ from slapo_core.parameters import is_part
 from slapo_core.tracing._torch_private import unobserved
 from slapo_core.tracing.around import HOOKS
 from slapo_core.tracing.guard import Call, Guard, plain_signature
+from slapo_core.tracing.structures import Hidden
 from slapo_core.tracing.value import Kind, trace_again, trace_value
 from slapo_core.tracing.variants import Variant, on_meta
 from slapo_core.wrapping import INNER, WRAPPERS
@@ -55,7 +56,7 @@ class Plan(NamedTuple):
     group: Group
 
 
-class LocalForward:
+class LocalForward(Hidden):
     """Forward of a module by graphs of the whole module, with sizes of this rank's parts.
 
     A call unlike those before, of another shape, dtype or mode, is traced once. The module keeps its class; hooks and wrappers
