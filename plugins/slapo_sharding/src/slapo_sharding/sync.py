@@ -109,7 +109,7 @@ class SyncPrimitive(Primitive):
         if (sync.fn is None and schedule.world_size <= 1) or sync.op == _NOTHING:
             return
         if mode == "grad":
-            own = trainable(module)
+            own = {} if _summed_by_plan(schedule) else trainable(module)
             for name, parameter in own.items():
                 seen = name == "bias" and "weight" in own  # its parts are equal where the loss is a mean of values
                 label = f"{schedule.path}.{name}" if schedule.path else name
@@ -237,6 +237,11 @@ def _check_gather(schedule: Schedule, mode: str, op: str, error: Callable[[str],
         raise error("the attention module counts local heads already; shard with gathered=True before gathering")
 
 
+def _summed_by_plan(schedule: Schedule) -> bool:
+    """Return whether a plan sums the module's gradients already, so that asking for it changes nothing."""
+    return all(sums_gradient(parameter, by_plan=True) for parameter in trainable(schedule.mod).values())
+
+
 def _check_grad(schedule: Schedule, op: Any, error: Callable[[str], ScheduleError]) -> None:
     own = trainable(schedule.mod)
     if op != "all_reduce":
@@ -245,5 +250,7 @@ def _check_grad(schedule: Schedule, op: Any, error: Callable[[str], ScheduleErro
         raise error("the module is sharded, so the gradients of its parameters are right already; leave this sync out")
     if not own:
         raise error("the module itself has no trainable parameters; take one inside of it")
+    if _summed_by_plan(schedule):
+        return
     if any(map(sums_gradient, own.values())):
         raise error("the gradients of its parameters are summed already; sync them once")

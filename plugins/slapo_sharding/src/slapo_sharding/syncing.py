@@ -191,6 +191,8 @@ class GradientSum:
     """
 
     of_schedule = True  # not the user's
+    by_plan = False
+    """Whether a plan that was shown right put it there."""
 
     def __init__(self, group: collectives.Group, name: str, *, seen: bool = False) -> None:
         self.group, self.name, self.seen = group, name, seen
@@ -232,12 +234,18 @@ def trust_sums(module: nn.Module) -> None:
     for parameter in trainable(module).values():
         for hook in (parameter._backward_hooks or {}).values():
             if isinstance(hook, GradientSum):
-                hook.seen = True
+                hook.seen = hook.by_plan = True
 
 
-def sums_gradient(parameter: torch.Tensor) -> bool:
-    """Whether a sync sums the gradient of this parameter over the group."""
-    return any(isinstance(hook, GradientSum) for hook in (parameter._backward_hooks or {}).values())
+def sums_gradient(parameter: torch.Tensor, by_plan: bool = False) -> bool:
+    """Return whether a sync sums the gradient of a parameter over the group.
+
+    Args:
+        parameter: The parameter.
+        by_plan: Count only the syncs of plans that were shown right.
+    """
+    hooks = (parameter._backward_hooks or {}).values()
+    return any(isinstance(hook, GradientSum) and (hook.by_plan or not by_plan) for hook in hooks)
 
 
 def map_input(
