@@ -247,7 +247,7 @@ def split_stack(schedule: Schedule) -> None:
 def fork_stack(schedule: Schedule) -> None:
     """Let each rank draw its own random numbers in a stack that drops something."""
     cut = rules_of(schedule).stack_cut(schedule.mod)
-    if cut is not None and cut.draws and getattr(schedule.mod, "dropout", 0):
+    if cut is not None and cut.draws and getattr(schedule.mod, "dropout", False):
         schedule.fork_rng()
 
 

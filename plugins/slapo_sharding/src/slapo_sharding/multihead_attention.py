@@ -76,7 +76,7 @@ def _with_extra_keys(module: Any, query: torch.Tensor, key: torch.Tensor, value:
 
 
 def _split_heads(x: torch.Tensor, size: int) -> torch.Tensor:
-    return x.unflatten(-1, (-1, size)).transpose(1, 2)
+    return x.reshape(*x.shape[:-1], -1, size).transpose(1, 2)
 
 
 def _mask(
@@ -88,7 +88,7 @@ def _mask(
     if given is not None:
         total = _added(given, query.dtype)
         if total.dim() == 3:
-            total = total.unflatten(0, (-1, module.num_heads))[:, _own_heads(module, query.shape[1])]
+            total = total.reshape(-1, module.num_heads, *total.shape[1:])[:, _own_heads(module, query.shape[1])]
         else:
             total = total[None, None]
     if padding is not None:
