@@ -53,33 +53,6 @@ class BatchedExperts(nn.Module):
         return torch.einsum("en,end->nd", self.gate(x).softmax(-1).flatten(0, 1).T, out).view_as(x)
 
 
-class TorchAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.MultiheadAttention(D, H, batch_first=True)
-
-    def forward(self, x):
-        return self.attn(x, x, x, need_weights=False)[0]
-
-
-class EncoderLayer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(D, H, 4 * D, dropout=0.0, batch_first=True, norm_first=True)
-
-    def forward(self, x):
-        return self.layer(x)
-
-
-class DecoderLayer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerDecoderLayer(D, H, 4 * D, dropout=0.0, batch_first=True)
-
-    def forward(self, x):
-        return self.layer(x, x.flip(1), tgt_is_causal=False)
-
-
 class Head(nn.Module):
     def __init__(self):
         super().__init__()
@@ -141,7 +114,4 @@ class ConvMlp(nn.Module):
         return self.conv2(torch.relu(self.conv1(x.transpose(1, 2)))).transpose(1, 2)
 
 
-WHOLE = (
-    *(MatmulMlp, EinsumAttention, BatchedExperts, TorchAttention, EncoderLayer, DecoderLayer),
-    *(ListOfHeads, OneKey, NormOverHeads, ConvMlp),
-)
+WHOLE = (MatmulMlp, EinsumAttention, BatchedExperts, ListOfHeads, OneKey, NormOverHeads, ConvMlp)

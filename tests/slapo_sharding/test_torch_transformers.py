@@ -1,4 +1,4 @@
-"""Transformers of torch itself: their MLPs are split, their attention stays whole, in training and by the faster paths."""
+"""Transformers of torch itself: their attention and their MLPs are split, right in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -78,12 +78,19 @@ def compared(rank: int, kind: str) -> tuple[set[str], list[str]]:
     return {name.rpartition(".")[0] for name, own in model.named_parameters() if own.shape != whole[name].shape}, told
 
 
+def layer_has(kind: str, layer: str, name: str) -> bool:
+    """Return whether a layer has a part of this name: encoders have no cross attention."""
+    return kind != "both" or "decoder" in layer or not name.startswith("multihead_attn")
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("kind", ["relu", "gelu", pytest.param("both", marks=pytest.mark.slow)])
-def test_their_mlps_are_split(kind: str) -> None:
+def test_their_layers_are_split(kind: str) -> None:
     stacks = ("both.encoder.layers.0", "both.decoder.layers.0", "both.decoder.layers.1")
     layers = {"both": stacks}.get(kind, ("encoder.layers.0", "encoder.layers.1"))
     for split, told in run_distributed(compared, 2, kind):
-        assert split == {f"{layer}.{name}" for layer in layers for name in ("linear1", "linear2")}
-        assert sum("self_attn stays whole on every rank: none of its layers can be split (" in each for each in told) > 0
+        attentions = ("self_attn", "multihead_attn") if kind == "both" else ("self_attn",)
+        names = ("linear1", "linear2", *(f"{each}{part}" for each in attentions for part in ("", ".out_proj")))
+        assert split == {f"{layer}.{name}" for layer in layers for name in names if layer_has(kind, layer, name)}
+        assert told == []

@@ -34,14 +34,12 @@ WHOLE: dict[type[Any], set[str]] = {
     },
     Detr: {
         *("", "backbone.*", "conv", "linear_class", "bbox_embed.layers.*"),
-        *("encoder.*.self_attn", "encoder.*.self_attn.out_proj"),
-        *(f"decoder.*.{name}" for name in ("self_attn", "self_attn.out_proj", "cross_attn", "cross_attn.out_proj")),
     },
     Mixer: {"stem.proj", "head"},
 }
 """Modules with matrices of which nothing is split, or that keep some themselves beside layers."""
 
-TOLD: dict[type[Any], set[str]] = {Detr: {"decoder.0.cross_attn", "decoder.0.self_attn", "encoder.0.self_attn"}}
+TOLD: dict[type[Any], set[str]] = {}
 
 FAST = {NanoGpt, Whisper}
 

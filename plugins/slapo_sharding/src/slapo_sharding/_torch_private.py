@@ -97,3 +97,9 @@ def with_numbers(nested: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     sizes, strides = nested._nested_tensor_size(), nested._nested_tensor_strides()
     made: torch.Tensor = torch._nested_view_from_buffer(numbers, sizes, strides, nested._nested_tensor_storage_offsets())
     return made
+
+
+def nested_of(padded: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    """Return a nested tensor, of the layout that torch's encoders use, without what is padding."""
+    made: torch.Tensor = torch._nested_tensor_from_mask(padded, ~padding, mask_check=False)
+    return made

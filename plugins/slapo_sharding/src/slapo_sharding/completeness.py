@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from . import attention
 from .cutting import user_code
 from .foreign_reads import watch
 from .moves import MOVING, OFF, check_moves
-from .rules import AppliedCut, applied_cut, is_kept_for_inside, split_of
+from .rules import AppliedCut, applied_cut, holds, is_kept_for_inside, split_of
 from .syncing import REDUCING, Sync, sums_gradient, syncs_of
 
 _LONGEST = 200  # of a step's arguments, which may be a whole plan
@@ -53,7 +53,7 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
     _check_heads(name, module)
     applied = applied_cut(module)
     if applied is None:
-        _check_unawares(name, module)
+        _check_unawares(name, module, [modules[outer] for outer in _above(path)])
         _check_gathered_around(name, module, path)
     elif applied.spec.num_shards > 1:
         _check_code(name, module)
@@ -87,9 +87,10 @@ def cut_modules(root: nn.Module) -> list[nn.Module]:
     return [module for module in root.modules() if _is_cut(module)]
 
 
-def _check_unawares(name: str, module: nn.Module) -> None:
+def _check_unawares(name: str, module: nn.Module, above: Iterable[nn.Module]) -> None:
     for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-        if is_part(tensor) and not is_kept_for_inside(module, tensor):
+        is_used = is_kept_for_inside(module, tensor) or any(split_of(outer) and holds(outer, tensor) for outer in above)
+        if is_part(tensor) and not is_used:
             raise BuildError(f"{name} holds {own!r} that is sharded elsewhere; shard it here in the same way")
 
 

@@ -165,6 +165,8 @@ def _carry_out(
         from_graph = _count_locally(schedule, derived, found, forwards)
     _sum_gradients(schedule, derived, from_graph)
     _fork(schedule, derived)
+    for path in stacks:
+        fork_stack(schedule[path])
     return derived
 
 
@@ -292,6 +294,13 @@ def split_stack(schedule: Schedule) -> None:
     name = cut.main(schedule.mod)
     schedule.shard(name, axis=cut.dims[name])
     schedule.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
+
+
+def fork_stack(schedule: Schedule) -> None:
+    """Let each rank draw its own random numbers in a stack that drops something."""
+    cut = rules_of(schedule).stack_cut(schedule.mod)
+    if cut is not None and cut.draws and getattr(schedule.mod, "dropout", False):
+        schedule.fork_rng()
 
 
 def _stacks(schedule: Schedule, derived: Derived) -> list[str]:

@@ -107,6 +107,12 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
             told.add(kind(path))
             why = f"it multiplies by parameters of its own, in no layer ({line})"
             get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+    for path, line in _of_convolutions(schedule, derived).items():
+        if not any(is_inside(kind(path), what) for what in told):
+            told.add(kind(path))
+            get_logger().warning(
+                "tensor_parallel: %s stays whole on every rank: its MLP is made of convolutions (%s)", path, line
+            )
     tell_whole_attentions(schedule, {**_lines_of_calls(derived), **derived.reasons}, _NONE, told)
     computed = {
         kind(path): path for path, module in schedule.mod.named_modules() if computed_by(module) and not split_of(module)
@@ -145,6 +151,21 @@ def _of_parameters(schedule: Schedule, derived: Derived) -> dict[str, str]:
         if sum(each is not None and each.dim() > 1 for each in own) > 1:
             user = next(iter(node.users), node)
             found.setdefault(kind(path), (path, str(user.meta.get("source"))))
+    return dict(found.values())
+
+
+def _of_convolutions(schedule: Schedule, derived: Derived) -> dict[str, str]:
+    """Return repeated modules in which a convolution widens and one takes the width back, to the line that calls it."""
+    kinds, found = (nn.Conv1d, nn.Conv2d), dict[str, tuple[str, str]]()
+    wide: dict[str, set[tuple[int, int]]] = {}
+    for node in derived.layouts.graph.find_nodes(op="call_module"):
+        path, module = str(node.target).rpartition(".")[0], schedule.mod.get_submodule(str(node.target))
+        if not isinstance(module, kinds) or module.groups > 1 or kind(path) == path or split_of(module):
+            continue
+        sizes = module.in_channels, module.out_channels
+        if sizes[::-1] in wide.get(path, ()) and sizes[0] > sizes[1]:
+            found.setdefault(kind(path), (path, str(node.meta.get("source"))))
+        wide.setdefault(path, set()).add(sizes)
     return dict(found.values())
 
 

@@ -25,7 +25,7 @@ def slapo_add_hookspecs(manager: Any) -> None:
 @hookimpl(trylast=True)
 def slapo_shard_rules() -> list[str]:
     """The rules for modules of torch and Transformers."""
-    return [f"slapo_sharding.{kinds}:RULES" for kinds in ("layers", "convolutions", "norms", "experts")]
+    return [f"slapo_sharding.{kinds}:RULES" for kinds in ("layers", "convolutions", "norms", "experts", "multihead_attention")]
 
 
 @hookimpl

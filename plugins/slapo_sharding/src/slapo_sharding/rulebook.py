@@ -198,7 +198,7 @@ def _wrong_cut(cut: Cut) -> Iterator[str]:
     if not isinstance(cut.dim, int):
         yield f"dim is {cut.dim!r}; give a dimension"
     if cut.forward is not None:
-        yield from _wrong_function("forward", cut.forward, "(module, input)", 2)
+        yield from _wrong_function("forward", cut.forward, "(module, input)", 2, takes_more=True)
     if cut.late_bias and (cut.forward is None or cut.output != "partial" or "bias" in cut.dims):
         yield "late_bias goes with a partial output, a whole bias and a forward that leaves it out"
 
@@ -209,13 +209,13 @@ def _counts(given: Any, least: int) -> bool:
     )
 
 
-def _wrong_function(what: str, given: Any, called: str, arguments: int) -> Iterator[str]:
+def _wrong_function(what: str, given: Any, called: str, arguments: int, takes_more: bool = False) -> Iterator[str]:
     if not callable(given):
         yield f"{what} is {given!r}; give a function {called}"
         return
     try:
         signature = inspect.signature(given)
-        signature.bind(*range(arguments))
+        (signature.bind_partial if takes_more else signature.bind)(*range(arguments))
     except ValueError:  # what is not written in Python may have no signature
         return
     except TypeError:

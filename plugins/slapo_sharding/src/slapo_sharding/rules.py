@@ -32,6 +32,8 @@ class Cut:
             default, and -3 for images of ``[channels, height, width]``, with or without a batch before these.
         parts: Parameter to the number of equal blocks it is made of, each split for itself; the others are one block.
         uneven: Whether ranks may have parts of different sizes.
+        divided: Sizes that the ranks have to divide, and that stay whole.
+        draws: Whether ``forward`` draws random numbers for this rank's part, as dropout does.
     """
 
     dims: Mapping[str, int]
@@ -44,6 +46,8 @@ class Cut:
     dim: int = -1
     parts: Mapping[str, int] = field(default_factory=dict)
     uneven: bool = False
+    divided: tuple[str, ...] = ()
+    draws: bool = False
 
     def main(self, module: nn.Module) -> str:
         """The first of the parameters that ``module`` has; the others follow it."""
@@ -127,8 +131,10 @@ def is_kept_for_inside(module: nn.Module, tensor: torch.Tensor) -> bool:
 
 
 def holds(module: nn.Module, tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter or buffer of the module's own."""
-    return any(held is tensor for held in [*module._parameters.values(), *module._buffers.values()])
+    """Return whether a tensor is a parameter or buffer of the module's own, or of a child whose weights its forward uses."""
+    applied = applied_cut(module)
+    below = [tensor_of(module, name) for name in (applied.cut.dims if applied is not None else ()) if "." in name]
+    return any(held is tensor for held in [*module._parameters.values(), *module._buffers.values(), *below])
 
 
 def record_cut(module: nn.Module, applied: AppliedCut) -> None:

@@ -186,7 +186,7 @@ class Sharder:
 
     def _check_attributes(self, module: nn.Module, cut: Cut, spec: ShardSpec) -> None:
         """Refuse counts beside the parameters' own sizes (groups, heads) that the ranks do not divide."""
-        for name in cut.attributes:
+        for name in (*cut.attributes, *cut.divided):
             if (value := getattr(module, name, 0)) % self.size and value != spec.full_shape[spec.dim]:
                 kind = type(module).__name__
                 raise self._error(f"{name} of the {kind} is {value}, not divisible by {self.size} ranks; use fewer ranks")

@@ -19,7 +19,7 @@ from . import attention, backends, column_inputs, dropout
 from . import parallel_loss as losses
 from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
 from .derive import kind
-from .derived_plan import apply_derived, apply_given, split_stack
+from .derived_plan import apply_derived, apply_given, fork_stack, split_stack
 from .layouts import UNEVEN
 from .left_whole import tell_whole_attentions
 from .parametrized import computed_by
@@ -351,6 +351,7 @@ def _rowwise(schedule: Schedule, *, split: bool = False, blocks: int | None = No
 def _experts(schedule: Schedule) -> bool:
     _cut(schedule, "replicated", "partial")
     split_stack(schedule)
+    fork_stack(schedule)
     return False
 
 
