@@ -333,9 +333,9 @@ def _silent(rank: int) -> dict[str, str]:
         steps(sch)
         build(sch)
         model.block.up(x)  # a part that is called alone, and a run without gradients, are not what is waited for
-        with torch.no_grad():
-            model(x)
         try:
+            with torch.no_grad():
+                model(x)
             model(x).sum().backward()
         except BuildError as err:
             messages[key] = str(err)

@@ -54,6 +54,17 @@ def slapo_models() -> Mapping[str, Any]:  # type: ignore[empty-body]
 
 
 @hookspec
+def slapo_after_create(schedule: Schedule) -> None:
+    """Called with a new schedule, before anything of its model has changed. An observer: it must change nothing.
+
+    Example:
+        >>> @hookimpl
+        ... def slapo_after_create(schedule):
+        ...     print(type(schedule.mod))
+    """
+
+
+@hookspec
 def slapo_before_apply(schedule: Schedule, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Called before a primitive is checked; raise ``ScheduleError`` to refuse the step.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -184,9 +184,8 @@ nn.Parameter.__deepcopy__ = _deepcopy  # type: ignore[method-assign,assignment]
 def name_parameters(root: nn.Module) -> list[torch.Tensor]:
     """Write each parameter's and buffer's names into its facts; returns the tied ones. Linear in the model."""
     named: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for walk in (root.named_parameters, root.named_buffers):
-        for name, tensor in walk(remove_duplicate=False):
-            named.setdefault(id(tensor), (tensor, []))[1].append(name)
+    for name, tensor in chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
+        named.setdefault(id(tensor), (tensor, []))[1].append(name)
     for tensor, names in named.values():
         facts(tensor).names = tuple(names)
     return [tensor for tensor, names in named.values() if len(names) > 1]

@@ -199,5 +199,4 @@ def _restore(states: Mapping[str, torch.Tensor], seed: int | None = None) -> Non
 
 def _cuda_device() -> int | None:
     """The current CUDA device; None while CUDA is idle, as asking for its state would create a context."""
-    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.current_device() if initialized else None
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

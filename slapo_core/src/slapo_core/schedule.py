@@ -490,11 +490,11 @@ def create_schedule(
         raise refused(f"the mesh has axes {axes}; name them out of 'pp', 'dp', 'tp', in this order")
     if mesh is not None and mesh.get_coordinate() is None:
         raise refused(f"the mesh leaves out this rank, {dist.get_rank()}; make it of all ranks that schedule the model")
-    registry = plugins if plugins is not None else default_registry()
-    shared = Root(root, type(root).__qualname__, name, registry, group, mesh, example_inputs)
+    shared = Root(root, type(root).__qualname__, name, plugins or default_registry(), group, mesh, example_inputs)
     try:
-        ties = name_parameters(root)
+        ties = {tensor: tensor for tensor in name_parameters(root) if isinstance(tensor, nn.Parameter)}
     except RecursionError as err:
         raise refused("a module of the model contains itself; take it out of its inside") from err
-    shared.metadata_of(root).tie_weights = {tensor: tensor for tensor in ties if isinstance(tensor, nn.Parameter)}
+    shared.metadata_of(root).tie_weights = ties
+    shared.registry.notify("slapo_after_create", schedule=Schedule._of(shared))
     return Schedule._of(shared)

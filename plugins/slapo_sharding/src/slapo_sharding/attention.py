@@ -27,7 +27,7 @@ _QUERIES = ("q_attn", "q_proj", "query", "q", "q_lin")
 _KEYS = ("k_proj", "v_proj", "key", "value", "k", "v", "k_lin", "v_lin")
 PROJECTIONS = {*_FUSED[:-1], *_QUERIES, *_KEYS}
 _HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
-_LOCAL, _SHOWN = "_slapo_local_heads", "_slapo_shown_counts"
+_LOCAL, _SHOWN, _TRACED = "_slapo_local_heads", "_slapo_shown_counts", "_slapo_shown_by_trace"
 
 
 def fused_blocks(owner: nn.Module | None, child: str, width: int) -> tuple[int, ...] | None:
@@ -215,8 +215,14 @@ def counts_local_heads(owner: nn.Module) -> bool:
 def trust_counts(module: nn.Module) -> None:
     """What counts heads or a width in this module and all it has is right for this rank, as its graph shows."""
     for part in module.modules():
+        part.__dict__[_TRACED] = True
         if part._modules:
             part.__dict__[_SHOWN] = True
+
+
+def is_shown(module: nn.Module) -> bool:
+    """Return whether a trace of this rank's model has shown that what the module returns is used as a part."""
+    return _TRACED in module.__dict__
 
 
 def counts_locally(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from slapo_core.journal import Step
 from slapo_core.parameters import is_part
 from slapo_core.schedule import Schedule
 
-from . import attention
+from . import attention, sync_batch_norm
 from .cutting import user_code
 from .foreign_reads import watch
 from .moves import MOVING, OFF, check_moves
@@ -19,6 +20,15 @@ from .rules import AppliedCut, applied_cut, holds, is_kept_for_inside, split_of
 from .syncing import REDUCING, Sync, sums_gradient, syncs_of
 
 _LONGEST = 200  # of a step's arguments, which may be a whole plan
+
+
+def before_build(schedule: Schedule, target: str | None, config: dict[str, Any]) -> None:
+    """Find the replicas, and check the shards unless ``check=False``, an option that some dialects take, too."""
+    sync_batch_norm.resolve_replicas(schedule)
+    if config.get("check", True):
+        check(schedule)
+    if target is None or not schedule.registry.dialect(target).takes_check:
+        config.pop("check", None)
 
 
 def check(schedule: Schedule) -> None:

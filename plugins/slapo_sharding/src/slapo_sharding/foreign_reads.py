@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from traceback import walk_stack
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import fx, nn
@@ -38,6 +38,8 @@ from .reentrant import with_graph
 from .rules import holds, is_kept_for_inside, split_of
 from .sharded_values import ShardedValues, is_ours
 from .syncing import REDUCING, map_output, syncs_of
+from .whole_comparison import WholeComparison
+from .whole_forward import Rerun
 
 _HARMLESS = frozenset(("untyped_storage", "data_ptr"))
 _ASKS = frozenset(("requires_grad_", "requires_grad"))
@@ -58,7 +60,7 @@ class _Build:
     """
 
     def __init__(self, root: nn.Module, owners: Iterable[nn.Module]) -> None:
-        self.owners = WeakSet(owners)
+        self.root, self.owners = ref(root), WeakSet(owners)
         self.inside = WeakSet(module for module in root.modules() if module is not root)
         self.unseen = set(_MODES)
         self.alone: dict[tuple[bool, bool], WeakSet[nn.Module]] = {mode: WeakSet() for mode in _MODES}
@@ -88,7 +90,7 @@ def _mode(module: nn.Module) -> tuple[bool, bool]:
 
 
 _waiting: list[_Build] = []
-_reads: ContextVar[_Reads | None] = ContextVar("reads", default=None)
+_reads: ContextVar[_Reads | Rerun | None] = ContextVar("reads", default=None)
 _plain_call: Callable[..., Any] = nn.Module.__call__
 
 
@@ -123,7 +125,8 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     is_whole = any(module not in build.inside for build in builds)
     if any(build.is_first(module) for build in builds):
         same_weights.check(module)
-    with _eager(), with_graph(), _Reads(module, is_whole) as reads:
+    comparison = WholeComparison([root for build in builds if (root := build.root()) is not None], _told, _plain_call)
+    with _eager(), with_graph(), _Reads(module, is_whole, comparison) as reads:
         token = _reads.set(reads)
         try:
             result = reads.inside(module, args, kwargs)
@@ -137,6 +140,19 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         build.seen(module)
     _leave()
     return result
+
+
+@contextmanager
+def _told(rerun: Rerun) -> Iterator[None]:
+    """Give the modules that are called in the block to a rerun, and let the first run look away."""
+    reads = _reads.get()
+    assert isinstance(reads, _Reads)
+    token, reads.paused = _reads.set(rerun), True
+    try:
+        yield
+    finally:
+        _reads.reset(token)
+        reads.paused = False
 
 
 def _leave() -> None:
@@ -153,8 +169,9 @@ def _eager() -> Any:
 class _Reads(TorchFunctionMode):
     """Knows which modules run; refuses to use a sharded tensor that the innermost does not hold, and to mix sharded values."""
 
-    def __init__(self, model: nn.Module, is_whole: bool) -> None:
+    def __init__(self, model: nn.Module, is_whole: bool, comparison: WholeComparison) -> None:
         super().__init__()
+        self.comparison, self.paused = comparison, False
         self.is_whole = is_whole
         """True if the whole model runs, False if a part of it runs alone."""
         self.running: list[nn.Module] = []
@@ -171,12 +188,17 @@ class _Reads(TorchFunctionMode):
         try:
             with no_functions():
                 self.values.enter(module, args, kwargs)
+                call = self.comparison.enter(module, args, kwargs)
             result = _plain_call(module, *args, **kwargs)
             with no_functions():
                 if (applied := split_of(module)) is not None and applied.cut.output == "sharded" and not applied.gathered:
                     self.columns.append(module)
                 self.values.leave(module, result, last=len(self.running) == 1, is_whole=self.is_whole)
                 self.gradients.leave(module, result)
+            if call is not None and (wrong := self.comparison.leave(call, result, self.values.known, self.running[:-1])):
+                line, reason = wrong
+                raise BuildError(f"{self._named(module)} at {line}: {reason}; {OFF}")
+            with no_functions():
                 if self.is_whole and len(self.running) == 1:
                     result = self.gradients.returned(result)
         except failures.OF_SIZES as err:
@@ -213,6 +235,8 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         tensors = [*tensors_in(args), *tensors_in(kwargs)]
         owner = None
         for tensor in tensors[:1] if name_of(func) in _TYPES else tensors:

@@ -7,6 +7,7 @@ from typing import Any
 from slapo_core.hookspecs import hookimpl
 
 from . import hookspecs
+from .whole_sizes import slapo_after_create as slapo_after_create
 
 
 @hookimpl
@@ -31,10 +32,6 @@ def slapo_shard_rules() -> list[str]:
 @hookimpl
 def slapo_before_build(schedule: Any, target: str | None, config: dict[str, Any]) -> None:
     """Find the replicas, and refuse shards that lack a sync or that others read; ``check=False`` turns the latter off."""
-    from . import completeness, sync_batch_norm  # noqa: PLC0415  (finding plugins must stay cheap)
+    from . import completeness  # noqa: PLC0415  (finding plugins must stay cheap)
 
-    sync_batch_norm.resolve_replicas(schedule)
-    if config.get("check", True):
-        completeness.check(schedule)
-    if target is None or not schedule.registry.dialect(target).takes_check:
-        config.pop("check", None)
+    completeness.before_build(schedule, target, config)
