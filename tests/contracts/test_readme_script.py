@@ -99,6 +99,7 @@ def test_ten_lines_take_the_readmes_own_model_there() -> None:
     assert len(script[start:end].splitlines()) <= 10
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_the_readmes_script_trains_under_torchrun(tmp_path: Path) -> None:
     losses = losses_of(tmp_path, training_script(), 4)

@@ -96,6 +96,7 @@ def check(rank: int) -> None:
                 torch.testing.assert_close(found, {name: found_in.grad for name, found_in in reference.named_parameters()})
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_by_hand_in_any_order() -> None:
     run_distributed(check, 2, timeout=100)

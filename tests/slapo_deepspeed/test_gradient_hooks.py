@@ -58,6 +58,7 @@ def _unused(rank: int) -> list[Any]:
     return [model.more.weight.tolist(), said]
 
 
+@pytest.mark.slow
 def test_no_hook_runs_on_what_is_not_used_and_none_changes_weights_that_are_kept_elsewhere() -> None:
     said = (
         "BuildError: a hook of 'head.weight' changes the weights, which target 'deepspeed' keeps elsewhere with ZeRO or half "

@@ -48,6 +48,7 @@ def test_labels_have_any_name_and_ignored_value(layout: dict[str, int], steps: l
             assert difference < 5e-6, name
 
 
+@pytest.mark.slow
 def test_labels_that_a_model_leaves_out_later_are_not_taken_for_those_of_the_batch() -> None:
     (message,) = run_distributed(masked_later, 1, "deepspeed")
     assert "the loss is a mean over other labels than in earlier steps" in message

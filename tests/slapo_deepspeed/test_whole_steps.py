@@ -89,6 +89,7 @@ def test_states_go_to_other_layouts(before: Any, after: Any, tmp_path: Any) -> N
 STATISTICS = ["lamb", "lars", "factored", "hugging face"]
 
 
+@pytest.mark.slow
 def test_shards_are_stepped_in_place_without_zero() -> None:
     for stage, expected in ((0, STATISTICS[:-1]), (1, [])):
         for found in run_distributed(in_place, 2, stepped_in_place, "deepspeed", {"tp": 2}, STATISTICS, zero(stage)):

@@ -53,6 +53,7 @@ def test_states_go_to_other_layouts(layout: dict[str, int], tmp_path: Any) -> No
 STATISTICS = ["lamb", "lars", "factored", "hugging face"]
 
 
+@pytest.mark.slow
 def test_shards_are_stepped_in_place() -> None:
     for found in run_distributed(in_place, 2, stepped_in_place, "megatron", {"tp": 2}, STATISTICS, {}):
         assert found == STATISTICS[:-1]

@@ -100,6 +100,7 @@ def _models(rank: int) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_models_with_a_hook_on_every_parameter() -> None:
     assert run_distributed(_models, 2, timeout=100) == [[[]] * 3] * 2
 

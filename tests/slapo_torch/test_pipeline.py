@@ -42,6 +42,7 @@ def _ties_and_memory(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_ties_stay_bit_equal_and_other_stages_weights_are_freed() -> None:
     found = run_distributed(_ties_and_memory, 4)
     first, last = found[0]["tied"]["transformer.wte.weight"], found[3]["tied"]["lm_head.weight"]

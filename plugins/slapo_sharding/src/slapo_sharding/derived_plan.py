@@ -65,9 +65,9 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_mo
     while True:
         try:
             with attempt(schedule):
-                derived = _carry_out(schedule, whole, sequence_parallel, splits_more)
+                derived = carry_out(schedule, whole, sequence_parallel, splits_more)
         except Misfit as err:
-            if sequence_parallel or not whole.add_layers(schedule.mod, err):
+            if sequence_parallel or not whole.addlayer_paths(schedule.mod, err):
                 raise
         except TraceError as err:
             if sequence_parallel or not whole.add_opaque(schedule, err):
@@ -77,49 +77,12 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_mo
             return
 
 
-def apply_given(schedule: Schedule, outputs: Mapping[str, str]) -> str | None:
-    """Split the layers of a given plan as a derived plan splits them, if the model's own forward shows that plan right.
-
-    Sizes that the code takes from whole values are then divided, fused projections are split block by block, and the gradients
-    of parameters that meet sharded values are summed.
-
-    Args:
-        schedule: Of the module. Nothing in it is split yet, and it has example inputs.
-        outputs: Path of each layer of the plan to what the layer returns, as in ``Split``. All other layers stay whole.
-
-    Returns:
-        None where the steps are taken, else why the plan cannot be shown right; the module is then as before.
-    """
-    whole = LeftWhole({path: "the plan leaves it out" for path in _layers(schedule) if path not in outputs})
-    try:
-        with attempt(schedule):
-            _carry_out(schedule, whole, sequence_parallel=False, splits_more=True, outputs=outputs)
-    except Misfit as err:
-        return err.reason
-    except (ScheduleError, TraceError) as err:
-        return str(err)
-    return None
-
-
-def _check_outputs(schedule: Schedule, derived: Derived, outputs: Mapping[str, str]) -> None:
-    """Compare a derived plan with the layers of a given one.
-
-    Raises:
-        Misfit: it does not split one of them, or splits one along the other dimension.
-    """
-    found = {path: split.output for path, split in derived.splits.items()}
-    for path, output in outputs.items():
-        if found.get(path) != output:
-            reason = derived.reasons.get(path, f"it is given {'whole' if output == 'reduced' else 'sharded'} values")
-            raise Misfit(schedule, f"{path!r} cannot be split like that: {reason}", [path])
-
-
-def _carry_out(
+def carry_out(
     schedule: Schedule,
     whole: LeftWhole,
     sequence_parallel: bool,
     splits_more: bool,
-    outputs: Mapping[str, str] | None = None,
+    accept: Callable[[Derived], None] | None = None,
 ) -> Derived:
     """Derive a plan that leaves some modules whole, and take its steps.
 
@@ -128,7 +91,8 @@ def _carry_out(
         whole: The modules.
         sequence_parallel: Split the sequence between the layers too.
         splits_more: Another plan splits something as well, so that this one may split nothing.
-        outputs: The layers that have to be split, see ``apply_given``; None for as many as can be.
+        accept: Called with the plan before its steps are taken; raises ``Misfit`` for one that is not meant. Stacks stay whole
+            then. None accepts any plan.
 
     Raises:
         Misfit: it cannot be carried out.
@@ -139,9 +103,9 @@ def _carry_out(
     borders = _borders(schedule) if sequence_parallel else []
     with marked(borders):
         derived = _derive(schedule, whole, sequence_parallel)
-    if outputs is not None:
-        _check_outputs(schedule, derived, outputs)
-    stacks = _stacks(schedule, derived) if outputs is None else []
+    if accept is not None:
+        accept(derived)
+    stacks = _stacks(schedule, derived) if accept is None else []
     if not derived.splits and not stacks and (sequence_parallel or not splits_more):
         reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
         along = "the sequence cannot be split: " if sequence_parallel else ""
@@ -259,7 +223,7 @@ def _split_sequence(derived: Derived) -> Layouts:
 
 
 def _trace(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
-    layers = [*_layers(schedule), *whole.opaque]
+    layers = [*layer_paths(schedule), *whole.opaque]
     _check_names(schedule)
     for path, module in schedule.mod.named_modules():
         if is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
@@ -281,7 +245,8 @@ def _check_names(schedule: Schedule) -> None:
             raise _error(schedule, f"{what}; rename it, or give plan=")
 
 
-def _layers(schedule: Schedule) -> list[str]:
+def layer_paths(schedule: Schedule) -> list[str]:
+    """Return the paths of the layers, tables and stacks that a sharding rule covers."""
     rules, named = rules_of(schedule), schedule.mod.named_modules()
     finds = (rules.is_layer, rules.is_table, rules.stack_cut)
     return [path for path, module in named if path and any(find(module) for find in finds)]
@@ -337,7 +302,7 @@ def _traced_flat(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
 
 def _borders(schedule: Schedule) -> list[tuple[str, nn.Module]]:
     """The modules that a trace goes into."""
-    layers = set(_layers(schedule))
+    layers = set(layer_paths(schedule))
     return [(path, mod) for path, mod in schedule.mod.named_modules() if path and path not in layers and not is_opaque(mod)]
 
 
@@ -428,7 +393,7 @@ def _local_forwards(schedule: Schedule, derived: Derived) -> dict[str, tuple[Loc
 
 def _local_forward(schedule: Schedule, derived: Derived, path: str, calls: dict[Any, Calls] | None = None) -> LocalForward:
     """Make the forward of a module; identical ones share their graphs in ``calls``."""
-    layers, module = _layers(schedule), schedule.mod.get_submodule(path)
+    layers, module = layer_paths(schedule), schedule.mod.get_submodule(path)
     below = {name: f"{path}.{name}" if path else name for name, _ in module.named_modules() if name}
     splits = {name: derived.layouts.splits.get(full) for name, full in below.items() if full in layers}
     called = {str(node.target) for node in derived.layouts.graph.find_nodes(op="call_module")}
@@ -451,7 +416,7 @@ def _count_locally(
     Returns:
         The forwards of those that run from graphs, by path.
     """
-    layers = [*_layers(schedule), *derived.layouts.opaque]
+    layers = [*layer_paths(schedule), *derived.layouts.opaque]
     installed: dict[str, LocalForward] = {}
 
     def install(path: str) -> None:

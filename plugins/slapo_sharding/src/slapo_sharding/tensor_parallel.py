@@ -19,7 +19,8 @@ from . import attention, backends, column_inputs, dropout
 from . import parallel_loss as losses
 from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
 from .derive import kind
-from .derived_plan import apply_derived, apply_given, fork_stack, split_stack
+from .derived_plan import apply_derived, fork_stack, split_stack
+from .given_plan import apply_given
 from .layouts import UNEVEN
 from .left_whole import tell_whole_attentions
 from .parametrized import computed_by
