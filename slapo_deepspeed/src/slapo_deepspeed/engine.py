@@ -19,7 +19,7 @@ from slapo_core.parameters import is_part
 from slapo_core.program import Program
 from slapo_training import stale_engines
 from slapo_training.batch_engine import BatchEngine, MicroBatches
-from slapo_training.batches import Batch, rows_of
+from slapo_training.batches import Batch
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
 from slapo_training.gradient_hooks import StepHooks
@@ -167,7 +167,7 @@ class DeepSpeedEngine(BatchEngine):
         self._take_step(*given)
 
     def _check_trained(self, part: Batch) -> None:
-        size, rows = self._options.configured_rows(self.program.axis_size("dp")), rows_of(part)
+        size, rows = self._options.configured_rows(self.program.axis_size("dp")), self._options.batch_rows.number(part)
         if size is not None and rows is not None and rows != size[1]:
             raise BuildError(
                 f"a micro-batch has {rows} rows, but by {size[0]} in DeepSpeed's config it has {size[1]}; leave it out of the "

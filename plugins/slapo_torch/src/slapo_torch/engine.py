@@ -17,7 +17,7 @@ from slapo_core.errors import BuildError
 from slapo_core.inputs import variadic
 from slapo_core.program import Program
 from slapo_training.batch_arguments import arguments_of
-from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, rows_of, signature, split
+from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, signature, split
 from slapo_training.engine_checkpoint import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
 from slapo_training.means import Counted
@@ -294,11 +294,12 @@ class TorchEngine(Engine):
             raise BuildError("this engine was closed and trains no more; build another one, or close it later")
         batch = arguments_of(self.program.module, *given, self._options)
         self._content = content(batch) if self._shares_batches else 0
-        schedule = schedule_of(self._options.pipeline_schedule, self.program, self._options.microbatches, rows_of(batch))
-        parts = split(batch, schedule[1], several=variadic(self.program.module))
+        rows = self._options.batch_rows
+        schedule = schedule_of(self._options.pipeline_schedule, self.program, self._options.microbatches, rows.number(batch))
+        parts = split(batch, schedule[1], several=variadic(self.program.module), rows=rows)
         is_compared = not self._labels.value or len(parts) > 1 or not self._is_alone  # to count waits for the device
         low, high = counted_labels(parts, self._ignored) if is_compared else ((0, 0), (0, 0))
-        shape = fingerprint([training, schedule, *(signature(part) for part in parts[:1])])
+        shape = fingerprint([training, schedule, *(signature(rows.without_counts(part)) for part in parts[:1])])
         marks = self._first.marks(parts, training)
         self._facts = _Facts([shape, *low, min(marks)], [shape, *high, max(marks)])
         check_labels(batch, self.program.module, self._options.loss_fn, self._options.loss_over is None)

@@ -184,13 +184,14 @@ class BatchEngine(Engine):
             if training:
                 self._check_frozen()
             batch = arguments_of(self.program.module, args, given, self._common)
-            parts = split(batch, self._number, several=variadic(self.program.module))
+            rows = self._common.batch_rows
+            parts = split(batch, self._number, several=variadic(self.program.module), rows=rows)
             if training:
                 self._check_trained(parts[0])
             check_labels(batch, self.program.module, self._common.loss_fn, self._common.loss_over is None)
             self._losses_of().count(parts)
             keys[:], counts = label_counts(parts, self._ignored, self._is_told)
-            shape, marks = fingerprint([training, signature(parts[0])]), self._first.marks(parts, training)
+            shape, marks = fingerprint([training, signature(rows.without_counts(parts[0]))]), self._first.marks(parts, training)
             return Cut(parts, counts, self._known(keys), shape, content(batch), marks)
 
         parts, weights, self._first.is_uneven = cut_together(self.program, self.device, cut)

@@ -9,43 +9,31 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from slapo_core.errors import BuildError
 
+from .batch_rows import Batch, BatchRows
 from .structures import tensors_of
 
-Batch = dict[str, Any]
 
-
-def split(batch: Mapping[str, Any], parts: int, several: str | None = None) -> list[Batch]:
-    """Cut every tensor of a batch into equal parts along dimension 0; other values go to each part.
+def split(batch: Mapping[str, Any], parts: int, several: str | None = None, rows: BatchRows | None = None) -> list[Batch]:
+    """Cut every tensor of a batch into parts of equally many rows; other values go to each part.
 
     Args:
         batch: Arguments by name.
         parts: How many.
         several: Name of the argument that has a tuple of arguments, ``*args``.
+        rows: Says where the rows are; None for dimension 0 of each tensor.
 
     Raises:
-        BuildError: for more than one part, the tensors differ in size along dimension 0, or it is not divisible; or values may
-            be one per row and yet would not be cut as rows.
+        BuildError: for more than one part, the rows of an argument cannot be told, or their number is not divisible; or values
+            may be one per row and yet would not be cut as rows.
     """
+    rows = rows or BatchRows()
     if parts > 1:
-        _check_rows_are_tensors(batch, several)
-    leaves, structure = tree_flatten(dict(batch))
-    sizes = {leaf.shape[0] for leaf in leaves if _has_rows(leaf)}
-    if 0 in sizes:
-        raise BuildError("the batch has no rows; leave it out")
-    if len(sizes) > 1 and parts > 1:
-        rows = ", ".join(f"{name} {tuple(leaf.shape)}" for name, leaf in batch.items() if _has_rows(leaf))
-        raise BuildError(f"tensors of one batch have different sizes along dimension 0: {rows}; the batch is dimension 0")
-    for size in sizes:
-        if size % parts:
-            raise BuildError(
-                f"{size} rows cannot be cut into {parts} equal micro-batches; give a batch of a multiple of {parts} rows"
-            )
-    chunks = [leaf.detach().chunk(parts) if _has_rows(leaf) else (leaf,) * parts for leaf in leaves]
-    return [tree_unflatten([chunk[index] for chunk in chunks], structure) for index in range(parts)]
+        _check_rows_are_tensors({name: value for name, value in batch.items() if not rows.is_given(name)}, several)
+    return rows.split(batch, parts)
 
 
 def _check_rows_are_tensors(batch: Mapping[str, Any], several: str | None) -> None:
@@ -78,8 +66,8 @@ def _named(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def rows_of(batch: Mapping[str, Any]) -> int | None:
-    """Size along dimension 0 of the first tensor of a batch; None where there is none."""
-    return next((leaf.shape[0] for leaf in tree_flatten(dict(batch))[0] if _has_rows(leaf)), None)
+    """Return the size that most tensors of a batch have in dimension 0; None where there is none."""
+    return BatchRows().number(batch)
 
 
 def _length(value: Any) -> int | None:

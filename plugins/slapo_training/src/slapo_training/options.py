@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from slapo_core.errors import BuildError, UnknownNameError
 
+from .batch_rows import BatchRows, Dim, check_dims
 from .check_switches import VARIABLE, disabled_checks
 from .loss_terms import Count, check_counts
 from .output_loss import LossChoice, OutputLoss, check_choice
@@ -42,7 +43,13 @@ class CommonOptions:
             None takes the loss from the model's output.
         loss: Which part of the model's output is the loss: a key or field, a position, or a function of the output. None takes
             what is called ``loss``, and else the only number that has a gradient.
-        microbatches: Equal parts a batch is cut into along dimension 0.
+        microbatches: Parts of equally many rows that a batch is cut into.
+        batch_dims: Where the rows of the batch are in its arguments, by their names: a dimension; None for what goes whole to
+            each micro-batch; or, for a dimension 0 with other numbers of entries for each row, as patches of images, what
+            counts these: the name of an argument with an integer for each row or entry, of several sizes in an entry their
+            product, or a function that takes arguments of the batch by name and returns such a tensor. Without it rows
+            are in dimension 0, or in dimension 1 of tensors that begin like the others from there on, a dimension 0 of size 1
+            goes whole, and images and videos follow their tokens in ``input_ids``. What is not certain is refused.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         clip: Largest gradient norm over all ranks; 0 is off.
         ignore_index: Label value that the loss leaves out; None takes it from ``loss_fn`` where that is a module or a
@@ -78,6 +85,7 @@ class CommonOptions:
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
     loss: LossChoice | None = None
     microbatches: int = 1
+    batch_dims: Mapping[str, Dim] | None = None
     precision: str = "fp32"
     clip: float = 0.0
     ignore_index: int | None = None
@@ -112,6 +120,7 @@ class CommonOptions:
             f"loss={'a function' if callable(self.loss) else repr(self.loss)}",
             f"loss_over={self.loss_over!r} and loss_weights= of {self._named_weights()}",
             f"gradient_hooks={self.gradient_hooks!r}",
+            f"batch_dims of {sorted(self.batch_dims or {})}",
             f"check={self.check} with {VARIABLE}={','.join(disabled_checks())!r} and strict={self.strict}",
             *([f"optimizer_blocks={dict(self.optimizer_blocks)}"] if self.optimizer_blocks else []),
             *(f"no {name}" if value is None else name for name, value in given.items()),
@@ -121,6 +130,11 @@ class CommonOptions:
         given = self.loss_weights
         named = given if isinstance(given, Mapping) else {"the loss": given}
         return {name: count if isinstance(count, str) or count is None else "a function" for name, count in named.items()}
+
+    @cached_property
+    def batch_rows(self) -> BatchRows:
+        """Cuts batches; one for the engine, so that what a batch shows of an argument is compared with the next."""
+        return BatchRows(self.batch_dims)
 
     @cached_property
     def output_loss(self) -> OutputLoss:
@@ -181,6 +195,7 @@ class CommonOptions:
                 "torch.optim.AdamW(parameters, lr=1e-3)"
             )
         check_blocks(self.optimizer_blocks)
+        check_dims(self.batch_dims)
         self._check_rate()
         if self.loss_fn is not None and not _takes_two(self.loss_fn):
             raise BuildError("loss_fn does not take (outputs, labels)")

@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core.program import Program
 
-from .batches import Batch, rows_of
+from .batches import Batch
 from .loss_terms import LossTerms
 from .options import CommonOptions
 from .replica_loss import ReplicaLoss
@@ -40,7 +40,7 @@ class StepLosses:
         on_all_ranks: Callable[[Callable[[], Any]], Any],
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._on_all_ranks = on_all_ranks
+        self._on_all_ranks, self._rows = on_all_ranks, options.batch_rows
         self._replica_loss: ReplicaLoss | None = None
         self._terms: LossTerms | None = None
         if options.loss_over is not None and options.loss_fn is not None:
@@ -78,7 +78,7 @@ class StepLosses:
             return self._weighed(self._terms, labels, module, forward, training=True)
         if self._replica_loss is None:
             return labels
-        loss, rows = self._replica_loss, rows_of(parts[0])
+        loss, rows = self._replica_loss, self._rows.number(parts[0])
         loss.scale = scale
         if len(parts) == 1:
             return [loss.single_pass(labels[0], rows)]
@@ -111,7 +111,7 @@ class StepLosses:
         loss = self._replica_loss
         passes = loss.first_passes(len(parts))
         forward([*passes])
-        return loss.on_all_ranks(self._on_all_ranks(lambda: loss.evaluate(passes, labels, rows_of(parts[0]))))
+        return loss.on_all_ranks(self._on_all_ranks(lambda: loss.evaluate(passes, labels, self._rows.number(parts[0]))))
 
     def end(self, training: bool) -> None:
         """End a step that went well on all ranks. Collective.

@@ -45,6 +45,7 @@ class FirstStep:
     def __init__(self, program: Program, options: CommonOptions) -> None:
         self._program, self._options, self._modes = program, options, Modes(program.module)
         self._off = disabled_checks() if options.check else tuple(CHECKS)
+        options.batch_rows.learn_tokens(program.module)
         self._is_done = False
         self.injects = self.is_uneven = False
         self._marks = UnevenMarks(program, options.ignored_label)
@@ -65,7 +66,7 @@ class FirstStep:
         None where the loss is no known mean over labels. Models that inject gradients need it, as their losses are weighted
         before the batch runs.
         """
-        rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
+        rows = [Rows(*each, self._options.batch_rows) for each in zip(parts, labels, strict=True)]
         return None if self._labels is None else self._labels.mean(rows, device)
 
     def marks(self, parts: Sequence[Batch], training: bool = True) -> list[int]:
@@ -115,7 +116,7 @@ class FirstStep:
             return
         if not any(self._program.axis_rank(axis) for axis in ("pp", "dp", "tp")):
             log_disabled_checks(self._off)
-        rows = [Rows(*each) for each in zip(parts, labels, strict=True)]
+        rows = [Rows(*each, self._options.batch_rows) for each in zip(parts, labels, strict=True)]
         if len(self._off) < len(CHECKS) and rows[0].number:
             self._modes.set(True)
             runs = StageRuns(self._program, self._options, device, around, accumulates, failed)

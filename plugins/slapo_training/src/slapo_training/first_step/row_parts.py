@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from slapo_core.program import Program
 
-from ..batches import Batch, labels_of, rows_of
+from ..batch_rows import BatchRows
+from ..batches import Batch, labels_of
 from ..means import Counted
 from .row_marks import Marks, distance, marks_of
 
@@ -22,21 +23,26 @@ class Rows(NamedTuple):
     Args:
         batch: The model's arguments.
         labels: For the loss function; None where the model makes the loss itself.
+        places: Where the rows are.
     """
 
     batch: Batch
     labels: Any
+    places: BatchRows
 
     @property
     def number(self) -> int:
         """Number of rows; 0 where no tensor has any."""
-        return rows_of(self.batch) or 0
+        return self.places.number(self.given()) or 0
 
     def cut(self, sizes: Sequence[int]) -> list[Rows]:
         """Cut the rows into parts of these sizes, in order."""
-        total, starts = self.number, [sum(sizes[:index]) for index in range(len(sizes))]
-        parts = [narrowed(tuple(self), total, start, size) for start, size in zip(starts, sizes, strict=True)]
-        return [Rows(*part) for part in parts]
+        return [self.of(part) for part in self.places.cut(self.given(), sizes)]
+
+    def of(self, given: Batch) -> Rows:
+        """Return other rows of the same kind, from arguments and labels together."""
+        labels = given.pop("labels") if self.labels is not None else None
+        return Rows(given, labels, self.places)
 
     def given(self) -> Batch:
         """Return the arguments together with the labels of a loss function, as they were given."""
@@ -45,15 +51,7 @@ class Rows(NamedTuple):
 
 def joined(parts: Sequence[Rows]) -> Rows:
     """Put the rows of several parts into one."""
-    first, total = parts[0], parts[0].number
-    others = [tree_leaves(tuple(part)) for part in parts[1:]]
-    position = iter(range(len(tree_leaves(tuple(first)))))
-
-    def together(leaf: Any) -> Any:
-        index = next(position)
-        return torch.cat([leaf, *(leaves[index] for leaves in others)]) if _has(leaf, total) else leaf
-
-    return Rows(*tree_map(together, tuple(first)))
+    return parts[0].of(parts[0].places.join([part.given() for part in parts]))
 
 
 def narrowed(value: Any, total: int, start: int, size: int) -> Any:
@@ -118,10 +116,10 @@ def other_replicas(own: Rows, program: Program, device: torch.device, ignored: i
     marks: list[Marks] = [{}] * group.size()
     dist.all_gather_object(marks, marks_of(own.given(), ignored), group=group)
     for source in (0, max(range(1, len(marks)), key=lambda index: distance(marks[0], marks[index]))):
-        sent = [_on("cpu", own) if source == group.rank() else None]
+        sent = [_on("cpu", (own.batch, own.labels)) if source == group.rank() else None]
         dist.broadcast_object_list(sent, group=group, group_src=source)
         if source != group.rank() and sent[0] is not None:
-            found.append(_on(device, sent[0]))
+            found.append(Rows(*_on(device, sent[0]), own.places))
     return found
 
 
@@ -152,8 +150,9 @@ def _weighted(losses: Sequence[float], weights: Sequence[int]) -> float:
     return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / total
 
 
-def _on(device: torch.device | str, rows: Rows) -> Rows:
-    return Rows(*tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tuple(rows)))
+def _on(device: torch.device | str, rows: tuple[Batch, Any]) -> tuple[Batch, Any]:
+    moved = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, rows)
+    return moved[0], moved[1]
 
 
 def _has(leaf: Any, rows: int) -> bool:
