@@ -150,7 +150,10 @@ def test_options_that_make_no_sense(config: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"x": X, "labels": Y[:6]}, r"different sizes along dimension 0: x \(8, 4\), labels \(6,\)"),
+        (
+            {"x": X, "labels": Y[:6]},
+            r"'x' has the shape \(8, 4\) in a batch of 6 rows, x \(8, 4\), labels \(6,\); say with batch_dims=",
+        ),
         ({"x": X}, r"the model returns no loss but 'logits' of shape \(4, 3\); give the model labels, or build with loss_fn="),
     ],
 )
@@ -357,9 +360,17 @@ class Patched(nn.Module):
 
 def test_one_micro_batch_may_have_arguments_of_other_sizes() -> None:
     """Nothing is cut; the first step's checks, which would cut rows, leave such batches alone."""
+    trains_patches(1)
+
+
+def test_entries_are_cut_with_the_rows_that_count_them() -> None:
+    trains_patches(2, batch_dims={"patches": "counts"})
+
+
+def trains_patches(microbatches: int, **options: Any) -> None:
     model = Patched()
     reference = copy.deepcopy(model)
-    engine = _engine(model)
+    engine = _engine(model, microbatches=microbatches, **options)
     optimizer = adamw(reference.parameters())
     for counts in ([1, 2, 0, 4], [3, 1, 1, 1], [2, 2, 2, 2], [0, 0, 4, 0]):
         batch = {"x": X[:4], "patches": torch.randn(sum(counts), 4), "counts": torch.tensor(counts), "labels": Y[:4]}
@@ -371,7 +382,7 @@ def test_one_micro_batch_may_have_arguments_of_other_sizes() -> None:
         assert abs(loss.item() - expected.item()) < 1e-6
     for own, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(own, other)
-    with pytest.raises(BuildError, match=r"different sizes along dimension 0: x \(4, 4\), patches \(6, 4\), counts"):
+    with pytest.raises(BuildError, match=r"'patches' has the shape \(6, 4\) in a batch of 4 rows, .*batch_dims="):
         _engine(model, microbatches=2).train_batch(
             **{**batch, "patches": torch.randn(6, 4), "counts": torch.tensor([3, 3, 0, 0])}
         )

@@ -20,6 +20,7 @@ from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
 from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
+from slapo_training.batch_rows import BatchRows
 from slapo_training.first_step.row_parts import Rows, dissimilar_quarters, joined
 from tests.first_step_cases import Towers, WithLoss
 from tests.slapo.injected import WAYS, Attach, Net, batches
@@ -195,7 +196,9 @@ def test_a_check_keeps_no_graph_of_a_former_run() -> None:
 
 def rows_of(marks: list[int]) -> Rows:
     """Rows with a number each, and as many marks as is said."""
-    return Rows({"x": -1 - torch.arange(len(marks)).float(), "mask": torch.arange(6) < torch.tensor(marks)[:, None]}, None)
+    return Rows(
+        {"x": -1 - torch.arange(len(marks)).float(), "mask": torch.arange(6) < torch.tensor(marks)[:, None]}, None, BatchRows()
+    )
 
 
 def test_quarters_are_the_first_half_unless_others_differ_more() -> None:

@@ -66,11 +66,16 @@ def test_sections_of_positions_have_the_rows_in_dimension_1(dims: Any) -> None:
 def test_what_has_the_rows_in_two_dimensions_is_refused_until_a_batch_shows_it() -> None:
     rows, square = rows_of(), torch.ones(3, 5, dtype=torch.int64)
     with pytest.raises(BuildError, match=r"'position_ids' has the shape \(3, 3, 5\), where dimension 0 or 1 .*batch_dims="):
-        rows.split({"input_ids": square, "position_ids": torch.ones(3, 3, 5)}, 3)
+        rows.split({"input_ids": square, "position_ids": torch.ones(3, 3, 5).long()}, 3)
     rows.split({**TEXT, "position_ids": POSITIONS}, 2)
     parts = rows.split({"input_ids": square, "position_ids": torch.arange(3).expand(3, 5, 3).mT}, 3)
     assert [part["position_ids"].shape for part in parts] == [(3, 1, 5)] * 3
     assert [part["position_ids"].unique().item() for part in parts] == [0, 1, 2]
+
+
+def test_activations_have_the_rows_in_dimension_0_whatever_their_other_sizes() -> None:
+    first, *_ = rows_of().split({"x": torch.ones(6, 6, 4), "labels": torch.ones(6, 6)}, 3)
+    assert first["x"].shape == (2, 6, 4)
 
 
 def test_rows_that_were_in_dimension_0_by_chance_are_noticed_later() -> None:
@@ -146,7 +151,8 @@ def test_parts_of_parts_are_the_batch_when_they_are_joined(grids: list[list[tupl
     parts = rows.split(batch, 2)
     for part, own in zip(parts, (grids[:2], grids[2:]), strict=True):
         if flat:
-            assert part["image_grid_thw"].tolist() == [[1, *grid] for row in own for grid in row]
+            left = part["image_grid_thw"].tolist() if "image_grid_thw" in part else []
+            assert left == [[1, *grid] for row in own for grid in row]
         assert all(torch.equal(rows.join(rows.cut(part, [1, 1]))[name], value) for name, value in part.items())
     joined = rows.join(parts)
     assert all(torch.equal(joined[name], value) for name, value in batch.items())

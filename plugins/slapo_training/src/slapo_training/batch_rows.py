@@ -26,6 +26,9 @@ _Ends = list[int | None]
 _REMEDY = "say with batch_dims={{{name!r}: ...}} which dimension has the rows, None if it goes whole to each micro-batch"
 _ALWAYS_ROWS = ("labels", "input_ids")
 """Arguments that have the rows in dimension 0 whatever size the others have."""
+_GRIDS = ("image_grid_thw", "video_grid_thw")
+_OF_TOKENS = ("pixel_values", "pixel_values_videos", *_GRIDS)
+"""Arguments whose entries are images or videos, or patches of these, as Transformers calls them."""
 _TOKENS = {"image": ("image_token_id", "image_token_index"), "video": ("video_token_id", "video_token_index")}
 
 
@@ -109,9 +112,12 @@ class BatchRows:
             raise BuildError(
                 f"{rows} rows cannot be cut into {parts} equal micro-batches; give a batch of a multiple of {parts} rows"
             )
-        self._counted = {path for path, place in places.items() if isinstance(place, list)}
-        self._decided = {path: place for path, place in places.items() if not isinstance(place, list)}
+        self._note(places)
         return self._cut(batch, places, [rows // parts] * parts)
+
+    def _note(self, places: Mapping[Path, int | None | _Ends]) -> None:
+        self._counted = {path for path, place in places.items() if isinstance(place, list)}
+        self._decided.update({path: place for path, place in places.items() if not isinstance(place, list)})
 
     def cut(self, batch: Mapping[str, Any], sizes: Sequence[int]) -> list[Batch]:
         """Cut a batch, or one of its parts, into parts of so many rows.
@@ -119,27 +125,33 @@ class BatchRows:
         Raises:
             BuildError: where the rows of an argument are is not certain.
         """
-        return self._cut(batch, self._places(batch, self.number(batch) or 0), sizes)
+        places = self._places(batch, self.number(batch) or 0)
+        if not self._decided:
+            self._note(places)
+        return self._cut(batch, places, sizes)
 
     def join(self, parts: Sequence[Mapping[str, Any]]) -> Batch:
         """Put the rows of several parts into one batch."""
-        places = self._places(parts[0], self.number(parts[0]) or 0)
+        given: Batch = {}
+        for part in reversed(parts):  # images are left out of a part that has none
+            given.update(part)
+        if not self._decided:
+            self._note(self._places(parts[0], self.number(parts[0]) or 0))
         tensors = [tensors_of(dict(part)) for part in parts]
 
         def joined(path: Path, tensor: torch.Tensor) -> torch.Tensor:
-            place = places.get(path)
-            dim = 0 if isinstance(place, list) else place
-            return tensor if dim is None else torch.cat([own[path] for own in tensors], dim)
+            dim = 0 if path in self._counted else self._decided.get(path)
+            return tensor if dim is None else torch.cat([own[path] for own in tensors if path in own], dim)
 
-        whole = with_tensors(dict(parts[0]), joined)
-        for name in self._lists(parts[0]):
+        whole = with_tensors(given, joined)
+        for name in self._lists(given):
             if self._given[name] is not None:
-                whole[name] = type(parts[0][name])(each for part in parts for each in part[name])
+                whole[name] = type(given[name])(each for part in parts for each in part[name])
         return whole  # type: ignore[no-any-return]
 
     def without_counts(self, batch: Mapping[str, Any]) -> Batch:
-        """Return a batch without the entries of arguments that have other numbers of them for each row."""
-        return with_tensors(dict(batch), lambda path, tensor: tensor[:0] if path in self._counted else tensor)  # type: ignore[no-any-return]
+        """Return a batch without the arguments that have other numbers of entries for each row."""
+        return {name: value for name, value in batch.items() if name not in self._counted}
 
     def _lists(self, batch: Mapping[str, Any]) -> Iterator[str]:
         """Yield the names of lists of rows that the option names."""
@@ -192,7 +204,7 @@ class BatchRows:
         is_second = len(shape) > 2 and shape[1] == rows and any(shape[1:3] == tuple(other.shape[:2]) for other in others)
         if isinstance(before, int) and before >= 0 and shape[0] != 1:
             what = f"had its rows in dimension {before} before, and now has the shape {shape} in a batch of {rows} rows"
-        elif shape[0] == rows and is_second:
+        elif shape[0] == rows and is_second and not (tensor.is_floating_point() or tensor.dtype is torch.bool):
             what = f"has the shape {shape}, where dimension 0 or 1 may have the {rows} rows"
         elif shape[0] == rows or is_second:
             return 0 if shape[0] == rows else 1
@@ -207,8 +219,8 @@ class BatchRows:
         """Return where the images or videos of rows end, by the tokens that stand for them; None where nothing shows it."""
         name, ids = path.rpartition(".")[2], tensors.get("input_ids")
         kind = "video" if "video" in name else "image"
-        is_grid = name in ("image_grid_thw", "video_grid_thw")
-        if not (is_grid or name in ("pixel_values", "pixel_values_videos")) or kind not in self._tokens or ids is None:
+        is_grid = name in _GRIDS
+        if name not in _OF_TOKENS or kind not in self._tokens or ids is None:
             return None
         if ids.dim() != 2 or ids.shape[0] != rows or (tensor.dim() > 4 and tensor.shape[0] == rows):
             return None
@@ -274,6 +286,8 @@ class BatchRows:
             for name in self._lists(batch):
                 if self._given[name] is not None:
                     part[name] = batch[name][start:stop]
+            if "input_ids" in part:  # as a processor does it, a batch without images has no argument for them
+                part = {name: value for name, value in part.items() if name not in _OF_TOKENS or len(value)}
             parts.append(part)
         return parts
 
