@@ -67,7 +67,7 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_mo
             with attempt(schedule):
                 derived = carry_out(schedule, whole, sequence_parallel, splits_more)
         except Misfit as err:
-            if sequence_parallel or not whole.addlayer_paths(schedule.mod, err):
+            if sequence_parallel or not whole.add_layers(schedule.mod, err):
                 raise
         except TraceError as err:
             if sequence_parallel or not whole.add_opaque(schedule, err):
