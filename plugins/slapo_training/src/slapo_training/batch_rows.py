@@ -6,6 +6,7 @@ import inspect
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -268,7 +269,7 @@ class BatchRows:
     def _cut(self, batch: Mapping[str, Any], places: Mapping[Path, int | None | _Ends], sizes: Sequence[int]) -> list[Batch]:
         starts = [0, *accumulate(sizes)]
 
-        def piece(path: Path, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        def piece(start: int, stop: int, path: Path, tensor: torch.Tensor) -> torch.Tensor:
             place = places.get(path)
             if isinstance(place, list):
                 first, last = place[start], place[stop]
@@ -282,14 +283,18 @@ class BatchRows:
 
         parts = []
         for start, stop in zip(starts, starts[1:], strict=False):
-            part = with_tensors(dict(batch), lambda path, tensor, start=start, stop=stop: piece(path, tensor, start, stop))
+            part = with_tensors(dict(batch), partial(piece, start, stop))
             for name in self._lists(batch):
                 if self._given[name] is not None:
                     part[name] = batch[name][start:stop]
             if "input_ids" in part:  # as a processor does it, a batch without images has no argument for them
-                part = {name: value for name, value in part.items() if name not in _OF_TOKENS or len(value)}
+                part = {name: value for name, value in part.items() if not (name in _OF_TOKENS and _is_empty(value))}
             parts.append(part)
         return parts
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and not len(value)
 
 
 def _size(path: Path, value: Any, dim: int) -> int:

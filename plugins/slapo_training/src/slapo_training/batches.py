@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_flatten
 
 from slapo_core.errors import BuildError
 
-from .batch_rows import Batch, BatchRows
+from .batch_rows import Batch as Batch
+from .batch_rows import BatchRows
 from .structures import tensors_of
 
 
