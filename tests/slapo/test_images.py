@@ -11,6 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
 )
@@ -24,6 +28,15 @@ IMAGE, START, END, LENGTH = 60, 61, 62, 24
 SGD = partial(torch.optim.SGD, lr=0.1)
 IMAGES = ([1, 2, 0, 1], [2, 0, 1, 0], [1, 1, 1, 1], [0, 2, 2, 1])
 """Number of images in each row, by batch."""
+
+
+def llava() -> nn.Module:
+    """Return a model that takes hidden states of its vision part, which hooks capture that its first call puts there."""
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 32, "num_hidden_layers": 2, "use_cache": False}
+    vision = CLIPVisionConfig(hidden_size=16, num_attention_heads=2, image_size=8, patch_size=4, **sizes)
+    text = LlamaConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, **sizes)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE))
 
 
 def qwen() -> nn.Module:
@@ -67,8 +80,11 @@ def text_of(sizes: list[list[int]], generator: torch.Generator) -> torch.Tensor:
     return ids
 
 
-def batch_of(images: list[int], seed: int) -> dict[str, torch.Tensor]:
+def batch_of(kind: str, images: list[int], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
+    if kind == "llava":
+        ids = text_of([[4] * number for number in images], generator)
+        return {"input_ids": ids, "labels": ids, "pixel_values": torch.randn(sum(images), 3, 8, 8, generator=generator)}
     grids = [[(2, 2 + 2 * ((row + place) % 3)) for place in range(number)] for row, number in enumerate(images)]
     ids = text_of([[height * width // 4 for height, width in row] for row in grids], generator)
     flat = [(1, *grid) for row in grids for grid in row]
@@ -83,9 +99,9 @@ def batch_of(images: list[int], seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def train(rank: int, target: str, tp: int, options: dict[str, Any]) -> None:
+def train(rank: int, kind: str, target: str, tp: int, options: dict[str, Any]) -> None:
     """Compare losses and weights with the unmodified model's; the first step's checks cut and join the rows, too."""
-    model = qwen()
+    model = {"llava": llava, "qwen": qwen}[kind]()
     reference = copy.deepcopy(model).train()
     mesh = init_device_mesh("cpu", (1, 1, tp), mesh_dim_names=("pp", "dp", "tp"))
     sch = create_schedule(model, mesh=mesh)
@@ -93,7 +109,7 @@ def train(rank: int, target: str, tp: int, options: dict[str, Any]) -> None:
         sch.tensor_parallel()
     engine, optimizer = build(sch, target, optimizer=SGD, microbatches=2, **options), SGD(reference.parameters())
     for seed, images in enumerate(IMAGES):
-        batch = batch_of(images, seed)
+        batch = batch_of(kind, images, seed)
         expected = reference(**batch).loss
         expected.backward()
         optimizer.step()
@@ -106,14 +122,17 @@ def train(rank: int, target: str, tp: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "tp", "options"),
+    ("kind", "target", "tp", "options"),
     [
-        ("torch", 1, {}),
-        pytest.param("torch", 2, {}, marks=pytest.mark.slow),
-        pytest.param("torch", 1, {"batch_dims": {"pixel_values": "image_grid_thw"}}, marks=pytest.mark.slow),
-        pytest.param("deepspeed", 1, {}, marks=pytest.mark.slow),
-        pytest.param("megatron", 1, {}, marks=pytest.mark.slow),
+        ("llava", "torch", 1, {}),
+        ("qwen", "torch", 1, {}),
+        pytest.param("qwen", "torch", 2, {}, marks=pytest.mark.slow),
+        pytest.param("qwen", "torch", 1, {"batch_dims": {"pixel_values": "image_grid_thw"}}, marks=pytest.mark.slow),
+        pytest.param("llava", "deepspeed", 1, {}, marks=pytest.mark.slow),
+        pytest.param("qwen", "deepspeed", 1, {}, marks=pytest.mark.slow),
+        pytest.param("llava", "megatron", 1, {}, marks=pytest.mark.slow),
+        pytest.param("qwen", "megatron", 1, {}, marks=pytest.mark.slow),
     ],
 )
-def test_each_row_keeps_its_images(target: str, tp: int, options: dict[str, Any]) -> None:
-    run_distributed(train, tp, target, tp, options, timeout=100)
+def test_each_row_keeps_its_images(kind: str, target: str, tp: int, options: dict[str, Any]) -> None:
+    run_distributed(train, tp, kind, target, tp, options, timeout=100)

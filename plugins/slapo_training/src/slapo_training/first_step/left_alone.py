@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from slapo_core.random import rng_state, set_rng_state
+from slapo_core.tracing.around import HOOK_TABLES
 from slapo_core.tracing.sandbox import OtherRandomNumbers
 
 _TORCHS_OWN = set(vars(nn.Module()))
@@ -38,6 +39,8 @@ class KeptState:
         buffers = {id(each): each for _, table in self._tables for each in table.values() if each is not None}
         self._values = [(each, each.detach().clone()) for each in buffers.values()]
         self._attributes = [(module, _attributes(module)) for module in found if not isinstance(module, fx.GraphModule)]
+        tables = [vars(module).get(name) for module in found for name in HOOK_TABLES]
+        self._hooks = [(table, set(table)) for table in tables if table is not None]
         parameters = {id(each): each for module in found for each in module._parameters.values() if each is not None}
         self._gradients = [(each, each.grad) for each in parameters.values()]
 
@@ -57,7 +60,10 @@ class KeptState:
         return next((not torch.equal(each, value) for each, value in self._values if each is buffer), True)
 
     def put_back(self) -> None:
-        """Restore the snapshot."""
+        """Restore the snapshot, without hooks that were put on modules since: what would put them there twice is undone too."""
+        for hooks, known in self._hooks:
+            for key in hooks.keys() - known:
+                del hooks[key]
         for module, before in self._attributes:
             _put_back(module, before)
         with torch.no_grad():
