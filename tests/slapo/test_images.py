@@ -26,7 +26,7 @@ pytestmark = pytest.mark.multiproc
 
 IMAGE, START, END, LENGTH = 60, 61, 62, 24
 SGD = partial(torch.optim.SGD, lr=0.1)
-IMAGES = ([1, 2, 0, 1], [2, 0, 1, 0], [1, 1, 1, 1], [0, 2, 2, 1])
+IMAGES = ([1, 2, 0, 1], [2, 0, 1, 0], [1, 1, 1, 1], [0, 0, 2, 1])
 """Number of images in each row, by batch."""
 
 
@@ -84,55 +84,71 @@ def batch_of(kind: str, images: list[int], seed: int) -> dict[str, torch.Tensor]
     generator = torch.Generator().manual_seed(seed)
     if kind == "llava":
         ids = text_of([[4] * number for number in images], generator)
-        return {"input_ids": ids, "labels": ids, "pixel_values": torch.randn(sum(images), 3, 8, 8, generator=generator)}
+        text = {"input_ids": ids, "labels": ids}
+        return {**text, "pixel_values": torch.randn(sum(images), 3, 8, 8, generator=generator)} if any(images) else text
     grids = [[(2, 2 + 2 * ((row + place) % 3)) for place in range(number)] for row, number in enumerate(images)]
     ids = text_of([[height * width // 4 for height, width in row] for row in grids], generator)
     flat = [(1, *grid) for row in grids for grid in row]
     patches = torch.randn(sum(height * width for _, height, width in flat), 96, generator=generator)
-    types = (ids == IMAGE).long()
-    return {
-        "input_ids": ids,
-        "labels": ids,
-        "pixel_values": patches,
-        "image_grid_thw": torch.tensor(flat),
-        "mm_token_type_ids": types,
-    }
+    text = {"input_ids": ids, "labels": ids, "mm_token_type_ids": (ids == IMAGE).long()}
+    return {**text, "pixel_values": patches, "image_grid_thw": torch.tensor(flat)} if flat else text
 
 
-def train(rank: int, kind: str, target: str, tp: int, options: dict[str, Any]) -> None:
+def joined(shares: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    names = {name: None for share in shares for name in share}
+    return {name: torch.cat([share[name] for share in shares if name in share]) for name in names}
+
+
+def train(rank: int, kind: str, target: str, layout: dict[str, int], options: dict[str, Any]) -> None:
     """Compare losses and weights with the unmodified model's; the first step's checks cut and join the rows, too."""
     model = {"llava": llava, "qwen": qwen}[kind]()
     reference = copy.deepcopy(model).train()
-    mesh = init_device_mesh("cpu", (1, 1, tp), mesh_dim_names=("pp", "dp", "tp"))
+    dp, tp = layout.get("dp", 1), layout.get("tp", 1)
+    mesh = init_device_mesh("cpu", (1, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
     sch = create_schedule(model, mesh=mesh)
     if tp > 1:
         sch.tensor_parallel()
-    engine, optimizer = build(sch, target, optimizer=SGD, microbatches=2, **options), SGD(reference.parameters())
+    engine, optimizer = build(sch, target, optimizer=SGD, **options), SGD(reference.parameters())
     for seed, images in enumerate(IMAGES):
-        batch = batch_of(kind, images, seed)
-        expected = reference(**batch).loss
+        rows = len(images) // dp
+        shares = [batch_of(kind, images[rows * each : rows * (each + 1)], 2 * seed + each) for each in range(dp)]
+        expected = reference(**joined(shares)).loss
         expected.backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert float(engine.train_batch(**batch)) == pytest.approx(expected.item(), abs=1e-5)
+        assert float(engine.train_batch(**shares[mesh["dp"].get_local_rank()])) == pytest.approx(expected.item(), abs=1e-5)
     weights = dict(reference.named_parameters())
     for name, value in sch.full_state().items():
         torch.testing.assert_close(value, weights[name].detach(), atol=2e-5, rtol=1e-4)
     engine.close()
 
 
+TWO = {"microbatches": 2}
+COUNTED = {**TWO, "batch_dims": {"pixel_values": "image_grid_thw"}}
+
+
 @pytest.mark.parametrize(
-    ("kind", "target", "tp", "options"),
+    ("kind", "target", "layout", "options"),
     [
-        ("llava", "torch", 1, {}),
-        ("qwen", "torch", 1, {}),
-        pytest.param("qwen", "torch", 2, {}, marks=pytest.mark.slow),
-        pytest.param("qwen", "torch", 1, {"batch_dims": {"pixel_values": "image_grid_thw"}}, marks=pytest.mark.slow),
-        pytest.param("llava", "deepspeed", 1, {}, marks=pytest.mark.slow),
-        pytest.param("qwen", "deepspeed", 1, {}, marks=pytest.mark.slow),
-        pytest.param("llava", "megatron", 1, {}, marks=pytest.mark.slow),
-        pytest.param("qwen", "megatron", 1, {}, marks=pytest.mark.slow),
+        ("llava", "torch", {}, TWO),
+        ("qwen", "torch", {"dp": 2}, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("qwen", "torch", {}, TWO),
+                ("qwen", "torch", {}, COUNTED),
+                ("qwen", "torch", {"tp": 2}, TWO),
+                ("llava", "torch", {"dp": 2}, TWO),
+                *(
+                    (kind, target, layout, TWO)
+                    for kind in ("llava", "qwen")
+                    for target in ("deepspeed", "megatron")
+                    for layout in ({}, {"dp": 2})
+                ),
+            ]
+        ),
     ],
 )
-def test_each_row_keeps_its_images(kind: str, target: str, tp: int, options: dict[str, Any]) -> None:
-    run_distributed(train, tp, kind, target, tp, options, timeout=100)
+def test_each_row_keeps_its_images(kind: str, target: str, layout: dict[str, int], options: dict[str, Any]) -> None:
+    ranks = layout.get("dp", 1) * layout.get("tp", 1)
+    run_distributed(train, ranks, kind, target, layout, options, timeout=100)

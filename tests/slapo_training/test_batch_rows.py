@@ -49,7 +49,7 @@ def test_images_follow_their_tokens() -> None:
 
 
 def test_an_image_is_not_cut_between_rows() -> None:
-    with pytest.raises(BuildError, match="where the 2 entries of 'image_grid_thw' are cut between rows cannot be told"):
+    with pytest.raises(BuildError, match="where the entries of 'image_grid_thw' are cut between rows cannot be told"):
         rows_of().split({"input_ids": ids_of([3, 5]), **images([(4, 4), (4, 4)])}, 2)
 
 
@@ -78,14 +78,27 @@ def test_activations_have_the_rows_in_dimension_0_whatever_their_other_sizes() -
     assert first["x"].shape == (2, 6, 4)
 
 
-def test_rows_that_were_in_dimension_0_by_chance_are_noticed_later() -> None:
+@pytest.mark.parametrize("patches", [torch.ones(6, 7), torch.ones(1, 7)])
+def test_rows_that_were_in_dimension_0_by_chance_are_noticed_later(patches: torch.Tensor) -> None:
     rows = rows_of()
     rows.split({**TEXT, "patches": torch.ones(2, 7)}, 2)
     with pytest.raises(BuildError, match="'patches' had its rows in dimension 0 before, and now has the shape"):
-        rows.split({**TEXT, "patches": torch.ones(6, 7)}, 2)
+        rows.split({**TEXT, "patches": patches}, 2)
 
 
-@pytest.mark.parametrize("value", [torch.ones(1, 1, 5, 5), torch.ones(1, 5), torch.tensor(3.0)])
+@pytest.mark.parametrize("value", [torch.ones(1, 5), torch.ones(1, 3, 8, 8), torch.ones(1, 3).long()])
+def test_one_image_is_not_taken_for_a_broadcast_argument(value: torch.Tensor) -> None:
+    with pytest.raises(BuildError, match="'images' has the shape .* in a batch of 2 rows"):
+        rows_of().split({**TEXT, "images": value}, 2)
+
+
+def test_a_mask_of_heads_is_not_taken_for_sections() -> None:
+    square = torch.ones(5, 5, dtype=torch.int64)
+    with pytest.raises(BuildError, match=r"'mask' has the shape \(10, 5, 5\) in a batch of 5 rows"):
+        rows_of().split({"input_ids": square, "mask": torch.ones(10, 5, 5)}, 5)
+
+
+@pytest.mark.parametrize("value", [torch.ones(1, 1, 5, 5), torch.arange(5)[None], torch.tensor(3.0)])
 def test_what_is_broadcast_goes_whole(value: torch.Tensor) -> None:
     assert all(torch.equal(part["mask"], value) for part in rows_of().split({**TEXT, "mask": value}, 2))
 

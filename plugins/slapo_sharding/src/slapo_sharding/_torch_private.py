@@ -76,14 +76,14 @@ def mesh_of(size: int) -> DeviceMesh:
 
 
 def is_transformed() -> bool:
-    """Whether code runs inside of a transform like ``vmap``, on every rank as all run the same."""
+    """Return whether code runs inside of a transform like ``vmap``; all ranks run the same code."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def surroundings(device: torch.device) -> tuple[Any, ...] | None:
-    """What a torch function does depends on this besides its arguments; None where it may depend on anything.
+    """Return the global state that a torch function's result may depend on; None where it may depend on anything.
 
-    That is where code looks at operators (``TorchDispatchMode``), and inside of transforms like ``vmap``.
+    It may under a ``TorchDispatchMode``, and inside of transforms like ``vmap``.
     """
     if torch._C._len_torch_dispatch_stack() or is_transformed():
         return None

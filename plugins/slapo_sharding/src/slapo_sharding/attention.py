@@ -47,7 +47,7 @@ def fused_blocks(owner: nn.Module | None, child: str, width: int) -> tuple[int, 
 
 
 def makes_heads(owner: nn.Module | None, child: str) -> bool:
-    """Whether ``child`` of ``owner`` is a projection whose output is attention heads."""
+    """Return whether ``child`` of ``owner`` is a projection whose output is attention heads."""
     return owner is not None and child in PROJECTIONS and _head_size(owner) is not None
 
 
@@ -59,7 +59,7 @@ class Heads(NamedTuple):
     size: int
 
     def local(self, num_shards: int) -> Heads:
-        """What each rank has: the keys its queries need, some in copies where these cannot be dealt out."""
+        """Return the heads of one rank: its queries, and the keys that these need, in copies where ranks share them."""
         own = self.queries // num_shards
         return Heads(own, own // gcd(own, self.queries // self.keys), self.size)
 

@@ -1,4 +1,4 @@
-"""What this distribution adds to Slapo."""
+"""Registration of the primitives and checks of tensor parallelism."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ from .syncing import GradientSum, Sync, sums_gradient, trainable
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
 _MODES = {"fwd_pre": _OPS, "fwd_post": _OPS, "bwd_post": ("all_reduce",), "grad": ("all_reduce",)}
 _LAYOUTS = {"RR": None, "RS": -1, "SR": -2}
-"""Which of the last two dimensions is sharded."""
+"""Scheme to the sharded one of the last two dimensions."""
 _NOTHING = "nothing"
 _ARGUMENTS = {"fwd_pre": (2, 3), "fwd_post": (3, 4), "bwd_post": (3, 3)}
-"""How many arguments a function takes: without and with the keyword inputs."""
+"""Mode to the numbers of arguments of a function, without and with the keyword inputs."""
 
 
 class SyncPrimitive(Primitive):

@@ -1,4 +1,4 @@
-"""What a sync does when its module runs: hooks that see positional and keyword inputs alike."""
+"""Hooks that run a sync around its module; they take positional and keyword inputs alike."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ class TorchEngine(Engine):
         parts = split(batch, schedule[1], several=variadic(self.program.module), rows=rows)
         is_compared = not self._labels.value or len(parts) > 1 or not self._is_alone  # to count waits for the device
         low, high = counted_labels(parts, self._ignored) if is_compared else ((0, 0), (0, 0))
-        shape = fingerprint([training, schedule, *(signature(rows.without_counts(part)) for part in parts[:1])])
+        shape = fingerprint([training, schedule, *(signature(rows.alike(part)) for part in parts[:1])])
         marks = self._first.marks(parts, training)
         self._facts = _Facts([shape, *low, min(marks)], [shape, *high, max(marks)])
         check_labels(batch, self.program.module, self._options.loss_fn, self._options.loss_over is None)

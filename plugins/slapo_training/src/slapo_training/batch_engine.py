@@ -190,12 +190,16 @@ class BatchEngine(Engine):
                 self._check_trained(parts[0])
             check_labels(batch, self.program.module, self._common.loss_fn, self._common.loss_over is None)
             self._losses_of().count(parts)
-            keys[:], counts = label_counts(parts, self._ignored, self._is_told)
-            shape, marks = fingerprint([training, signature(rows.without_counts(parts[0]))]), self._first.marks(parts, training)
+            alike = [rows.alike(part) for part in parts]
+            keys[:], counts = label_counts(alike, self._ignored, self._is_told)
+            shape, marks = (
+                fingerprint([training, signature(rows.alike(parts[0]))]),
+                self._first.marks(parts, training),
+            )
             return Cut(parts, counts, self._known(keys), shape, content(batch), marks)
 
         parts, weights, self._first.is_uneven = cut_together(self.program, self.device, cut)
-        has_loss_fn, given_parts = self._common.loss_fn is not None, [dict(part) for part in parts]
+        has_loss_fn, given_parts = self._common.loss_fn is not None, [self._common.batch_rows.alike(part) for part in parts]
         labels = [part.pop("labels", None) if has_loss_fn else None for part in parts]
         parts = [self._in_precision(part) for part in parts]
         if self._losses_of().are_whole:

@@ -66,11 +66,6 @@ def _named(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def rows_of(batch: Mapping[str, Any]) -> int | None:
-    """Return the size that most tensors of a batch have in dimension 0; None where there is none."""
-    return BatchRows().number(batch)
-
-
 def _length(value: Any) -> int | None:
     if isinstance(value, (list, tuple)):
         return len(value)

@@ -14,11 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from slapo_core.errors import BuildError, UnknownNameError
 
-from .batch_rows import BatchRows, Dim, check_dims
+from .batch_rows import BatchRows, check_dims
 from .check_switches import VARIABLE, disabled_checks
 from .loss_terms import Count, check_counts
 from .output_loss import LossChoice, OutputLoss, check_choice
 from .replica_loss import OVER_REPLICAS
+from .row_places import Dim
 from .whole_steps.blocks import check_blocks
 
 IGNORE_INDEX = -100

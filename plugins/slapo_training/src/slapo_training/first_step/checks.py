@@ -76,7 +76,7 @@ class FirstStep:
         """
         if not training or "rows" in self._off or not self._is_cut(len(parts)) or has_loss_of_its_own(self._options):
             return [0]
-        return self._marks.fingerprints(parts)
+        return self._marks.fingerprints([self._options.batch_rows.alike(part) for part in parts])
 
     def is_due(self, num_parts: int) -> bool:
         """Return whether the next step has to be checked; the same on all ranks."""
@@ -120,8 +120,12 @@ class FirstStep:
         if len(self._off) < len(CHECKS) and rows[0].number:
             self._modes.set(True)
             runs = StageRuns(self._program, self._options, device, around, accumulates, failed)
+            problem = next(filter(None, (self._options.batch_rows.problem(each.given()) for each in rows)), None)
             try:
-                self._look(rows, runs, labels_differ)
+                if runs.anywhere(problem is not None):
+                    get_logger().warning("first-step checks were left out: %s", problem or "another rank cannot cut its batch")
+                else:
+                    self._look(rows, runs, labels_differ)
             except RunFailedError as err:  # the step is going to say more
                 get_logger().debug("first-step checks were left out: %s", err)
                 return

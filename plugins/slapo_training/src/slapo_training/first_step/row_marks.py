@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from slapo_core.agreement import gather
 from slapo_core.program import Program
 
-from ..batches import rows_of
+from ..batch_rows import BatchRows
 
 Marks = dict[str, float]
 """Average count per row, by a name for each argument and kind of count."""
@@ -30,7 +30,7 @@ def marks_of(given: Any, ignored: int, without: Collection[str] = ()) -> Marks:
         ignored: Label value that the loss leaves out.
         without: Names that are left out.
     """
-    rows, names, numbers = rows_of(given) or 0, [], []
+    rows, names, numbers = BatchRows().number(given) or 0, [], []
     for index, leaf in enumerate(tree_leaves(given)):
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or not _is_plain(leaf):
             continue
