@@ -24,13 +24,13 @@ from .batch_losses import BatchLosses
 from .batches import Batch, LabelKey, check_labels, content, fingerprint, label_counts, signature, split
 from .common_batch import Cut, cut_together, weigh
 from .first_step import FirstStep, GradientScale
-from .first_step.left_alone import left_alone
 from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
 from .losses import note_failure
 from .means import EQUAL_PARTS, LossReduction, terms_of
 from .meeting import on_all
 from .options import CommonOptions
+from .state_rollback import state_rollback
 
 
 class MicroBatches(NamedTuple):
@@ -267,12 +267,12 @@ class BatchEngine(Engine):
     def _trial_reductions(self, batch: MicroBatches, training: bool) -> list[LossReduction]:
         """Return the reductions of losses, by a forward that leaves the model and random numbers as they are. Collective."""
         try:
-            with left_alone(self.module.modules()):
+            with state_rollback(self.module.modules()):
                 return [*self._evaluate(batch._replace(weights=None), training)[1]]
         except RuntimeError:
             if len(self.program.stages) > 1 or not training:
                 raise
-        with left_alone(self.module.modules()), torch.enable_grad():  # a forward that differentiates, as by a penalty
+        with state_rollback(self.module.modules()), torch.enable_grad():  # a forward that differentiates, as by a penalty
             return [*self._evaluate(batch._replace(weights=None), training)[1]]
 
     def _kinds_of(self, losses: list[LossReduction], weights: LabelWeights, number: int) -> list[int]:

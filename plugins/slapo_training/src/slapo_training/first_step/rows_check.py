@@ -17,10 +17,10 @@ from slapo_core.program import Program
 from ..losses import loss_of
 from ..means import Counted
 from ..options import CommonOptions
+from ..state_rollback import StateSnapshot
 from ..structures import fields_of
 from . import row_mixing
 from .findings import Cut, Pair, buffers_are_updated, loss_is_no_mean, rows_are_mixed, term_is_no_mean
-from .left_alone import KeptState
 from .row_parts import Rows, dissimilar_pair, expected_losses, joined, narrowed, other_replicas
 from .stage_runs import KnownRuns, Planned, Run, RunFailedError, StageRuns, has_loss_of_its_own, runs_alone
 
@@ -77,7 +77,7 @@ class Trial:
         program: Program,
         options: CommonOptions,
         runs: StageRuns,
-        state: KeptState,
+        state: StateSnapshot,
         plans: Sequence[Planned],
         synced: Sequence[nn.Module],
         labels_differ: bool,
@@ -333,7 +333,7 @@ class RowsCheck:
     def _planned(self, parts: Sequence[Rows]) -> list[Planned]:
         return [self._runs.planned(each) for each in (joined(parts), *parts)]
 
-    def _trial(self, plans: Sequence[Planned], state: KeptState) -> Trial:
+    def _trial(self, plans: Sequence[Planned], state: StateSnapshot) -> Trial:
         return Trial(self._program, self._options, self._runs, state, plans, self._synced, self._labels_differ)
 
     def _say(self, paths: Sequence[str], pair: Pair | None) -> None:
