@@ -13,13 +13,13 @@ from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
 from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
-from slapo_training.pieces import Chunk, piece_of
+from slapo_training.pieces import Chunk, boxes, piece_of
 from slapo_training.whole_steps.exchange import Holding
 from slapo_training.whole_steps.making import Layout
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 from slapo_training.whole_steps.probe import steps_in_turns
 from slapo_training.whole_steps.step_counters import OneStep
-from slapo_training.whole_steps.wholes import Whole, boxes
+from slapo_training.whole_steps.wholes import Whole
 
 from .groups import whole_shape
 from .shares import flattened, stepping

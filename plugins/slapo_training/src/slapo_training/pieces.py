@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
@@ -35,6 +36,49 @@ class Chunk(NamedTuple):
     def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
         """Its part of the whole tensor, a view."""
         return _box(whole, self.offset, self.sizes)
+
+
+class Span(NamedTuple):
+    """Range of a piece's whole tensor that is a range of another tensor.
+
+    Args:
+        dim: Dimension of both.
+        at: Start in the piece's whole tensor.
+        start: Start in the other tensor.
+        size: Size along the dimension.
+    """
+
+    dim: int
+    at: int
+    start: int
+    size: int
+
+    def of(self, chunk: Chunk) -> Chunk | None:
+        """Return the part of a box that is in the range, by its place in the other tensor; None where nothing is."""
+        low = max(chunk.offset[self.dim], self.at)
+        high = min(chunk.offset[self.dim] + chunk.sizes[self.dim], self.at + self.size)
+        if low >= high:
+            return None
+        local = chunk.local[self.dim] + low - chunk.offset[self.dim]
+        return Chunk(
+            replaced(chunk.local, self.dim, local),
+            replaced(chunk.offset, self.dim, self.start + low - self.at),
+            replaced(chunk.sizes, self.dim, high - low),
+        )
+
+
+def chunks_of(chunks: Iterable[Chunk], spans: Sequence[Span] | None) -> Iterator[Chunk]:
+    """Iterate over the parts of boxes that are in some ranges, as boxes of the other tensor; None leaves boxes as they are."""
+    for chunk in chunks:
+        if spans is None:
+            yield chunk
+        else:
+            yield from (part for span in spans if (part := span.of(chunk)) is not None)
+
+
+def replaced(numbers: Sequence[int], dim: int, number: int) -> tuple[int, ...]:
+    """Return a shape or an offset with another number along one dimension."""
+    return (*numbers[:dim], number, *numbers[dim + 1 :])
 
 
 class Piece(NamedTuple):
@@ -106,6 +150,21 @@ def whole(pieces: Iterable[Piece]) -> torch.Tensor:
     if left := int(missing.sum()):
         raise BuildError(f"the pieces leave out {left} of {full.numel()} elements; give those of all ranks")
     return full
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Iterate over consecutive elements of a tensor as boxes in the same order: the offset and the sizes of each."""
+    row = math.prod(shape[1:])
+    while start < stop:
+        first, inside = divmod(start, row)
+        if inside or stop - start < row:
+            end = min(stop, (first + 1) * row)
+            for offset, sizes in boxes(shape[1:], inside, end - first * row):
+                yield (first, *offset), (1, *sizes)
+        else:
+            end = stop - stop % row
+            yield (first, *(0 for _ in shape[1:])), ((end - start) // row, *shape[1:])
+        start = end
 
 
 def _clipped(ranges: Ranges, start: int, stop: int) -> Ranges:

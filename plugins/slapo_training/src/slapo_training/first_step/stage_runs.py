@@ -151,6 +151,11 @@ class StageRuns:
         output, written = _detached(one.output), written_buffers(self._program.module, state)
         return Run(one.loss, one.counted, output, state.position(), found, written)
 
+    def own_modules(self, planned: Planned) -> list[nn.Module]:
+        """Return the modules of this rank's stages."""
+        own = self._program.axis_rank("pp")
+        return [stage.module for stage in planned.program.stages if self._program.rank_of(stage.index) == own]
+
     def anywhere(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank."""
         found = torch.tensor([int(flag)], device=self.device)
