@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import zlib
@@ -70,8 +71,7 @@ class StateSnapshot:
         now = rng_state()
         states = [*now.devices.items(), *(item for each in now.tracked.values() for item in each.items())]
         numpy = sys.modules.get("numpy.random")
-        others = repr((random.getstate(), numpy.get_state(legacy=False) if numpy else None))
-        number = zlib.crc32(others.encode())
+        number = zlib.crc32(pickle.dumps((random.getstate(), numpy.get_state(legacy=False) if numpy else None)))
         for _, state in states:
             number = zlib.crc32(state.cpu().numpy().tobytes(), number)
         return number

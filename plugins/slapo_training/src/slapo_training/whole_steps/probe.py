@@ -78,13 +78,41 @@ def probe(optimizer: Optimizer) -> Finding:
     Args:
         optimizer: As it was made; it has not stepped.
     """
+    kind = _kind_of_torchs_own(optimizer)
+    if kind in _known:
+        return _known[kind]
     with apart():
         try:
-            return _probed(optimizer)
+            found = _probed(optimizer)
         except CollectiveFound:
-            return Finding(shape=True, flat=True, coupled=True, communicates=True)
+            found = Finding(shape=True, flat=True, coupled=True, communicates=True)
         except Exception as err:
-            return Finding(shape=True, flat=True, why_unknown=reason(err))
+            found = Finding(shape=True, flat=True, why_unknown=reason(err))
+    if kind is not None:
+        _known[kind] = found
+    return found
+
+
+_known: dict[object, Finding] = {}
+"""Findings by kind of optimizer: a process may build many engines."""
+
+
+def _kind_of_torchs_own(optimizer: Optimizer) -> object:
+    """Return all that the finding of an optimizer of torch's own classes depends on; None for another class or a used one."""
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) is not kind or optimizer.state:
+        return None
+    chosen = {id(each): (each.dim(), each.dtype, each.device) for each in _representatives(optimizer, merges=False)}
+    if not chosen:
+        return None
+    groups = [
+        (
+            [(name, repr(value)) for name, value in sorted(group.items()) if name not in ("params", "param_names")],
+            [chosen[id(each)] for each in group["params"] if id(each) in chosen],
+        )
+        for group in optimizer.param_groups
+    ]
+    return kind, kind.step, repr((groups, sizes_of(optimizer)))
 
 
 def steps_in_turns(optimizer: Optimizer) -> bool:
