@@ -17,6 +17,8 @@ from slapo_training import stale_engines
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
+from slapo_training.engine_warnings import without_warnings
+from slapo_training.gradient_comparison import GradientComparison
 from slapo_training.gradient_hooks import StepHooks
 from slapo_training.losses import CountedLoss
 from slapo_training.means import LossReduction
@@ -25,11 +27,9 @@ from slapo_training.modes import Modes
 from slapo_training.optimizer_making import made_on_all
 from slapo_training.other_stages import release_others
 from slapo_training.pieces import Piece, piece_of
-from slapo_training.quiet import without_warnings
 from slapo_training.same_start import check_same_start
 from slapo_training.saving import Saver, Saving
-from slapo_training.unused import Unused
-from slapo_training.whole_gradients import WholeGradients
+from slapo_training.unused_parameters import UnusedParameters
 
 from . import checkpoint
 from .cpu_mode import mode_of
@@ -127,7 +127,7 @@ class MegatronEngine(BatchEngine):
         self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)
         self._sender = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
         named = _named(chunks)
-        self._gradients, self._unused = WholeGradients(program, named), Unused(program, named, options.target)
+        self._gradients, self._unused = GradientComparison(program, named), UnusedParameters(program, named, options.target)
         self._remember_trained(named)
         self._hooks.bind(chunks, ReducedGradients(program, options, self.model))
         self._plan: tuple[Program, Borders] | None = None

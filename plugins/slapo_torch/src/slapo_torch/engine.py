@@ -37,7 +37,7 @@ from .device import device_of
 from .failures import Peers
 from .first_step import TorchFirstStep
 from .holdings import Holdings
-from .means import LabelCount, Share, labels_of, numbers_of
+from .loss_shares import LabelCount, Share, labels_of, numbers_of
 from .merged import merged
 from .options import Options
 from .replicas import Replicas, check_dense

@@ -22,7 +22,7 @@ from slapo_training.losses import note_failure
 
 from ._torch_pipelining import scheduled, splits
 from .first_gradients import Extent, FirstGradients, extents
-from .means import Share
+from .loss_shares import Share
 from .options import Options
 from .replicas import Replicas
 from .schedules import kind_of

@@ -15,7 +15,7 @@ from slapo_training.means import LossReduction
 from slapo_training.replica_loss import ReplicaFailedError
 
 from .first_gradients import FirstGradients
-from .means import Share
+from .loss_shares import Share
 from .replicas import Replicas
 from .stage_call import StageCall
 

@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
-from slapo_training.handing import Handed
 from slapo_training.optimizers import rate_kind
 from slapo_training.plain import check_plain
+from slapo_training.state_loading import StateLoading
 
-from .means import LabelCount
+from .loss_shares import LabelCount
 
 _RATE = "learning-rate schedule"
 
@@ -166,8 +166,8 @@ class Progress:
                     f"{len(part.optimizer.param_groups)}; load it on the same layout"
                 )
 
-    def put(self, saved: Mapping[str, Any], handed: Handed) -> None:
+    def put(self, saved: Mapping[str, Any], loading: StateLoading) -> None:
         """Go on from what was saved."""
         for what, (part, state, put) in self._parts.items():
             if what in saved and saved[what]["class"] == (kind := rate_kind(part)):
-                handed.to(kind, put, saved[what]["state"], lambda state=state: copy.deepcopy(state()))  # type: ignore[misc]
+                loading.load(kind, put, saved[what]["state"], lambda state=state: copy.deepcopy(state()))  # type: ignore[misc]
