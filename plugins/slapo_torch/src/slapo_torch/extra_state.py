@@ -1,4 +1,4 @@
-"""What modules keep beside tensors: ``get_extra_state`` and ``set_extra_state``."""
+"""State that modules keep beside tensors: ``get_extra_state`` and ``set_extra_state``."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .optimizer_state import class_of, groups, key_of
 
 
 class Taken(NamedTuple):
-    """What of a checkpoint this rank's optimizer takes, but for the tensors that lie where parameters do.
+    """Part of a checkpoint that this rank's optimizer takes, but for the tensors that lie where parameters do.
 
     Args:
         options: Of each group.

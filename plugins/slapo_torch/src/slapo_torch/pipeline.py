@@ -61,7 +61,7 @@ class RunningStage(PipelineStage):
         self._replicas = replicas
         self._receiving: dict[tuple[str, int], float] = {}
         self.splits = False
-        """Whether the schedule has backwards in two parts."""
+        """True if the schedule has backwards in two parts."""
         self._whole: set[int] = set()
         self._hooked: set[int] = set()
         self._first: FirstGradients | None = None
@@ -129,21 +129,21 @@ class RunningStage(PipelineStage):
             self._attempt("W", bwd_chunk_id, attempt)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What receives the activations of a micro-batch."""
+        """Return the operations that receive the activations of a micro-batch."""
         _renew(self.args_recv_info[fwd_chunk_id])
         return self._begun("RECV_F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What receives the gradients of a micro-batch."""
+        """Return the operations that receive the gradients of a micro-batch."""
         _renew(self.grad_recv_info.get(bwd_chunk_id, ()))
         return self._begun("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What sends the activations of a micro-batch."""
+        """Return the operations that send the activations of a micro-batch."""
         return self._begun("SEND_F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What sends the gradients of a micro-batch."""
+        """Return the operations that send the gradients of a micro-batch."""
         return self._begun("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _begun(self, kind: str, microbatch: int, messages: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -178,7 +178,7 @@ class RunningStage(PipelineStage):
         self.dw_runner.clear()
 
     def _splits(self, microbatch: int, loss: Any) -> bool:
-        """Whether the backward of a micro-batch can be run in two parts; the first stage's is all in the second."""
+        """Return whether the backward of a micro-batch can be run in two parts; the first stage's is all in the second."""
         if self.is_first:
             return True
         if microbatch in self._hooked:

@@ -1,4 +1,4 @@
-"""Before a step: every rank cuts its batch, and all go on only if these are batches of one kind."""
+"""Batches of all ranks before a step: each rank cuts its own, and all go on only if these are of one kind."""
 
 from __future__ import annotations
 

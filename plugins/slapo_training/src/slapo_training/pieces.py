@@ -1,4 +1,4 @@
-"""What a rank holds of the model's tensors, and where in the whole ones it lies: the same for every engine."""
+"""Pieces of the model's tensors that a rank holds, and their places in the whole ones: the same for every engine."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def replaced(numbers: Sequence[int], dim: int, number: int) -> tuple[int, ...]:
 
 
 class Piece(NamedTuple):
-    """What one rank holds of one tensor.
+    """Part of one tensor that one rank holds.
 
     Args:
         tensor: This rank's local part, detached; it may be empty. Where an engine keeps a master value, that one, in fp32.
@@ -168,7 +168,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
 
 
 def _clipped(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """Those parts of the ranges, laid out one behind the other, that lie between two places."""
+    """Return the parts of ranges, laid out one behind the other, that lie between two places."""
     found, at = [], 0
     for low, high in ranges:
         first, last = max(start - at, 0), min(stop - at, high - low)

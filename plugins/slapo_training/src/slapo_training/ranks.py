@@ -23,7 +23,7 @@ def _itself(error: Exception) -> Exception:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those of a program.
+    """Ranks of a program.
 
     Args:
         place: This one's, counted row-major over the mesh.
@@ -85,7 +85,7 @@ class Ranks:
         return [each for _, each in found]
 
     def first(self, action: Callable[[], Any]) -> Any:
-        """What the first rank alone does, and gives to all. Collective; it raises as ``on_all`` does."""
+        """Return the result of an action of the first rank alone. Collective; it raises as ``on_all`` does."""
         return self.on_all(action if self.place == 0 else lambda: None)[0]
 
 
