@@ -22,11 +22,11 @@ from slapo_training.gradient_comparison import GradientComparison
 from slapo_training.gradient_hooks import StepHooks
 from slapo_training.losses import CountedLoss
 from slapo_training.means import LossReduction
-from slapo_training.meeting import on_all
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import made_on_all
 from slapo_training.other_stages import release_others
 from slapo_training.pieces import Piece, piece_of
+from slapo_training.ranks import on_all
 from slapo_training.same_start import check_same_start
 from slapo_training.saving import Saver, Saving
 from slapo_training.unused_parameters import UnusedParameters

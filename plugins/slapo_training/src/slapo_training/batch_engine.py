@@ -28,8 +28,8 @@ from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
 from .losses import note_failure
 from .means import EQUAL_PARTS, LossReduction, terms_of
-from .meeting import on_all
 from .options import CommonOptions
+from .ranks import on_all
 from .state_rollback import state_rollback
 
 

@@ -1,10 +1,10 @@
-"""The ranks that write or read a checkpoint together, also while others of their threads train."""
+"""Actions of all ranks together: in a step, or of those that write or read a checkpoint while other threads train."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -15,6 +15,28 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 from ._torch_private import groups_known, job_timeout
+
+T = TypeVar("T")
+
+
+def on_all(action: Callable[[], T], program: Program) -> T:
+    """Run what one rank can do alone, and go on only if no rank failed. Collective.
+
+    Returns:
+        The result of the action.
+
+    Raises:
+        Exception: what the action raised here.
+        BuildError: it raised on another rank.
+    """
+    result: Any = None
+    error = None
+    try:
+        result = action()
+    except Exception as err:
+        error = err
+    agree(error, program.mesh)
+    return result  # type: ignore[no-any-return]
 
 
 def _itself(error: Exception) -> Exception:
