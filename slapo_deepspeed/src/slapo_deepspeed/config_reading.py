@@ -128,7 +128,7 @@ class _Keys:
 
 
 def _refusals(error: Any, given: Mapping[str, Any]) -> Iterator[str]:
-    """What pydantic found, each with its place in the configuration."""
+    """Return what pydantic found, each with its place in the configuration."""
     for found in error.errors():
         place = [str(key) for key in found["loc"]]
         section = [key for key, value in given.items() if isinstance(value, Mapping) and _holds(value, place)]

@@ -134,7 +134,7 @@ class MegatronEngine(BatchEngine):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return torch.device("cpu" if self._device_type == "cpu" else torch.cuda.current_device())
 
     def _transformer_config(self, program: Program, chunks: int) -> Any:
@@ -218,7 +218,7 @@ class MegatronEngine(BatchEngine):
         return extra
 
     def pieces(self) -> dict[str, Piece]:
-        """What this rank has of the parameters, in fp32 where they are trained, and of persistent buffers. Collective.
+        """Return this rank's pieces of the parameters, in fp32 where they are trained, and of persistent buffers. Collective.
 
         Each stands under its first original name.
         """
