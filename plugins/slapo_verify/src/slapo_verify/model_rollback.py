@@ -1,4 +1,4 @@
-"""Run a model and leave it, and the process, as they were."""
+"""Rollback of what a run of a model changes in it and in the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slapo_core.random import rng_state, set_rng_state
 
 
 @contextmanager
-def left_alone(model: nn.Module, training: bool) -> Iterator[Callable[[], None]]:
+def model_rollback(model: nn.Module, training: bool) -> Iterator[Callable[[], None]]:
     """Run a model in a mode inside, without gradients at first; yield a function that raises if it wrote into a parameter.
 
     Its mode, gradients, buffers, what it keeps of a graph, weights that lookups renormalise, and random states are put back.

@@ -22,7 +22,7 @@ class _Offer:
         self.results = list[Any]()
 
 
-def once(run: Callable[[], T], is_for_all: Callable[[T], bool], ranks: Ranks) -> T:
+def computed_once(run: Callable[[], T], is_for_all: Callable[[T], bool], ranks: Ranks) -> T:
     """Return the result of ``run``; that of the first rank where ranks are threads. Collective.
 
     Args:
