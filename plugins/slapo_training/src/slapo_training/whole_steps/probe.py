@@ -87,7 +87,7 @@ def probe(optimizer: Optimizer) -> Finding:
         except CollectiveFound:
             found = Finding(shape=True, flat=True, coupled=True, communicates=True)
         except Exception as err:
-            found = Finding(shape=True, flat=True, why_unknown=reason(err))
+            found = Finding(shape=True, flat=True, coupled=has_positions(optimizer), why_unknown=reason(err))
     if kind is not None:
         _known[kind] = found
     return found
@@ -115,7 +115,7 @@ def _kind_of_torchs_own(optimizer: Optimizer) -> object:
     return kind, kind.step, repr((groups, sizes_of(optimizer)))
 
 
-def steps_in_turns(optimizer: Optimizer) -> bool:
+def is_same_in_turns(optimizer: Optimizer) -> bool:
     """Return whether calls of ``step`` of some parameters each, put together as ``OneStep`` does, are a step of all.
 
     Args:
@@ -124,9 +124,13 @@ def steps_in_turns(optimizer: Optimizer) -> bool:
     with apart():
         try:
             trial = Trial(optimizer, _SMALL)
-            return trial.is_same_in_turns(trial.run_first())
+            whole = trial.run_first()
         except Exception:  # it was probed before, or shows itself in the first step
             return True
+        try:
+            return trial.is_same_in_turns(whole)
+        except Exception:
+            return False
 
 
 def _probed(optimizer: Optimizer) -> Finding:
