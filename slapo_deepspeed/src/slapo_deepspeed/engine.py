@@ -103,8 +103,9 @@ class DeepSpeedEngine(BatchEngine):
         own = trainable if optimizer is None and options.trains else None
         if options.zero_stage == 3:
             number_alike(program)
+        in_turns = optimizer is None or not options.zero_stage or flat_parts.steps_in_turns(optimizer)
         self._initialize(pipelined or self.module, optimizer, own, rate, mpu)  # others may wait within for a rank that fails
-        flat_parts.bind(self.model, program)
+        flat_parts.bind(self.model, program, in_turns)
         self._turns = flat_parts.Turns(self.model)
         if self._stage is not None:
             self.model._allocate_or_extend_buffers = self._buffer

@@ -63,7 +63,7 @@ def probe(optimizer: Optimizer) -> Finding:
         except CollectiveFound:
             found = Finding(shape=True, flat=True, coupled=True, communicates=True)
         except Exception as err:
-            found = Finding(shape=True, flat=True, why_unknown=reason(err))
+            found = Finding(shape=True, flat=True, coupled=has_positions(optimizer), why_unknown=reason(err))
     if kind is not None:
         _known[kind] = found
     return found
@@ -91,7 +91,7 @@ def _kind_of_torchs_own(optimizer: Optimizer) -> object:
     return kind, kind.step, repr((groups, sizes_of(optimizer)))
 
 
-def steps_in_turns(optimizer: Optimizer) -> bool:
+def is_same_in_turns(optimizer: Optimizer) -> bool:
     """Return whether calls of ``step`` of some parameters each, put together as ``OneStep`` does, are a step of all.
 
     Args:
@@ -100,9 +100,13 @@ def steps_in_turns(optimizer: Optimizer) -> bool:
     with isolation():
         try:
             runs = ProbeRuns(optimizer, SMALL)
-            return runs.is_same_in_turns(runs.run_first())
+            whole = runs.run_first()
         except Exception:  # it was probed before, or shows itself in the first step
             return True
+        try:
+            return runs.is_same_in_turns(whole)
+        except Exception:
+            return False
 
 
 def _probed(optimizer: Optimizer) -> Finding:
