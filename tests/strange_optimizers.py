@@ -325,6 +325,7 @@ def coupled_groups(parameters: Parameters) -> torch.optim.Optimizer:
 
 Factory = Callable[[Parameters], torch.optim.Optimizer]
 
+
 class ByPlace(torch.optim.Optimizer):
     """Has its momenta in a list from the start, by the place of a parameter among all."""
 
