@@ -31,6 +31,7 @@ not_compiled: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-
 
 _Handler = Callable[..., Any]
 _GROUPED = torch.ops.aten._grouped_mm.default
+_VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -44,6 +45,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
     drawn = 0
+    value_reads = 0
+    """Operators that read values of real tensors: their result, or its shape, depends on these."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count(func)
@@ -76,6 +79,7 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         """Run an operator on fake tensors."""
         self.count(func)
         if self.keeps_values and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
+            self.value_reads += not _VALUE_TAGS.isdisjoint(getattr(func, "tags", ()))
             return func(*args, **(kwargs or {}))
         if func is _UNSAFE_VIEW:
             func = torch.ops.aten.view.default  # makes the same fake, and is remembered
@@ -129,6 +133,11 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
 
 def _is_valueless(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta)
+
+
+def has_values(value: Any) -> bool:
+    """Return whether a value is a tensor with numbers in it."""
+    return isinstance(value, torch.Tensor) and not _is_valueless(value)
 
 
 @contextmanager
