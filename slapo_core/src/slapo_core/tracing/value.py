@@ -290,7 +290,7 @@ class _Session(TorchFunctionMode):
                 raise TraceError(what, failing_module=self.paths.get(id(found[0])))
 
     def _only_written(self, changed: list[Change]) -> set[tuple[int, str]]:
-        """Attributes, by id of the module and name, that hold a tensor now through which no gradient flows: left as they were."""
+        """Attributes, by id of the module and name, that now hold a tensor without gradient; a graph leaves them alone."""
         values = {(id(module), name): vars(module).get(name) for module, name, _ in changed}
         written = {key for key, value in values.items() if isinstance(value, torch.Tensor) and not value.requires_grad}
         for module, name, _ in changed:
