@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from slapo_core.tracing import TracedModule
+from slapo_core.tracing.codegen import compile_graph
 from slapo_core.tracing.graph_ops import expect
 from slapo_core.tracing.regions import is_region_node
 
@@ -27,7 +30,7 @@ class ValueConditions:
     """
 
     def __init__(self, traced: TracedModule, root: nn.Module) -> None:
-        self._module: fx.GraphModule | None = None
+        self._run: Callable[..., None] | None = None
         self._names: list[str] = []
         nodes = _needed(traced.graph, root)
         if nodes:
@@ -48,15 +51,15 @@ class ValueConditions:
                 env[node].replace_all_uses_with(clone, lambda user, clone=clone: user is not clone)
         graph.output(None)
         constants = {str(node.target): getattr(traced, str(node.target)) for node in nodes if node.op == "get_attr"}
-        self._module = fx.GraphModule(constants, graph)
+        self._run = partial(compile_graph(graph, "value conditions")[0], SimpleNamespace(**constants))
 
     def hold(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the answers are the same for a batch of the same shapes."""
-        if self._module is None:
+        if self._run is None:
             return True
         try:
             with torch.no_grad():
-                self._module(*(inputs[name] for name in self._names))
+                self._run(*(inputs[name] for name in self._names))
         except Exception:  # another answer, or code that runs for the traced answers alone
             return False
         return True

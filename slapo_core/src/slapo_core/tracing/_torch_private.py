@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._C import DisableTorchFunction, _EnableTorchFunction
+from torch._functorch import apis
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
@@ -241,6 +242,23 @@ def _askers() -> list[tuple[dict[str, Any], str]]:
             known = _tables[module_name] = (module, table, len(table), [name for name in MODES if name in table])
         found += [(known[1], name) for name in known[3] if known[1].get(name) is MODES[name]]
     return found
+
+
+def modes_inside(mode: TorchFunctionMode) -> tuple[TorchFunctionMode, ...]:
+    """The modes of torch functions that were entered after ``mode``, outermost first."""
+    stack = _get_current_function_mode_stack()
+    return tuple(stack[stack.index(mode) + 1 :]) if mode in stack else ()
+
+
+@contextmanager
+def intercept_vmap(handler: _Handler) -> Iterator[None]:
+    """Send calls of functions that ``torch.vmap`` has made to ``handler(call, function, ...)``."""
+    plain = apis.vmap_impl
+    apis.vmap_impl = partial(handler, plain)
+    try:
+        yield
+    finally:
+        apis.vmap_impl = plain
 
 
 @contextmanager

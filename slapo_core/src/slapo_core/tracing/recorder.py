@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import TraceError
 from . import _torch_private as private
 from . import regions
 from .attributes import first_weight
 from .calls import ASKS_VALUES, SHAPES, Effects, is_dynamic, is_metadata, is_open, model_source, name_of, node_form
+from .captured import CapturedFunction, call_captured
 from .escapes import KnownValues, chance_decided
 from .graph_ops import Slot, Template, expect, rebuild, set_state, setitem
 from .sandbox import Sandbox
@@ -287,6 +289,19 @@ class Recorder:
         self._note_value_reads(node, value_reads)
         return self._bind(node, out, self._mark(node, effects))
 
+    def call_captured(self, function: CapturedFunction, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a function of the forward's own and record the call."""
+        if function.foreign is not None:
+            what = f"the forward hands torch.vmap a function that holds a {type(function.foreign).__name__}"
+            raise self._refusal(what, "; give it tensors alone")
+        given = (function.tensors, args, kwargs)
+        nodes = self.argument(given)
+        effects, value_reads = Effects(given, {}, self.sandbox.watch), self.sandbox.mode.value_reads
+        out = run()
+        node = self._create("call_function", call_captured, (function.without_tensors(), *nodes), {}, out)
+        self._note_value_reads(node, value_reads)
+        return self._bind(node, out, self._mark(node, effects))
+
     def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function and record it when it makes or changes a tensor."""
         name = name_of(func)
@@ -361,7 +376,7 @@ class Recorder:
             return decided
         values = [self.known.of(arg) if isinstance(arg, fx.Node) else arg for arg in node_args]
         if any(value is None for value in values):
-            if self.sandbox.answers and hasattr(torch.Tensor, name) and all(map(private.has_values, tensors((args, kwargs)))):
+            if self.sandbox.answers and hasattr(torch.Tensor, name) and self._is_of_inputs(node_args):
                 answer = func(*args, **kwargs)
                 if isinstance(answer, (bool, int, float, list)):
                     self.expect(answer, name, *args, **kwargs)
@@ -369,6 +384,19 @@ class Recorder:
             what = f"the forward asks for the values of a tensor ({name.strip('_')}), so what it does depends on the data"
             raise self._refusal(what, ", or avoid the question")
         return func(*values, **kwargs)
+
+    def _is_of_inputs(self, arguments: Any) -> bool:
+        """Return whether values are computed from the forward's inputs alone: no parameter, module or random number."""
+        work = [node for node in tree_leaves(arguments) if isinstance(node, fx.Node)]
+        seen = set(work)
+        while work:
+            node = work.pop()
+            is_own = node.op == "get_attr" and node.target not in self.constants
+            if is_own or node.op == "call_module" or node.meta.get("draws"):
+                return False
+            work += (new := [other for other in node.all_input_nodes if other not in seen])
+            seen.update(new)
+        return True
 
     # ---- results to values
 
@@ -395,7 +423,7 @@ class Recorder:
         self.nodes[id(value)] = node
         self.alive.append(value)
         node.meta["memory"] = private.memory(value)
-        if self.sandbox.answers:
+        if self.sandbox.answers and self.sandbox.fake:
             parent = node.args[0] if node.target is operator.getitem else None
             if isinstance(parent, fx.Node) and "val" not in parent.meta and parent.meta.get("dynamic"):
                 node.meta["dynamic"] = True

@@ -28,7 +28,7 @@ class Sandbox:
         inputs: What its forward gets, to know the device the stand-ins claim to be on.
         fake: Fake tensors; otherwise real parameters and cloned buffers.
         keeps_values: With ``fake``: the inputs are real, and what is computed from them alone.
-        answers: With ``keeps_values``: questions for these values are answered, in the whole forward.
+        answers: Questions for the values of what is computed from the inputs alone are answered, in the whole forward.
     """
 
     open_now: ClassVar[int] = 0

@@ -20,6 +20,7 @@ from . import _torch_private as private
 from .around import carry_around, engines_aside, innermost_forward
 from .attributes import OF_TORCH, Attributes, facts_of
 from .calls import is_open, model_source
+from .captured import CapturedFunction
 from .codegen import run_graph
 from .graph_ops import expect
 from .guard import Call, Guard, plain_signature
@@ -218,6 +219,15 @@ class _Session(TorchFunctionMode):
         with private.unrecorded(), self._unrecorded():
             return recorder.call_function(call, args, kwargs)
 
+    def vmap(self, call: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function under ``torch.vmap`` is recorded as one call, with the tensors that it captures."""
+        recorder = self.stack[-1]
+        if recorder is None:
+            return call(function, *args, **kwargs)
+        captured = CapturedFunction(function, call, private.modes_inside(self))
+        with self._unrecorded():
+            return recorder.call_captured(captured, lambda: call(function, *args, **kwargs), args, kwargs)
+
     def ask_mode(self, name: str, answer: Callable[[], bool]) -> bool:
         """Code asks torch for a mode; inside a ``torch.no_grad`` of the forward the answer is always the same."""
         recorder = self.stack[-1]
@@ -244,7 +254,8 @@ class _Session(TorchFunctionMode):
         """Run the root's forward."""
         memo = {id(module): module for module in self.root.modules()}
         args, kwargs = replace_tensors((args, kwargs), self.sandbox.enter_input, memo)
-        with private.intercept(self.module_call, self.apply, self.read, self.ask_mode), self:
+        handlers = self.module_call, self.apply, self.read, self.ask_mode
+        with private.intercept(*handlers), private.intercept_vmap(self.vmap), self:
             try:
                 self.root(*args, **kwargs)
             except _Done:
@@ -380,23 +391,23 @@ def _attempt(root: nn.Module, args: Any, kwargs: Any, request: Request, *, grad:
             return _run(root, args, kwargs, request, fake=True, grad=grad, keeps_values=True)
     try:
         return _run(root, args, kwargs, request, fake=True, grad=grad)
-    except TraceError as failed:
-        if request.by_values:
-            try:
-                return _run(root, args, kwargs, request, fake=True, grad=grad, keeps_values=True)
-            except TraceError:
-                if failed.__cause__ is None:
-                    raise
-        weights = [*root.parameters(), *root.buffers()]
-        if failed.__cause__ is None or any(tensor.is_meta or private.is_apart(tensor) for tensor in weights):
-            raise
-        return _run(root, args, kwargs, request, fake=False, grad=grad)
+    except TraceError as err:
+        failed = err
+    if request.by_values:
+        try:
+            return _run(root, args, kwargs, request, fake=True, grad=grad, keeps_values=True)
+        except TraceError as err:
+            failed = err
+    weights = [*root.parameters(), *root.buffers()]
+    if failed.__cause__ is None or any(tensor.is_meta or private.is_apart(tensor) for tensor in weights):
+        raise failed
+    return _run(root, args, kwargs, request, fake=False, grad=grad)
 
 
 def _run(
     root: nn.Module, args: Any, kwargs: Any, request: Request, *, fake: bool, grad: bool, keeps_values: bool = False
 ) -> _Session:
-    answers = keeps_values and request.by_values
+    answers = request.by_values and (keeps_values or not fake)
     sandbox = Sandbox(root, (args, kwargs), fake=fake, keeps_values=keeps_values, answers=answers)
     with sandbox.open(grad):
         session = _Session(root, request, sandbox)
