@@ -185,23 +185,23 @@ def check_concrete(module: nn.Module, concrete_args: Mapping[str, Any]) -> None:
         raise TraceError(f"{what}; it takes {', '.join(known) or 'none'}")
 
 
-def listed(leaves: Leaves) -> list[str | type]:
+def listed(leaves: Leaves, primitive: str = "trace") -> list[str | type]:
     """The leaves one by one."""
     found = [leaves] if isinstance(leaves, (str, type)) else [] if leaves is None else list(leaves)
     if wrong := [leaf for leaf in found if not isinstance(leaf, (str, type))]:
-        raise ScheduleError(f"leaf_modules: {wrong[0]!r:.60} is neither a class nor a name", primitive="trace")
+        raise ScheduleError(f"leaf_modules: {wrong[0]!r:.60} is neither a class nor a name", primitive=primitive)
     return found
 
 
-def named_leaves(module: nn.Module, leaves: Leaves, path: str = "") -> set[int]:
+def named_leaves(module: nn.Module, leaves: Leaves, path: str = "", primitive: str = "trace") -> set[int]:
     """Ids of the modules inside ``module``, which is at ``path``, that the leaves name."""
     found: set[int] = set()
     inside = [(path, child) for path, child in module.named_modules() if path]
-    for leaf in listed(leaves):
+    for leaf in listed(leaves, primitive):
         named = {id(child) for path, child in inside if _names(leaf, path, child)}
         if not named:
             raise ScheduleError(
-                f"leaf_modules: {leaf!r} is no class and no path of a module below", path=path, primitive="trace"
+                f"leaf_modules: {leaf!r} is no class and no path of a module below", path=path, primitive=primitive
             )
         found |= named
     return found
