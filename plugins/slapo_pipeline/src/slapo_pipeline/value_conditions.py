@@ -37,18 +37,15 @@ class ValueConditions:
             self._build(traced, nodes)
 
     def _build(self, traced: TracedModule, nodes: list[fx.Node]) -> None:
-        graph, env = fx.Graph(), {}
-        memory = Memory(nodes)
+        graph, memory = fx.Graph(), Memory(nodes)
+        env: dict[fx.Node, fx.Node] = {}
         for node in nodes:
             copied = env[node] = graph.node_copy(node, env.__getitem__)
             if node.op == "placeholder":
                 self._names.append(str(node.target))
                 copied.args = ()
-        for node in reversed([node for node in nodes if node.op in ("placeholder", "get_attr")]):
-            if memory.changes_of(node):  # the batch is the caller's
-                with graph.inserting_before(_first_call(graph)):
-                    clone = graph.call_method("clone", (env[node],))
-                env[node].replace_all_uses_with(clone, lambda user, clone=clone: user is not clone)
+            if node.op in ("placeholder", "get_attr") and memory.changes_of(node):
+                env[node] = graph.call_method("clone", (copied,))  # the batch is the caller's
         graph.output(None)
         constants = {str(node.target): getattr(traced, str(node.target)) for node in nodes if node.op == "get_attr"}
         self._run = partial(compile_graph(graph, "value conditions")[0], SimpleNamespace(**constants))
@@ -99,7 +96,3 @@ def _with_sources(check: fx.Node, memory: Memory, order: list[fx.Node]) -> set[f
             work += node.all_input_nodes
             work += [other for other in memory.changes_of(node) if place[other] < place[check]]
     return found
-
-
-def _first_call(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))

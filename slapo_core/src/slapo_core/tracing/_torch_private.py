@@ -82,6 +82,8 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         if self.keeps_values and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
             self.value_reads += not _VALUE_TAGS.isdisjoint(getattr(func, "tags", ()))
             return func(*args, **(kwargs or {}))
+        if self.keeps_values and _changes_values(func, args, kwargs or {}):
+            raise RuntimeError(f"{func} puts values that are not known while tracing into a tensor whose values are")
         if func is _UNSAFE_VIEW:
             func = torch.ops.aten.view.default  # makes the same fake, and is remembered
         if func is _GROUPED and args[0].dtype is not torch.bfloat16 and args[0].dim() < args[1].dim():
@@ -134,6 +136,16 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
 
 def _is_valueless(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta)
+
+
+def _changes_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operator changes a tensor with numbers in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return False
+    given = zip(schema.arguments, [*args, *(kwargs.get(each.name) for each in schema.arguments[len(args) :])], strict=True)
+    written = [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
+    return any(map(has_values, _pytree.tree_leaves(written)))
 
 
 def has_values(value: Any) -> bool:

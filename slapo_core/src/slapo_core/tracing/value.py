@@ -52,8 +52,8 @@ def _failing_in(path: str) -> Iterator[None]:
 
 @cache
 def _warn_of_written(path: str, cls: type, name: str) -> None:
-    what = "the forward of %r, a %s, keeps a tensor as its attribute %r, which a graph does not repeat"
-    get_logger().warning(f"{what}; nothing that is traced reads it", path, cls.__name__, name)
+    what = "the forward of %s, a %s, keeps a tensor as its attribute %r, which a graph does not repeat"
+    get_logger().warning(f"{what}; nothing that is traced reads it", repr(path or "the whole model"), cls.__name__, name)
 
 
 class _Done(BaseException):
