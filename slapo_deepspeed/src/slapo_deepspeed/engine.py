@@ -27,6 +27,7 @@ from slapo_training.gradient_comparison import GradientComparison
 from slapo_training.gradient_hooks import StepHooks
 from slapo_training.losses import CountedLoss, check_has_gradient
 from slapo_training.means import LossReduction
+from slapo_training.microbatch_plans import microbatch_plans
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import made_on_all
 from slapo_training.options import is_rate
@@ -311,12 +312,11 @@ class DeepSpeedEngine(BatchEngine):
 
     def _begin(self, stage: RunningStage, batch: MicroBatches, training: bool) -> None:
         """Make the stage ready for micro-batches like these; DeepSpeed is told where what crosses has another shape."""
-        assert self.program.replan is not None
-        plan = self.program.replan(training, batch.parts[0])  # the same one, unless the model has changed
-        stage.begin(plan, *batch)
-        if plan is not self._plan:
+        plans = microbatch_plans(self.program, training, batch.parts, "DeepSpeed")
+        stage.begin(plans, *batch)
+        if plans[0] is not self._plan:
             self.model.reset_activation_shape()
-            self._plan = plan
+            self._plan = plans[0]
 
     def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
         self._counted.clear()

@@ -22,6 +22,7 @@ from slapo_training.gradient_comparison import GradientComparison
 from slapo_training.gradient_hooks import StepHooks
 from slapo_training.losses import CountedLoss
 from slapo_training.means import LossReduction
+from slapo_training.microbatch_plans import microbatch_plans
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import made_on_all
 from slapo_training.other_stages import release_others
@@ -313,15 +314,15 @@ class MegatronEngine(BatchEngine):
 
     def _begin(self, batch: MicroBatches, training: bool) -> None:
         """Make the stages ready for micro-batches like these."""
-        program = self.program
-        if len(program.stages) > 1:
-            assert program.replan is not None
-            program = program.replan(training, batch.parts[0])  # the same one, unless the model has changed
+        programs = [self.program] * len(batch.parts)
+        if len(self.program.stages) > 1:
+            programs = microbatch_plans(self.program, training, batch.parts, "Megatron")
+        program = programs[0]
         if self._plan is None or self._plan[0] is not program:
             self._plan = program, borders(program, self.options.dtype, self.device)
             self.config.pipeline_dtype, self.config.hidden_size = self._plan[1].dtype, self._plan[1].size
         for stage in self._stages:
-            stage.begin(program, self._plan[1], batch.weights)
+            stage.begin(programs, self._plan[1], batch.weights)
 
     def _finalize(self, model: Any, num_tokens: Any = None, **given: Any) -> None:
         """Megatron's end of a step, and the ties of the program."""
