@@ -218,4 +218,9 @@ def tell_whole_attentions(schedule: Schedule, reasons: Mapping[str, str], otherw
 
 
 def _reasons_in(path: str, reasons: Mapping[str, str]) -> Iterator[str]:
-    return (reason for layer, reason in reasons.items() if layer.startswith(f"{path}."))
+    """Yield the reasons of layers inside a module, and of those around it that end with a dot."""
+    return (
+        reason
+        for layer, reason in reasons.items()
+        if layer.startswith(f"{path}.") or (layer[-1:] == "." and path.startswith(layer))
+    )

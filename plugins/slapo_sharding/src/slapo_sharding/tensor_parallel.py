@@ -22,7 +22,6 @@ from .derive import kind
 from .derived_plan import apply_derived, fork_stack, split_stack
 from .given_plan import apply_given
 from .layouts import UNEVEN
-from .left_whole import tell_whole_attentions
 from .parametrized import computed_by
 from .plan import (
     BESIDE_SHARDED,
@@ -36,6 +35,7 @@ from .plan import (
 from .rulebook import rules_of
 from .rules import Cut
 from .syncing import trainable
+from .unplanned_parts import split_unplanned
 
 
 class TensorParallelPrimitive(Primitive):
@@ -130,7 +130,7 @@ def _split(
     if schedule.world_size > 1 and not derived:
         dropout.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
         if plan is None:
-            tell_whole_attentions(schedule, {}, "the plan that is published with the model leaves it out")
+            split_unplanned(schedule)
     if schedule.world_size > 1:
         _refuse_extras(schedule, sequence_parallel)
 
