@@ -48,9 +48,11 @@ class Rulebook:
         given = {"sharded": ("replicated", "indices"), "partial": ("sharded",)}[output]
         return next((cut for each in given for cut in self.ways(module, each, output) if cut.dim == -1), None)
 
-    def is_layer(self, module: nn.Module) -> bool:
-        """Return whether a module can be split along its output and along its input."""
-        return all(self.layer_cut(module, output) is not None for output in ("sharded", "partial"))
+    def is_layer(self, module: nn.Module, output: str | None = None) -> bool:
+        """Return whether a module can be split such that its output is this; None asks for either way."""
+        ways = {"sharded": ("replicated", "sharded"), "partial": ("sharded", "partial")}
+        asked = ways.values() if output is None else [ways[output]]
+        return any(cut.dim == -1 for way in asked for cut in self.ways(module, *way))
 
     def stack_cut(self, module: nn.Module) -> Cut | None:
         """The way to split what is columns and rows in one, as stacked experts are: a whole input, a partial output."""
