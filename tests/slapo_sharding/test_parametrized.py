@@ -1,4 +1,4 @@
-"""Layers whose weight is computed, by ``torch.nn.utils.parametrize`` or hooks: split where parts follow from parts, else whole."""
+"""Layers whose weight is computed, by functions or by hooks of torch: split where parts follow from parts, else whole."""
 
 from __future__ import annotations
 

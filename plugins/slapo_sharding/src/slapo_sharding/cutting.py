@@ -65,6 +65,9 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
             lasting.keep_facts(module)
         if module is not step.module:
             record_cut(module, AppliedCut(cut, step.record.spec, num_shards > 1 and has_late_bias(module, cut)))
+    if num_shards > 1:
+        for name in step.record.cut.summed:
+            lasting.keep_sum(schedule, step.module, name)
     record_cut(step.module, step.record)
     if step.owner is not None:
         schedule.touch(step.owner)
