@@ -308,8 +308,9 @@ def _traced_flat(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
 
 def _borders(schedule: Schedule) -> list[tuple[str, nn.Module]]:
     """The modules that a trace goes into."""
-    layers = set(layer_paths(schedule))
-    return [(path, mod) for path, mod in schedule.mod.named_modules() if path and path not in layers and not is_opaque(mod)]
+    layers = layer_paths(schedule)
+    inside = {module for path in layers for module in schedule.mod.get_submodule(path).modules()}
+    return [(path, mod) for path, mod in schedule.mod.named_modules() if path and mod not in inside and not is_opaque(mod)]
 
 
 @contextmanager
