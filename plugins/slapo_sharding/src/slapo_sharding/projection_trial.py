@@ -33,7 +33,8 @@ def _part_of_sum(module: Any, x: torch.Tensor, ranks: int, *args: Any, **kwargs:
     nothing = x.new_zeros(*(1,) * (x.dim() - 1), x.shape[-1])
     added = forward(module, nothing, *args, **kwargs)
     found: torch.Tensor = forward(module, x, *args, **kwargs)
-    return found - added * ((ranks - 1) / ranks)
+    part: torch.Tensor = found - added * ((ranks - 1) / ranks)
+    return part
 
 
 class Trial:
@@ -191,9 +192,9 @@ class Trial:
         if _differs(torch.cat(outs, -1) if columns else torch.stack(outs).sum(0), out):
             return False
         for name, want in wanted.items():
-            grads = [each[name] for _, each in parts]
+            shares = [each[name] for _, each in parts]
             dim = cut.dims.get(name, -1 if name == "" and not columns else None)
-            found = torch.stack(grads).sum(0) if dim is None else torch.cat(grads, dim)
+            found = torch.stack(shares).sum(0) if dim is None else torch.cat(shares, dim)
             if found.shape != want.shape or _differs(found, want):
                 return False
         return True
