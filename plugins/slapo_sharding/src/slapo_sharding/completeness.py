@@ -177,7 +177,7 @@ def _check_heads(name: str, owner: nn.Module) -> None:
     local: dict[bool, list[str]] = {True: [], False: []}
     for projection, child in owner.named_children():
         if attention.makes_heads(owner, projection) and next(child.parameters(), None) is not None:
-            local[_makes_local_heads(_heaviest(child))].append(projection)
+            local[_makes_local_heads(child) or _makes_local_heads(_heaviest(child))].append(projection)
     if local[True] and local[False]:
         raise BuildError(
             f"{name}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "

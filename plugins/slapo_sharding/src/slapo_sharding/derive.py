@@ -43,7 +43,7 @@ class Derived:
 def derive(
     traced: fx.GraphModule,
     mesh: DeviceMesh,
-    is_layer: Callable[[nn.Module], bool],
+    is_layer: Callable[..., bool],
     is_table: Callable[[nn.Module], bool],
     left_whole: Collection[nn.Module] = (),
     adapts: bool = False,
@@ -55,7 +55,8 @@ def derive(
     Args:
         traced: A flat graph of the model in which no layer and no table is inlined.
         mesh: The tensor-parallel group, as a mesh of one dimension.
-        is_layer: Whether a module is a layer that can be split along its output and along its input.
+        is_layer: Whether a module is a layer that can be split: either way, or with a second argument such that its output
+            is ``"sharded"`` or ``"partial"``.
         is_table: Whether a module is an embedding that can be split along its output. Such are split where it helps: a table
             of position biases has one column per head.
         left_whole: Modules that are not split, whatever they are.
@@ -85,7 +86,7 @@ class _Search:
         for node in traced.graph.find_nodes(op="call_module"):
             self.calls.setdefault(str(node.target), []).append(node)
         named = {path: module for path in self.calls if (module := traced.get_submodule(path)) not in left_whole}
-        self.candidates = {path: Split("sharded") for path, module in named.items() if is_layer(module)}
+        self.candidates = {path: Split("sharded") for path, module in named.items() if is_layer(module, "sharded")}
         self.tables = {path for path, module in named.items() if is_table(module)}
         self.filled: dict[fx.Node, int] = {}
         self.tried: set[fx.Node] = set()

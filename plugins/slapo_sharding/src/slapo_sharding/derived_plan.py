@@ -20,6 +20,7 @@ from slapo_core.wrapping import is_opaque
 from . import attention, column_inputs
 from ._torch_private import mesh_of
 from .borders import marked
+from .computing_hooks import computing_hooks
 from .derive import Derived, derive, kind
 from .draws import MixedDraws, forks
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
@@ -29,6 +30,7 @@ from .local_sizes.forward import Calls, LocalForward, Plan
 from .local_sizes.owners import SharedParameter, adapting, is_inside, num_summed, owners, partial_parameters
 from .localise import Count, Difference, counts, difference, localise
 from .origins import forget, remembered
+from .parametrized import computed_by
 from .plan import tied_or_vocabulary
 from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
@@ -226,7 +228,11 @@ def _trace(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
     layers = [*layer_paths(schedule), *whole.opaque]
     _check_names(schedule)
     for path, module in schedule.mod.named_modules():
-        if is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
+        if path and computing_hooks(module):
+            if path not in layers:
+                layers.append(path)
+                whole.opaque[path] = f"its {computed_by(module)}"
+        elif is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
             raise _error(
                 schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
             )
@@ -302,8 +308,9 @@ def _traced_flat(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
 
 def _borders(schedule: Schedule) -> list[tuple[str, nn.Module]]:
     """The modules that a trace goes into."""
-    layers = set(layer_paths(schedule))
-    return [(path, mod) for path, mod in schedule.mod.named_modules() if path and path not in layers and not is_opaque(mod)]
+    layers = layer_paths(schedule)
+    inside = {module for path in layers for module in schedule.mod.get_submodule(path).modules()}
+    return [(path, mod) for path, mod in schedule.mod.named_modules() if path and mod not in inside and not is_opaque(mod)]
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class Layouts(fx.Interpreter):
         mesh: One dimension: the tensor-parallel group.
         candidates: Path of a layer to how it is split when its input is replicated; the others stay whole then.
         filled: Nodes that make a tensor of one number, to the dimension in which each rank is to make its part only.
-        is_layer: Whether a module can be split.
+        is_layer: Whether a module can be split; with a second argument such that its output is ``"sharded"`` or ``"partial"``.
         left_whole: Modules that are not split, whatever they are given.
         graph: The graph; None for that of the traced module.
         adapted: Nodes at which a whole value is cut, or its gradient summed, where it meets sharded ones.
@@ -297,6 +297,8 @@ class Layouts(fx.Interpreter):
         if not self.is_layer(module):
             self._note_partial(n, None, [f"{path}.{name}" for name, _ in module.named_parameters()])
             return self._whole(n, args, kwargs)
+        if not self.is_layer(module, "partial"):
+            raise ValueError(f"the layer {path!r}, which cannot be split along its input, needs all of a value that is sharded")
         x = args[0] if args else next(iter(kwargs.values()))
         if x.placements != (Shard(x.dim() - 1),) or module in self.left_whole:
             along = ", ".join(str(getattr(placement, "dim", placement)) for placement in x.placements)

@@ -17,6 +17,7 @@ from .derive import Derived, kind
 from .layouts import UNEVEN
 from .local_sizes.owners import is_inside
 from .parametrized import computed_by
+from .projections import is_projection
 from .rulebook import rules_of
 from .rules import split_of
 
@@ -120,6 +121,12 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
     for path in computed.values():
         log = get_logger().warning
         log("tensor_parallel: %s stays whole on every rank: its %s", path, computed_by(schedule.mod.get_submodule(path)))
+    for path in _whole_projections(schedule):
+        if kind(path) not in computed and not any(is_inside(kind(path), what) for what in told):
+            told.add(kind(path))
+            name = type(schedule.mod.get_submodule(path)).__name__
+            why = f"a part of what the {name} returns does not follow from parts of its tensors"
+            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
     for path in _read_weights(schedule, derived):
         rewritten = _is_in_graph(schedule, path)
         if (rewritten or kind(path) != path) and not any(is_inside(kind(path), what) for what in told):
@@ -127,6 +134,14 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
             if rewritten:
                 why = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
             get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+
+
+def _whole_projections(schedule: Schedule) -> Iterable[str]:
+    """Return layers with tensors of their own that no rule splits, such as quantised ones, one for all alike."""
+    rules, named = rules_of(schedule), dict(schedule.mod.named_modules())
+    inside = {other for module in named.values() if split_of(module) for other in module.modules()}
+    found = [path for path, module in named.items() if module not in inside and is_projection(module)]
+    return {kind(path): path for path in reversed(found) if rules.find(named[path]) is None}.values()
 
 
 def _lines_of_calls(derived: Derived) -> dict[str, str]:

@@ -34,6 +34,8 @@ class Cut:
         uneven: Whether ranks may have parts of different sizes.
         divided: Sizes that the ranks have to divide, and that stay whole.
         draws: Whether ``forward`` draws random numbers for this rank's part, as dropout does.
+        summed: Parameters that stay whole and of whose gradients each rank has a part.
+        shown: Whether trials found the cut, see ``projections``.
     """
 
     dims: Mapping[str, int]
@@ -48,6 +50,8 @@ class Cut:
     uneven: bool = False
     divided: tuple[str, ...] = ()
     draws: bool = False
+    summed: tuple[str, ...] = ()
+    shown: bool = False
 
     def main(self, module: nn.Module) -> str:
         """The first of the parameters that ``module`` has; the others follow it."""

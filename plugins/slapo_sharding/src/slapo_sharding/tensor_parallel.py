@@ -284,9 +284,12 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
     if plan is None:
         steps.update(dict.fromkeys(head_norms(schedule.mod, steps), "replicated_with_grad_allreduce"))
         if wrapper := next(_without_rule(schedule, steps), None):
-            kind = type(schedule.mod.get_submodule(wrapper)).__name__
+            module = schedule.mod.get_submodule(wrapper)
             hint = "give example_inputs to create_schedule, from which a plan is derived, or plan="
-            raise error(f"the published plan splits {wrapper!r}, a {kind}, which no sharding rule covers; {hint}")
+            why = f"a {type(module).__name__}, which no sharding rule covers"
+            if computed := computed_by(module):
+                why = f"whose {computed}, and a part of it does not follow from parts"
+            raise error(f"the published plan splits {wrapper!r}, {why}; {hint}")
         if undeclared := undeclared_parameters(schedule.mod, steps):
             raise error(
                 f"{undeclared[0]!r} may be used on sharded or on replicated values, the published plan is silent; give plan="
@@ -298,11 +301,11 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
 
 
 def _without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]:
-    """Yield the layers of a plan that nothing here can split, such as adapters around projections."""
+    """Yield the layers of a plan that nothing here can split as it says, such as adapters around projections."""
     rules = rules_of(schedule)
-    return (
-        path for path, style in steps.items() if style in BESIDE_SHARDED and not rules.find(schedule.mod.get_submodule(path))
-    )
+    ways = {True: ("sharded", "partial"), False: ("replicated", "sharded")}
+    planned = ((path, style.endswith("rowwise")) for path, style in steps.items() if style in BESIDE_SHARDED)
+    return (path for path, rows in planned if not any(rules.ways(schedule.mod.get_submodule(path), *ways[rows])))
 
 
 def _names_like(key: str, model: nn.Module) -> set[str]:

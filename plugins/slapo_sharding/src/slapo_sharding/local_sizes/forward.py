@@ -216,7 +216,7 @@ class LocalForward(Hidden):
         candidates = {path: split for path, split in plan.splits.items() if split is not None and split.output == "sharded"}
         left = [whole.get_submodule(path) for path, split in plan.splits.items() if split is None]
         adapted = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
-        is_layer: Callable[[nn.Module], bool] = lambda module: id(module) in layers  # noqa: E731
+        is_layer: Callable[..., bool] = lambda module, *_: id(module) in layers  # noqa: E731
         layouts = Layouts(whole, mesh_of(plan.ranks), candidates, {}, is_layer, left, graph, adapted, gives_parts=True)
         layouts.check()
         self._check_results(layouts)
