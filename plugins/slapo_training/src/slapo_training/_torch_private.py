@@ -18,6 +18,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 
+def is_transformed(value: Any) -> bool:
+    """Return whether a value stands for rows of ``torch.vmap``, or for a gradient of ``torch.func``."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
 def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
     """Over how many labels a loss is a mean, and the label it leaves out, as ``cross_entropy`` and ``nll_loss`` keep it for
     their backward, or as another's ``grad_fn.label_mean`` says, its labels and the one left out.
