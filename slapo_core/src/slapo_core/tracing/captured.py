@@ -13,6 +13,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 
+_EMPTY: Callable[[], Any] = CellType
+
+
 class CapturedFunction:
     """A function whose captured tensors are found anew at every call.
 
@@ -50,7 +53,7 @@ class CapturedFunction:
         function = _with(self.function, lambda place: tensors[place.index], _Place)
         with ExitStack() as stack:
             for mode in self.modes:
-                stack.enter_context(mode)  # type: ignore[no-untyped-call]
+                stack.enter_context(mode)
             return self._call(function, *args, **kwargs)
 
 
@@ -89,11 +92,11 @@ def _function(function: FunctionType, again: Callable[[Any], Any], memo: dict[in
     cells = function.__closure__ or ()
     if not cells and not function.__defaults__ and not function.__kwdefaults__:
         return function
-    new = tuple(CellType() for _ in cells)
+    new = tuple(_EMPTY() for _ in cells)
     made = FunctionType(function.__code__, function.__globals__, function.__name__, None, new or None)
     memo[id(function)] = made
     for cell, old in zip(new, cells, strict=True):
-        if old != CellType():  # one that is not set yet
+        if old != _EMPTY():  # one that is not set yet
             cell.cell_contents = again(old.cell_contents)
     made.__defaults__, made.__kwdefaults__ = again(function.__defaults__), again(function.__kwdefaults__)
     made.__dict__.update(function.__dict__)
