@@ -18,10 +18,10 @@ from slapo_core.inputs import variadic
 from slapo_core.program import Program
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, signature, split
+from slapo_training.common_batch import check_contents, check_shapes, content_slots
 from slapo_training.engine_checkpoint import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
 from slapo_training.means import Counted
-from slapo_training.meeting import check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import OptimizerMaking
 from slapo_training.optimizers import adopted
@@ -37,7 +37,7 @@ from .device import device_of
 from .failures import Peers
 from .first_step import TorchFirstStep
 from .holdings import Holdings
-from .means import LabelCount, Share, labels_of, numbers_of
+from .loss_shares import LabelCount, Share, labels_of, numbers_of
 from .merged import merged
 from .options import Options
 from .replicas import Replicas, check_dense

@@ -22,7 +22,7 @@ from slapo_training.losses import note_failure
 
 from ._torch_pipelining import scheduled, splits
 from .first_gradients import Extent, FirstGradients, extents
-from .means import Share
+from .loss_shares import Share
 from .options import Options
 from .replicas import Replicas
 from .schedules import kind_of
@@ -67,7 +67,7 @@ class RunningStage(VaryingStage):
         self._replicas = replicas
         self._receiving: dict[tuple[str, int], float] = {}
         self.splits = False
-        """Whether the schedule has backwards in two parts."""
+        """True if the schedule has backwards in two parts."""
         self._whole: set[int] = set()
         self._hooked: set[int] = set()
         self._first: FirstGradients | None = None
@@ -139,21 +139,21 @@ class RunningStage(VaryingStage):
             self._attempt("W", bwd_chunk_id, attempt)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What receives the activations of a micro-batch."""
+        """Return the operations that receive the activations of a micro-batch."""
         _renew(self.args_recv_info[fwd_chunk_id])
         return self._begun("RECV_F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What receives the gradients of a micro-batch."""
+        """Return the operations that receive the gradients of a micro-batch."""
         _renew(self.grad_recv_info.get(bwd_chunk_id, ()))
         return self._begun("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What sends the activations of a micro-batch."""
+        """Return the operations that send the activations of a micro-batch."""
         return self._begun("SEND_F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What sends the gradients of a micro-batch."""
+        """Return the operations that send the gradients of a micro-batch."""
         return self._begun("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _begun(self, kind: str, microbatch: int, messages: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -191,7 +191,7 @@ class RunningStage(VaryingStage):
         return len(self._layouts[microbatch][0])
 
     def _splits(self, microbatch: int, loss: Any) -> bool:
-        """Whether the backward of a micro-batch can be run in two parts; the first stage's is all in the second."""
+        """Return whether the backward of a micro-batch can be run in two parts; the first stage's is all in the second."""
         if self.is_first:
             return True
         if microbatch in self._hooked:

@@ -14,7 +14,7 @@ from slapo_core.program import Boundary, Stage
 from slapo_training.losses import CountedLoss, MicroBatchLoss, check_has_gradient, run_stage
 from slapo_training.means import UNKNOWN_REDUCTION, LossReduction, is_label_mean
 
-from .means import Share
+from .loss_shares import Share
 from .options import Options
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-
-_EMPTY: Callable[[], Any] = CellType
+_EMPTY: Any = CellType
 
 
 class CapturedFunction:
