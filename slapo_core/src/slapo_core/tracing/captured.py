@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-_EMPTY: Any = CellType
-
 
 class CapturedFunction:
     """A function whose captured tensors are found anew at every call.
@@ -75,7 +73,10 @@ def _with(value: Any, change: Callable[[Any], Any], kind: Any = torch.Tensor, me
         return memo[id(value)]
     if isinstance(value, kind):
         return change(value)
-    again = lambda part: _with(part, change, kind, memo)  # noqa: E731
+
+    def again(part: Any) -> Any:
+        return _with(part, change, kind, memo)
+
     if isinstance(value, FunctionType):
         return _function(value, again, memo)
     if type(value) is partial:
@@ -91,11 +92,11 @@ def _function(function: FunctionType, again: Callable[[Any], Any], memo: dict[in
     cells = function.__closure__ or ()
     if not cells and not function.__defaults__ and not function.__kwdefaults__:
         return function
-    new = tuple(_EMPTY() for _ in cells)
+    new = tuple(CellType() for _ in cells)
     made = FunctionType(function.__code__, function.__globals__, function.__name__, None, new or None)
     memo[id(function)] = made
     for cell, old in zip(new, cells, strict=True):
-        if old != _EMPTY():  # one that is not set yet
+        if old != CellType():  # one that is not set yet
             cell.cell_contents = again(old.cell_contents)
     made.__defaults__, made.__kwdefaults__ = again(function.__defaults__), again(function.__kwdefaults__)
     made.__dict__.update(function.__dict__)
