@@ -60,6 +60,7 @@ COUNTED = {**TWO, "batch_dims": {"pixel_values": "image_grid_thw"}}
                 ("qwen", "torch", {}, COUNTED),
                 ("qwen", "torch", {"tp": 2}, TWO),
                 ("llava", "torch", {"dp": 2}, TWO),
+                ("gemma", "torch", {}, TWO),
                 *(
                     (kind, target, layout, TWO)
                     for kind in ("llava", "qwen")

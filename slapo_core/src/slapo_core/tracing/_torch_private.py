@@ -258,19 +258,20 @@ def _askers() -> list[tuple[dict[str, Any], str]]:
 
 def modes_inside(mode: TorchFunctionMode) -> tuple[TorchFunctionMode, ...]:
     """The modes of torch functions that were entered after ``mode``, outermost first."""
-    stack = _get_current_function_mode_stack()
+    stack: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return tuple(stack[stack.index(mode) + 1 :]) if mode in stack else ()
 
 
 @contextmanager
 def intercept_vmap(handler: _Handler) -> Iterator[None]:
     """Send calls of functions that ``torch.vmap`` has made to ``handler(call, function, ...)``."""
-    plain = apis.vmap_impl
-    apis.vmap_impl = partial(handler, plain)
+    table = vars(apis)
+    plain = table["vmap_impl"]
+    table["vmap_impl"] = partial(handler, plain)
     try:
         yield
     finally:
-        apis.vmap_impl = plain
+        table["vmap_impl"] = plain
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class CapturedFunction:
         function = _with(self.function, lambda place: tensors[place.index], _Place)
         with ExitStack() as stack:
             for mode in self.modes:
-                stack.enter_context(mode)  # type: ignore[no-untyped-call]
+                stack.enter_context(mode)
             return self._call(function, *args, **kwargs)
 
 
@@ -73,7 +73,10 @@ def _with(value: Any, change: Callable[[Any], Any], kind: Any = torch.Tensor, me
         return memo[id(value)]
     if isinstance(value, kind):
         return change(value)
-    again = lambda part: _with(part, change, kind, memo)  # noqa: E731
+
+    def again(part: Any) -> Any:
+        return _with(part, change, kind, memo)
+
     if isinstance(value, FunctionType):
         return _function(value, again, memo)
     if type(value) is partial:

@@ -51,9 +51,9 @@ def _failing_in(path: str) -> Iterator[None]:
 
 
 @cache
-def _warn_of_written(path: str, cls: type, name: str) -> None:
+def _warn_of_written(path: str, cls: str, name: str) -> None:
     what = "the forward of %s, a %s, keeps a tensor as its attribute %r, which a graph does not repeat"
-    get_logger().warning(f"{what}; nothing that is traced reads it", repr(path or "the whole model"), cls.__name__, name)
+    get_logger().warning(f"{what}; nothing that is traced reads it", repr(path or "the whole model"), cls, name)
 
 
 class _Done(BaseException):
@@ -306,7 +306,7 @@ class _Session(TorchFunctionMode):
         written = {key for key, value in values.items() if isinstance(value, torch.Tensor) and not value.requires_grad}
         for module, name, _ in changed:
             if (id(module), name) in written:
-                _warn_of_written(self.paths[id(module)], type(module), name)
+                _warn_of_written(self.paths[id(module)], type(module).__name__, name)
         return written
 
     def _mark_changes(self, changed: list[Change]) -> None:
