@@ -25,6 +25,7 @@ pytestmark = pytest.mark.multiproc
 
 SHAPES = ((2, 8), (3, 12), (2, 8))
 FAST = ("SplitByWidth", "IndexedQkv", "GroupedByExpand", "EinopsFused", "RelativeTable", "Windows", "ParallelBlock")
+FAST += ("MatmulMlp", "FusedLinear", "PerHead", "LayerThenParameter")
 """One for each way in which a graph is changed, and one that needs none."""
 
 
@@ -126,6 +127,9 @@ def engine_run(rank: int, kind: str, layout: tuple[int, int, int], sequence_para
     [
         ("SplitByWidth", (1, 1, 2), True, False),
         ("RelativeTable", (1, 1, 2), False, True),
+        ("FusedLinear", (1, 1, 2), False, True),
+        pytest.param("GatedMatmul", (2, 1, 2), False, False, marks=pytest.mark.slow),
+        pytest.param("FusedMatmul", (1, 2, 2), False, True, marks=pytest.mark.slow),
         pytest.param("IndexedQkv", (2, 1, 2), False, False, marks=pytest.mark.slow),
         pytest.param("SplitByWidth", (1, 2, 2), True, True, marks=pytest.mark.slow),
         pytest.param("GroupedByExpand", (1, 1, 2), True, False, marks=pytest.mark.slow),
