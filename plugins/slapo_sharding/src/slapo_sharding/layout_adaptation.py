@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from contextlib import suppress
 from functools import partial
 from itertools import islice, product
@@ -122,9 +123,15 @@ def _is_for_parts(layouts: Layouts, node: fx.Node) -> bool:
         return False
     if any(other.op == "get_attr" and str(other.target) in layouts.shared for other in node.all_input_nodes):
         return True
-    tuples = [other for other in node.all_input_nodes if other.op.startswith("call") and "val" not in other.meta]
+    tuples = [other for other in node.all_input_nodes if other.op.startswith("call") and _gives_tensors(other)]
     found = [*tuples, *(other for other in node.all_input_nodes if has_gradient(other) and not parameters_of(other))]
     return bool(found) and all(_is_for_parts(layouts, other) for other in found)
+
+
+def _gives_tensors(node: fx.Node) -> bool:
+    """Return whether a node gives several tensors, as a split does."""
+    taken = (user.meta.get("val") for user in node.users if user.target is operator.getitem)
+    return "val" not in node.meta and any(isinstance(value, torch.Tensor) for value in taken)
 
 
 def _is_opaque(layouts: Layouts, path: str) -> bool:

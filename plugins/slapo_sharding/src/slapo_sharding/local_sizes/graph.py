@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -32,11 +33,12 @@ def make_local(layouts: Layouts, group: Group) -> None:
     """
     graph, ranks = layouts.graph, layouts.mesh.size()
     summed: dict[fx.Node, fx.Node] = {}
+    uses = {node: _places(node, found) for node, found in layouts.summed_gradients.items()}
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "size":
             _read_whole(layouts, node)
         with graph.inserting_before(node):
-            _take_parts(layouts, node, group, summed)
+            _take_parts(layouts, node, uses.get(node, ()), group, summed)
         if layouts.sized.get(node) and node not in layouts.divided:
             raise ValueError(
                 f"sizes {sorted(layouts.sized[node])} of {node.name} ({node.meta.get('source')}) are not its arguments"
@@ -92,21 +94,28 @@ def _sum_statistics(layouts: Layouts, node: fx.Node, group: Group) -> None:
     graph.erase_node(node)
 
 
-def _take_parts(layouts: Layouts, node: fx.Node, group: Group, summed: dict[fx.Node, fx.Node]) -> None:
+def _places(node: fx.Node, found: Collection[fx.Node]) -> list[int]:
+    """Return the places of some values among the leaves of a node's arguments, before others take these places."""
+    return [place for place, value in enumerate(leaves((node.args, node.kwargs))) if value in found]
+
+
+def _take_parts(layouts: Layouts, node: fx.Node, uses: Iterable[int], group: Group, summed: dict[fx.Node, fx.Node]) -> None:
     """Give a node parts of whole values, and sum the gradients of those that ranks use each on a part.
 
     Args:
         layouts: The dry run.
         node: The node.
+        uses: Places of the values whose gradients are to be summed.
         group: The tensor-parallel ranks.
         summed: Whole values to those of which gradients are summed; filled, so that each sum is one for all uses.
     """
     values = leaves((node.args, node.kwargs))
     new: dict[int, Any] = {}
-    for other in layouts.summed_gradients.get(node, ()):
-        if other not in summed:
-            summed[other] = _summed(layouts, node, other, group)
-        new.update((place, summed[other]) for place, value in enumerate(values) if value is other)
+    for place in uses:
+        value = values[place]
+        if value not in summed:
+            summed[value] = _summed(node, value, group)
+        new[place] = summed[value]
     for place, dim in layouts.cut.get(node, {}).items():
         new[place] = _made(node, part, new.get(place, values[place]), dim, group)
     if (at := layouts.once.get(node)) is not None:
@@ -118,7 +127,7 @@ def _take_parts(layouts: Layouts, node: fx.Node, group: Group, summed: dict[fx.N
 _REPEATS = frozenset("expand expand_as repeat repeat_interleave unsqueeze transpose permute view reshape".split())
 
 
-def _summed(layouts: Layouts, node: fx.Node, value: fx.Node, group: Group) -> fx.Node:
+def _summed(node: fx.Node, value: fx.Node, group: Group) -> fx.Node:
     """Return a node for a value whose gradient is summed: before it is repeated for all heads, where nothing else uses it."""
     source = value
     while function_name(source) in _REPEATS and len(given := source.all_input_nodes) == 1:
