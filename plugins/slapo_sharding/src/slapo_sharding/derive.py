@@ -164,7 +164,7 @@ class _Search:
             return
         if lightest := self._lightest(err):
             for path in [path for path in (*self.candidates, *self.options) if _place(path) in lightest]:
-                (self.candidates if path in self.candidates else self.options).pop(path)  # type: ignore[attr-defined]
+                (self.candidates if path in self.candidates else self.options).pop(path)
                 self.reasons[path] = f"each rank uses all it gives on a part of the heads: {err}"
                 self.shared.add(path)
             return

@@ -71,7 +71,7 @@ def fused_splits(layouts: Layouts, name: str) -> dict[str, ParameterSplit]:
         name: Of the parameter.
     """
     split = layouts.parameters[name]
-    uses = [node for node in layouts.local if node not in layouts.weights and layouts.sources.get(node) == {name}]
+    uses = [node for node in layouts.local if node not in layouts.weights and layouts.sources.get(node) == frozenset((name,))]
     products = [node for node in uses if any(other in layouts.weights for other in node.all_input_nodes)]
     biases: set[str] = set()
     ends: list[fx.Node] = []

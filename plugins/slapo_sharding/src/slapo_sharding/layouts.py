@@ -410,7 +410,7 @@ class Layouts(fx.Interpreter):
 
     def _note(self, n: fx.Node, value: Any) -> Any:
         for part in _sharded(value):
-            if isinstance(part, DTensor) and (placement := part.placements[0]).is_partial():
+            if isinstance(part, DTensor) and isinstance(placement := part.placements[0], Partial):
                 is_sum = type(placement) is Partial and placement.reduce_op in ("sum", "avg")
                 if part is value and is_sum and n in self.adapted and may_reduce(self, n):
                     self.sources.pop(n)

@@ -80,9 +80,9 @@ def _kept(norm: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.dtype:
     return norm(x.new_zeros(1, 1), (1,)).dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
-_NORMS = {"layer_norm": layer_norm, "rms_norm": rms_norm}
-_SPREADS = {"var": variance, "std": deviation}
-_MODULES = {nn.LayerNorm: layer_norm, nn.RMSNorm: rms_norm}
+_NORMS: dict[str, Callable[..., torch.Tensor]] = {"layer_norm": layer_norm, "rms_norm": rms_norm}
+_SPREADS: dict[str, Callable[..., torch.Tensor]] = {"var": variance, "std": deviation}
+_MODULES: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.LayerNorm: layer_norm, nn.RMSNorm: rms_norm}
 
 
 def norm_of(module: nn.Module) -> Callable[..., torch.Tensor] | None:
