@@ -53,7 +53,7 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
         else:
             below, _, name = path.rpartition(".")
             handle = handles[module][below] if below else handles[module]
-            handle.set_parameter(name, new := _local(tensor, spec))
+            handle.set_parameter(name, new := local_tensor(tensor, spec))
             carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
             if has_copies(spec) and isinstance(tensor, nn.Parameter):
                 lasting.keep_hook(schedule, handle.mod, name, sum_copies(handle.mod.get_parameter(name), spec))
@@ -74,7 +74,7 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
         attention.count_local_heads(step.owner, schedule.name, step.record.spec.blocks, num_shards)
 
 
-def _local(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     new = successor(tensor, spec.local(tensor.detach()), spec=spec)
     cut_attributes(new, tensor.shape, spec.dim, spec.local)
     if tensor.grad is not None:
@@ -111,6 +111,7 @@ def user_code(module: nn.Module) -> str | None:
             return kind
     forward, applied = own_forward(module), applied_cut(module)
     ours = forward is None or column_forward.is_overlapping(forward)
+    ours = ours or (applied is not None and applied.cut.output == "whole")
     ours = ours or (applied is not None and getattr(forward, "__func__", None) is applied.cut.forward)
     return None if ours else "forward"
 

@@ -21,7 +21,8 @@ class Cut:
     Args:
         dims: Parameter to the dimension that is split; those the module has are split together.
         input: What the module must be given: ``"replicated"`` (its gradient comes out partial), ``"sharded"``, or
-            ``"indices"`` (replicated, and without a gradient).
+            ``"indices"`` (replicated, and without a gradient). ``"whole"``, with that output too, is for modules that run
+            from graphs, which add up results and gradients themselves; no rule has it.
         output: What the module then returns: ``"sharded"``, or ``"partial"``.
         attributes: Sizes that become local, those the module has.
         forward: Takes the place of the module's forward on more than one rank; ``forward(module, *args)``.
@@ -39,8 +40,8 @@ class Cut:
     """
 
     dims: Mapping[str, int]
-    input: Literal["replicated", "sharded", "indices"]
-    output: Literal["sharded", "partial"]
+    input: Literal["replicated", "sharded", "indices", "whole"]
+    output: Literal["sharded", "partial", "whole"]
     attributes: tuple[str, ...] = ()
     forward: Callable[..., Any] | None = None
     late_bias: bool = False
