@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GemmaConfig,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLVisionConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    Qwen2Config,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     SiglipVisionConfig,
@@ -92,7 +100,32 @@ def smol() -> nn.Module:
     return SmolVLMForConditionalGeneration(config)
 
 
+_TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def pali() -> nn.Module:
+    torch.manual_seed(0)
+    text = GemmaConfig(**_TEXT, num_key_value_heads=2, head_dim=8, use_cache=False)
+    vision = SiglipVisionConfig(**_VISION, image_size=8, patch_size=4, vision_use_head=False)
+    sizes = {"projection_dim": 32, "hidden_size": 32}
+    config = PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE, **sizes)
+    return PaliGemmaForConditionalGeneration(config)
+
+
+def intern() -> nn.Module:
+    torch.manual_seed(0)
+    text = Qwen2Config(**_TEXT, num_key_value_heads=2, max_position_embeddings=128, use_cache=False)
+    vision = InternVLVisionConfig(**_VISION, image_size=[8, 8], patch_size=[2, 2])
+    tokens = {"image_token_id": IMAGE, "image_seq_length": 4}
+    return InternVLForConditionalGeneration(
+        InternVLConfig(text_config=text, vision_config=vision, downsample_ratio=0.5, **tokens)
+    )
+
+
 MODELS = {"llava": llava, "qwen": qwen, "gemma": gemma, "smol": smol}
+TRAINED = {**MODELS, "pali": pali, "intern": intern}
+"""Those that the tests do not cut into stages, too."""
 
 
 def text_of(sizes: list[list[int]], generator: torch.Generator) -> torch.Tensor:
@@ -109,9 +142,11 @@ def text_of(sizes: list[list[int]], generator: torch.Generator) -> torch.Tensor:
 
 def batch_of(kind: str, images: list[int], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    if kind == "llava":
+    if kind in ("llava", "pali", "intern"):
         ids = text_of([[4] * number for number in images], generator)
         text = {"input_ids": ids, "labels": ids}
+        if kind == "pali":
+            text["token_type_ids"] = (ids == IMAGE).long()
         return {**text, "pixel_values": torch.randn(sum(images), 3, 8, 8, generator=generator)} if any(images) else text
     if kind in ("gemma", "smol"):
         return _of_squares(kind, images, generator)
@@ -136,5 +171,9 @@ def _of_squares(kind: str, images: list[int], generator: torch.Generator) -> dic
 
 
 def joined(shares: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the batch of all shares; images padded for each row are padded to as many as the most."""
     names = {name: None for share in shares for name in share}
-    return {name: torch.cat([share[name] for share in shares if name in share]) for name in names}
+    whole = {name: [share[name] for share in shares if name in share] for name in names}
+    most = max((each.shape[1] for each in whole.get("pixel_values", []) if each.dim() == 5), default=0)
+    padded = [F.pad(each, (0, 0) * 3 + (0, most - each.shape[1])) for each in whole.get("pixel_values", []) if most]
+    return {name: torch.cat(padded if padded and name == "pixel_values" else each) for name, each in whole.items()}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from slapo_core import build, create_schedule
 from slapo_core.testing import run_distributed
 
-from .image_models import IMAGES, MODELS, batch_of, joined
+from .image_models import IMAGES, TRAINED, batch_of, joined
 
 pytestmark = pytest.mark.multiproc
 
@@ -22,7 +22,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 def train(rank: int, kind: str, target: str, layout: dict[str, int], options: dict[str, Any]) -> None:
     """Compare losses and weights with the unmodified model's; the first step's checks cut and join the rows, too."""
-    model = MODELS[kind]()
+    model = TRAINED[kind]()
     reference = copy.deepcopy(model).train()
     dp, tp = layout.get("dp", 1), layout.get("tp", 1)
     mesh = init_device_mesh("cpu", (1, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
@@ -38,12 +38,13 @@ def train(rank: int, kind: str, target: str, layout: dict[str, int], options: di
         optimizer.step()
         optimizer.zero_grad()
         assert float(engine.train_batch(**shares[mesh["dp"].get_local_rank()])) == pytest.approx(expected.item(), abs=1e-5)
-    weights = dict(reference.named_parameters())
+    weights = dict(reference.named_parameters(remove_duplicate=False))
     for name, value in sch.full_state().items():
         torch.testing.assert_close(value, weights[name].detach(), atol=2e-5, rtol=1e-4)
     engine.close()
 
 
+ENGINES = ("torch", "deepspeed", "megatron")
 TWO = {"microbatches": 2}
 COUNTED = {**TWO, "batch_dims": {"pixel_values": "image_grid_thw"}}
 
@@ -53,6 +54,7 @@ COUNTED = {**TWO, "batch_dims": {"pixel_values": "image_grid_thw"}}
     [
         ("llava", "torch", {}, TWO),
         ("qwen", "torch", {"dp": 2}, {}),
+        ("smol", "torch", {"dp": 2}, {}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
@@ -60,7 +62,8 @@ COUNTED = {**TWO, "batch_dims": {"pixel_values": "image_grid_thw"}}
                 ("qwen", "torch", {}, COUNTED),
                 ("qwen", "torch", {"tp": 2}, TWO),
                 ("llava", "torch", {"dp": 2}, TWO),
-                ("gemma", "torch", {}, TWO),
+                *((kind, "torch", {}, TWO) for kind in ("gemma", "smol", "pali", "intern")),
+                *((kind, target, {"dp": 2}, {}) for kind in ("gemma", "smol", "pali", "intern") for target in ENGINES),
                 *(
                     (kind, target, layout, TWO)
                     for kind in ("llava", "qwen")
@@ -74,3 +77,37 @@ COUNTED = {**TWO, "batch_dims": {"pixel_values": "image_grid_thw"}}
 def test_each_row_keeps_its_images(kind: str, target: str, layout: dict[str, int], options: dict[str, Any]) -> None:
     ranks = layout.get("dp", 1) * layout.get("tp", 1)
     run_distributed(train, ranks, kind, target, layout, options, timeout=100)
+
+
+VISION = {"gemma": "model.vision_tower", "pali": "model.vision_tower", "smol": "model.vision_model"}
+
+
+def split(rank: int, kind: str) -> None:
+    """Compare losses and weights, and look at what a rank has of the vision part."""
+    model = TRAINED[kind]()
+    vision = model.get_submodule(VISION[kind])
+    whole, reference = sum(each.numel() for each in vision.parameters()), copy.deepcopy(model).train()
+    sch = create_schedule(
+        model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), example_inputs=batch_of(kind, IMAGES[0], 9)
+    )
+    sch.tensor_parallel()
+    assert sum(each.numel() for each in vision.parameters()) < 0.65 * whole
+    engine, optimizer = build(sch, "torch", optimizer=SGD), SGD(reference.parameters())
+    for seed, images in enumerate(IMAGES[:2]):
+        batch = batch_of(kind, images, seed)
+        expected = reference(**batch).loss
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(engine.train_batch(**batch)) == pytest.approx(expected.item(), abs=1e-5)
+    weights = dict(reference.named_parameters(remove_duplicate=False))
+    for name, value in sch.full_state().items():
+        torch.testing.assert_close(value, weights[name].detach(), atol=3e-5, rtol=1e-4)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "kind", ["gemma", pytest.param("pali", marks=pytest.mark.slow), pytest.param("smol", marks=pytest.mark.slow)]
+)
+def test_tensor_parallel_splits_the_vision_part(kind: str) -> None:
+    run_distributed(split, 2, kind, timeout=100)

@@ -60,8 +60,8 @@ def without_absent_images(part: dict[str, Any], token: int | None) -> dict[str, 
     ids, images = part.get("input_ids"), part.get("pixel_values")
     if not isinstance(ids, torch.Tensor):
         return part
-    padded = images if token is not None and isinstance(images, torch.Tensor) and images.dim() == 5 else None
-    if padded is not None and not torch.any(ids == token) and not padded.any():
+    is_padded = isinstance(images, torch.Tensor) and images.dim() == 5
+    if token is not None and is_padded and not (torch.eq(ids, token).any() or torch.as_tensor(images).any()):
         return {name: value for name, value in part.items() if name not in ("pixel_values", "pixel_attention_mask")}
     return {
         name: value
