@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
@@ -11,6 +11,18 @@ from slapo_core.program import Program
 
 T = TypeVar("T")
 _NOTHING = -(2**40)
+
+
+class BatchFacts(NamedTuple):
+    """Numbers that are compared between ranks: of the shape of a batch, two of its labels, and of the stages' inputs.
+
+    Args:
+        low: The smallest over this rank's micro-batches.
+        high: The largest.
+    """
+
+    low: list[int]
+    high: list[int]
 
 
 def on_all(action: Callable[[], T], program: Program) -> T:
