@@ -38,4 +38,4 @@ def test_build_logs_what_is_frozen(model: nn.Module, capsys: pytest.CaptureFixtu
     sch = create_schedule(model, plugins=Registry([plugin]))
     sch["1"].freeze()
     build(sch)
-    assert "2 parameters are frozen: 1.weight, 1.bias" in capsys.readouterr().err
+    assert "2 parameters are frozen, 1.weight the first" in capsys.readouterr().err

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     )
     from slapo_memory.recompute import checkpoint
     from slapo_models import apply_schedule
+    from slapo_training.averages import ema
     from slapo_training.gradient_hooks import gradient_hook
     from slapo_tune import Database, Space, Symbol
     from slapo_verify import Report, Verify, verify, verify_engine
@@ -100,6 +101,7 @@ __all__ = [
     "consolidate_model",
     "create_schedule",
     "dataclass",
+    "ema",
     "export_weights",
     "field",
     "get_cuda_rng_tracker",

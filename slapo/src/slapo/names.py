@@ -33,6 +33,7 @@ HOMES = {
     "checkpoint": "slapo_memory.recompute",
     "consolidate_model": "slapo_weights",
     "dataclass": "dataclasses",
+    "ema": "slapo_training.averages",
     "export_weights": "slapo_weights",
     "field": "dataclasses",
     "gradient_hook": "slapo_training.gradient_hooks",

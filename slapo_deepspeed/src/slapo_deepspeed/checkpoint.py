@@ -15,6 +15,8 @@ from slapo_core.agreement import gather
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training import checkpoint_folder, engine_checkpoint
+from slapo_training.averages.average_list import AverageList
+from slapo_training.averages.average_list import Taken as TakenAverages
 from slapo_training.batches import fingerprint
 from slapo_training.engine_checkpoint import Beside, Position
 from slapo_training.model_tensors import buffers, parameters, unfold
@@ -49,12 +51,14 @@ class Checkpoint:
         beside: Where training was, and what puts this rank's random states and buffers back.
         taken: What this engine takes of it, where it is of another layout; DeepSpeed reads it where this is None.
         states: Of whole tensors, by rank.
+        averages: Of the weights.
     """
 
     folder: Path
     beside: Beside
     taken: Taken | None = None
     states: list[dict[str, Any]] = field(default_factory=list)
+    averages: TakenAverages = field(default_factory=list)
 
 
 def prepared(
@@ -66,6 +70,7 @@ def prepared(
     position: Position,
     ranks: Ranks,
     copies: Buffers | None,
+    averages: AverageList,
 ) -> Callable[[Ranks], None]:
     """What writes DeepSpeed's checkpoint and what belongs to it, given the ranks to meet. Collective.
 
@@ -100,10 +105,18 @@ def prepared(
         ranks.on_all(gather)
         return write
 
-    return engine_checkpoint.prepared(path, TARGET, program, about, position, collect, ranks, buffers(module))
+    given = path, TARGET, program, about, position, collect, ranks, buffers(module)
+    return engine_checkpoint.prepared(*given, averages, copies is not None)
 
 
-def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: Program, zero_stage: int) -> Checkpoint:
+def checked(
+    model: Any,
+    module: nn.Module,
+    path: str | PathLike[str],
+    program: Program,
+    zero_stage: int,
+    averages: AverageList,
+) -> Checkpoint:
     """Look whether a checkpoint can be loaded, and read it where it is of another layout. Collective; changes no engine.
 
     Raises:
@@ -127,6 +140,7 @@ def checked(model: Any, module: nn.Module, path: str | PathLike[str], program: P
     with checkpoint_folder.reading(complete):
         checkpoint_folder.verify(complete, ranks)
         found = Checkpoint(complete.data, engine_checkpoint.read_beside(complete, program, buffers(module)))
+        found.averages = averages.read(complete, ranks)
         if not _is_same(complete, model, module, program, zero_stage):
             found.taken = _taken(complete, model, module, program)
         if saved["whole"] and stepping(model) is not None:

@@ -18,6 +18,7 @@ from slapo_core.inputs import by_position
 from slapo_core.parameters import is_part
 from slapo_core.program import Program
 from slapo_training import stale_engines
+from slapo_training.averages import MasterValue
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.batches import Batch
 from slapo_training.engine_checkpoint import Position
@@ -47,7 +48,7 @@ from .options import DTYPES, DeepSpeedOptions
 from .own_optimizer import factory_of, is_offloaded
 from .pipeline import RunningStage, in_pipeline, staying, steps
 from .reduced_gradients import ReducedGradients
-from .shares import stepping
+from .shares import Shares, stepping, why_not
 from .starting import TorchLinear, forget_modules, imported, number_alike, start
 from .used_parameters import UsedParameters
 
@@ -111,6 +112,7 @@ class DeepSpeedEngine(BatchEngine):
         if self._stage is not None:
             self.model._allocate_or_extend_buffers = self._buffer
         self._clipped_norm: float | None = None
+        self._skipped = 0
         self.model.clip_fp32_gradients = self._clip
         self._counted: list[LossReduction] = []
         named = dict(self.module.named_parameters())
@@ -218,8 +220,9 @@ class DeepSpeedEngine(BatchEngine):
             The checkpoint that is being written; it is complete after its ``wait()``.
         """
         self._check_weights()
+        self.averages.check_idle("save")
         given = self.model, self.module, path, self.program, self._options.zero_stage, Position(self.steps, extra)
-        return self._saver.write(lambda ranks, copies: checkpoint.prepared(*given, ranks, copies), wait)
+        return self._saver.write(lambda ranks, copies: checkpoint.prepared(*given, ranks, copies, self.averages), wait)
 
     def load(self, path: str | PathLike[str]) -> Any:
         """Go on exactly from what ``save`` wrote.
@@ -235,10 +238,13 @@ class DeepSpeedEngine(BatchEngine):
                 read it to its end, and the engine does nothing before another one is loaded.
         """
         self._check_open()
+        self.averages.check_idle("load")
         self._saver.settle()
-        found = checkpoint.checked(self.model, self.module, path, self.program, self._options.zero_stage)
+        given = self.model, self.module, path, self.program, self._options.zero_stage
+        found = checkpoint.checked(*given, self.averages)
         with self._reading():
             checkpoint.load(self.model, self.module, found, self.program)
+        self.averages.put(found.averages)
         self.steps, extra = found.beside.position
         return extra
 
@@ -249,6 +255,20 @@ class DeepSpeedEngine(BatchEngine):
         """
         self._check_weights()
         return masters.pieces(self.model, self.module, self.program, self._options.zero_stage)
+
+    def masters(self) -> Iterator[MasterValue]:
+        """Iterate over this rank's ranges of what DeepSpeed's optimizer steps, and the buffers."""
+        return masters.values(self.model, self.module, self.program)
+
+    def use_masters(self) -> None:
+        """Let the model run with the values in what DeepSpeed's optimizer steps. Collective."""
+        shares = Shares(self.model, self.module, self.program)
+        shares.begin()
+        shares.put_back()
+
+    def why_not_averaged(self) -> str:
+        """Return what of this engine cannot be averaged."""
+        return why_not(self.model, self.module) or ("an engine without an optimizer" if stepping(self.model) is None else "")
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -319,6 +339,7 @@ class DeepSpeedEngine(BatchEngine):
             self._plan = plans[0]
 
     def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
+        self._skipped = self.model.skipped_steps
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training=True)
@@ -334,6 +355,9 @@ class DeepSpeedEngine(BatchEngine):
         norm = self.model.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm
         self.grad_norm = None if norm is None or holds_copies(self.program) else float(norm)
         return loss, self._counted if self._stage is None else self._stage.counted
+
+    def _has_stepped(self) -> bool:
+        return bool(self._skipped == self.model.skipped_steps)
 
     def _train_part(self, index: int, batch: MicroBatches) -> torch.Tensor:
         loss = self._part(index, batch)

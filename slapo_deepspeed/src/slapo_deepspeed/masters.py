@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
+from slapo_training.averages import MasterValue
+from slapo_training.averages.master_values import buffer_values
 from slapo_training.model_tensors import buffers, parameters
 from slapo_training.pieces import Piece, piece_of
 
@@ -29,6 +32,17 @@ def pieces(model: Any, module: nn.Module, program: Program, zero_stage: int) -> 
         kept = value if rows is None else value[slice(*rows)].clone()
         found[name] = piece_of(kept, shard_spec(parameter), value.shape, rows)
     return {**found, **{name: piece_of(buffer, shard_spec(buffer)) for name, buffer in buffers(module).items()}}
+
+
+def values(model: Any, module: nn.Module, program: Program) -> Iterator[MasterValue]:
+    """Iterate over this rank's ranges of what DeepSpeed's optimizer steps, and the buffers."""
+    shares = Shares(model, module, program)
+    for share in shares.held:
+        if share.stepped is not None:
+            place = shares.pieces[share.name]
+            start = None if share.value.shape == place.tensor.shape else share.start
+            yield MasterValue(share.name, share.value, place, start)
+    yield from buffer_values(buffers(module), shares.pieces)
 
 
 def _value(parameter: torch.Tensor, share: Share | None, program: Program, zero_stage: int) -> torch.Tensor:

@@ -75,7 +75,8 @@ def prepared(
         kept.check_alike()
         kept.check_numbers()
     target, about = engine.options.target, _about(engine, held)
-    return engine_checkpoint.prepared(path, target, program, about, position, collect, ranks, held.buffers())
+    given = path, target, program, about, position, collect, ranks, held.buffers()
+    return engine_checkpoint.prepared(*given, engine.averages, copies is not None)
 
 
 def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[], AbstractContextManager[None]]) -> Position:
@@ -144,6 +145,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     with checkpoint_folder.reading(complete):
         checkpoint_folder.verify(complete, ranks)
         beside = engine_checkpoint.read_beside(complete, program, held.buffers())
+        averages = engine.averages.read(complete, ranks)
         inner = _inner(engine)
         is_new = inner is not None and not inner.state
         try:
@@ -156,6 +158,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
             raise
     with reading():
         ranks.on_all(put)
+    engine.averages.put(averages)
     return beside.position
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any
@@ -14,6 +15,8 @@ from slapo_core.errors import BuildError
 from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
 from slapo_training import stale_engines
+from slapo_training.averages import MasterValue
+from slapo_training.averages.master_values import buffer_values
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
@@ -196,6 +199,7 @@ class MegatronEngine(BatchEngine):
             The checkpoint that is being written; it is complete after its ``wait()``.
         """
         self._check_weights()
+        self.averages.check_idle("save")
         position = Position(self.steps, extra)
         with self._mode(), without_warnings():
             return self._saver.write(lambda ranks, copies: checkpoint.prepared(self, path, position, ranks, copies), wait)
@@ -213,6 +217,7 @@ class MegatronEngine(BatchEngine):
                 its end, and the engine does nothing before another one is loaded.
         """
         self._check_open()
+        self.averages.check_idle("load")
         self._saver.settle()
         with self._mode(), without_warnings():
             self.steps, extra = checkpoint.load(self, path, self._reading)
@@ -227,6 +232,27 @@ class MegatronEngine(BatchEngine):
         held = Held(self.program)
         masters = {} if self.optimizer is None else OptimizerState(self, held).masters()
         return {key: piece_of(masters.get(key, tensor), shard_spec(tensor)) for key, tensor in held.tensors.items()}
+
+    def masters(self) -> Iterator[MasterValue]:
+        """Iterate over this rank's parts of what Megatron's optimizer steps, and the buffers."""
+        held = Held(self.program)
+        places = {key: piece_of(tensor, shard_spec(tensor)) for key, tensor in held.tensors.items()}
+        for key, main, start in OptimizerState(self, held).mains():
+            yield MasterValue(key, main, places[key], None if main.shape == held.tensors[key].shape else start)
+        yield from buffer_values(held.buffers(), places)
+
+    def use_masters(self) -> None:
+        """Let the model run with the values in what Megatron's optimizer steps. Collective."""
+        with self._mode(), without_warnings():
+            if self.options.precision != "fp32":
+                self.optimizer._copy_main_params_to_model_params()
+            if self.options.distributed_optimizer:
+                for chunk in self.model:
+                    chunk.start_param_sync(force_sync=True)
+
+    def why_not_averaged(self) -> str:
+        """Return what of this engine cannot be averaged."""
+        return "an engine without an optimizer" if self.optimizer is None else ""
 
     def close(self) -> None:
         """Wait for a checkpoint, and give back Megatron's groups, where they were made for this engine; it trains no more."""

@@ -6,7 +6,7 @@ Adam alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -121,6 +121,12 @@ class OptimizerState:
         places = {id(main): number for number, group in enumerate(self._inner.param_groups) for main in group["params"]}
         own = {key: places[id(part.main)] for key, part in self._parts.items() if id(part.main) in places}
         return {key: number for each in gather(own, self._mesh) for key, number in each.items()}
+
+    def mains(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """Iterate over the tensors that this rank's optimizer steps: key, values, and number of elements before them."""
+        for key, (_, main, start, stop) in self._parts.items():
+            if main is not None and start < stop:
+                yield key, main, start
 
     def masters(self) -> dict[str, torch.Tensor]:
         """The weights in fp32, of what is trained. Collective over the replicas."""

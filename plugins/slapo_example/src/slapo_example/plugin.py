@@ -1,3 +1,5 @@
+import torch.distributed as dist
+
 from slapo_core import get_logger, hookimpl
 
 
@@ -9,4 +11,5 @@ def slapo_primitives():
 @hookimpl
 def slapo_after_build(engine):
     if frozen := [name for name, weight in engine.module.named_parameters() if not weight.requires_grad]:
-        get_logger().info("%d parameters are frozen: %s", len(frozen), ", ".join(frozen))
+        log = get_logger().info if not dist.is_initialized() or dist.get_rank() == 0 else get_logger().debug
+        log("%d parameters are frozen, %s the first", len(frozen), frozen[0])

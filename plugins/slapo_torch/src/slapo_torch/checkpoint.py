@@ -17,6 +17,7 @@ from torch import nn
 
 from slapo_core.program import Program
 from slapo_training import model_tensors, random_state
+from slapo_training.averages.average_list import AverageList
 from slapo_training.checkpoint_folder import Writing
 from slapo_training.engine_checkpoint import Position, bytes_of
 from slapo_training.pieces import Piece
@@ -45,12 +46,14 @@ class Trained(NamedTuple):
         module: This rank's stages.
         optimizer: This rank's, or None.
         progress: Of what changes the weights.
+        averages: Of the weights.
     """
 
     program: Program
     module: nn.Module
     optimizer: torch.optim.Optimizer | None
     progress: Progress
+    averages: AverageList
 
 
 class TorchSaver(Saver):
@@ -142,7 +145,8 @@ class TorchSaver(Saver):
         else:
             self._files = TensorFiles(pieces, ranks, copies)
         tensors = self._files
-        about = {"layout": layout_of(program)}
+        put_averages = what.averages.prepared(ranks, copies is not None)
+        about = {"layout": layout_of(program), **what.averages.about()}
 
         def write(meeting: Ranks) -> None:
             def put() -> None:
@@ -153,6 +157,7 @@ class TorchSaver(Saver):
                 writing.begin(meeting)
                 meeting.on_all(put)
                 tensors.write(writing.data, meeting)
+                put_averages(writing.data, meeting)
                 writing.seal(about, meeting)
 
         return write

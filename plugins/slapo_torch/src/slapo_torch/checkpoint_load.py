@@ -52,6 +52,7 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
         reading.check_names()
         ranks.on_all(lambda: reading.check(groups))
         ranks.on_all(reading.fetch)
+        averages = what.averages.read(checkpoint, ranks)
     loading = StateLoading()
     try:
         ranks.on_all(lambda: reading.hand(loading))
@@ -59,6 +60,7 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
         loading.roll_back()
         raise
     ranks.on_all(reading.put)
+    what.averages.put(averages)
     return Position(**reading.common["position"])
 
 
@@ -126,7 +128,7 @@ class _Reading:
         Raises:
             BuildError: it does not fit.
         """
-        program, module, optimizer, progress = self._what
+        program, module, optimizer, progress, _ = self._what
         kept, now = self._place.get("ranges", {}), ranges_of(module)
         optimizers = named_optimizers(model_tensors.parameters(module), optimizer)
         place = self._place.get("optimizer") or {}
@@ -166,7 +168,7 @@ class _Reading:
 
     def hand(self, loading: StateLoading) -> None:
         """Give others' code its states, while the tensors are as they were; it may raise."""
-        program, module, optimizer, progress = self._what
+        program, module, optimizer, progress, _ = self._what
         extra_state.put(program.module, self._extra, loading)
         for path, each in named_optimizers(model_tensors.parameters(module), optimizer).items():
             optimizer_taken.put(each, self._taken[path], self._states[path], loading)

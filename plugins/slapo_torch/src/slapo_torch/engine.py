@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from slapo_core.agreement import agree, all_reduce, compare, mesh_groups
-from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.inputs import variadic
 from slapo_core.program import Program
+from slapo_training.averages import AveragedEngine, MasterValue
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, signature, split
-from slapo_training.common_batch import check_contents, check_shapes, content_slots
+from slapo_training.common_batch import BatchFacts, check_contents, check_shapes, content_slots
 from slapo_training.engine_checkpoint import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
 from slapo_training.means import Counted
@@ -56,19 +56,7 @@ _Given = tuple[tuple[Any, ...], Mapping[str, Any]]
 """A batch as it was given: by position and by keyword."""
 
 
-class _Facts(NamedTuple):
-    """Numbers that are compared between ranks: of the shape of a batch, two of its labels, and of the stages' inputs.
-
-    Args:
-        low: The smallest over this rank's micro-batches.
-        high: The largest.
-    """
-
-    low: list[int]
-    high: list[int]
-
-
-class TorchEngine(Engine):
+class TorchEngine(AveragedEngine):
     """Trains or evaluates this rank's stages, or the whole model.
 
     Parameters may be frozen and unfrozen between steps, alike on all ranks that hold them; the optimizer is told of unfrozen
@@ -119,7 +107,7 @@ class TorchEngine(Engine):
         self._hooks = StepHooks(program, self.module, options.gradient_hooks == "step")
         self._replicas: Replicas | None = None
         self._shards: ShardedReplicas | None = None
-        self._facts = _Facts([], [])
+        self._facts = BatchFacts([], [])
         self._content = 0
         self._labels = LabelCount()
         self._differs = False
@@ -162,19 +150,20 @@ class TorchEngine(Engine):
         """
         if self._options.optimizer is None:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
+        self.averages.check_idle("train_batch")
         self.module.zero_grad(set_to_none=True)
         loss = self._step((args, batch), training=True)
         if self._loss_scale is not None and self._loss_scale.overflows(self._holdings.trainable, self._device):
             self.module.zero_grad(set_to_none=True)
             self.grad_norm = None
-            self.steps += 1
+            self._end_step(is_stepped=False)
             return loss
         self._check_gradients()
         self._reduce()
         if self._hooks.is_active:
             self._together(self._hooks.run)
         self._together(lambda: self._update(loss))
-        self.steps += 1
+        self._end_step()
         return loss
 
     def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:
@@ -193,6 +182,7 @@ class TorchEngine(Engine):
         Returns:
             The checkpoint that is being written; it is complete after its ``wait()``.
         """
+        self.averages.check_idle("save")
         return self._saver.save(path, self._trained(), Position(self.steps, extra), wait)
 
     def load(self, path: str | PathLike[str]) -> Any:
@@ -207,6 +197,7 @@ class TorchEngine(Engine):
         Raises:
             BuildError: no complete checkpoint, a damaged one, or one of another model or optimizer; nothing has changed.
         """
+        self.averages.check_idle("load")
         self._saver.settle()
         with torch.inference_mode(False):  # what is made in it cannot be trained
             self.steps, extra = load_checkpoint(path, self._trained())
@@ -216,11 +207,15 @@ class TorchEngine(Engine):
         """Return this rank's pieces of the parameters and persistent buffers, each under its first original name."""
         return model_state.pieces(self.module)
 
+    def masters(self) -> Iterator[MasterValue]:
+        """Iterate over the trained parameters and the buffers of this rank; see ``AveragedEngine.masters``."""
+        return model_state.masters(self.module)
+
     def _trained(self) -> Trained:
         waits = self._options.lr_scheduler is not None and self.lr_scheduler is None
         rate, trains = (self._missed if waits else self.lr_scheduler), self._options.optimizer is not None
         progress = Progress(rate, self._loss_scale, self._labels, trains)
-        return Trained(self.program, self.module, self.optimizer, progress)
+        return Trained(self.program, self.module, self.optimizer, progress, self.averages)
 
     def close(self) -> None:
         """Take the engine's hooks off the parameters and forget its plans; it only evaluates and saves from now on."""
@@ -301,7 +296,7 @@ class TorchEngine(Engine):
         low, high = counted_labels(parts, self._ignored) if is_compared else ((0, 0), (0, 0))
         shape = fingerprint([training, schedule, *(signature(rows.alike(part)) for part in parts[:1])])
         marks = self._first.marks(parts, training)
-        self._facts = _Facts([shape, *low, min(marks)], [shape, *high, max(marks)])
+        self._facts = BatchFacts([shape, *low, min(marks)], [shape, *high, max(marks)])
         check_labels(batch, self.program.module, self._options.loss_fn, self._options.loss_over is None)
         self._losses.count(parts)
         labels = [part.pop("labels", None) if self._options.loss_fn is not None else None for part in parts]
@@ -329,13 +324,13 @@ class TorchEngine(Engine):
             if self._shards is not None:
                 self._shards.follow(module for each in self._plans.values() for module in each.modules)
         inputs = fingerprint([stage.inputs for program in programs for stage in program.stages])
-        self._facts = _Facts([*self._facts.low[:4], inputs], [*self._facts.high[:4], inputs])
+        self._facts = BatchFacts([*self._facts.low[:4], inputs], [*self._facts.high[:4], inputs])
         return plan.run
 
-    def _facts_of(self) -> _Facts:
+    def _facts_of(self) -> BatchFacts:
         return self._facts
 
-    def _together(self, work: Callable[[], Any], facts: Callable[[], _Facts] | None = None) -> Any:
+    def _together(self, work: Callable[[], Any], facts: Callable[[], BatchFacts] | None = None) -> Any:
         """Do what one rank can do alone; go on only if all could, and if what they got is of one kind.
 
         One small reduction where all is well; messages travel only when not.
@@ -345,7 +340,7 @@ class TorchEngine(Engine):
             value = work()
         except Exception as err:
             error = err
-        mine = facts() if facts is not None and error is None else _Facts([], [])
+        mine = facts() if facts is not None and error is None else BatchFacts([], [])
         low, high = ([*numbers, *[0] * (5 - len(numbers))] for numbers in mine)
         slots = content_slots(self.program, self._content, error is None) if facts is not None else []
         row = [error is not None, self._outdated, *high, *(-number for number in low), *slots]
@@ -385,6 +380,7 @@ class TorchEngine(Engine):
         holdings = Holdings(self.program, self.module)
         holdings.check_same_start()
         self._holdings, self._outdated = holdings, False
+        self.averages.include()
         self._make_optimizer()
         self._together(self._make_replicas)
         if self._shards is not None:

@@ -90,7 +90,13 @@ class ShardedReplicas:
 
     def _check_running(self, module: nn.Module, args: Any) -> None:
         if not self._is_running:
-            raise BuildError("the model's parameters are sharded over replicas; run it by train_batch or eval_batch")
+            raise BuildError(
+                "the model's parameters are sharded over replicas; run it by train_batch or eval_batch, with averaged weights "
+                "inside of slapo.ema(engine).applied()"
+            )
+
+    def __deepcopy__(self, memo: object) -> ShardedReplicas:
+        return self  # a copied model has rows as well, and is refused where the model is
 
     def undo(self) -> None:
         """Give the model whole parameters of its own, as it had before. Collective over the replicas once it has begun."""

@@ -10,6 +10,8 @@ from torch import nn
 
 from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
+from slapo_training.averages import MasterValue
+from slapo_training.averages.master_values import buffer_values
 from slapo_training.model_tensors import Tensors, buffers, parameters, write
 from slapo_training.pieces import Piece, piece_of
 from slapo_training.whole_steps.making import Layout
@@ -20,6 +22,15 @@ from .replica_spec import in_replica, replica_spec
 def pieces(module: nn.Module) -> dict[str, Piece]:
     """Return this rank's pieces of the parameters and persistent buffers, under the names of ``parameters`` and ``buffers``."""
     return {name: piece(tensor, tensor) for name, tensor in {**parameters(module), **buffers(module)}.items()}
+
+
+def masters(module: nn.Module) -> Iterator[MasterValue]:
+    """Iterate over the trained parameters and the buffers of a rank, as they are stepped in place."""
+    for name, parameter in parameters(module).items():
+        if parameter.requires_grad:
+            yield MasterValue(name, parameter, piece(parameter, parameter))
+    found = buffers(module)
+    yield from buffer_values(found, {name: piece(buffer, buffer) for name, buffer in found.items()})
 
 
 def piece(tensor: torch.Tensor, value: torch.Tensor) -> Piece:

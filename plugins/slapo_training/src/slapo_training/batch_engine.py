@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from slapo_core.agreement import all_reduce, gather
-from slapo_core.engine import Engine
 from slapo_core.errors import BuildError
 from slapo_core.inputs import variadic
 from slapo_core.program import Program
 
+from .averages import AveragedEngine
 from .batch_arguments import arguments_of
 from .batch_losses import BatchLosses
 from .batches import Batch, LabelKey, check_labels, content, fingerprint, label_counts, signature, split
@@ -47,7 +47,7 @@ class MicroBatches(NamedTuple):
     weights: LabelWeights | None
 
 
-class BatchEngine(Engine):
+class BatchEngine(AveragedEngine):
     """Cuts a batch, tells what its micro-batches weigh, and leaves the rest to an engine that sums gradients as it goes.
 
     Every method is collective over the mesh. An error within a step, which its other ranks may wait for, ends the engine.
@@ -110,6 +110,7 @@ class BatchEngine(Engine):
         if not self._trains:
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
         self._check_weights()
+        self.averages.check_idle("train_batch")
         if self._is_broken:
             raise BuildError(
                 f"an error broke off a step of this engine, and {self._common.target} has kept a part of its gradients; build "
@@ -132,8 +133,12 @@ class BatchEngine(Engine):
                 note_failure(labels, err)
             raise
         self._is_broken = False
-        self.steps += 1
+        self._end_step(self._has_stepped())
         return loss
+
+    def _has_stepped(self) -> bool:
+        """Return whether the optimizer has taken the last step; not where gradients overflowed."""
+        return True
 
     @torch.no_grad()
     def eval_batch(self, /, *args: Any, **batch: Any) -> torch.Tensor:

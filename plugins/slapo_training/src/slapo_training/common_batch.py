@@ -18,6 +18,18 @@ from .label_weights import LabelWeights
 _NOTHING = -(2**40)
 
 
+class BatchFacts(NamedTuple):
+    """Numbers that are compared between ranks: of the shape of a batch, two of its labels, and of the stages' inputs.
+
+    Args:
+        low: The smallest over this rank's micro-batches.
+        high: The largest.
+    """
+
+    low: list[int]
+    high: list[int]
+
+
 class Cut(NamedTuple):
     """A batch of this rank.
 

@@ -14,6 +14,7 @@ from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 from . import random_state
+from .averages.average_list import AverageList
 from .checkpoint_folder import Checkpoint, Writing
 from .model_tensors import write
 from .plain import check_plain, digest
@@ -54,6 +55,8 @@ def prepared(
     collect: Callable[[Path, Ranks], Callable[[Ranks], None]],
     ranks: Ranks,
     buffers: Mapping[str, torch.Tensor],
+    averages: AverageList,
+    is_copied: bool,
 ) -> Callable[[Ranks], None]:
     """What writes a checkpoint, given the ranks to meet, collective as well. Collective.
 
@@ -67,6 +70,8 @@ def prepared(
             meet then. Both collective, and they raise on all ranks.
         ranks: All of the program.
         buffers: This rank's, which may be others than those of another replica.
+        averages: Of the engine's weights.
+        is_copied: Whether training goes on while they are written.
 
     Raises:
         BuildError: on every rank: it failed on one, the ranks have different folders, or it has another target's checkpoint;
@@ -75,7 +80,7 @@ def prepared(
     said = ranks.on_all(lambda: (Writing.proposed(path, target), position.words()))
     writing = Writing.agreed([proposed for proposed, _ in said], target)
     position.check_same(words for _, words in said)
-    about = {**about, "layout_of_ranks": layout_of(program)}
+    about = {**about, "layout_of_ranks": layout_of(program), **averages.about()}
     files: dict[str, bytes] = {}
 
     def gather() -> None:
@@ -91,6 +96,7 @@ def prepared(
     def write(meeting: Ranks) -> None:
         with writing.by(meeting) as meeting:
             fill(meeting)
+            put_averages(writing.data, meeting)
             meeting.on_all(put)
             writing.seal(about, meeting)
 
@@ -98,6 +104,7 @@ def prepared(
         writing.begin(ranks)
         fill = collect(writing.data, ranks)
         ranks.on_all(gather)
+        put_averages = averages.prepared(ranks, is_copied)
     return write
 
 

@@ -110,6 +110,16 @@ class Piece(NamedTuple):
         """The piece that some rows of the local tensor are."""
         return self._replace(tensor=self.tensor[start:stop], ranges=(_clipped(self.ranges[0], start, stop), *self.ranges[1:]))
 
+    def box(self, values: torch.Tensor, offset: Sequence[int]) -> Piece:
+        """Return the piece that values are which lie in the local tensor from an offset on.
+
+        Args:
+            values: In the shape of the box.
+            offset: Where the box begins in the local tensor.
+        """
+        found = zip(self.ranges, offset, values.shape, strict=True)
+        return self._replace(tensor=values, ranges=tuple(_clipped(each, at, at + size) for each, at, size in found))
+
 
 def piece_of(
     local: torch.Tensor, spec: ShardSpec | None, shape: Sequence[int] | None = None, rows: tuple[int, int] | None = None

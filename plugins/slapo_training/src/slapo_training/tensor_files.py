@@ -34,6 +34,8 @@ from .saving import Buffers, copied, keep
 
 Edges = dict[str, tuple[tuple[int, ...], ...]]
 Tensors = dict[tuple[str, tuple[int, ...]], torch.Tensor]
+Pieces = Mapping[str, Piece | Sequence[Piece]]
+"""By the names of tensors, of each one piece, or several that do not overlap."""
 
 
 class TensorFiles:
@@ -46,7 +48,7 @@ class TensorFiles:
             tensors as they are when it comes to that.
     """
 
-    def __init__(self, pieces: Mapping[str, Piece], ranks: Ranks, copies: Buffers | None = None) -> None:
+    def __init__(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:
         self._edges, self._facts = _edges(pieces, ranks), _facts(pieces)
         self._planner = _SavePlanner(pieces, self._edges)
         plans, self._metadata = self._planner.create_global_plan(ranks.gather(self._planner.create_local_plan()))
@@ -54,11 +56,11 @@ class TensorFiles:
         self._plan = self._writer.prepare_global_plan(plans)[ranks.place]
         self._copy(ranks, copies)
 
-    def fits(self, pieces: Mapping[str, Piece]) -> bool:
+    def fits(self, pieces: Pieces) -> bool:
         """Return whether these are as those before, but for their numbers; if so on all ranks, ``renew`` takes them."""
         return _facts(pieces) == self._facts
 
-    def renew(self, pieces: Mapping[str, Piece], ranks: Ranks, copies: Buffers | None = None) -> None:
+    def renew(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:
         """Write these in the places of those before. Collective."""
         self._planner = _SavePlanner(pieces, self._edges)
         self._copy(ranks, copies)
@@ -118,11 +120,11 @@ class SavedTensors:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, pieces: Mapping[str, Piece], edges: Edges) -> None:
+    def __init__(self, pieces: Pieces, edges: Edges) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._items: list[WriteItem] = []
         self._tensors: Tensors = {}
-        for name, piece in pieces.items():
+        for name, piece in _each(pieces):
             properties = TensorProperties(dtype=piece.tensor.dtype)
             for chunk in _written(piece, edges[name]):
                 box = ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.sizes))
@@ -183,15 +185,21 @@ def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset)
 
 
-def _facts(pieces: Mapping[str, Piece]) -> dict[str, Any]:
-    return {name: (piece.full_shape, piece.ranges, piece.tensor.dtype) for name, piece in pieces.items()}
+def _each(pieces: Pieces) -> Iterator[tuple[str, Piece]]:
+    for name, found in pieces.items():
+        for piece in [found] if isinstance(found, Piece) else found:
+            yield name, piece
 
 
-def _edges(pieces: Mapping[str, Piece], ranks: Ranks) -> Edges:
+def _facts(pieces: Pieces) -> list[Any]:
+    return [(name, piece.full_shape, piece.ranges, piece.tensor.dtype) for name, piece in _each(pieces)]
+
+
+def _edges(pieces: Pieces, ranks: Ranks) -> Edges:
     """Return the places in each dimension of a tensor at which the ranges of some rank begin or end."""
     found: dict[str, list[set[int]]] = {}
-    for own in ranks.gather({name: piece.ranges for name, piece in pieces.items()}):
-        for name, dims in own.items():
+    for own in ranks.gather([(name, piece.ranges) for name, piece in _each(pieces)]):
+        for name, dims in own:
             known = found.setdefault(name, [set() for _ in dims])
             for edges, ranges in zip(known, dims, strict=True):
                 edges.update(edge for each in ranges for edge in each)
