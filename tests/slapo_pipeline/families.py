@@ -106,6 +106,8 @@ MORE: dict[str, dict[str, Any]] = {
         ("Wav2Vec2ConformerForSequenceClassification", "Wav2Vec2ConformerForCTC"),
         {"apply_spec_augment": False, "max_source_positions": 64},
     ),
+    "XLMWithLMHeadModel": {"use_cache": False},
+    "FlaubertWithLMHeadModel": {"use_cache": False},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
 """What some classes need besides, by the name of the class."""
