@@ -325,7 +325,44 @@ def coupled_groups(parameters: Parameters) -> torch.optim.Optimizer:
 
 Factory = Callable[[Parameters], torch.optim.Optimizer]
 
+
+class ByPlace(torch.optim.Optimizer):
+    """Has its momenta in a list from the start, by the place of a parameter among all."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+        self.momenta = [torch.zeros_like(parameter) for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        stepped = [(parameter, group["lr"]) for group in self.param_groups for parameter in group["params"]]
+        for place, (parameter, rate) in enumerate(stepped):
+            if parameter.grad is not None:
+                parameter.add_(self.momenta[place].mul_(0.9).add_(parameter.grad), alpha=-rate)
+
+
+class Groupwise(torch.optim.Optimizer):
+    """Normalises the gradients of each group at once, and fails where a group has none."""
+
+    @classmethod
+    def of(cls, parameters: Parameters) -> Groupwise:
+        split = [list[nn.Parameter](), list[nn.Parameter]()]
+        for parameter in parameters:
+            split[parameter.dim() > 1].append(parameter)
+        return cls([{"params": each, "lr": 0.02 if number else 0.01} for number, each in enumerate(split) if each], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in stepped if parameter.grad is not None]
+            norms = torch._foreach_norm(gradients)
+            torch._foreach_add_(norms, 1e-3)
+            torch._foreach_add_(stepped, torch._foreach_div(gradients, norms), alpha=-group["lr"])
+
+
 WHOLE: dict[str, Factory] = {
+    "groupwise": Groupwise.of,
     "muon": KellerMuon.of,
     "marked muon": MarkedMuon,
     "listed muon": ListedMuon,
@@ -360,6 +397,7 @@ COUPLED: dict[str, Factory] = {
     "coupled groups": coupled_groups,
     "own noise": partial(Noisy, own=True),
     "noise": partial(Noisy, own=False),
+    "by place": ByPlace,
 }
 """The update of one parameter depends on which others there are."""
 EVERY = {**WHOLE, **ELEMENTWISE, **BY_SHAPE, **COUPLED}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.multiproc
 
 STEPPED = [name for name in {**WHOLE, **BY_SHAPE, **COUPLED} if name != "coupled groups"]
 """The one left out is refused, see below."""
-SOME = ["muon", "lamb", "composite", "scaled", "prodigy", "adamw", "wrapper", "counting"]
+SOME = ["muon", "lamb", "by place", "groupwise", "composite", "scaled", "prodigy", "adamw", "wrapper", "counting"]
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_megatron.cpu_mode import cpu_mode
 from slapo_megatron.optimizer_state import OptimizerState
-from slapo_megatron.sharded_state import Held, boxes
-from slapo_training.quiet import without_warnings
+from slapo_megatron.sharded_state import Held
+from slapo_training.engine_warnings import without_warnings
+from slapo_training.pieces import boxes
 from tests.engine_models import batches, my_part, small
 from tests.engines import PLUGINS, check_own_buffers, own_buffers, scheduled
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of

@@ -16,7 +16,7 @@ from slapo_core.build import build
 from slapo_core.errors import ScheduleError
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
-from slapo_training.quiet import without_warnings
+from slapo_training.engine_warnings import without_warnings
 from tests.engine_models import batches, small
 from tests.engines import PLUGINS, in_one_process
 from tests.slapo_megatron.test_layers import CONV1D, UNEVEN, Collectives

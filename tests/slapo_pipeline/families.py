@@ -86,7 +86,7 @@ FOUR = {"num_key_value_heads": 4}
 MORE: dict[str, dict[str, Any]] = {
     **{f"{name}ForCausalLM": {"decoder_layers": 4} for name in "Bart BigBirdPegasus Blenderbot BlenderbotSmall".split()},
     **{f"{name}ForCausalLM": {"decoder_layers": 4} for name in "Marian MBart Mvp Pegasus PLBart TrOCR Whisper".split()},
-    **{f"{name}ForSequenceClassification": {"apply_spec_augment": False} for name in SPEECH},
+    **{f"{name}For{task}": {"apply_spec_augment": False} for name in SPEECH for task in ("SequenceClassification", "CTC")},
     **dict.fromkeys(
         ("BigBirdForCausalLM", "BigBirdForMaskedLM", "BigBirdPegasusForConditionalGeneration"),
         {"attention_type": "original_full"},
@@ -102,7 +102,10 @@ MORE: dict[str, dict[str, Any]] = {
     "RoCBertForCausalLM": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
     "RoCBertForMaskedLM": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
     "Swinv2ForImageClassification": SWIN,
-    "Wav2Vec2ConformerForSequenceClassification": {"apply_spec_augment": False, "max_source_positions": 64},
+    **dict.fromkeys(
+        ("Wav2Vec2ConformerForSequenceClassification", "Wav2Vec2ConformerForCTC"),
+        {"apply_spec_augment": False, "max_source_positions": 64},
+    ),
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
 """What some classes need besides, by the name of the class."""
@@ -141,16 +144,20 @@ NAMED = {
         RobertaPreLayerNorm Rwkv SeedOss SolarOpen TrOCR VaultGemma Whisper XLMRoberta XLMRobertaXL Youtu Zaya xLSTM
     """,
     "ForMaskedLM": """
-        BigBird Camembert Data2VecText Ernie Esmc EuroBert Funnel Gte JinaEmbeddingsV3 Mra NomicBert Nystromformer
-        RoCBert RobertaPreLayerNorm Tapas Ultrabert XLMRoberta XLMRobertaXL Yoso
+        BigBird Camembert Data2VecText Ernie Esmc EuroBert Funnel Gte IBert JinaEmbeddingsV3 Longformer Mra NomicBert
+        Nystromformer RoCBert RobertaPreLayerNorm Tapas Ultrabert XLMRoberta XLMRobertaXL Yoso
     """,
-    "ForConditionalGeneration": "BigBirdPegasus BlenderbotSmall Mvp NllbMoe PegasusX T5Gemma UMT5",
+    "ForConditionalGeneration": "BigBirdPegasus BlenderbotSmall Mvp NllbMoe PegasusX ProphetNet T5Gemma UMT5",
     "ForImageClassification": """
         CLIP ConvNextV2 Data2VecVision DeiT Dinov2WithRegisters DonutSwin IJepa MetaClip2 MobileNetV1 MobileNetV2
         MobileViT PvtV2 RegNet Siglip SwiftFormer Swinv2 ViTMSN
     """,
     "ForSequenceClassification": " ".join(SPEECH),
-    "": "BertLMHeadModel BertGenerationDecoder SeamlessM4TForTextToText SeamlessM4Tv2ForTextToText",
+    "ForCTC": " ".join(SPEECH),
+    "": """
+        BertLMHeadModel BertGenerationDecoder FlaubertWithLMHeadModel SeamlessM4TForTextToText SeamlessM4Tv2ForTextToText
+        XLMWithLMHeadModel
+    """,
 }
 """Classes beyond the zoo by the end of their names, without it."""
 
@@ -165,24 +172,14 @@ class Refused(NamedTuple):
     told: str
 
 
-_LABELS = Refused("it checks the values of the labels", r"asks for the values of a tensor \(bool\)")
-
 REFUSED = {
     "BigBirdForMaskedLM:block_sparse": Refused(
         "it replaces its attention at the first short sequence; set attention_type='original_full'",
         "comes from code that tracing does not see",
     ),
-    "FlaubertWithLMHeadModel": Refused("it asserts about the lengths of the sequences", r"values of a tensor \(item\)"),
-    "IBertForMaskedLM": Refused("whether it makes a mask depends on the values of the mask", r"values of a tensor \(bool\)"),
-    "LongformerForMaskedLM": Refused(
-        "what it computes depends on whether a token attends to all", r"values of a tensor \(item\)"
-    ),
-    "ProphetNetForConditionalGeneration": Refused("it asserts about the values of the labels", r"values of a tensor \(item\)"),
     "Wav2Vec2ForSequenceClassification:SpecAugment": Refused(
         "it draws what it masks; set apply_spec_augment=False", "draws random numbers from Python or NumPy"
     ),
-    "XLMWithLMHeadModel": Refused("it asserts about the lengths of the sequences", r"values of a tensor \(item\)"),
-    **{f"{name}ForCTC": _LABELS for name in SPEECH},
 }
 """Classes that cannot be cut, and the message that says why."""
 

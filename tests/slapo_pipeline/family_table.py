@@ -14,6 +14,7 @@ ENDS = {
     "ForConditionalGeneration": "sequence to sequence",
     "ForImageClassification": "images",
     "ForSequenceClassification": "sound",
+    "ForCTC": "speech",
 }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core.build import build
-from slapo_core.errors import BuildError, TraceError
+from slapo_core.errors import BuildError, ScheduleError, TraceError
 from slapo_core.schedule import Schedule
 from slapo_pipeline.analysis import analyze_pipeline_module
 from slapo_pipeline.propagation import generate_pipeline_partition, propagate_partition
@@ -138,5 +138,9 @@ def test_what_takes_example_inputs_says_so() -> None:
         BuildError, match="the Asks cannot be traced without example inputs; give create_schedule example_inputs="
     ):
         generate_pipeline_partition(cut(Asks(), None, "a"))
-    with pytest.raises(TraceError, match="the forward asks for the values of a tensor"):
-        propagate_partition(cut(nn.Sequential(OrderedDict(asks=Asks())), None, "asks.a"))
+    model = nn.Sequential(OrderedDict(asks=Asks()))
+    partitioned, _ = propagate_partition(cut(model, None, "asks.a"))
+    positive = torch.ones(2, 4)
+    assert_same(partitioned(positive), model(positive), "outputs")
+    with pytest.raises(ScheduleError, match="the model does not run this module on the example inputs"):
+        partitioned(-positive)

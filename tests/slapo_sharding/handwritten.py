@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.slapo_sharding.handwritten_keys import KEYS
+from tests.slapo_sharding.handwritten_norms import NORMS
+from tests.slapo_sharding.handwritten_parameters import PARAMETERS
 from tests.slapo_sharding.handwritten_projections import (
     Alibi,
     ChunkThenView,
@@ -462,6 +465,9 @@ SPLIT: dict[str, Callable[[], nn.Module]] = {
         *(RelativeTable, Sinks, HeadNorms, OwnHeadNorms, RotaryComplex, RotaryHalves, Cross, Windows, Axial, BuiltMask),
         *(FoldedHeads, FoldedWeights, LinearAttention, ChannelAttention, GatedMlp, GatedBySplit, GatedByUnflatten),
         *(ParallelBlock, Nested, Talking, LengthFirst, Gated, HeadScale, BiasOfPairs, SqueezedHeads, FactoredMlp),
+        *PARAMETERS,
+        *NORMS,
+        *KEYS,
     )
 }
 """All of these can be split on 2 ranks and on 4."""

@@ -1,4 +1,4 @@
-"""Modules without layers of their own, or with torch's own attention, and attention whose heads are not equal parts of a layer.
+"""Attention whose heads are not equal parts of a layer, and MLPs of convolutions.
 
 Every module takes ``[batch, length, 32]`` and gives the same shape.
 """
@@ -7,50 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tests.slapo_sharding.handwritten_projections import D, H
-
-
-def weight(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape) * shape[-1] ** -0.5)
-
-
-class MatmulMlp(nn.Module):
-    """Parameters in ``@`` and in ``F.linear``."""
-
-    def __init__(self):
-        super().__init__()
-        self.w1, self.b1, self.w2 = weight(D, 4 * D), nn.Parameter(torch.zeros(4 * D)), weight(D, 4 * D)
-
-    def forward(self, x):
-        return F.linear(F.gelu(x @ self.w1 + self.b1), self.w2)
-
-
-class EinsumAttention(nn.Module):
-    """Parameters with a dimension for heads, in einsums."""
-
-    def __init__(self):
-        super().__init__()
-        self.wq, self.wk, self.wv = (weight(D, H, D // H) for _ in range(3))
-        self.wo = weight(H, D // H, D)
-
-    def forward(self, x):
-        q, k, v = (torch.einsum("bnd,dhe->bhne", x, w) for w in (self.wq, self.wk, self.wv))
-        return torch.einsum("bhne,hed->bnd", F.scaled_dot_product_attention(q, k, v), self.wo)
-
-
-class BatchedExperts(nn.Module):
-    """Every token goes to all experts, by ``torch.bmm``."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(D, 4), weight(4, D, 2 * D), weight(4, 2 * D, D)
-
-    def forward(self, x):
-        flat = x.reshape(1, -1, D).expand(4, -1, -1)
-        out = torch.bmm(F.gelu(torch.bmm(flat, self.up)), self.down)
-        return torch.einsum("en,end->nd", self.gate(x).softmax(-1).flatten(0, 1).T, out).view_as(x)
 
 
 class Head(nn.Module):
@@ -74,33 +32,16 @@ class ListOfHeads(nn.Module):
         return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
 
 
-class OneKey(nn.Module):
-    """One head of keys for all queries."""
+class LoopedHeads(nn.Module):
+    """Parameters with a dimension for heads, which a loop takes one by one."""
 
     def __init__(self):
         super().__init__()
-        self.q, self.kv, self.o, self.heads = nn.Linear(D, D), nn.Linear(D, 2 * D // H), nn.Linear(D, D), H
+        self.wq, self.wk, self.wv = (nn.Parameter(torch.randn(H, D, D // H) * 0.3) for _ in range(3))
 
     def forward(self, x):
-        b, n, c = x.shape
-        q = self.q(x).view(b, n, self.heads, -1).transpose(1, 2)
-        k, v = (each.unsqueeze(1).expand(-1, self.heads, -1, -1) for each in self.kv(x).chunk(2, dim=-1))
-        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c))
-
-
-class NormOverHeads(nn.Module):
-    """Norms of queries and keys over all heads at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
-        self.q_norm, self.k_norm, self.heads = nn.LayerNorm(D), nn.LayerNorm(D), H
-
-    def forward(self, x):
-        b, n, c = x.shape
-        q, k, v = self.q_norm(self.q(x)), self.k_norm(self.k(x)), self.v(x)
-        q, k, v = (t.view(b, n, self.heads, c // self.heads).transpose(1, 2) for t in (q, k, v))
-        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c))
+        q, k, v = ([x @ w[head] for head in range(H)] for w in (self.wq, self.wk, self.wv))
+        return torch.cat([(a @ b.mT).softmax(-1) @ c for a, b, c in zip(q, k, v, strict=True)], dim=-1)
 
 
 class ConvMlp(nn.Module):
@@ -114,4 +55,4 @@ class ConvMlp(nn.Module):
         return self.conv2(torch.relu(self.conv1(x.transpose(1, 2)))).transpose(1, 2)
 
 
-WHOLE = (MatmulMlp, EinsumAttention, BatchedExperts, ListOfHeads, OneKey, NormOverHeads, ConvMlp)
+WHOLE = (LoopedHeads, ListOfHeads, ConvMlp)

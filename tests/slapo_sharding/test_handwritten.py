@@ -25,6 +25,7 @@ pytestmark = pytest.mark.multiproc
 
 SHAPES = ((2, 8), (3, 12), (2, 8))
 FAST = ("SplitByWidth", "IndexedQkv", "GroupedByExpand", "EinopsFused", "RelativeTable", "Windows", "ParallelBlock")
+FAST += ("FusedLinear", "LayerThenParameter", "StandardOverHeads", "OneKeyRepeated")
 """One for each way in which a graph is changed, and one that needs none."""
 
 
@@ -50,6 +51,8 @@ def compare(kind: str) -> float:
     build(sch)
     for number, shape in enumerate(SHAPES):
         given = tokens(*shape, seed=number)
+        with torch.no_grad():  # what runs without gradients first is no graph for a call with them
+            model(given)
         for each in (expected, model):
             each.zero_grad()
             each(given).square().mean().backward()
@@ -126,6 +129,9 @@ def engine_run(rank: int, kind: str, layout: tuple[int, int, int], sequence_para
     [
         ("SplitByWidth", (1, 1, 2), True, False),
         ("RelativeTable", (1, 1, 2), False, True),
+        ("FusedLinear", (1, 1, 2), False, True),
+        pytest.param("GatedMatmul", (2, 1, 2), False, False, marks=pytest.mark.slow),
+        pytest.param("FusedMatmul", (1, 2, 2), False, True, marks=pytest.mark.slow),
         pytest.param("IndexedQkv", (2, 1, 2), False, False, marks=pytest.mark.slow),
         pytest.param("SplitByWidth", (1, 2, 2), True, True, marks=pytest.mark.slow),
         pytest.param("GroupedByExpand", (1, 1, 2), True, False, marks=pytest.mark.slow),

@@ -15,7 +15,7 @@ from slapo_core import build
 from slapo_core.errors import ScheduleError
 from slapo_core.testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT, D, GatedMlp, H, Net
-from tests.slapo_sharding.handwritten_others import WHOLE, MatmulMlp, OneKey
+from tests.slapo_sharding.handwritten_others import WHOLE, ListOfHeads, LoopedHeads
 from tests.slapo_sharding.test_handwritten import split, tokens
 from tests.slapo_sharding.told import warnings_told
 
@@ -212,7 +212,7 @@ class Beside(nn.Module):
         return self.one(x) + self.mlp(x)
 
 
-FAST = (MatmulMlp, OneKey)
+FAST = (LoopedHeads, ListOfHeads)
 SLOW = tuple(kind for kind in WHOLE if kind not in FAST)
 
 

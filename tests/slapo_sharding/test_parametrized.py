@@ -1,8 +1,7 @@
-"""Layers whose weight is computed by ``torch.nn.utils.parametrize``: split where parts follow from parts, else whole."""
+"""Layers whose weight is computed, by functions or by hooks of torch: split where parts follow from parts, else whole."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from slapo_core.parameters import shard_spec
 from slapo_core.schedule import Schedule, create_schedule
@@ -88,8 +87,20 @@ KINDS: dict[str, Callable[[nn.Module], object]] = {
     "rounded": registered(Rounded),
     "factors": registered(Factors),
     "learnt": registered(Scaled),
+    "older weight norm": nn.utils.weight_norm,
+    "weight norm of inputs": partial(nn.utils.weight_norm, dim=1),
+    "older spectral norm": nn.utils.spectral_norm,
+    "pruned": partial(prune.l1_unstructured, name="weight", amount=0.3),
 }
 AXES = {"weight norm": {0}, "elementwise bias": {0}, "mixed": {1}, "elementwise": {0, 1}}
+AXES |= {
+    "factors": {0, 1},
+    "learnt": {0, 1},
+    "mixed bias": {1},
+    "older weight norm": {0},
+    "weight norm of inputs": {1},
+    "pruned": {0, 1},
+}
 """Kinds to the dimensions of the weight along which parts follow from parts; of others, none."""
 
 
@@ -109,10 +120,20 @@ class Blocks(nn.Module):
         return out
 
 
-def apart(rank: int, kind: str, both: bool, plan: dict[str, str] | None) -> tuple[float, set[str]]:
+def made(kind: str, both: bool) -> Blocks:
+    """The same at each call; what hooks have computed cannot be copied."""
+    torch.manual_seed(0)
+    return Blocks(kind, both)
+
+
+def each_apart(rank: int, kinds: list[str], both: bool, plan: dict[str, str] | None) -> dict[str, tuple[float, set[str]]]:
+    return {kind: apart(kind, both, plan) for kind in kinds}
+
+
+def apart(kind: str, both: bool, plan: dict[str, str] | None) -> tuple[float, set[str]]:
     """How far gradients are off beside the unmodified model, and the names of split parameters."""
-    model, x = Blocks(kind, both), torch.randn(4, 8)
-    whole = copy.deepcopy(model)
+    model, whole = made(kind, both), made(kind, both)
+    x = torch.randn(4, 8)
     schedule = create_schedule(model, example_inputs=(x,))
     schedule.tensor_parallel(plan)
     for either in (model, whole):
@@ -127,27 +148,32 @@ def apart(rank: int, kind: str, both: bool, plan: dict[str, str] | None) -> tupl
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("both", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_derived_plan_splits_what_follows_both_ways_and_the_rest_of_the_model(kind: str, both: bool) -> None:
+def test_a_derived_plan_splits_what_follows_and_the_rest_of_the_model(both: bool) -> None:
     rest = {"fc2.weight", "fc2.bias", "proj2.weight"}
-    for worst, split in run_distributed(apart, 2, kind, both, None):
-        assert worst < 1e-5
-        assert split >= rest
-        assert (split > rest) == (AXES.get(kind) == {0, 1}), split
+    for found in run_distributed(each_apart, 2, [*KINDS], both, None):
+        for kind, (worst, split) in found.items():
+            assert worst < 1e-5, kind
+            assert split >= rest, kind
+            axes = {0} if kind == "orthogonal" else AXES.get(kind, set())  # its rows are those of a buffer, which is split
+            assert (split > rest) == ({0, 1} if both else {0}).issubset(axes), (kind, split)
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("kind", [kind for kind, axes in AXES.items() if 0 in axes])
-def test_a_plan_that_is_given_splits_along_the_outputs(kind: str) -> None:
-    for worst, split in run_distributed(apart, 2, kind, False, {"fc": "colwise", "proj": "rowwise"}):
-        assert worst < 1e-5
-        assert {name.split(".")[0] for name in split} == {"fc", "proj"}
-        assert "fc.parametrizations" in " ".join(split)
+def test_a_plan_that_is_given_splits_along_the_outputs() -> None:
+    kinds = [kind for kind, axes in AXES.items() if 0 in axes]
+    for found in run_distributed(each_apart, 2, kinds, False, {"fc": "colwise", "proj": "rowwise"}):
+        for kind, (worst, split) in found.items():
+            assert worst < 1e-5, kind
+            assert {name.split(".")[0] for name in split} == {"fc", "proj"}
+            assert any(name.startswith(("fc.parametrizations", "fc.weight_")) for name in split), split
 
 
-def refusals(rank: int, kind: str) -> list[str]:
+def refusals(rank: int, kinds: list[str]) -> dict[str, list[str]]:
+    return {kind: _refusals(kind) for kind in kinds}
+
+
+def _refusals(kind: str) -> list[str]:
     """What the ways to split along other dimensions say."""
-    model = Blocks(kind, True)
     split = [axis for axis in (0, 1) if axis not in AXES.get(kind, ())]
     ways: list[Callable[[Schedule], object]] = [
         partial(_plan, {"fc": "colwise", "proj": "rowwise"}),
@@ -156,7 +182,7 @@ def refusals(rank: int, kind: str) -> list[str]:
     ]
     said = []
     for way in ways:
-        schedule = create_schedule(copy.deepcopy(model))
+        schedule = create_schedule(made(kind, True))
         said.append(message_of(partial(way, schedule)))
         assert all(shard_spec(each) is None for each in schedule.mod.parameters())
     return said
@@ -171,8 +197,8 @@ def _shard(path: str, axis: int, schedule: Schedule) -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if AXES.get(kind) != {0, 1}])
-def test_asking_for_what_does_not_follow_is_refused_by_name_and_changes_nothing(kind: str) -> None:
-    name = "'bias'" if "bias" in kind else "'weight'"
-    for said in run_distributed(refusals, 2, kind):
-        assert all(f"{name} is computed by " in sentence for sentence in said), said
+def test_asking_for_what_does_not_follow_is_refused_by_name_and_changes_nothing() -> None:
+    for found in run_distributed(refusals, 2, [kind for kind in KINDS if AXES.get(kind) != {0, 1}]):
+        for kind, said in found.items():
+            name = "'bias'" if "bias" in kind else "'weight'"
+            assert all(f"{name} is computed by " in sentence for sentence in said), (kind, said)

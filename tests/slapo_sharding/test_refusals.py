@@ -26,7 +26,7 @@ def _schedule(module: nn.Module) -> Schedule:
 
 class OwnForward(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) ** 2
+        return super().forward(x).softmax(-1)
 
 
 def _wrap(module: nn.Module) -> nn.Module:

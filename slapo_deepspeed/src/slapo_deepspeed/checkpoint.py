@@ -19,10 +19,9 @@ from slapo_training.averages.average_list import AverageList
 from slapo_training.averages.average_list import Taken as TakenAverages
 from slapo_training.batches import fingerprint
 from slapo_training.engine_checkpoint import Beside, Position
-from slapo_training.meeting import on_all
 from slapo_training.model_tensors import buffers, parameters, unfold
 from slapo_training.optimizers import rate_kind
-from slapo_training.ranks import Ranks
+from slapo_training.ranks import Ranks, on_all
 from slapo_training.saving import Buffers
 from slapo_training.whole_steps import saved_states
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer

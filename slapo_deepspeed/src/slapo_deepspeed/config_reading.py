@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slapo_core.errors import BuildError, UnknownNameError
-from slapo_training.quiet import without_warnings
+from slapo_training.engine_warnings import without_warnings
 
 from .own_optimizer import check_made
 
@@ -128,7 +128,7 @@ class _Keys:
 
 
 def _refusals(error: Any, given: Mapping[str, Any]) -> Iterator[str]:
-    """What pydantic found, each with its place in the configuration."""
+    """Return what pydantic found, each with its place in the configuration."""
     for found in error.errors():
         place = [str(key) for key in found["loc"]]
         section = [key for key, value in given.items() if isinstance(value, Mapping) and _holds(value, place)]

@@ -23,21 +23,22 @@ from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.batches import Batch
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
+from slapo_training.engine_warnings import without_warnings
+from slapo_training.gradient_comparison import GradientComparison
 from slapo_training.gradient_hooks import StepHooks
 from slapo_training.losses import CountedLoss, check_has_gradient
 from slapo_training.means import LossReduction
-from slapo_training.meeting import on_all
+from slapo_training.microbatch_plans import microbatch_plans
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import made_on_all
 from slapo_training.options import is_rate
 from slapo_training.other_stages import release_others
 from slapo_training.own_world import OwnWorld
 from slapo_training.pieces import Piece
-from slapo_training.quiet import without_warnings
+from slapo_training.ranks import on_all
 from slapo_training.same_start import check_same_start
 from slapo_training.saving import Saver, Saving
-from slapo_training.unused import Unused
-from slapo_training.whole_gradients import WholeGradients
+from slapo_training.unused_parameters import UnusedParameters
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from . import checkpoint, flat_parts, masters
@@ -107,8 +108,9 @@ class DeepSpeedEngine(BatchEngine):
         own = trainable if optimizer is None and options.trains else None
         if options.zero_stage == 3:
             number_alike(program)
+        in_turns = optimizer is None or not options.zero_stage or flat_parts.steps_in_turns(optimizer)
         self._initialize(pipelined or self.module, optimizer, own, rate, mpu)  # others may wait within for a rank that fails
-        flat_parts.bind(self.model, program)
+        flat_parts.bind(self.model, program, in_turns)
         self._turns = flat_parts.Turns(self.model)
         if self._stage is not None:
             self.model._allocate_or_extend_buffers = self._buffer
@@ -118,8 +120,8 @@ class DeepSpeedEngine(BatchEngine):
         self._counted: list[LossReduction] = []
         named = dict(self.module.named_parameters())
         self._remember_trained(named)
-        self._gradients = WholeGradients(program, named, whole_shape)
-        self._unused = Unused(program, named, options.target)
+        self._gradients = GradientComparison(program, named, whole_shape)
+        self._unused = UnusedParameters(program, named, options.target)
         self._used = UsedParameters(program, named, options.zero_stage)
         self._hooks.bind(self.module, ReducedGradients(self.model, self._deepspeed, options.zero_stage))
         self._take_step, self.model._take_model_step = self.model._take_model_step, self._step
@@ -334,12 +336,11 @@ class DeepSpeedEngine(BatchEngine):
 
     def _begin(self, stage: RunningStage, batch: MicroBatches, training: bool) -> None:
         """Make the stage ready for micro-batches like these; DeepSpeed is told where what crosses has another shape."""
-        assert self.program.replan is not None
-        plan = self.program.replan(training, batch.parts[0])  # the same one, unless the model has changed
-        stage.begin(plan, *batch)
-        if plan is not self._plan:
+        plans = microbatch_plans(self.program, training, batch.parts, "DeepSpeed")
+        stage.begin(plans, *batch)
+        if plans[0] is not self._plan:
             self.model.reset_activation_shape()
-            self._plan = plan
+            self._plan = plans[0]
 
     def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
         self._skipped = self.model.skipped_steps

@@ -13,13 +13,13 @@ from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
 from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
-from slapo_training.pieces import Chunk, piece_of
+from slapo_training.pieces import Chunk, boxes, piece_of
 from slapo_training.whole_steps.exchange import Holding
 from slapo_training.whole_steps.making import Layout
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
-from slapo_training.whole_steps.probe import steps_in_turns
+from slapo_training.whole_steps.probe import is_same_in_turns
 from slapo_training.whole_steps.step_counters import OneStep
-from slapo_training.whole_steps.wholes import Whole, boxes
+from slapo_training.whole_steps.wholes import Whole
 
 from .groups import whole_shape
 from .shares import flattened, stepping
@@ -46,12 +46,23 @@ class _Range(NamedTuple):
     last: int
 
 
-def bind(model: Any, program: Program) -> None:
+def steps_in_turns(optimizer: Any) -> bool:
+    """Return whether a step of all is several calls of ``step``, each of some parameters, one after the other.
+
+    Args:
+        optimizer: As it was made, before DeepSpeed has it: stage 3 of ZeRO steps it once.
+    """
+    is_joint = isinstance(optimizer, WholeTensorOptimizer) and optimizer.steps_together
+    return not is_joint and is_same_in_turns(_inner(optimizer))
+
+
+def bind(model: Any, program: Program, in_turns: bool) -> None:
     """Bind an optimizer of whole tensors to the values that DeepSpeed steps. Collective with ZeRO.
 
     Args:
         model: DeepSpeed's engine.
         program: The program that it runs.
+        in_turns: What ``steps_in_turns`` says of the optimizer.
 
     Raises:
         BuildError: on every rank: a step depends on all parameters, and ZeRO steps some after the others.
@@ -59,7 +70,7 @@ def bind(model: Any, program: Program) -> None:
     optimizer, outer = stepping(model), model.optimizer
     if isinstance(optimizer, WholeTensorOptimizer):
         optimizer.hide_state()
-    _check_turns(model, optimizer, program)
+    _check_turns(model, optimizer, program, in_turns)
     if not isinstance(optimizer, WholeTensorOptimizer) or (ranges := _ranges(outer, optimizer, program)) is None:
         return
     flats = list({id(each.flat): each.flat for each in ranges.values()}.values())
@@ -115,15 +126,12 @@ def _num_turns(model: Any) -> int | None:
     return None if flats is None or hasattr(outer, "bf16_groups") else len(flats)
 
 
-def _check_turns(model: Any, optimizer: Any, program: Program) -> None:
+def _check_turns(model: Any, optimizer: Any, program: Program, in_turns: bool) -> None:
     """Refuse an optimizer whose step is another one where ZeRO takes it in turns. Collective with ZeRO."""
     number = _num_turns(model)
     if number is None:
         return
-    differs = False
-    if optimizer is not None and number > 1:
-        is_joint = isinstance(optimizer, WholeTensorOptimizer) and optimizer.steps_together
-        differs = is_joint or not steps_in_turns(_inner(optimizer))
+    differs = optimizer is not None and number > 1 and not in_turns
     found = torch.tensor([int(differs)], device=model.device)
     if all_reduce(found, program.mesh, dist.ReduceOp.MAX).item():
         model.destroy()

@@ -1,4 +1,4 @@
-"""Which ranks share what, as DeepSpeed asks for it and as ZeRO tells it."""
+"""Groups of ranks, as DeepSpeed asks for them and as ZeRO tells them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine of this dialect can be told, and the configuration DeepSpeed gets."""
+"""Options of this dialect's engine, and the configuration that DeepSpeed gets."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class DeepSpeedOptions(CommonOptions):
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer, ours or DeepSpeed's."""
+        """True if there is an optimizer, ours or DeepSpeed's."""
         return self.optimizer is not None or "optimizer" in self.given
 
     @property
@@ -191,7 +191,7 @@ class DeepSpeedOptions(CommonOptions):
         return config
 
     def agreed(self) -> list[str]:
-        """What has to be the same on all ranks."""
+        """Return the options that have to be the same on all ranks."""
         return [f"DeepSpeed's config {json.dumps(self.settled(), sort_keys=True, default=repr)}", *super().agreed()]
 
     def _one(self, name: str, ours: Number, default: Number, key: str, kind: type[Number]) -> Number:
@@ -233,7 +233,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _missing(factory: Any) -> str:
-    """What a factory needs beside one argument."""
+    """Return the arguments that a factory needs beside one."""
     try:
         _, *others = inspect.signature(factory).parameters.values()
     except ValueError:  # a builtin, or one without any

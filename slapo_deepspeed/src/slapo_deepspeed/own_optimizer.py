@@ -41,7 +41,7 @@ def check_section(name: str, section: Mapping[str, Any]) -> None:
 
 
 def compiled_on_cpu(given: Mapping[str, Any]) -> str:
-    """What DeepSpeed would compile for the optimizer of its config on a CPU; nothing where it compiles nothing."""
+    """Return what DeepSpeed would compile for the optimizer of its config on a CPU; nothing where it compiles nothing."""
     kind, params = _kind(given), given.get("optimizer", {}).get("params", {})
     if kind in _COMPILED or (kind == "adagrad" and is_offloaded(given)):
         return str(given["optimizer"]["type"])
@@ -82,7 +82,7 @@ def factory_of(settled: Mapping[str, Any], has_parts: bool) -> Callable[[list[nn
 
 
 def is_offloaded(given: Mapping[str, Any]) -> bool:
-    """Whether ZeRO keeps states of the optimizer outside the accelerator."""
+    """Return whether ZeRO keeps states of the optimizer outside the accelerator."""
     section = given.get("zero_optimization", {}).get("offload_optimizer")
     return isinstance(section, Mapping) and section.get("device") in _OFFLOADED
 
@@ -187,7 +187,7 @@ def _found(key: str, value: Any) -> str:
 
 
 def _is_number(key: str, value: str) -> bool:
-    """Whether a word stands where a number has to."""
+    """Return whether a word stands where a number has to."""
     try:
         float(value)
     except ValueError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.parameters import is_part
-from slapo_core.program import Boundary, Program
+from slapo_core.program import Boundary, Program, Stage
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, check_has_gradient, run_stage
@@ -43,30 +43,36 @@ class RunningStage(nn.Module):
         self._loss_of = loss_of
         self._inputs: tuple[Boundary, ...] = ()
         self._outputs: tuple[Boundary, ...] | None = None
+        self._stages: list[Stage] = []
         self._names: tuple[str, ...] = ()
         self._weights: LabelWeights | None = None
         self._parts: Iterator[tuple[int, Batch, Any]] = iter(())
         self.counted: list[LossReduction] = []
 
-    def begin(self, program: Program, parts: list[Batch], labels: list[Any], weights: LabelWeights | None) -> None:
+    def begin(self, programs: Sequence[Program], parts: list[Batch], labels: list[Any], weights: LabelWeights | None) -> None:
         """Begin a step.
 
         Args:
-            program: For the shape and mode of its micro-batches.
+            programs: One for each micro-batch.
             parts: These.
             labels: Theirs, for the loss function.
             weights: What each weighs in the loss; None for all alike.
         """
-        stage, last = program.stages[self._index], self._index == len(program.stages) - 1
-        self._modules["stage"] = stage.module
-        self._inputs, self._names = stage.inputs, stage.batch_inputs
+        program, last = programs[0], self._index == len(programs[0].stages) - 1
+        self._stages = [each.stages[self._index] for each in programs]
+        self._inputs = self._stages[0].inputs
         self._outputs = None if last else program.stages[self._index + 1].inputs
         self.counted = []
         self._weights, self._parts = weights, iter([*zip(range(len(parts)), parts, labels, strict=True)])
+        self._select(0)
+
+    def _select(self, microbatch: int) -> None:
+        self._modules["stage"], self._names = self._stages[microbatch].module, self._stages[microbatch].batch_inputs
 
     def forward(self, received: Any) -> Any:
         """Run one micro-batch; the first stage receives nothing that counts."""
         index, part, labels = next(self._parts)
+        self._select(index)
         values = unpack(received, self._inputs, self._dtype) if self._index else ()
         batch = {name: part[name] for name in self._names if name in part}
         if self._outputs is not None:

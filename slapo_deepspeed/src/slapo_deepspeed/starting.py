@@ -14,8 +14,8 @@ from torch.nn import functional
 from slapo_core.agreement import gather
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
+from slapo_training.engine_warnings import without_warnings
 from slapo_training.own_world import OwnWorld
-from slapo_training.quiet import without_warnings
 
 _OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 """What torch says of the collectives that ZeRO calls."""

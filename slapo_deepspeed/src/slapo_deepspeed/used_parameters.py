@@ -1,4 +1,4 @@
-"""Whether replicas and micro-batches use the same parameters: ZeRO reduces gradients as they come, and mixes them up else."""
+"""Parameters that replicas and micro-batches use: ZeRO reduces gradients as they come, and would mix up different ones."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from slapo_core.agreement import compare
 from slapo_core.errors import BuildError
 from slapo_training import checkpoint_folder, engine_checkpoint
 from slapo_training.engine_checkpoint import Position
-from slapo_training.handing import Handed
 from slapo_training.model_tensors import write
 from slapo_training.optimizers import rate_kind
 from slapo_training.ranks import Ranks
 from slapo_training.saving import Buffers
+from slapo_training.state_loading import StateLoading
 from slapo_training.whole_steps import saved_states
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
@@ -138,9 +138,9 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
     def hand() -> None:
         if (rate := engine.lr_scheduler) is not None:
             saved = found["state"]["common"]["rate"]
-            handed.to(rate_kind(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
+            loading.load(rate_kind(rate), rate.load_state_dict, saved, lambda: copy.deepcopy(rate.state_dict()))
 
-    own, handed = _about(engine, held), Handed()
+    own, loading = _about(engine, held), StateLoading()
     ranks.on_all(lambda: _check(complete.about, own))
     with checkpoint_folder.reading(complete):
         checkpoint_folder.verify(complete, ranks)
@@ -152,7 +152,7 @@ def load(engine: MegatronEngine, path: str | PathLike[str], reading: Callable[[]
             ranks.on_all(read)  # which makes the optimizer's state
             ranks.on_all(hand)
         except Exception:
-            handed.take_back()
+            loading.roll_back()
             if inner is not None and is_new:
                 inner.state.clear()
             raise

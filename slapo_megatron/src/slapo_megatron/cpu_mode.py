@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
-from slapo_training.quiet import without_warnings
+from slapo_training.engine_warnings import without_warnings
 
 _CPU = torch.device("cpu")
 

@@ -20,19 +20,20 @@ from slapo_training.averages.master_values import buffer_values
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.engine_checkpoint import Position
 from slapo_training.engine_dialect import holds_copies
+from slapo_training.engine_warnings import without_warnings
+from slapo_training.gradient_comparison import GradientComparison
 from slapo_training.gradient_hooks import StepHooks
 from slapo_training.losses import CountedLoss
 from slapo_training.means import LossReduction
-from slapo_training.meeting import on_all
+from slapo_training.microbatch_plans import microbatch_plans
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import made_on_all
 from slapo_training.other_stages import release_others
 from slapo_training.pieces import Piece, piece_of
-from slapo_training.quiet import without_warnings
+from slapo_training.ranks import on_all
 from slapo_training.same_start import check_same_start
 from slapo_training.saving import Saver, Saving
-from slapo_training.unused import Unused
-from slapo_training.whole_gradients import WholeGradients
+from slapo_training.unused_parameters import UnusedParameters
 
 from . import checkpoint
 from .cpu_mode import mode_of
@@ -133,14 +134,14 @@ class MegatronEngine(BatchEngine):
         self._run = get_forward_backward_func(pp_size=pp, vp_size=len(own) if len(own) > 1 else None)
         self._sender = P2PCommunicator(pp_group=self.groups.pp, config=self.config)
         named = _named(chunks)
-        self._gradients, self._unused = WholeGradients(program, named), Unused(program, named, options.target)
+        self._gradients, self._unused = GradientComparison(program, named), UnusedParameters(program, named, options.target)
         self._remember_trained(named)
         self._hooks.bind(chunks, ReducedGradients(program, options, self.model))
         self._plan: tuple[Program, Borders] | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return torch.device("cpu" if self._device_type == "cpu" else torch.cuda.current_device())
 
     def _transformer_config(self, program: Program, chunks: int) -> Any:
@@ -226,7 +227,7 @@ class MegatronEngine(BatchEngine):
         return extra
 
     def pieces(self) -> dict[str, Piece]:
-        """What this rank has of the parameters, in fp32 where they are trained, and of persistent buffers. Collective.
+        """Return this rank's pieces of the parameters, in fp32 where they are trained, and of persistent buffers. Collective.
 
         Each stands under its first original name.
         """
@@ -342,15 +343,15 @@ class MegatronEngine(BatchEngine):
 
     def _begin(self, batch: MicroBatches, training: bool) -> None:
         """Make the stages ready for micro-batches like these."""
-        program = self.program
-        if len(program.stages) > 1:
-            assert program.replan is not None
-            program = program.replan(training, batch.parts[0])  # the same one, unless the model has changed
+        programs = [self.program] * len(batch.parts)
+        if len(self.program.stages) > 1:
+            programs = microbatch_plans(self.program, training, batch.parts, "Megatron")
+        program = programs[0]
         if self._plan is None or self._plan[0] is not program:
             self._plan = program, borders(program, self.options.dtype, self.device)
             self.config.pipeline_dtype, self.config.hidden_size = self._plan[1].dtype, self._plan[1].size
         for stage in self._stages:
-            stage.begin(program, self._plan[1], batch.weights)
+            stage.begin(programs, self._plan[1], batch.weights)
 
     def _finalize(self, model: Any, num_tokens: Any = None, **given: Any) -> None:
         """Megatron's end of a step, and the ties of the program."""

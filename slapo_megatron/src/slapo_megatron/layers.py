@@ -19,7 +19,7 @@ from torch import nn
 
 from slapo_core.logger import get_logger
 from slapo_core.parameters import ShardSpec, shard_spec
-from slapo_training.quiet import without_warnings
+from slapo_training.engine_warnings import without_warnings
 
 from .layers_classes import layer_classes
 from .layers_loss import FusedLosses

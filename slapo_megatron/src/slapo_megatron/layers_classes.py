@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core.errors import ScheduleError
-from slapo_training.quiet import without_warnings
+from slapo_training.engine_warnings import without_warnings
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import nn
 
 from slapo_core.errors import ScheduleError
 from slapo_core.parameters import ShardSpec
-from slapo_training.quiet import without_warnings
+from slapo_training.engine_warnings import without_warnings
 
 from .layers_classes import once
 

@@ -98,7 +98,7 @@ def bind_masters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_shared_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether Megatron's distributed optimizer takes it."""
+    """Return whether Megatron's distributed optimizer takes an optimizer."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 

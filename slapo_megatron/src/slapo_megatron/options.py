@@ -1,4 +1,4 @@
-"""What an engine of this dialect can be told, and the configurations Megatron gets."""
+"""Options of this dialect's engine, and the configurations that Megatron gets."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class MegatronOptions(CommonOptions):
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer, ours or Megatron's."""
+        """True if there is an optimizer, ours or Megatron's."""
         return self.optimizer is not None or "optimizer" in self.section("optimizer")
 
     @property
@@ -116,7 +116,7 @@ class MegatronOptions(CommonOptions):
         return dict(section)
 
     def agreed(self) -> list[str]:
-        """What has to be the same on all ranks."""
+        """Return the options that have to be the same on all ranks."""
         given = {name: sorted(self.section(name).items()) for name in SECTIONS}
         return [f"distributed_optimizer={self.distributed_optimizer}", f"megatron's config {given!r}", *super().agreed()]
 

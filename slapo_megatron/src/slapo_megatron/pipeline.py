@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core.inputs import by_position
 from slapo_core.parameters import is_part, shard_spec
-from slapo_core.program import Program
+from slapo_core.program import Program, Stage
 from slapo_training.batches import Batch
 from slapo_training.label_weights import LabelWeights
 from slapo_training.losses import CountedLoss, check_has_gradient, run_stage
@@ -70,23 +70,29 @@ class RunningStage(nn.Module):
         self._is_alone = len(program.stages) == program.axis_size("pp")
         self._loss_of = loss_of
         self._borders: Borders | None = None
+        self._planned: list[Stage] = []
+        self._is_whole = False
         self._names: tuple[str, ...] | None = None
         self._weights: LabelWeights | None = None
         self._received: torch.Tensor | None = None
         self.counted: list[LossReduction] = []
 
-    def begin(self, program: Program, borders: Borders, weights: LabelWeights | None) -> None:
+    def begin(self, programs: Sequence[Program], borders: Borders, weights: LabelWeights | None) -> None:
         """Begin a step.
 
         Args:
-            program: For the shape and mode of its micro-batches.
-            borders: Those of this program.
+            programs: One for each micro-batch.
+            borders: Those of all of them.
             weights: What each micro-batch weighs in the loss; None for all alike.
         """
-        stage = program.stages[self._index]
-        self._modules["stage"] = stage.module
+        self._planned = [each.stages[self._index] for each in programs]
+        self._is_whole = len(programs[0].stages) == 1
         self._borders, self._weights, self.counted = borders, weights, []
-        self._names = stage.batch_inputs if len(program.stages) > 1 else None
+        self._select(0)
+
+    def _select(self, microbatch: int) -> None:
+        stage = self._planned[microbatch]
+        self._modules["stage"], self._names = stage.module, None if self._is_whole else stage.batch_inputs
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that no stage before it on this rank has."""
@@ -113,6 +119,7 @@ class RunningStage(nn.Module):
         Returns:
             Its loss, in the last stage; in others the values that the next stage receives.
         """
+        self._select(index)
         batch = part if self._names is None else {name: part[name] for name in self._names if name in part}
         values: tuple[torch.Tensor, ...] = ()
         if self._index:

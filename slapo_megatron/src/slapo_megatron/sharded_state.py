@@ -11,6 +11,7 @@ from torch import nn
 
 from slapo_core.parameters import ShardSpec, facts, is_part
 from slapo_core.program import Program
+from slapo_training.pieces import boxes
 
 
 class Held:
@@ -107,21 +108,6 @@ class Held:
             return torch.cat(parts, spec.dim) if spec is not None else parts[0].view(shape)
 
         return ShardedTensorFactory(prefix + key, tensor, taken_apart, put_together, copies)
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements of a tensor that follow each other, as boxes in the same order: where each lies, and its sizes."""
-    row = math.prod(shape[1:])
-    while start < stop:
-        first, inside = divmod(start, row)
-        if inside or stop - start < row:
-            end = min(stop, (first + 1) * row)
-            for offset, sizes in boxes(shape[1:], inside, end - first * row):
-                yield (first, *offset), (1, *sizes)
-        else:
-            end = stop - stop % row
-            yield (first, *(0 for _ in shape[1:])), ((end - start) // row, *shape[1:])
-        start = end
 
 
 def _parts(

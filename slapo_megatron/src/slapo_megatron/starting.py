@@ -11,9 +11,9 @@ import torch.distributed as dist
 from slapo_core.errors import BuildError
 from slapo_core.program import Program
 from slapo_training import stale_engines
-from slapo_training.meeting import on_all
+from slapo_training.engine_warnings import without_warnings
 from slapo_training.own_world import OwnWorld
-from slapo_training.quiet import without_warnings
+from slapo_training.ranks import on_all
 
 _AXES = {"tp": "get_tensor_model_parallel_group", "pp": "get_pipeline_model_parallel_group", "dp": "get_data_parallel_group"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slapo_core.random import is_random_seed_set, set_random_seed
-from slapo_core.testing import MAX_WORKERS, DistributedError, pool, run_distributed, shutdown_workers
+from slapo_core.testing import MAX_WORKERS, DistributedError, pool, preload, run_distributed, shutdown_workers
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -236,6 +237,27 @@ def test_workers_can_be_shut_down_and_come_back() -> None:
     shutdown_workers()
     assert not _alive(before)
     assert run_distributed(returns_everything, 1, Named(0))[0]["pid"] != before
+
+
+def imported(rank: int) -> bool:
+    return "wave" in sys.modules
+
+
+def test_workers_have_what_was_imported_for_all_and_come_from_a_new_server_when_one_has_died() -> None:
+    shutdown_workers()
+    assert run_distributed(imported, 2) == [False, False]
+    shutdown_workers()
+    try:
+        preload("wave", "no_such_module.at_all")
+        assert run_distributed(imported, 2) == [True, True]
+        assert pool._pool.server is not None
+        os.kill(pool._pool.server.pid, signal.SIGKILL)
+        assert run_distributed(imported, 2) == [True, True]
+        with pytest.raises(DistributedError, match="rank 1 of 2: its process exited with code 7"):
+            run_distributed(dies, 2, "exit")
+    finally:
+        preload()
+        shutdown_workers()
 
 
 SCRIPT = """

@@ -38,11 +38,11 @@ def _trace(root: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str], apar
     tables: set[str] = set()
     with marked():
         try:
-            return trace_module(root, inputs, leaf=_leaf(cuts, apart, tables))
+            return trace_module(root, inputs, leaf=_leaf(cuts, apart, tables), by_values=True)
         except TraceError:
             if not tables:
                 raise
-            return trace_module(root, inputs, leaf=_leaf(cuts, apart, None))
+            return trace_module(root, inputs, leaf=_leaf(cuts, apart, None), by_values=True)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from .state import State
 from .symbolic_plan import symbolic_parts, symbolic_stage
 from .tie_groups import tie_groups
 from .tree import divide
+from .value_conditions import ValueConditions
 from .whole_hooks import carry_hooks, hooks_aside, is_whole
 
 KEPT_TRACE = "slapo_pipeline.kept_trace"
@@ -78,6 +79,7 @@ class _Plan(NamedTuple):
     program: Program
     attributes: Attributes
     opened: Opened
+    conditions: ValueConditions
 
 
 class Partitioner:
@@ -92,15 +94,15 @@ class Partitioner:
 
     def __init__(self, root: nn.Module, places: list[str], mesh: DeviceMesh | None, kept: KeptTrace | None = None) -> None:
         self.root, self.places, self.mesh, self._kept = root, places, mesh, kept
-        self._programs: OrderedDict[Any, _Plan] = OrderedDict()
+        self._programs: OrderedDict[Any, list[_Plan]] = OrderedDict()
         self._state = State(root)
 
     def program(self, training: bool, inputs: Mapping[str, Any]) -> Program:
         """The program for a mode and for inputs like these; see ``Program.replan``.
 
         Which parameters are trained counts too, as it decides what gradients cross; so do the types of all, which engines
-        change. And so does what the graph has taken over from modules: where an attribute, hook, parameter, buffer or
-        submodule is another one now, a new program is made.
+        change. And so do values of the batch that the forward's Python code asks for. And so does what the graph has taken over
+        from modules: where an attribute, hook, parameter, buffer or submodule is another one now, a new program is made.
 
         Raises:
             BuildError: a module around a cut was wrapped since.
@@ -109,16 +111,20 @@ class Partitioner:
         trained, types = bytes(trained for trained, _ in parameters), hash(tuple(dtype for _, dtype in parameters))
         key = repr((training, torch.is_grad_enabled(), trained, types, autocast_state(), fingerprint(dict(inputs))))
         with _mode(self.root, training):
-            known = self._programs.get(key)
-            if known is not None and known.opened.is_wrapped_anew(self.root):
+            plans = self._programs.setdefault(key, [])
+            plan = next((plan for plan in plans if plan.conditions.hold(inputs)), None)
+            if plan is not None and plan.opened.is_wrapped_anew(self.root):
                 check_open(self.root, self.places)
-                known = None
-            if known is None or known.attributes.changed(self.root) or known.opened.is_replaced(self.root):
-                self._programs[key] = self._cut(apart(inputs))
+                plans.clear()
+            elif plan is not None and (plan.attributes.changed(self.root) or plan.opened.is_replaced(self.root)):
+                plans.clear()
+            if plan is None or plan not in plans:
+                plan = self._cut(apart(inputs))
+            plans[:] = [plan, *(other for other in plans if other is not plan)][:_KEPT_PLANS]
+        self._programs.move_to_end(key)
         if len(self._programs) > _KEPT_PLANS:
             self._programs.popitem(last=False)
-        self._programs.move_to_end(key)
-        return self._programs[key].program
+        return plan.program
 
     def first_program(self, inputs: Mapping[str, Any] | None) -> Program:
         """The program for example inputs; without any, that of the model's graphs, whose ``replan`` makes those with shapes.
@@ -164,7 +170,12 @@ class Partitioner:
         assert guard is not None
         assert guard.attributes is not None
         inside = {str(node.meta.get("module", "")) for nodes in parts.nodes for node in nodes}
-        return _Plan(program, guard.attributes, Opened(root, inside | opened_by(self.places), used, modules))
+        return _Plan(
+            program,
+            guard.attributes,
+            Opened(root, inside | opened_by(self.places), used, modules),
+            ValueConditions(traced, root),
+        )
 
     def _assembled(
         self, parts: Assignment, used: list[set[str]], keep: list[set[str]], modules: Sequence[nn.Module]

@@ -14,6 +14,7 @@ from slapo_core.logger import get_logger
 from slapo_core.paths import select
 from slapo_core.primitive import Primitive
 from slapo_core.schedule import Schedule
+from slapo_core.tracing.tracers import Leaves, named_leaves
 
 from .arguments import apart, by_name
 from .costs import BALANCES
@@ -52,6 +53,7 @@ class PipelinePrimitive(Primitive):
             gradient and two states of the optimizer in the weight's dtype, once for a frozen one; and what its forward saves
             for the backward, as often as it has micro-batches in flight under 1F1B: ``min(stages - stage, microbatches)``.
         microbatches: Parts of a batch, for ``"memory"``; default: as many as there are stages.
+        leaf_modules: Modules that no stage ends in, a vision part for one: classes, class names or globs of paths, or one.
 
     Raises:
         ScheduleError: not the whole model, cut already, no example inputs, an argument that is wrong, or too many stages.
@@ -69,6 +71,7 @@ class PipelinePrimitive(Primitive):
         *,
         balance: str = "parameters",
         microbatches: int | None = None,
+        leaf_modules: Leaves = None,
     ) -> tuple[StageTable, KeptTrace]:
         """Find the cuts."""
         _check_model(schedule)
@@ -76,7 +79,10 @@ class PipelinePrimitive(Primitive):
         inputs = apart(by_name(schedule.mod, schedule.example_inputs))
         if boundaries is None:
             with hooks_aside(schedule.mod):
-                return placed(schedule.mod, inputs, _number(schedule, stages), balance, microbatches)
+                leaves = _leaves(schedule.mod, leaf_modules)
+                return placed(schedule.mod, inputs, _number(schedule, stages), balance, microbatches, leaves)
+        if leaf_modules is not None:
+            raise _error("both leaf_modules and boundaries are given, but boundaries say where stages end; give one of them")
         if stages is not None:
             raise _error("both stages and boundaries are given, but boundaries say how many stages there are; give one of them")
         policy = callable(boundaries)
@@ -96,6 +102,7 @@ class PipelinePrimitive(Primitive):
         *,
         balance: str = "parameters",
         microbatches: int | None = None,
+        leaf_modules: Leaves = None,
     ) -> None:
         """Cut there."""
         table: StageTable
@@ -105,6 +112,12 @@ class PipelinePrimitive(Primitive):
         schedule.metadata.primitives.update({NAME: table, KEPT_TRACE: kept})
         if not dist.is_initialized() or dist.get_rank() == 0:
             get_logger().info("pipeline: %d stages by %s\n%s", len(table.stages), table.balance, table)
+
+
+def _leaves(model: nn.Module, leaf_modules: Leaves) -> set[str]:
+    """Paths of the modules that the argument names."""
+    named = named_leaves(model, leaf_modules, primitive=NAME)
+    return {path for path, module in model.named_modules() if id(module) in named}
 
 
 def _error(message: str) -> ScheduleError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -130,9 +130,9 @@ class Units:
         return {str(node.target): index for index, node in enumerate(self.nodes) if node.op == "call_module"}
 
 
-def blocks(root: nn.Module) -> list[str]:
-    """Paths of the modules that stay whole at first: members of lists, and what stands beside the lists."""
-    return list(_inside(root, ""))
+def blocks(root: nn.Module, leaves: Collection[str] = ()) -> list[str]:
+    """Paths of the modules that stay whole at first: members of lists, what stands beside the lists, and ``leaves``."""
+    return list(_inside(root, "", leaves))
 
 
 def is_member(root: nn.Module, path: str) -> bool:
@@ -140,22 +140,22 @@ def is_member(root: nn.Module, path: str) -> bool:
     return _is_list(root.get_submodule(split(path)[0]))
 
 
-def taken_apart(root: nn.Module, path: str) -> list[str]:
+def taken_apart(root: nn.Module, path: str, leaves: Collection[str] = ()) -> list[str]:
     """Return the parts of a block: only itself, where nothing is known to be inside."""
     module = root.get_submodule(path)
-    is_whole = is_opaque(module) or not (is_custom(module) or _is_list(module))
-    return [path] if is_whole else list(_inside(module, path)) or [path]
+    is_whole = path in leaves or is_opaque(module) or not (is_custom(module) or _is_list(module))
+    return [path] if is_whole else list(_inside(module, path, leaves)) or [path]
 
 
-def _inside(module: nn.Module, path: str) -> Iterator[str]:
+def _inside(module: nn.Module, path: str, leaves: Collection[str]) -> Iterator[str]:
     for name, child in module._modules.items():
         here = join(path, name)
         if child is None or is_table(child):
             continue
-        if not _runs_nothing(child) and (_is_list(module) or not _is_opened(child)):
+        if here in leaves or (not _runs_nothing(child) and (_is_list(module) or not _is_opened(child))):
             yield here
         else:
-            yield from _inside(child, here)
+            yield from _inside(child, here, leaves)
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any
@@ -55,7 +55,12 @@ def placed_at(
 
 
 def placed(
-    root: nn.Module, inputs: Mapping[str, Any], stages: int, balance: str, microbatches: int | None
+    root: nn.Module,
+    inputs: Mapping[str, Any],
+    stages: int,
+    balance: str,
+    microbatches: int | None,
+    leaves: Collection[str] = (),
 ) -> tuple[StageTable, KeptTrace]:
     """The stages whose largest cost is least, and the trace that shows them.
 
@@ -65,12 +70,13 @@ def placed(
         stages: How many.
         balance: What to balance; see ``Costs``.
         microbatches: How many a batch has; default: as many as there are stages.
+        leaves: Paths of modules that no stage ends in.
 
     Raises:
         ScheduleError: the model has too few places where a stage can end.
         TraceError: the model cannot be traced, or the partitioner refuses all placements.
     """
-    search = _Search(root, inputs, stages, balance, microbatches or stages)
+    search = _Search(root, inputs, stages, balance, microbatches or stages, leaves)
     level, placement = search.coarse()
     while (whole := _finer(level, placement)) != level.units.whole:
         try:
@@ -88,8 +94,17 @@ def placed(
 class _Search:
     """The search for one placement, in blocks that are taken apart further and further."""
 
-    def __init__(self, root: nn.Module, inputs: Mapping[str, Any], stages: int, balance: str, microbatches: int) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        inputs: Mapping[str, Any],
+        stages: int,
+        balance: str,
+        microbatches: int,
+        leaves: Collection[str],
+    ) -> None:
         self.root, self.inputs, self.stages, self.balance, self.microbatches = root, inputs, stages, balance, microbatches
+        self.leaves = leaves
         self.widest: int | None = None
         """Bytes that cross between the members of lists; a place where more crosses is none."""
 
@@ -99,7 +114,7 @@ class _Search:
 
     def coarse(self) -> tuple[_Level, Placement]:
         """The best placement between blocks that are taken apart only as far as there are too few."""
-        level = self.level(blocks(self.root))
+        level = self.level(blocks(self.root, self.leaves))
         self.widest = _widest(level)
         while True:
             missing = self.stages - 1 - level.num_places
@@ -108,7 +123,7 @@ class _Search:
             if missing <= len(level.refused) and (refusal := level.units.refusal(level.refused[:1])) is not None:
                 raise refusal
             whole = level.units.whole
-            inner = [part for path in whole for part in taken_apart(self.root, path)]
+            inner = [part for path in whole for part in taken_apart(self.root, path, self.leaves)]
             if inner == whole:
                 raise _too_few(self.stages, level.num_places)
             try:
@@ -176,7 +191,8 @@ def _finer(level: _Level, placement: Placement) -> list[str]:
         if level.costs(dearest, unit, unit + 1) * len(costs) > sum(costs)
     }
     opened = {path for unit, path in units.calls() if unit in dear}
-    return [part for path in units.whole for part in (taken_apart(units.root, path) if path in opened else [path])]
+    leaves = level.search.leaves
+    return [part for path in units.whole for part in (taken_apart(units.root, path, leaves) if path in opened else [path])]
 
 
 def _widest(level: _Level) -> int | None:

@@ -64,6 +64,7 @@ def layouts_kept() -> Iterator[None]:
         quiet(),
     ):
         warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # nothing is drawn
+        warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)  # it is whole
         yield
 
 

@@ -136,7 +136,7 @@ def replace_layers(
     replaced = False
     for path, module in list(schedule.mod.named_modules()):
         applied = split_of(module)
-        if applied is None or module in before:
+        if applied is None or module in before or applied.cut.output == "whole":
             continue
         made = _made(name, backend, module, applied)
         if isinstance(made, str):

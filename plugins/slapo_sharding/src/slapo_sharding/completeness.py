@@ -60,12 +60,13 @@ def _check_module(path: str, modules: dict[str, nn.Module]) -> None:
     module, name = modules[path], repr(path) if path else "the model"
     _check_stray(name, module)
     _check_gradients(name, module, path, modules)
-    _check_heads(name, module)
     applied = applied_cut(module)
+    if applied is None or applied.cut.output != "whole":
+        _check_heads(name, module)
     if applied is None:
         _check_unawares(name, module, [modules[outer] for outer in _above(path)])
         _check_gathered_around(name, module, path)
-    elif applied.spec.num_shards > 1:
+    elif applied.spec.num_shards > 1 and applied.cut.output != "whole":
         _check_code(name, module)
         own = list(syncs_of(module))
         above = [sync for outer in _above(path) for sync in syncs_of(modules[outer])]
@@ -158,7 +159,7 @@ def _uses_own(module: nn.Module, path: str, around: str, modules: dict[str, nn.M
     One that takes a part of its input may have it cut out by the model's code, but not by a sync, which has a backward.
     """
     applied = applied_cut(module)
-    if applied is None or not _is_cut(module) or applied.cut.input == "indices":
+    if applied is None or not _is_cut(module) or applied.cut.input in ("indices", "whole"):
         return False
     if applied.cut.input == "replicated":
         return True
@@ -183,7 +184,7 @@ def _check_heads(name: str, owner: nn.Module) -> None:
     local: dict[bool, list[str]] = {True: [], False: []}
     for projection, child in owner.named_children():
         if attention.makes_heads(owner, projection) and next(child.parameters(), None) is not None:
-            local[_makes_local_heads(_heaviest(child))].append(projection)
+            local[_makes_local_heads(child) or _makes_local_heads(_heaviest(child))].append(projection)
     if local[True] and local[False]:
         raise BuildError(
             f"{name}: {', '.join(local[True])} make local heads, {', '.join(local[False])} all of them; "

@@ -14,6 +14,7 @@ from slapo_core.wrapping import own_forward
 from slapo_training.gradient_hooks import carry_hooks, cut_attributes
 
 from . import attention, column_forward, lasting, same_weights
+from .computing_hooks import is_computing
 from .copies import has_copies, sum_copies
 from .rules import AppliedCut, Cut, applied_cut, record_cut, tensor_of
 from .syncing import Sync
@@ -52,7 +53,7 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
         else:
             below, _, name = path.rpartition(".")
             handle = handles[module][below] if below else handles[module]
-            handle.set_parameter(name, new := _local(tensor, spec))
+            handle.set_parameter(name, new := local_tensor(tensor, spec))
             carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))
             if has_copies(spec) and isinstance(tensor, nn.Parameter):
                 lasting.keep_hook(schedule, handle.mod, name, sum_copies(handle.mod.get_parameter(name), spec))
@@ -64,13 +65,16 @@ def carry_out(schedule: Schedule, step: ShardStep) -> None:
             lasting.keep_facts(module)
         if module is not step.module:
             record_cut(module, AppliedCut(cut, step.record.spec, num_shards > 1 and has_late_bias(module, cut)))
+    if num_shards > 1:
+        for name in step.record.cut.summed:
+            lasting.keep_sum(schedule, step.module, name)
     record_cut(step.module, step.record)
     if step.owner is not None:
         schedule.touch(step.owner)
         attention.count_local_heads(step.owner, schedule.name, step.record.spec.blocks, num_shards)
 
 
-def _local(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     new = successor(tensor, spec.local(tensor.detach()), spec=spec)
     cut_attributes(new, tensor.shape, spec.dim, spec.local)
     if tensor.grad is not None:
@@ -103,10 +107,11 @@ def user_code(module: nn.Module) -> str | None:
     """Return the user's own code that runs with this module, or None; syncs, wrappers and cuts are the schedule's."""
     for kind, table in _HOOKS.items():
         hooks = module.__dict__[table]
-        if hooks and not all(isinstance(hook, (Sync, lasting.LastingHook)) for hook in hooks.values()):
+        if not all(isinstance(hook, (Sync, lasting.LastingHook)) or is_computing(hook) for hook in hooks.values()):
             return kind
     forward, applied = own_forward(module), applied_cut(module)
     ours = forward is None or column_forward.is_overlapping(forward)
+    ours = ours or (applied is not None and applied.cut.output == "whole")
     ours = ours or (applied is not None and getattr(forward, "__func__", None) is applied.cut.forward)
     return None if ours else "forward"
 

@@ -7,17 +7,22 @@ stays sharded, through activations or attention, until row layers take it in and
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo_core.tracing.graph_ops import expect
+from slapo_core.wrapping import is_opaque
 
-from .layouts import LayoutError, Layouts, Split, has_gradient, parameters_of, slice_bounds
+from .direct_parameters import cut_parameters, direct_parameters, fused_splits
+from .fused_parts import fused_sizes
+from .layout_adaptation import may_cut, may_reduce, needs_statistics
+from .layouts import LayoutError, Layouts
+from .local_sizes.owners import is_inside
+from .local_sizes.sharded_norms import norm_of
+from .splits import ParameterSplit, Split
 
 
 @dataclass
@@ -39,31 +44,43 @@ class Derived:
         """Path of a layer to how it is split."""
         return self.layouts.splits
 
+    @property
+    def parameters(self) -> Mapping[str, ParameterSplit]:
+        """Name of a parameter that a forward uses itself to how it is split."""
+        return self.layouts.parameters
+
+    def __len__(self) -> int:
+        return len(self.splits) + len(self.parameters)
+
 
 def derive(
     traced: fx.GraphModule,
     mesh: DeviceMesh,
-    is_layer: Callable[[nn.Module], bool],
+    is_layer: Callable[..., bool],
     is_table: Callable[[nn.Module], bool],
     left_whole: Collection[nn.Module] = (),
     adapts: bool = False,
     opaque: Collection[str] = (),
     unadapted: Collection[str] = (),
+    whole_parameters: Collection[str] = (),
 ) -> Derived:
     """The plan that splits as many layers as can be.
 
     Args:
         traced: A flat graph of the model in which no layer and no table is inlined.
         mesh: The tensor-parallel group, as a mesh of one dimension.
-        is_layer: Whether a module is a layer that can be split along its output and along its input.
+        is_layer: Whether a module is a layer that can be split: either way, or with a second argument such that its output
+            is ``"sharded"`` or ``"partial"``.
         is_table: Whether a module is an embedding that can be split along its output. Such are split where it helps: a table
             of position biases has one column per head.
         left_whole: Modules that are not split, whatever they are.
         adapts: Whether whole values may be cut, and their gradients summed, where they meet sharded ones.
         opaque: Paths of modules that cannot be traced.
         unadapted: Kinds of the modules in whose forwards no whole values are cut.
+        whole_parameters: Names of parameters that are not split, and paths of modules that hold no others.
     """
-    return _Search(traced, mesh, is_layer, is_table, left_whole, adapts, opaque, unadapted).run()
+    options = direct_parameters(traced, whole_parameters) if adapts else {}
+    return _Search(traced, mesh, is_layer, is_table, left_whole, adapts, opaque, unadapted, options).run()
 
 
 class _Search:
@@ -77,6 +94,7 @@ class _Search:
         adapts: bool,
         opaque: Collection[str],
         unadapted: Collection[str],
+        options: dict[str, list[ParameterSplit]],
     ) -> None:
         self.adapts, self.opaque, self.unadapted = adapts, opaque, unadapted
         self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
@@ -85,8 +103,11 @@ class _Search:
         for node in traced.graph.find_nodes(op="call_module"):
             self.calls.setdefault(str(node.target), []).append(node)
         named = {path: module for path in self.calls if (module := traced.get_submodule(path)) not in left_whole}
-        self.candidates = {path: Split("sharded") for path, module in named.items() if is_layer(module)}
+        self.candidates = {path: Split("sharded") for path, module in named.items() if is_layer(module, "sharded")}
         self.tables = {path for path, module in named.items() if is_table(module)}
+        self.shared: set[str] = set()
+        self.options = options  # of each parameter, those left to try
+        self.all_tables = frozenset(self.tables)
         self.filled: dict[fx.Node, int] = {}
         self.tried: set[fx.Node] = set()
         self.adapted: set[fx.Node] = set()
@@ -99,13 +120,18 @@ class _Search:
                 *(self.traced, self.mesh, self.candidates, self.filled, self.is_layer, self.left_whole),
                 adapted=self.adapted,
                 opaque=self.opaque,
+                parameters={name: splits[0] for name, splits in self.options.items()},
+                shared=self.shared,
             )
             try:
                 layouts.check()
             except LayoutError as err:
                 self.retreat(err)
             else:
-                return Derived(layouts, self.reasons)
+                more = cut_parameters(layouts, self.traced) if self.options else {}
+                if not (more := {name: split for name, split in more.items() if name not in self.reasons}):
+                    return Derived(layouts, self.reasons)
+                self.options.update({name: [split] for name, split in more.items()})
 
     def retreat(self, err: LayoutError) -> None:
         """Split a table too, or what is filled with one number, or try the layers at fault as fused, or leave them whole."""
@@ -124,9 +150,12 @@ class _Search:
             self.filled.update(filled)
             self.tried |= filled.keys()
             return
-        is_free = self.adapts and kind(err.node.meta.get("module", "")) not in self.unadapted
-        if is_free and err.node not in self.adapted and _can_adapt(err.node, whole):
-            self.adapted.add(err.node)
+        if self._adapt(err.node, err.layouts):
+            return
+        given = [other for other in err.node.all_input_nodes if other in err.layouts.sources]
+        weights = {name for other in given if other in err.layouts.weights for name in err.layouts.sources[other]}
+        if weights and any(other not in err.layouts.weights for other in given):
+            self._try_next(weights, str(err))
             return
         if beside := self._lighter_beside(err, behind):
             kinds = {kind(path) for path in beside}
@@ -134,6 +163,13 @@ class _Search:
                 del self.candidates[path]
                 self.reasons[path] = str(err)
             return
+        if lightest := self._lightest(err):
+            for path in [path for path in (*self.candidates, *self.options) if _place(path) in lightest]:
+                (self.candidates if path in self.candidates else self.options).pop(path)
+                self.reasons[path] = f"each rank uses all it gives on a part of the heads: {err}"
+                self.shared.add(path)
+            return
+        self._try_next(err.sources & self.options.keys(), str(err), err.layouts)
         places = {_place(path) for path in err.sources}
         for path in [path for path in self.candidates if _place(path) in places]:
             blocks = fused_sizes(self.calls[path]) if len(err.sources) == 1 and not self.candidates[path].blocks else ()
@@ -142,6 +178,42 @@ class _Search:
                 self.as_one[path] = f"{err}; in {len(blocks)} parts: "
             else:
                 self.reasons[path] = (self.as_one[path] if self.candidates.pop(path).blocks else "") + str(err)
+
+    def _adapt(self, node: fx.Node, layouts: Layouts) -> bool:
+        """Let a node, and those of the same line in identical modules, cut whole values and add up partial results."""
+        module = kind(node.meta.get("module", ""))
+        if not self.adapts or module in self.unadapted or node in self.adapted or not _can_adapt(node, layouts):
+            return False
+        if layouts.sources[node] & self.all_tables and needs_statistics(layouts, node):
+            return False  # of what an embedding gives all would be split along the width
+        alike = (node.target, node.meta.get("source"), module)
+        for other in self.traced.graph.nodes:
+            if (other.target, other.meta.get("source"), kind(other.meta.get("module", ""))) == alike and other.op == node.op:
+                self.adapted.add(other)
+        return True
+
+    def _try_next(self, names: Collection[str], reason: str, layouts: Layouts | None = None) -> None:
+        """Split parameters, and those at the same places, otherwise: as fused ones, along another dimension, or not at all.
+
+        Args:
+            names: Of the parameters.
+            reason: Why they do not fit as they are.
+            layouts: The dry run, where they may be fused.
+        """
+        for place in {_place(name) for name in names}:
+            alike = [name for name in self.options if _place(name) == place]
+            (first, *others) = names
+            if layouts is not None and not others and (fused := fused_splits(layouts, first)):
+                for path in [name.rpartition(".")[0] for name in alike]:
+                    for name, split in fused.items():
+                        own = f"{path}.{name.rpartition('.')[2]}" if path else name
+                        self.options[own] = [split, *self.options.get(own, ())[1:]]
+                continue
+            for name in alike:
+                del self.options[name][0]
+                if not self.options[name]:
+                    del self.options[name]
+                    self.reasons[name] = reason
 
     def _lighter_beside(self, err: LayoutError, behind: list[fx.Node]) -> set[str]:
         """Return the layers to leave whole instead of those at fault, where they have fewer numbers.
@@ -155,18 +227,42 @@ class _Search:
         firsts &= self.candidates.keys() - err.sources
         return firsts if self._numbers(firsts) < self._numbers(err.sources) else set()
 
+    def _lightest(self, err: LayoutError) -> set[str]:
+        """Return the places of the layers to leave whole first, where heavier ones meet them: keys of one head, say.
+
+        Ranks then use what these layers give each on its part, with its gradient summed.
+        """
+        module = kind(err.node.meta.get("module", ""))
+        if not self.adapts or module in self.unadapted or err.sources & self.all_tables:
+            return set()
+        numbers: dict[str, int] = {}
+        for path in err.sources:
+            numbers[_place(path)] = numbers.get(_place(path), 0) + self._numbers([path])
+        return {place for place, number in numbers.items() if number == min(numbers.values()) < max(numbers.values())}
+
     def _numbers(self, paths: Collection[str]) -> int:
-        return sum(parameter.numel() for path in paths for parameter in self.traced.get_submodule(path).parameters())
+        named = self.traced.named_parameters(remove_duplicate=False)
+        return sum(each.numel() for name, each in named if any(is_inside(name, path) for path in paths))
 
 
-def _can_adapt(node: fx.Node, whole: list[fx.Node]) -> bool:
-    """Return whether a node may be given parts of whole values, and sum their gradients, to run on sharded ones.
+def _can_adapt(node: fx.Node, layouts: Layouts) -> bool:
+    """Return whether a node may be given parts of whole values, sum their gradients, and add up its result, on sharded ones.
 
-    Parameters, constants and what is made of these may be. Where whole activations meet sharded ones the layer stays whole.
+    Parameters, constants and what is made of these may meet sharded activations, and any whole value sharded parameters. Where
+    whole activations meet sharded ones the layer stays whole, but for values that were added up.
     """
-    if not whole or node.op not in ("call_function", "call_method"):
+    if node.op == "call_module":
+        module = layouts.fetch_attr(str(node.target))
+        return norm_of(module) is not None and not is_opaque(module)
+    if node.op not in ("call_function", "call_method"):
         return False
-    return all(not has_gradient(other) or parameters_of(other) for other in whole)
+    whole = [other for other in node.all_input_nodes if other not in layouts.sources]
+    activations = [other for other in node.all_input_nodes if other in layouts.sources and other not in layouts.weights]
+    if not activations:
+        return bool(whole)
+    if not whole:
+        return may_reduce(layouts, node)
+    return all(may_cut(layouts, other) for other in whole)
 
 
 def _behind(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -194,30 +290,3 @@ def _place(path: str) -> str:
     """The same for the layers at one place of the repeated blocks; layers in one list are at places of their own."""
     owner, _, name = path.rpartition(".")
     return f"{kind(owner)}.{name}" if owner else name
-
-
-def fused_sizes(calls: list[fx.Node]) -> tuple[int, ...]:
-    """Sizes of the parts that the model takes out of a layer's output; empty when it uses the output as one."""
-    found = {_parts(call) for call in calls}
-    return found.pop() if len(found) == 1 else ()
-
-
-def _parts(call: fx.Node) -> tuple[int, ...]:
-    value, users = call.meta["val"], [user for user in call.users if user.target is not expect]
-    if all(user.target is operator.getitem for user in users):
-        bounds = [slice_bounds(user.args[1], value) for user in users]
-        ordered = sorted({bound for bound in bounds if bound is not None})
-        tiles = [0, *(stop for _, stop in ordered)] == [*(start for start, _ in ordered), value.shape[-1]]
-        return tuple(stop - start for start, stop in ordered) if tiles and None not in bounds else ()
-    if len(users) != 1:
-        return ()
-    name = users[0].target if users[0].op == "call_method" else getattr(users[0].target, "__name__", "")
-    if name in ("split", "chunk", "tensor_split"):
-        parts = [user.meta["val"].shape for user in users[0].users]
-        whole = sum(shape[-1] for shape in parts) == value.shape[-1]
-        return tuple(shape[-1] for shape in parts) if whole and len(parts) > 1 else ()
-    if name in ("view", "reshape"):
-        shape = users[0].meta["val"].shape
-        number = shape[value.dim() - 1] if len(shape) > value.dim() else 0
-        return (value.shape[-1] // number,) * number if number > 1 else ()
-    return ()

@@ -20,19 +20,23 @@ from slapo_core.wrapping import is_opaque
 from . import attention, column_inputs
 from ._torch_private import mesh_of
 from .borders import marked
+from .computing_hooks import computing_hooks
 from .derive import Derived, derive, kind
 from .draws import MixedDraws, forks
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
-from .layouts import LayoutError, Layouts, Split
+from .layouts import LayoutError, Layouts
 from .left_whole import REMEDY, LeftWhole, Misfit, tell
 from .local_sizes.forward import Calls, LocalForward, Plan
-from .local_sizes.owners import SharedParameter, adapting, is_inside, num_summed, owners, partial_parameters
+from .local_sizes.owners import SharedParameter, adapting, communicates, is_inside, num_summed, owners, partial_parameters
 from .localise import Count, Difference, counts, difference, localise
 from .origins import forget, remembered
+from .parameter_splits import split_parameters
+from .parametrized import computed_by
 from .plan import tied_or_vocabulary
 from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
 from .sharding import Sharder
+from .splits import Split
 from .syncing import sums_gradient, trainable, trust_sums
 
 _OF_LAYERS = (
@@ -106,7 +110,7 @@ def carry_out(
     if accept is not None:
         accept(derived)
     stacks = _stacks(schedule, derived) if accept is None else []
-    if not derived.splits and not stacks and (sequence_parallel or not splits_more):
+    if not len(derived) and not stacks and (sequence_parallel or not splits_more):
         reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
         along = "the sequence cannot be split: " if sequence_parallel else ""
         raise _error(schedule, f"{along}nothing of the {type(schedule.mod).__name__} can be split: {reasons}; {REMEDY}")
@@ -125,6 +129,9 @@ def carry_out(
         column_inputs.sum_gradients(schedule, paths)
     for (path, mode), crossing in layouts.crossings.items():
         schedule[path].sync(mode, crossing.op, **crossing.arguments())
+    for path, (forward, _) in forwards.items():
+        if forward.parameters or communicates(layouts, path):
+            split_parameters(schedule[path] if path else schedule, forward.parameters)
     with marked(borders):
         from_graph = _count_locally(schedule, derived, found, forwards)
     _sum_gradients(schedule, derived, from_graph)
@@ -160,7 +167,14 @@ def _derive_from(
     rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
     left = tied_or_vocabulary(schedule.mod, schedule.world_size, rules) | whole.modules(schedule.mod)
     adapts = not copies and not sequence_parallel
-    rederive = partial(derive, is_layer=rules.is_layer, is_table=rules.is_table, left_whole=left, opaque=whole.opaque)
+    rederive = partial(
+        derive,
+        is_layer=rules.is_layer,
+        is_table=rules.is_table,
+        left_whole=left,
+        opaque=whole.opaque,
+        whole_parameters={*whole.layers, *layer_paths(schedule)},
+    )
     with widened(schedule.mod, copies, rules):
         wide = _trace(schedule, whole) if copies else traced
         derived = rederive(wide, mesh)
@@ -182,7 +196,7 @@ def _adapted(schedule: Schedule, derived: Derived, rederive: Callable[..., Deriv
     Where a module that would have to run from a graph cannot, none are cut in this one.
     """
     unadapted = set[str]()
-    while len((adapted := rederive(unadapted=unadapted)).splits) > len(derived.splits):
+    while len(adapted := rederive(unadapted=unadapted)) > len(derived):
         unfit = _unfit(schedule, adapted)
         if unfit is None:
             return adapted
@@ -226,7 +240,11 @@ def _trace(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
     layers = [*layer_paths(schedule), *whole.opaque]
     _check_names(schedule)
     for path, module in schedule.mod.named_modules():
-        if is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
+        if path and computing_hooks(module):
+            if path not in layers:
+                layers.append(path)
+                whole.opaque[path] = f"its {computed_by(module)}"
+        elif is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
             raise _error(
                 schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
             )
@@ -302,8 +320,9 @@ def _traced_flat(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
 
 def _borders(schedule: Schedule) -> list[tuple[str, nn.Module]]:
     """The modules that a trace goes into."""
-    layers = set(layer_paths(schedule))
-    return [(path, mod) for path, mod in schedule.mod.named_modules() if path and path not in layers and not is_opaque(mod)]
+    layers = layer_paths(schedule)
+    inside = {module for path in layers for module in schedule.mod.get_submodule(path).modules()}
+    return [(path, mod) for path, mod in schedule.mod.named_modules() if path and mod not in inside and not is_opaque(mod)]
 
 
 @contextmanager
@@ -399,8 +418,16 @@ def _local_forward(schedule: Schedule, derived: Derived, path: str, calls: dict[
     called = {str(node.target) for node in derived.layouts.graph.find_nodes(op="call_module")}
     kept = {name for name, full in below.items() if full in called or name in splits}  # dropouts get wrappers, for one
     opened = frozenset(name for name in below if name not in kept and not _is_inside_any(name, kept))
-    plan = Plan(path, splits, opened, schedule.world_size, schedule.group)
-    alike = type(module), kind(path), opened, tuple(sorted((name, repr(split)) for name, split in splits.items()))
+    start = len(path) + 1 if path else 0
+    parameters = {name[start:]: split for name, split in derived.parameters.items() if is_inside(name, path)}
+    shared = frozenset(name[start:] for name in derived.layouts.shared if is_inside(name, path))
+    plan = Plan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared)
+    alike = (
+        type(module),
+        kind(path),
+        opened,
+        *(tuple(sorted((n, repr(each)) for n, each in of.items())) for of in (splits, parameters)),
+    )
     return LocalForward(module, plan, None if calls is None else calls.setdefault(alike, {}))
 
 

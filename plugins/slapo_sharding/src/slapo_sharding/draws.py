@@ -12,7 +12,8 @@ from torch.func import functional_call
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .layouts import Layouts, as_meta
+from .layouts import Layouts
+from .node_values import as_meta
 
 
 class MixedDraws(ValueError):

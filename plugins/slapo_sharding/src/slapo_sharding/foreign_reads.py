@@ -182,7 +182,9 @@ class _Reads(TorchFunctionMode):
         """Modules that returned parts, in the order in which they ran."""
 
     def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module."""
+        """Call a module; what runs inside of one that trials have shown to be right is not looked at by itself."""
+        if self.running and (applied := split_of(self.running[-1])) is not None and applied.cut.shown:
+            return _plain_call(module, *args, **kwargs)
         self.running.append(module)
         handles = [*self.gradients.enter(module), *self.values.given(module), *self._before_sums(module)]
         try:

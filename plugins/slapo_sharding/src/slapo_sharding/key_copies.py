@@ -22,11 +22,12 @@ from slapo_core.tracing.graph_ops import expect
 
 from . import attention
 from ._torch_private import mesh_of
-from .derive import Derived, fused_sizes
-from .layouts import Split
+from .derive import Derived
+from .fused_parts import fused_sizes
 from .localise import literals
 from .rulebook import Rulebook
 from .rules import Cut
+from .splits import Split
 
 _MOVES = ("getitem", "unsqueeze", "expand", "reshape", "view", "flatten", "contiguous", "repeat_interleave", "split", "chunk")
 

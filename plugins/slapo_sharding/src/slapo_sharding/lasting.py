@@ -20,6 +20,7 @@ from slapo_training.gradient_hooks import register_first
 
 from ._torch_autograd import no_functions
 from .rules import tensor_of
+from .syncing import GradientSum
 
 
 class LastingHook:
@@ -28,7 +29,7 @@ class LastingHook:
     A module that tracing dissolves is no longer called: only the parameter it has then has the hook.
 
     Args:
-        name: Of the parameter, in the module.
+        name: Of the parameter, in the module or as a path below it.
         hook: For ``Tensor.register_hook``.
     """
 
@@ -41,7 +42,7 @@ class LastingHook:
         if torch.compiler.is_compiling():  # the first run after build is not compiled
             return
         with no_functions():
-            parameter = module._parameters.get(self.name)
+            parameter = tensor_of(module, self.name)
             if parameter is None or not parameter.requires_grad:
                 return
             if not any(isinstance(other, type(self.hook)) for other in (parameter._backward_hooks or {}).values()):
@@ -49,7 +50,7 @@ class LastingHook:
 
     def drop(self, module: nn.Module) -> None:
         """Take the hook off the parameter that the module has now."""
-        hooks: Any = getattr(module._parameters.get(self.name), "_backward_hooks", None) or {}
+        hooks: Any = getattr(tensor_of(module, self.name), "_backward_hooks", None) or {}
         for key in [key for key, hook in hooks.items() if hook is self.hook]:
             del hooks[key]
 
@@ -59,6 +60,16 @@ def keep_hook(schedule: Schedule, module: nn.Module, name: str, hook: Callable[[
     lasting = LastingHook(name, hook)
     module.register_forward_pre_hook(lasting)
     schedule.on_undo(partial(lasting.drop, module))
+
+
+def keep_sum(schedule: Schedule, module: nn.Module, name: str) -> None:
+    """Sum the gradient of a whole parameter, in the module or below it: each rank has a part of it, as was shown."""
+    label = f"{schedule.path}.{name}" if schedule.path else name
+    total, parameter = GradientSum(schedule.group, label, seen=True), tensor_of(module, name)
+    total.by_plan = True
+    if parameter is not None and parameter.requires_grad:
+        schedule.on_undo(register_first(parameter, total).remove)
+    keep_hook(schedule, module, name, total)
 
 
 class _LastingFacts:

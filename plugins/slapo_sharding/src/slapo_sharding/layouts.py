@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
@@ -24,27 +22,17 @@ from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.graph_ops import expect
 
 from ._torch_private import layouts_kept
-from .local_sizes.arguments import is_size, leaves, places_of, to_divide, with_leaves
+from .fused_parts import Fused
+from .layout_adaptation import may_reduce, with_parts
+from .local_sizes.arguments import is_size, leaves, places_of, to_divide
+from .local_sizes.sharded_norms import norm_of
+from .node_values import as_meta, batched_product, has_gradient, parameters_of
+from .splits import ParameterSplit, Split
 
 UNEVEN = "not divisible by"
 """Words in the reason for which a size or number of heads stays whole."""
 
-_MOST_CHOICES = 256
 _SPLITTING = ("view", "reshape", "unflatten")
-
-
-@dataclass(frozen=True)
-class Split:
-    """Split of a layer.
-
-    Args:
-        output: What the layer returns: ``"sharded"`` along the last dimension (its input is replicated) or ``"reduced"`` (its
-            input is sharded along the last dimension, the partial results are summed).
-        blocks: Sizes of the parts of a fused layer's output, each split for itself.
-    """
-
-    output: Literal["sharded", "reduced"]
-    blocks: tuple[int, ...] = ()
 
 
 class LayoutError(Exception):
@@ -71,13 +59,6 @@ class LayoutError(Exception):
         return found
 
 
-class _Fused:
-    """The output of a fused layer before its parts are taken out; no layout says how it is sharded."""
-
-    def __init__(self, whole: torch.Tensor, sizes: tuple[int, ...]) -> None:
-        self.whole, self.sizes = whole, sizes
-
-
 class _Result:
     """Result of a call that cannot be run without data; only the tensors taken out of it are known."""
 
@@ -93,12 +74,14 @@ class Layouts(fx.Interpreter):
         mesh: One dimension: the tensor-parallel group.
         candidates: Path of a layer to how it is split when its input is replicated; the others stay whole then.
         filled: Nodes that make a tensor of one number, to the dimension in which each rank is to make its part only.
-        is_layer: Whether a module can be split.
+        is_layer: Whether a module can be split; with a second argument such that its output is ``"sharded"`` or ``"partial"``.
         left_whole: Modules that are not split, whatever they are given.
         graph: The graph; None for that of the traced module.
         adapted: Nodes at which a whole value is cut, or its gradient summed, where it meets sharded ones.
         gives_parts: Whether results of the graph may be sharded.
         opaque: Paths of modules that cannot be traced; they are given whole values only.
+        parameters: Name of each parameter that forwards use themselves and that is split, to how.
+        shared: Layers and parameters that are whole, and whose results may meet sharded values.
 
     Attributes:
         splits: How each layer is split; those not in it stay whole.
@@ -111,6 +94,11 @@ class Layouts(fx.Interpreter):
         divided: Nodes of this kind, and the places of these sizes among the leaves of their arguments.
         cut: Nodes of which whole values are cut, by their places among the leaves of the arguments, and along which dimension.
         summed_gradients: Nodes that use whole values each on a rank's part, and these values: their gradients are to be summed.
+        weights: Nodes that are made from split parameters alone.
+        holders: Paths of the modules that hold these parameters.
+        reduced: Nodes whose results are parts of a sum, or of a mean, that is added up at once, to ``"sum"`` or ``"avg"``.
+        norms: Norms and variances along the sharded dimension, whose statistics are summed over the ranks.
+        once: Nodes whose results are added up, and the places of the whole values that are to count once in the sum.
     """
 
     def __init__(
@@ -125,6 +113,8 @@ class Layouts(fx.Interpreter):
         adapted: Collection[fx.Node] = (),
         gives_parts: bool = False,
         opaque: Collection[str] = (),
+        parameters: Mapping[str, ParameterSplit] | None = None,
+        shared: Collection[str] = (),
     ) -> None:
         super().__init__(graph_module, graph=graph)
         self.adapted, self.gives_parts, self.opaque = adapted, gives_parts, opaque
@@ -140,6 +130,13 @@ class Layouts(fx.Interpreter):
         self.divided: dict[fx.Node, tuple[int, ...]] = {}
         self.cut: dict[fx.Node, dict[int, int]] = {}
         self.summed_gradients: dict[fx.Node, set[fx.Node]] = {}
+        self.parameters, self.shared = parameters or {}, shared
+        self.holders = {name.rpartition(".")[0] for name in self.parameters}
+        self.weights: set[fx.Node] = set()
+        self.blocks: dict[fx.Node, tuple[int, ...]] = {}
+        self.reduced: dict[fx.Node, str] = {}
+        self.norms: set[fx.Node] = set()
+        self.once: dict[fx.Node, int] = {}
         # what a dry run with the sequence split fills in
         self.parts: dict[fx.Node, Any] = {}
         self.crossings: Mapping[tuple[str, str], Any] = {}
@@ -168,10 +165,25 @@ class Layouts(fx.Interpreter):
             raise LayoutError(self, n, str(err)) from err
         except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
             raise LayoutError(self, n, self._unfit(n)) from err
-        value = self._note(n, value)
+        value = self._note(n, self._with_blocks(n, value))
         if isinstance(value, DTensor) and n.op != "call_module":
             self._note_sizes(n, value, args, kwargs)
         return value
+
+    def _with_blocks(self, n: fx.Node, value: Any) -> Any:
+        """Note what is made from parameters alone, and take the result of a fused projection for what it is."""
+        if n.op.startswith("call") and n.all_input_nodes and {*n.all_input_nodes} <= self.weights:
+            self.weights.add(n)
+        blocks = next((self.blocks[other] for other in n.all_input_nodes if other in self.blocks), None)
+        if blocks is None or not isinstance(value, DTensor):
+            return value
+        if n in self.weights:
+            self.blocks[n] = blocks
+            return value
+        (placement,) = value.placements
+        if not isinstance(placement, Shard) or value.shape[placement.dim] != sum(blocks):
+            raise LayoutError(self, n, "the parts of a fused projection are used together")
+        return self._fused(n, as_meta(n.meta["val"]), blocks, placement.dim)
 
     def _unfit(self, n: fx.Node) -> str:
         value, given = n.meta.get("val"), n.all_input_nodes[0].meta.get("val")
@@ -182,7 +194,7 @@ class Layouts(fx.Interpreter):
         return "the operation needs all of a value that is sharded"
 
     def _note_sizes(self, n: fx.Node, value: DTensor, args: Any, kwargs: Any) -> None:
-        if n in self.sized or not any(map(is_size, pytree.tree_leaves((args, kwargs)))):
+        if n in self.sized or n in self.norms or not any(map(is_size, pytree.tree_leaves((args, kwargs)))):
             return
         local = pytree.tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
         expected = value.to_local().shape
@@ -214,13 +226,15 @@ class Layouts(fx.Interpreter):
             self.sources[n] = frozenset((str(n.target),))
             self._found(str(n.target), split)
             whole = as_meta(n.meta["val"])
+            dim = whole.dim() - 1
             if split.blocks:
-                self.local[n] = (*whole.shape[:-1], whole.shape[-1] // self.mesh.size())
-                return _Fused(whole, split.blocks)
+                return self._fused(n, whole, split.blocks, dim)
             try:
-                return self._note(n, self._shard(whole, whole.dim() - 1))
+                return self._note(n, self._shard(whole, dim))
             except ValueError as err:
                 raise LayoutError(self, n, str(err)) from err
+        if n.op == "get_attr" and (given := self.parameters.get(str(n.target))) is not None:
+            return self._parameter(n, given)
         if isinstance(known := n.meta.get("val"), torch.Tensor):
             if n in self.filled:
                 self.sources[n] = frozenset()
@@ -239,55 +253,65 @@ class Layouts(fx.Interpreter):
             return _Result()
         return pytree.tree_map_only(torch.Tensor, as_meta, value)
 
+    def _parameter(self, n: fx.Node, split: ParameterSplit) -> DTensor:
+        self.sources[n] = frozenset((str(n.target),))
+        self.weights.add(n)
+        if split.blocks:
+            self.blocks[n] = split.blocks
+        try:
+            if any(block % self.mesh.size() for block in split.blocks):
+                raise ValueError(f"blocks {split.blocks} are {UNEVEN} {self.mesh.size()} ranks")
+            value: DTensor = self._note(n, self._shard(as_meta(n.meta["val"]), split.dim))
+        except ValueError as err:
+            raise LayoutError(self, n, str(err)) from err
+        return value
+
+    def _fused(self, n: fx.Node, whole: torch.Tensor, blocks: tuple[int, ...], dim: int) -> Fused:
+        self.local[n] = tuple(self._shard(whole, dim).to_local().shape)
+        return Fused(whole, blocks, dim)
+
     def _sharded_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         if n.op == "output" and self.gives_parts:
             return args[0]
         if n.op == "output":
             raise ValueError("a sharded value is a result of the model")
-        fused = next((value for value in _sharded((args, kwargs)) if isinstance(value, _Fused)), None)
+        fused = next((value for value in _sharded((args, kwargs)) if isinstance(value, Fused)), None)
+        if fused is not None and self._adds_bias(n, fused):
+            return self._fused(n, as_meta(n.meta["val"]), fused.sizes, fused.dim)
         if fused is not None:
             return self._part(n, fused, args, kwargs)
         if n.meta.get("mutates") and not isinstance(args[0], DTensor):
             raise ValueError("a replicated value is changed with a sharded one")
+        if n in self.adapted and (n.op != "call_module" or norm_of(self.fetch_attr(str(n.target))) is not None):
+            value = self._adapted_node(n, args, kwargs)
+            self._note_mixed(n)
+            return value
         self._note_mixed(n)
         if n.op == "call_module":
             return self._module(n, args, kwargs)
+        return self._call(n, args, kwargs)
+
+    def _call(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         if n.target is torch.cat:  # an empty tensor fits every layout
             args = ([value for value in args[0] if value.numel()], *args[1:])
         try:
             return getattr(self, n.op)(n.target, args, kwargs)
         except RuntimeError:
-            if n not in self.adapted:
+            if function_name(n) != "matmul" or kwargs or min(each.dim() for each in args) < 2:
                 raise
-        return self._with_parts(n, args, kwargs)
+            return batched_product(*args)
 
-    def _with_parts(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Run a node on parts of the whole tensors that are as long as what is sharded.
+    def _adds_bias(self, n: fx.Node, fused: Fused) -> bool:
+        others = [other for other in n.all_input_nodes if other in self.blocks]
+        if not others or function_name(n) not in ("add", "iadd", "add_"):
+            return False
+        return all(self.blocks[other] == fused.sizes for other in others) and n.meta["val"].shape == fused.whole.shape
 
-        Raises:
-            ValueError: none of these fit.
-        """
-        given = leaves((args, kwargs))
-        shards = [each for each in given if isinstance(each, DTensor)]
-        sizes = {each.shape[part.dim] for each in shards for part in each.placements if isinstance(part, Shard)}
-        whole = {
-            place: each for place, each in enumerate(given) if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)
-        }
-        options = [
-            [(place, None), *((place, dim) for dim, size in enumerate(each.shape) if size in sizes)]
-            for place, each in whole.items()
-        ]
-        for chosen in islice(product(*options), 1, _MOST_CHOICES):
-            cut = {place: dim for place, dim in chosen if dim is not None}
-            args, kwargs = with_leaves((args, kwargs), {place: self._shard(whole[place], dim) for place, dim in cut.items()})
-            try:
-                value = getattr(self, n.op)(n.target, args, kwargs)
-            except RuntimeError:
-                args, kwargs = with_leaves((args, kwargs), whole)
-            else:
-                self.cut[n] = cut
-                return value
-        raise ValueError("the operation needs all of a value that is sharded")
+    def _adapted_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._call(n, args, kwargs) if n.op != "call_module" else self._whole(n, args, kwargs)
+        except RuntimeError:
+            return with_parts(self, n, args, kwargs)
 
     def _module(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         path = str(n.target)
@@ -297,6 +321,8 @@ class Layouts(fx.Interpreter):
         if not self.is_layer(module):
             self._note_partial(n, None, [f"{path}.{name}" for name, _ in module.named_parameters()])
             return self._whole(n, args, kwargs)
+        if not self.is_layer(module, "partial"):
+            raise ValueError(f"the layer {path!r}, which cannot be split along its input, needs all of a value that is sharded")
         x = args[0] if args else next(iter(kwargs.values()))
         if x.placements != (Shard(x.dim() - 1),) or module in self.left_whole:
             along = ", ".join(str(getattr(placement, "dim", placement)) for placement in x.placements)
@@ -316,41 +342,22 @@ class Layouts(fx.Interpreter):
         if self.splits.setdefault(path, split) != split:
             raise ValueError("the layer is called with a sharded input and with a whole one")
 
-    def _part(self, n: fx.Node, fused: _Fused, args: Any, kwargs: Any) -> Any:
+    def _part(self, n: fx.Node, fused: Fused, args: Any, kwargs: Any) -> Any:
         """What is taken out of a fused output: by split or chunk, as a slice, or as one of the leading parts of a view."""
         if not args or args[0] is not fused:
             raise ValueError("the parts of a fused output are used together")
-        whole, sizes = fused.whole, fused.sizes
-        name = str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", "")
-        if name == "size":
+        whole = fused.whole
+        if function_name(n) == "size":
             return whole.size(*args[1:], **kwargs)
-        value = self._part_of(n, name, whole, sizes, args, kwargs)
+        found, dim, self.sized[n] = fused.part(n, args, kwargs)
+        value = pytree.tree_map_only(torch.Tensor, lambda part: self._shard(part, dim), found)
         if n.target is operator.getitem:
             self.divided[n] = places_of((args, kwargs), self.sized[n])
         elif self.sized[n]:
-            local = whole.new_empty((*whole.shape[:-1], whole.shape[-1] // self.mesh.size()))
+            local = self._shard(whole, fused.dim).to_local()
             parts = [part.to_local().shape for part in value] if isinstance(value, list | tuple) else value.to_local().shape
             self._note_divided(n, ((local, *args[1:]), kwargs), parts)
         return value
-
-    def _part_of(self, n: fx.Node, name: str, whole: torch.Tensor, sizes: tuple[int, ...], args: Any, kwargs: Any) -> Any:
-        if name in ("split", "chunk", "tensor_split"):
-            parts = getattr(whole, name)(*args[1:], **kwargs)
-            if tuple(part.shape[-1] for part in parts) == sizes:
-                self.sized[n] = () if name == "chunk" else tuple(dict.fromkeys(sizes))
-                return type(parts)(self._shard(part, part.dim() - 1) for part in parts)
-        elif name in ("view", "reshape"):
-            value, dim = getattr(whole, name)(*args[1:], **kwargs), whole.dim()
-            if value.dim() > dim and value.shape[dim - 1] == len(sizes):
-                self.sized[n] = () if -1 in pytree.tree_leaves(args[1:]) else (value.shape[dim],)
-                return self._shard(value, dim)
-        elif n.target is operator.getitem and (bounds := slice_bounds(args[1], whole)) is not None:
-            starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-            if bounds in zip(starts, starts[1:], strict=False):
-                self.sized[n] = tuple(bound for bound in bounds if bound)
-                part = whole[..., bounds[0] : bounds[1]]
-                return self._shard(part, part.dim() - 1)
-        raise ValueError("the parts of a fused output are not taken out one by one")
 
     def _note_mixed(self, n: fx.Node) -> None:
         """Ranks that use a replicated value each on their own shard have each a part of its gradient."""
@@ -363,15 +370,19 @@ class Layouts(fx.Interpreter):
                 continue
             if self._is_written(other):
                 raise ValueError(f"the whole value {other.name!r}, which is written in place, gets a part of its gradient only")
-            if not has_gradient(other):
+            if not has_gradient(other) or self._counts_once(n, other):
                 continue
             names = parameters_of(other)
-            if names:
+            if names and not any(name.rpartition(".")[0] in self.holders for name in names):
                 self._note_partial(n, other, names)
             elif n in self.adapted:
                 self.summed_gradients.setdefault(n, set()).add(other)
             else:
                 raise ValueError(f"the whole value {other.name!r} gets a part of its gradient only")
+
+    def _counts_once(self, n: fx.Node, other: fx.Node) -> bool:
+        values = leaves((n.args, n.kwargs))
+        return n in self.once and [place for place, value in enumerate(values) if value is other] == [self.once[n]]
 
     def _is_written(self, node: fx.Node) -> bool:
         """Return whether a value has a gradient as something with one was written into it, or into a view of its memory."""
@@ -401,7 +412,12 @@ class Layouts(fx.Interpreter):
 
     def _note(self, n: fx.Node, value: Any) -> Any:
         for part in _sharded(value):
-            if isinstance(part, DTensor) and part.placements[0].is_partial():
+            if isinstance(part, DTensor) and isinstance(placement := part.placements[0], Partial):
+                is_sum = type(placement) is Partial and placement.reduce_op in ("sum", "avg")
+                if part is value and is_sum and n in self.adapted and may_reduce(self, n):
+                    self.sources.pop(n)
+                    self.reduced[n] = placement.reduce_op
+                    return part.to_local()
                 raise LayoutError(self, n, "its result is a partial sum")
         if isinstance(value, DTensor):
             if value.placements[0].is_replicate():
@@ -415,39 +431,5 @@ class Layouts(fx.Interpreter):
         return as_meta(value) if isinstance(value, torch.Tensor) else value
 
 
-def slice_bounds(index: Any, value: torch.Tensor) -> tuple[int, int] | None:
-    """Start and stop along the last dimension, when ``value[index]`` cuts that one and leaves the others whole."""
-    whole = slice(None)
-    items = index if isinstance(index, tuple) else (index,)
-    if not items or not isinstance(items[-1], slice) or any(item is not Ellipsis and item != whole for item in items[:-1]):
-        return None
-    if Ellipsis not in items[:-1] and len(items) != value.dim():
-        return None
-    start, stop, step = items[-1].indices(value.shape[-1])
-    return (start, stop) if step == 1 and stop > start else None
-
-
 def _sharded(value: Any) -> Iterator[Any]:
-    return (part for part in pytree.tree_leaves(value) if isinstance(part, (DTensor, _Fused)))
-
-
-def as_meta(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape without data."""
-    if value.is_meta and type(value) is torch.Tensor:
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-
-def has_gradient(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def parameters_of(node: fx.Node) -> list[str]:
-    """Names of the parameters a value is made from, if it is made from nothing else that has a gradient; else empty."""
-    if node.op == "get_attr":
-        return [str(node.target)]
-    if node.op in ("placeholder", "call_module"):
-        return []
-    found = [parameters_of(other) for other in node.all_input_nodes if has_gradient(other)]
-    return [name for names in found for name in names] if all(found) else []
+    return (part for part in pytree.tree_leaves(value) if isinstance(part, (DTensor, Fused)))

@@ -17,6 +17,7 @@ from .derive import Derived, kind
 from .layouts import UNEVEN
 from .local_sizes.owners import is_inside
 from .parametrized import computed_by
+from .projections import is_projection
 from .rulebook import rules_of
 from .rules import split_of
 
@@ -58,7 +59,8 @@ class LeftWhole:
     def add_layers(self, model: nn.Module, err: Misfit) -> bool:
         """Add the layers at fault with those at the same place in other blocks; return whether there was one to add."""
         kinds = {kind(path) for path in err.layers}
-        found = {path: err.reason for path, _ in model.named_modules() if kind(path) in kinds and path not in self.layers}
+        paths = (path for path, _ in [*model.named_modules(), *model.named_parameters()])
+        found = {path: err.reason for path in paths if kind(path) in kinds and path not in self.layers}
         self.layers.update(found)
         return bool(found)
 
@@ -71,13 +73,15 @@ class LeftWhole:
         model, rules = schedule.mod, rules_of(schedule)
         alike = [other for other, _ in model.named_modules() if kind(other) == kind(inside) and other not in self.opaque]
         self.opaque.update(dict.fromkeys(alike, str(err)))
-        held = [f"{other}.{name}" for other in alike for name, _ in model.get_submodule(other).named_modules() if name]
+        inner = [(other, model.get_submodule(other)) for other in alike]
+        held = [f"{other}.{name}" for other, module in inner for name, _ in module.named_modules() if name]
         self.layers.update({name: str(err) for name in held if rules.is_layer(model.get_submodule(name))})
         return bool(alike)
 
     def modules(self, model: nn.Module) -> set[nn.Module]:
         """Return the layers themselves."""
-        return {model.get_submodule(path) for path in self.layers}
+        named = dict(model.named_modules())
+        return {named[path] for path in self.layers if path in named}
 
 
 def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) -> None:
@@ -89,9 +93,9 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
         misfits: Layers that would have been split if the plan could have been carried out with them.
     """
     told: set[str] = set()
-    whole = _whole_modules(derived)
+    whole, modules = _whole_modules(derived), dict(schedule.mod.named_modules())
     for path, reason in derived.reasons.items():
-        if path in derived.splits:
+        if path in derived.splits or path in derived.parameters or path not in modules:
             continue
         owner, _, child = path.rpartition(".")
         heads = attention.makes_heads(schedule.mod.get_submodule(owner), child)
@@ -105,7 +109,8 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
     for path, line in _of_parameters(schedule, derived).items():
         if not any(is_inside(kind(path), what) for what in told):
             told.add(kind(path))
-            why = f"it multiplies by parameters of its own, in no layer ({line})"
+            why = next((f": {reason}" for name, reason in derived.reasons.items() if name.startswith(f"{path}.")), f" ({line})")
+            why = f"it multiplies by parameters of its own, in no layer{why}"
             get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
     for path, line in _of_convolutions(schedule, derived).items():
         if not any(is_inside(kind(path), what) for what in told):
@@ -120,6 +125,12 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
     for path in computed.values():
         log = get_logger().warning
         log("tensor_parallel: %s stays whole on every rank: its %s", path, computed_by(schedule.mod.get_submodule(path)))
+    for path in _whole_projections(schedule):
+        if kind(path) not in computed and not any(is_inside(kind(path), what) for what in told):
+            told.add(kind(path))
+            name = type(schedule.mod.get_submodule(path)).__name__
+            why = f"a part of what the {name} returns does not follow from parts of its tensors"
+            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
     for path in _read_weights(schedule, derived):
         rewritten = _is_in_graph(schedule, path)
         if (rewritten or kind(path) != path) and not any(is_inside(kind(path), what) for what in told):
@@ -127,6 +138,14 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
             if rewritten:
                 why = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
             get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+
+
+def _whole_projections(schedule: Schedule) -> Iterable[str]:
+    """Return layers with tensors of their own that no rule splits, such as quantised ones, one for all alike."""
+    rules, named = rules_of(schedule), dict(schedule.mod.named_modules())
+    inside = {other for module in named.values() if split_of(module) for other in module.modules()}
+    found = [path for path, module in named.items() if module not in inside and is_projection(module)]
+    return {kind(path): path for path in reversed(found) if rules.find(named[path]) is None}.values()
 
 
 def _lines_of_calls(derived: Derived) -> dict[str, str]:
@@ -141,7 +160,7 @@ def _of_parameters(schedule: Schedule, derived: Derived) -> dict[str, str]:
 
     Repeated ones are meant, and one of a kind; with one matrix it is a table or a router.
     """
-    split = {outer for path in derived.splits for outer in _around(path)}
+    split = {outer for path in (*derived.splits, *derived.parameters) for outer in _around(path)}
     found: dict[str, tuple[str, str]] = {}
     for node in derived.layouts.graph.find_nodes(op="get_attr"):
         path = str(node.target).rpartition(".")[0]
@@ -190,7 +209,7 @@ def _around(path: str) -> Iterator[str]:
 
 def _whole_modules(derived: Derived) -> dict[str, str]:
     """Return, of layers in repeated modules, the outermost one around each in which nothing is split, if it has several."""
-    split = {outer for path in derived.splits for outer in _around(path)}
+    split = {outer for path in (*derived.splits, *derived.parameters) for outer in _around(path)}
     found: dict[str, str] = {}
     for path in derived.reasons.keys() - derived.splits.keys():
         outer = [other for other in _around(path) if other not in split and kind(other) != other]
@@ -218,4 +237,9 @@ def tell_whole_attentions(schedule: Schedule, reasons: Mapping[str, str], otherw
 
 
 def _reasons_in(path: str, reasons: Mapping[str, str]) -> Iterator[str]:
-    return (reason for layer, reason in reasons.items() if layer.startswith(f"{path}."))
+    """Yield the reasons of layers inside a module, and of those around it that end with a dot."""
+    return (
+        reason
+        for layer, reason in reasons.items()
+        if layer.startswith(f"{path}.") or (layer[-1:] == "." and path.startswith(layer))
+    )

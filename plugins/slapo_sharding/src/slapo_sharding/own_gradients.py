@@ -131,9 +131,9 @@ class OwnGradients:
         after = list(syncs_of(module, "fwd_post"))
         if after:
             self._moved(after[-1], output, lambda mark: map_output(mark, output))
-        elif split_of(module) is not None:
+        elif (split := split_of(module)) is not None:
             for tensor in tensors_in(output):
-                self._mark(tensor, Gradient.OWN)
+                self._mark(tensor, Gradient.WHOLE if split.cut.output == "whole" else Gradient.OWN)
 
     def returned(self, output: Any) -> Any:
         """What the model returns; a gradient for what was made inside of a sync of gradients is a ``BuildError`` then.

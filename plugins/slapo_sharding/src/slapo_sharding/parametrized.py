@@ -1,8 +1,8 @@
-"""Layers whose tensors ``torch.nn.utils.parametrize`` computes from others: weight norm, spectral norm, an own function.
+"""Layers whose tensors are computed from others, by ``torch.nn.utils.parametrize`` or hooks: norms, masks, an own function.
 
 Such a layer is split as its class is, by the tensors its weight is computed from, where each part of the weight follows from
 the same part of all of them: of an elementwise function in both ways, of weight norm along the outputs, of a spectral norm in
-none. Which it is, a trial on random numbers tells.
+none. Which it is, a trial on random numbers tells; of torch's own hooks it is known, see ``computing_hooks``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .computing_hooks import computing_hooks, follows, sources_of
 from .rules import Cut, ShardingRule
 
 _LIST = "parametrizations"
@@ -29,23 +31,26 @@ def computed_by(module: nn.Module) -> str | None:
         "'weight' is computed by _WeightNorm"
     """
     found = {name: [type(each).__name__ for each in functions.children()] for name, functions in _functions(module).items()}
+    found.update({name: [type(hook).__name__] for name, hook in computing_hooks(module).items()})
     return " and ".join(f"{name!r} is computed by {', '.join(names)}" for name, names in found.items()) or None
 
 
 def sources(module: nn.Module, name: str) -> tuple[str, ...]:
     """Return the names of the parameters that a tensor is computed from, counted from the module; of any other, its own."""
+    if (hook := computing_hooks(module).get(name)) is not None:
+        return sources_of(hook, name)
     functions = _functions(module).get(name)
     return (name,) if functions is None else tuple(f"{_LIST}.{name}.{own}" for own in functions._parameters)
 
 
 def adapted(rule: ShardingRule, module: nn.Module) -> ShardingRule:
     """Return the rule for a module of the kind whose tensors may be computed: without the cuts that would be wrong."""
-    functions = _functions(module)
-    if not functions:
+    hooks, functions = computing_hooks(module), _functions(module)
+    if not hooks and not functions:
         return rule
     known = _adapted.setdefault(module, {})
     if rule.kind not in known:
-        cuts = [_adapted_cut(module, functions, cut) for cut in rule.cuts]
+        cuts = [_adapted_cut(module, {**functions, **hooks}, cut) for cut in rule.cuts]
         known[rule.kind] = replace(rule, cuts=tuple(cut for cut in cuts if cut is not None))
     return known[rule.kind]
 
@@ -58,7 +63,7 @@ def _functions(module: nn.Module) -> Mapping[str, nn.Module]:
     return dict(module.get_submodule(_LIST).named_children()) if parametrize.is_parametrized(module) else {}
 
 
-def _adapted_cut(module: nn.Module, functions: Mapping[str, nn.Module], cut: Cut) -> Cut | None:
+def _adapted_cut(module: nn.Module, functions: Mapping[str, Any], cut: Cut) -> Cut | None:
     split = functions.keys() & cut.dims.keys()
     adds_late = cut.late_bias and "bias" in functions
     if adds_late or functions.keys() & cut.parts.keys() or not all(_follows(functions[name], cut.dims[name]) for name in split):
@@ -66,8 +71,10 @@ def _adapted_cut(module: nn.Module, functions: Mapping[str, nn.Module], cut: Cut
     return replace(cut, dims={source: dim for name, dim in cut.dims.items() for source in sources(module, name)})
 
 
-def _follows(functions: nn.Module, dim: int) -> bool:
+def _follows(functions: Any, dim: int) -> bool:
     """Return whether each part along a dimension, and its gradients, follow from the same part of all sources."""
+    if not isinstance(functions, nn.Module):
+        return follows(functions, dim)
     try:
         own = copy.deepcopy(functions).cpu().double()
         shapes = {name: parameter.shape for name, parameter in own.named_parameters(recurse=False)}

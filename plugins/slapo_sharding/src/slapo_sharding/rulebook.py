@@ -17,6 +17,7 @@ from slapo_core.schedule import Schedule
 from slapo_core.wrapping import as_layer
 
 from .parametrized import adapted, computed_by
+from .projections import projection_rule
 from .rules import Cut, ShardingRule, applied_cut, tensor_of
 
 
@@ -32,7 +33,16 @@ class Rulebook:
 
     def find(self, module: nn.Module) -> ShardingRule | None:
         """The rule for a module, or None."""
-        return next((rule for rule, _ in self._matching(module)), None)
+        found = self._first(module)
+        return None if found is None else found[0]
+
+    def _first(self, module: nn.Module) -> tuple[ShardingRule, str] | None:
+        """The first rule that matches with who it is from; a trial decides where none does, or none of its cuts is right."""
+        found = next(self._matching(module), None)
+        if found is None or not found[0].cuts:
+            shown = projection_rule(module)
+            found = found if shown is None else (shown, __package__)
+        return found
 
     def _matching(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
         layer = as_layer(module)
@@ -48,9 +58,11 @@ class Rulebook:
         given = {"sharded": ("replicated", "indices"), "partial": ("sharded",)}[output]
         return next((cut for each in given for cut in self.ways(module, each, output) if cut.dim == -1), None)
 
-    def is_layer(self, module: nn.Module) -> bool:
-        """Return whether a module can be split along its output and along its input."""
-        return all(self.layer_cut(module, output) is not None for output in ("sharded", "partial"))
+    def is_layer(self, module: nn.Module, output: str | None = None) -> bool:
+        """Return whether a module can be split such that its output is this; None asks for either way."""
+        ways = {"sharded": ("replicated", "sharded"), "partial": ("sharded", "partial")}
+        asked = ways.values() if output is None else [ways[output]]
+        return any(cut.dim == -1 for way in asked for cut in self.ways(module, *way))
 
     def stack_cut(self, module: nn.Module) -> Cut | None:
         """The way to split what is columns and rows in one, as stacked experts are: a whole input, a partial output."""
@@ -70,8 +82,8 @@ class Rulebook:
         applied = applied_cut(module)
         if applied is not None and applied.cut.dims.get(name) == dim:
             return applied.cut
-        for rule, owner in self._matching(module):
-            return _cut(rule, owner, module, name, dim)
+        if (found := self._first(module)) is not None:
+            return _cut(*found, module, name, dim)
         kinds = ", ".join(dict.fromkeys(rule.kind for rule, _ in self.rules))
         raise LookupError(f"is in a {type(module).__name__}, which no sharding rule covers; there are rules for {kinds}")
 

@@ -21,7 +21,8 @@ class Cut:
     Args:
         dims: Parameter to the dimension that is split; those the module has are split together.
         input: What the module must be given: ``"replicated"`` (its gradient comes out partial), ``"sharded"``, or
-            ``"indices"`` (replicated, and without a gradient).
+            ``"indices"`` (replicated, and without a gradient). ``"whole"``, with that output too, is for modules that run
+            from graphs, which add up results and gradients themselves; no rule has it.
         output: What the module then returns: ``"sharded"``, or ``"partial"``.
         attributes: Sizes that become local, those the module has.
         forward: Takes the place of the module's forward on more than one rank; ``forward(module, *args)``.
@@ -34,11 +35,13 @@ class Cut:
         uneven: Whether ranks may have parts of different sizes.
         divided: Sizes that the ranks have to divide, and that stay whole.
         draws: Whether ``forward`` draws random numbers for this rank's part, as dropout does.
+        summed: Parameters that stay whole and of whose gradients each rank has a part.
+        shown: Whether trials found the cut, see ``projections``.
     """
 
     dims: Mapping[str, int]
-    input: Literal["replicated", "sharded", "indices"]
-    output: Literal["sharded", "partial"]
+    input: Literal["replicated", "sharded", "indices", "whole"]
+    output: Literal["sharded", "partial", "whole"]
     attributes: tuple[str, ...] = ()
     forward: Callable[..., Any] | None = None
     late_bias: bool = False
@@ -48,6 +51,8 @@ class Cut:
     uneven: bool = False
     divided: tuple[str, ...] = ()
     draws: bool = False
+    summed: tuple[str, ...] = ()
+    shown: bool = False
 
     def main(self, module: nn.Module) -> str:
         """The first of the parameters that ``module`` has; the others follow it."""

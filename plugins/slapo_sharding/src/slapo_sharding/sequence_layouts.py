@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from slapo_core.tracing.calls import function_name
 
 from .borders import Place, border
-from .layouts import LayoutError, Layouts, has_gradient, parameters_of
+from .layouts import LayoutError, Layouts
+from .node_values import has_gradient, parameters_of
 from .sequence_plan import Crossing, Plan
 from .syncing import map_input
 from .token_order import minds_order

@@ -36,7 +36,7 @@ from .attention import counts_locally
 from .collectives import Group, num_ranks
 from .equal_draws import Draw
 from .followed import Followed, Layout, plain, sharded, tensors_in
-from .layouts import slice_bounds
+from .fused_parts import slice_bounds
 from .questions import GIVEN_SIZES, PICKS, SAME, Outcome, Question, Slice, ask
 from .rules import AppliedCut, split_of
 from .sums import REDUCE, part_of_sum
@@ -127,7 +127,7 @@ class ShardedValues:
                 map_output(partial(self._start_part, module, syncs[-1]), output)
         elif applied is not None and applied.cut.output == "partial":
             map_output(partial(self._start_sum, module, applied.spec), output)
-        elif applied is not None and not applied.gathered:
+        elif applied is not None and not applied.gathered and applied.cut.output == "sharded":
             map_output(partial(self._start, module, applied), output)
 
     def _start(self, module: nn.Module, applied: AppliedCut, x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from .derive import kind
 from .derived_plan import apply_derived, fork_stack, split_stack
 from .given_plan import apply_given
 from .layouts import UNEVEN
-from .left_whole import tell_whole_attentions
 from .parametrized import computed_by
 from .plan import (
     BESIDE_SHARDED,
@@ -36,6 +35,7 @@ from .plan import (
 from .rulebook import rules_of
 from .rules import Cut
 from .syncing import trainable
+from .unplanned_parts import split_unplanned
 
 
 class TensorParallelPrimitive(Primitive):
@@ -46,7 +46,8 @@ class TensorParallelPrimitive(Primitive):
     forward, which is run once without data on the schedule's ``example_inputs``: layers are split in groups whose values fit
     together, attention by heads, and attributes that count heads or widths turn local. The rank's model is traced again
     afterwards and has to be, operation by operation, the one meant. The vocabulary, embedding and head, is split where each
-    rank gets some of it. What fits nowhere stays whole.
+    rank gets some of it. What fits nowhere stays whole. With ``example_inputs``, parts with attention that a published plan says
+    nothing of, as the vision part of a model for images and text, are split by a plan derived for each.
 
     Args:
         plan: ``{path or glob: style}``, see ``slapo_sharding.plan``; nothing else is split then.
@@ -130,7 +131,7 @@ def _split(
     if schedule.world_size > 1 and not derived:
         dropout.fork_dropouts(schedule, (path for path, style in steps.items() if style in BESIDE_SHARDED))
         if plan is None:
-            tell_whole_attentions(schedule, {}, "the plan that is published with the model leaves it out")
+            split_unplanned(schedule)
     if schedule.world_size > 1:
         _refuse_extras(schedule, sequence_parallel)
 
@@ -284,9 +285,12 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
     if plan is None:
         steps.update(dict.fromkeys(head_norms(schedule.mod, steps), "replicated_with_grad_allreduce"))
         if wrapper := next(_without_rule(schedule, steps), None):
-            kind = type(schedule.mod.get_submodule(wrapper)).__name__
+            module = schedule.mod.get_submodule(wrapper)
             hint = "give example_inputs to create_schedule, from which a plan is derived, or plan="
-            raise error(f"the published plan splits {wrapper!r}, a {kind}, which no sharding rule covers; {hint}")
+            why = f"a {type(module).__name__}, which no sharding rule covers"
+            if computed := computed_by(module):
+                why = f"whose {computed}, and a part of it does not follow from parts"
+            raise error(f"the published plan splits {wrapper!r}, {why}; {hint}")
         if undeclared := undeclared_parameters(schedule.mod, steps):
             raise error(
                 f"{undeclared[0]!r} may be used on sharded or on replicated values, the published plan is silent; give plan="
@@ -298,11 +302,11 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
 
 
 def _without_rule(schedule: Schedule, steps: Mapping[str, str]) -> Iterator[str]:
-    """Yield the layers of a plan that nothing here can split, such as adapters around projections."""
+    """Yield the layers of a plan that nothing here can split as it says, such as adapters around projections."""
     rules = rules_of(schedule)
-    return (
-        path for path, style in steps.items() if style in BESIDE_SHARDED and not rules.find(schedule.mod.get_submodule(path))
-    )
+    ways = {True: ("sharded", "partial"), False: ("replicated", "sharded")}
+    planned = ((path, style.endswith("rowwise")) for path, style in steps.items() if style in BESIDE_SHARDED)
+    return (path for path, rows in planned if not any(rules.ways(schedule.mod.get_submodule(path), *ways[rows])))
 
 
 def _names_like(key: str, model: nn.Module) -> set[str]:

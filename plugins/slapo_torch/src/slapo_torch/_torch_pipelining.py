@@ -11,11 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._utils import _derive_grad_metas, _StageMeta, extract_tensor_metas
 
 from slapo_core.errors import BuildError
 
+StageMeta = _StageMeta
 FORWARDS = (schedules.FORWARD, schedules.SEND_F, schedules.RECV_F)
 
 
@@ -54,6 +57,12 @@ def scheduled(
             rank: [action for action in row if action.computation_type in FORWARDS] for rank, row in actions.items()
         }
     return made
+
+
+def stage_meta(inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> _StageMeta:
+    """What a stage receives and gives, forward and backward."""
+    metas = [extract_tensor_metas(tensors) or () for tensors in (inputs, outputs)]
+    return _StageMeta(*metas, *map(_derive_grad_metas, metas))
 
 
 def splits(runtime: Any) -> bool:

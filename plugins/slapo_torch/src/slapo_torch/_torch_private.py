@@ -16,5 +16,5 @@ def default_store() -> Store:
 
 
 def awaits_accumulation(parameter: torch.Tensor) -> bool:
-    """Whether hooks of ``register_post_accumulate_grad_hook`` wait for the parameter's gradient."""
+    """Return whether hooks of ``register_post_accumulate_grad_hook`` wait for the parameter's gradient."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

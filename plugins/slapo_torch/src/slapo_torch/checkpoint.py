@@ -203,12 +203,12 @@ def _merged(
 
 
 def ranges_of(module: nn.Module) -> dict[str, Any]:
-    """Where what this rank has lies."""
+    """Return the places of this rank's pieces."""
     return {name: (piece.full_shape, piece.ranges) for name, piece in model_state.pieces(module).items()}
 
 
 def layout_of(program: Program) -> dict[str, int]:
-    """How many stages and ranks there are."""
+    """Return the numbers of stages and ranks."""
     return {"stages": len(program.stages), **{axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}}
 
 

@@ -14,9 +14,9 @@ from slapo_core.errors import BuildError
 from slapo_training import checkpoint_folder, model_tensors, random_state
 from slapo_training.checkpoint_folder import Checkpoint
 from slapo_training.engine_checkpoint import Position
-from slapo_training.handing import Handed
 from slapo_training.pieces import Piece
 from slapo_training.ranks import Ranks
+from slapo_training.state_loading import StateLoading
 from slapo_training.whole_steps.named_optimizers import named_optimizers
 from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
@@ -53,11 +53,11 @@ def load_checkpoint(path: str | os.PathLike[str], what: Trained) -> Position:
         ranks.on_all(lambda: reading.check(groups))
         ranks.on_all(reading.fetch)
         averages = what.averages.read(checkpoint, ranks)
-    handed = Handed()
+    loading = StateLoading()
     try:
-        ranks.on_all(lambda: reading.hand(handed))
+        ranks.on_all(lambda: reading.hand(loading))
     except Exception:
-        handed.take_back()
+        loading.roll_back()
         raise
     ranks.on_all(reading.put)
     what.averages.put(averages)
@@ -166,15 +166,15 @@ class _Reading:
         own = {name: each for name, each in self._place.get("buffers", {}).items() if kept[name] == now.get(name)}
         self._model = {name: own.get(name, each) for name, each in empty.items()}
 
-    def hand(self, handed: Handed) -> None:
+    def hand(self, loading: StateLoading) -> None:
         """Give others' code its states, while the tensors are as they were; it may raise."""
         program, module, optimizer, progress, _ = self._what
-        extra_state.put(program.module, self._extra, handed)
+        extra_state.put(program.module, self._extra, loading)
         for path, each in named_optimizers(model_tensors.parameters(module), optimizer).items():
-            optimizer_taken.put(each, self._taken[path], self._states[path], handed)
+            optimizer_taken.put(each, self._taken[path], self._states[path], loading)
         if isinstance(optimizer, WholeTensorOptimizer):
             optimizer.take_options()
-        progress.put(self._progress, handed)
+        progress.put(self._progress, loading)
 
     def put(self) -> None:
         """Let the model have its tensors, and the generators their states."""

@@ -18,10 +18,10 @@ from slapo_core.program import Program
 from slapo_training.averages import AveragedEngine, MasterValue
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, signature, split
+from slapo_training.common_batch import BatchFacts, check_contents, check_shapes, content_slots
 from slapo_training.engine_checkpoint import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
 from slapo_training.means import Counted
-from slapo_training.meeting import BatchFacts, check_contents, check_shapes, content_slots
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import OptimizerMaking
 from slapo_training.optimizers import adopted
@@ -37,7 +37,7 @@ from .device import device_of
 from .failures import Peers
 from .first_step import TorchFirstStep
 from .holdings import Holdings
-from .means import LabelCount, Share, labels_of, numbers_of
+from .loss_shares import LabelCount, Share, labels_of, numbers_of
 from .merged import merged
 from .options import Options
 from .replicas import Replicas, check_dense
@@ -300,10 +300,10 @@ class TorchEngine(AveragedEngine):
         check_labels(batch, self.program.module, self._options.loss_fn, self._options.loss_over is None)
         self._losses.count(parts)
         labels = [part.pop("labels", None) if self._options.loss_fn is not None else None for part in parts]
-        forward_runner = partial(self._runner, parts[0], training, schedule, forward_only=True)
-        return self._runner(parts[0], training, schedule), forward_runner, parts, labels
+        forward_runner = partial(self._runner, parts, training, schedule, forward_only=True)
+        return self._runner(parts, training, schedule), forward_runner, parts, labels
 
-    def _runner(self, part: Batch, training: bool, schedule: tuple[str, int], forward_only: bool = False) -> Runner:
+    def _runner(self, parts: list[Batch], training: bool, schedule: tuple[str, int], forward_only: bool = False) -> Runner:
         backward = training and not forward_only
         if len(self.program.stages) == 1:
             if (call := self._whole) is None:
@@ -312,18 +312,18 @@ class TorchEngine(AveragedEngine):
             return lambda parts, labels, share: run_whole(call, parts, labels, share, backward, self._replicas, walk)
         from .pipeline import StagePlan  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
-        key = (training, forward_only, schedule, signature(part))
+        key = (training, forward_only, schedule, *map(signature, parts))
         assert self.program.replan is not None
         with torch.set_grad_enabled(training), precision(self._options, self._device.type):
-            program = self.program.replan(training, part)  # the same one, unless the model has changed
+            programs = [self.program.replan(training, part) for part in parts]  # the same, unless the model has changed
         plan: StagePlan | None = self._plans.get(key)
-        if plan is None or plan.program is not program:
-            plan = self._plans[key] = StagePlan(program, self._options, schedule, self._mine, backward, self._replicas)
+        if plan is None or not plan.serves(programs):
+            plan = self._plans[key] = StagePlan(programs, self._options, schedule, self._mine, backward, self._replicas)
             if len(self._plans) > _KEPT_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             if self._shards is not None:
-                self._shards.follow(stage.module for each in self._plans.values() for stage in each.program.stages)
-        inputs = fingerprint([stage.inputs for stage in plan.program.stages])
+                self._shards.follow(module for each in self._plans.values() for module in each.modules)
+        inputs = fingerprint([stage.inputs for program in programs for stage in program.stages])
         self._facts = BatchFacts([*self._facts.low[:4], inputs], [*self._facts.high[:4], inputs])
         return plan.run
 

@@ -1,4 +1,4 @@
-"""What modules keep beside tensors: ``get_extra_state`` and ``set_extra_state``."""
+"""State that modules keep beside tensors: ``get_extra_state`` and ``set_extra_state``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.tracing.traced_module import as_original
-from slapo_training.handing import Handed
 from slapo_training.plain import check_plain
+from slapo_training.state_loading import StateLoading
 
 
 def packed(model: nn.Module) -> dict[str, Any]:
@@ -69,11 +69,11 @@ def check_same(model: nn.Module, saved: Mapping[str, Any]) -> None:
         raise BuildError(f"the extra state of {odd[0]!r} is not in the {where}; load it into the model it was saved from")
 
 
-def put(model: nn.Module, saved: Mapping[str, Any], handed: Handed) -> None:
+def put(model: nn.Module, saved: Mapping[str, Any], loading: StateLoading) -> None:
     """Hand each module what it gave."""
     for path, module in _keepers(model).items():
         now = module.get_extra_state
-        handed.to(f"{path!r}", module.set_extra_state, saved[path], lambda now=now: copy.deepcopy(now()))  # type: ignore[misc]
+        loading.load(f"{path!r}", module.set_extra_state, saved[path], lambda now=now: copy.deepcopy(now()))  # type: ignore[misc]
 
 
 def _keepers(model: nn.Module) -> dict[str, nn.Module]:

@@ -14,7 +14,7 @@ from slapo_core.errors import BuildError
 from ._torch_private import default_store
 
 GRACE = timedelta(seconds=5)
-"""How long a rank that failed waits for its tensor-parallel peers to fail as well, as they do when the error is in the code."""
+"""Time in which tensor-parallel peers of a rank that failed may fail as well, as they do when the error is in the code."""
 
 _engines: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 

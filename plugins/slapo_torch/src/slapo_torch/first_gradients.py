@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 Extent = tuple[str, int, int]
-"""Where a tensor lies: its device, and the addresses of its first byte and behind its last."""
+"""Memory of a tensor: its device, and the addresses of its first byte and behind its last."""
 
 
 def extents(tensors: Iterable[torch.Tensor | None]) -> list[Extent]:
-    """Where tensors lie, those that have elements."""
+    """Return the extents of tensors that have elements."""
     return [_extent(tensor) for tensor in tensors if tensor is not None and _is_plain(tensor)]
 
 

@@ -14,7 +14,7 @@ from slapo_training.batches import Batch
 from slapo_training.first_step import FirstStep
 
 from .failures import Peers
-from .means import Share
+from .loss_shares import Share
 from .options import Options
 from .replicas import Replicas
 from .stage_call import precision

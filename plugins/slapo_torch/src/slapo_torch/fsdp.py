@@ -168,7 +168,7 @@ class ShardedReplicas:
             unit.free("local")
 
     def num_unused(self) -> int:
-        """How many trainable parameters got no gradient on this rank."""
+        """Return the number of trainable parameters without a gradient on this rank."""
         trained = [each for each in self.members if each.local.requires_grad]
         for each in trained:
             each.note_use()

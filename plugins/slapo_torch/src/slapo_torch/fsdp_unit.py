@@ -147,7 +147,7 @@ class Unit:
 
     @property
     def is_trained(self) -> bool:
-        """Whether some parameter gets a gradient."""
+        """Return whether some parameter gets a gradient."""
         return any(each.local.requires_grad for each in self.members)
 
     def put(self, form: str) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters FSDP2 gathers and reduces together: those of each repeated layer, and all others."""
+"""Units of parameters that FSDP2 gathers and reduces together: those of each repeated layer, and all others."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def deal(root: nn.Module, paths: Sequence[str], held: Collection[int]) -> dict[s
 
 
 def can_shard(parameter: torch.Tensor) -> bool:
-    """Whether FSDP2 takes such a tensor: numbers have no rows, and it reduces real floating-point gradients only."""
+    """Return whether FSDP2 takes such a tensor: numbers have no rows, and it reduces real floating-point gradients only."""
     return parameter.dim() > 0 and parameter.numel() > 0 and parameter.is_floating_point()
 
 

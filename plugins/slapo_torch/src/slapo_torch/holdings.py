@@ -1,4 +1,4 @@
-"""What this rank holds: its parameters, and who else has the same ones."""
+"""Parameters that this rank holds, and the ranks that have the same ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Holdings:
         self._unchecked = {name: parameter for name, parameter in self._unchecked.items() if parameter.numel()}
 
     def is_outdated(self) -> bool:
-        """Whether parameters were unfrozen since this was made."""
+        """Return whether parameters were unfrozen since this was made."""
         return any(parameter.requires_grad and id(parameter) not in self._known for parameter in self._stage.parameters())
 
     def sparse_gradient(self, clips: bool) -> BuildError | None:

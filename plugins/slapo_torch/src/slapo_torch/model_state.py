@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a model: its parameters and persistent buffers under original names."""
+"""State of a model in checkpoints: its parameters and persistent buffers under original names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .replica_spec import in_replica, replica_spec
 
 
 def pieces(module: nn.Module) -> dict[str, Piece]:
-    """What this rank holds of the parameters and persistent buffers, under the names of ``parameters`` and ``buffers``."""
+    """Return this rank's pieces of the parameters and persistent buffers, under the names of ``parameters`` and ``buffers``."""
     return {name: piece(tensor, tensor) for name, tensor in {**parameters(module), **buffers(module)}.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of an optimizer: its ``state_dict`` by the original names of parameters.
+"""State of an optimizer in checkpoints: its ``state_dict`` by the original names of parameters.
 
 A tensor with a number for each element of a parameter lies where the parameter does. Single numbers, groups and what else there
 is are each rank's own on the same layout; for any other they are kept once, and whether ranks had different ones. What has
@@ -69,7 +69,7 @@ def check(named: NamedOptimizer) -> None:
 
 
 def held(named: NamedOptimizer) -> State:
-    """What is written of the optimizer, which was checked."""
+    """Return the state to write of an optimizer that was checked."""
     entries, more = _named_state(named)
     known = named.known
     tensors: dict[tuple[str, Any], Piece] = {}

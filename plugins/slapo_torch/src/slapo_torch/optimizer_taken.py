@@ -9,8 +9,8 @@ import torch
 
 from slapo_core.errors import BuildError
 from slapo_core.parameters import is_part
-from slapo_training.handing import Handed
 from slapo_training.pieces import Piece
+from slapo_training.state_loading import StateLoading
 from slapo_training.whole_steps.named_optimizers import NamedOptimizer
 
 from . import optimizer_groups
@@ -20,7 +20,7 @@ from .optimizer_state import class_of, groups, key_of
 
 
 class Taken(NamedTuple):
-    """What of a checkpoint this rank's optimizer takes, but for the tensors that lie where parameters do.
+    """Part of a checkpoint that this rank's optimizer takes, but for the tensors that lie where parameters do.
 
     Args:
         options: Of each group.
@@ -126,7 +126,7 @@ def put(
     named: NamedOptimizer,
     taken: Taken,
     read: Mapping[tuple[str, Any], Piece],
-    handed: Handed,
+    loading: StateLoading,
 ) -> None:
     """Hand the optimizer what was saved."""
     (names, listed), own = named.names(), named.own()
@@ -144,4 +144,4 @@ def put(
             state[index[name]] = dict(marks)
     made = [{**each, "params": [index[name] for name in group]} for each, group in zip(taken.options, listed, strict=True)]
     packed = {**taken.more, "state": state, "param_groups": made}
-    handed.to(type(named.optimizer).__name__, named.load_state_dict, packed, named.state_dict)
+    loading.load(type(named.optimizer).__name__, named.load_state_dict, packed, named.state_dict)

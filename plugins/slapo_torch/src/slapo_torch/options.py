@@ -1,4 +1,4 @@
-"""What an engine of this dialect can be told, and what of it makes no sense."""
+"""Options of this dialect's engine, and their checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slapo_training.options import CommonOptions
 from .schedules import is_file, kind_of
 
 DATA_PARALLEL = ("ddp", "fsdp")
-"""How replicas keep their parameters."""
+"""Ways in which replicas keep their parameters."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Options(CommonOptions):
     record_timeline: bool = False
 
     def agreed(self) -> list[str]:
-        """What has to be the same on all ranks, beside what ``build`` compares already."""
+        """Return the options that have to be the same on all ranks, beside what ``build`` compares already."""
         schedule = f"pipeline_schedule={self.pipeline_schedule!r}"
         if is_file(self.pipeline_schedule):  # each rank may have it elsewhere
             schedule = f"a pipeline_schedule of crc {zlib.crc32(Path(self.pipeline_schedule).read_bytes()):#x}"

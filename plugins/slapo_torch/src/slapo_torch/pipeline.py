@@ -8,13 +8,13 @@ stages' ``forward_one_chunk``, ``backward_one_chunk`` and ``backward_weight_one_
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
+from torch import nn
 
 from slapo_core.program import Boundary, Program
 from slapo_training.batches import Batch
@@ -22,16 +22,17 @@ from slapo_training.losses import note_failure
 
 from ._torch_pipelining import scheduled, splits
 from .first_gradients import Extent, FirstGradients, extents
-from .means import Share
+from .loss_shares import Share
 from .options import Options
 from .replicas import Replicas
 from .schedules import kind_of
 from .split_backward import TensorHooks, can_split
 from .stage_call import StageCall
 from .step import StepResult
+from .varying_stage import VaryingStage
 
 
-class RunningStage(PipelineStage):
+class RunningStage(VaryingStage):
     """A stage that takes its inputs by micro-batch number, and that never leaves its neighbours waiting.
 
     After an error it goes on sending what they wait for, as zeros; the engine refuses the step at its end on all ranks. With
@@ -39,29 +40,34 @@ class RunningStage(PipelineStage):
     """
 
     def __init__(
-        self, call: StageCall, program: Program, index: int, result: StepResult, replicas: Replicas | None = None
+        self,
+        calls: Sequence[StageCall],
+        program: Program,
+        index: int,
+        result: StepResult,
+        replicas: Replicas | None = None,
     ) -> None:
         assert program.mesh is not None
         device = torch.device(program.mesh.device_type)
         last = index == len(program.stages) - 1
-        outputs = (torch.empty((), device="meta", requires_grad=True),) if last else _metas(call.outputs or ())
+        loss = (torch.empty((), device="meta", requires_grad=True),)
+        layouts = [(_metas(call.inputs), loss if last else _metas(call.outputs or ())) for call in calls]
         super().__init__(
-            call if replicas is None else replicas.wrapped,
+            calls[0] if replicas is None else replicas.wrapped,
             index,
             len(program.stages),
             torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device,
-            input_args=_metas(call.inputs),
-            output_args=outputs,
-            group=program.mesh["pp"].get_group(),
+            layouts,
+            program.mesh["pp"].get_group(),
         )
+        self._calls = nn.ModuleList(calls)
+        self._layouts = layouts
         self.feed: list[dict[str, Any]] = []
         self.result = result
-        self._num_inputs = len(call.inputs)
-        self._outputs = outputs
         self._replicas = replicas
         self._receiving: dict[tuple[str, int], float] = {}
         self.splits = False
-        """Whether the schedule has backwards in two parts."""
+        """True if the schedule has backwards in two parts."""
         self._whole: set[int] = set()
         self._hooked: set[int] = set()
         self._first: FirstGradients | None = None
@@ -71,6 +77,7 @@ class RunningStage(PipelineStage):
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, save_forward_output: bool = True
     ) -> Any:
         """Run the forward of one micro-batch; what the schedule passes as arguments is empty."""
+        self._select(fwd_chunk_id)
         self._arrived("RECV_F", fwd_chunk_id)
         feed, run = self.feed[fwd_chunk_id], super().forward_one_chunk
         hooks = TensorHooks()
@@ -81,7 +88,9 @@ class RunningStage(PipelineStage):
         if self.result.failure is not None:
             if self.is_last:
                 note_failure(feed["labels"], self.result.failure)
-            sent = tuple(torch.zeros(meta.shape, dtype=meta.dtype, device=self.device) for meta in self._outputs)
+            sent = tuple(
+                torch.zeros(meta.shape, dtype=meta.dtype, device=self.device) for meta in self._layouts[fwd_chunk_id][1]
+            )
             self.fwd_cache[fwd_chunk_id] = (sent, [])
             return sent[0] if self.is_last else sent
         if self.is_last:
@@ -94,6 +103,7 @@ class RunningStage(PipelineStage):
         """Run the backward of one micro-batch, or its first part, which gives the gradients of the stage's inputs."""
         if not self.has_backward:
             return
+        self._select(bwd_chunk_id)
         self._arrived("RECV_B", bwd_chunk_id)
         run = super().backward_one_chunk
 
@@ -112,7 +122,7 @@ class RunningStage(PipelineStage):
         self._attempt("B" if full_backward else "I", bwd_chunk_id, attempt)
         if self.result.failure is not None:
             self.fwd_cache.pop(bwd_chunk_id, None)
-            self.bwd_cache[bwd_chunk_id] = (None,) * self._num_inputs
+            self.bwd_cache[bwd_chunk_id] = (None,) * self._num_inputs(bwd_chunk_id)
         if last_backward and self._replicas is not None:
             self.result.unused = self._replicas.finish()
 
@@ -129,21 +139,21 @@ class RunningStage(PipelineStage):
             self._attempt("W", bwd_chunk_id, attempt)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What receives the activations of a micro-batch."""
+        """Return the operations that receive the activations of a micro-batch."""
         _renew(self.args_recv_info[fwd_chunk_id])
         return self._begun("RECV_F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What receives the gradients of a micro-batch."""
+        """Return the operations that receive the gradients of a micro-batch."""
         _renew(self.grad_recv_info.get(bwd_chunk_id, ()))
         return self._begun("RECV_B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What sends the activations of a micro-batch."""
+        """Return the operations that send the activations of a micro-batch."""
         return self._begun("SEND_F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What sends the gradients of a micro-batch."""
+        """Return the operations that send the gradients of a micro-batch."""
         return self._begun("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _begun(self, kind: str, microbatch: int, messages: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -160,7 +170,7 @@ class RunningStage(PipelineStage):
     def begin(self, feed: list[dict[str, Any]], training: bool, result: StepResult) -> None:
         """Begin a step with what its micro-batches give this stage; the parameters have no gradients."""
         self.feed, self.result = feed, result
-        self._first = FirstGradients(self.submod) if training else None
+        self._first = FirstGradients(self._calls) if training else None
 
     def _separate(self, microbatch: int) -> None:
         """Behind a backward; the gradients of the stage's inputs may not have been sent, or used, yet."""
@@ -177,8 +187,11 @@ class RunningStage(PipelineStage):
         self.backward_state.clear()
         self.dw_runner.clear()
 
+    def _num_inputs(self, microbatch: int) -> int:
+        return len(self._layouts[microbatch][0])
+
     def _splits(self, microbatch: int, loss: Any) -> bool:
-        """Whether the backward of a micro-batch can be run in two parts; the first stage's is all in the second."""
+        """Return whether the backward of a micro-batch can be run in two parts; the first stage's is all in the second."""
         if self.is_first:
             return True
         if microbatch in self._hooked:
@@ -187,7 +200,7 @@ class RunningStage(PipelineStage):
         if not self.is_last:  # the runtime detaches them in place, which views refuse
             given = tuple(output.clone() if output._is_view() else output for output in given)
             self.fwd_cache[microbatch] = (given, received)
-        return can_split((loss,) if self.is_last else given, received[: self._num_inputs])
+        return can_split((loss,) if self.is_last else given, received[: self._num_inputs(microbatch)])
 
     def _attempt(self, kind: str, microbatch: int, run: Callable[[], Any]) -> Any:
         if self.result.failure is not None:
@@ -204,10 +217,10 @@ class RunningStage(PipelineStage):
 
 
 class StagePlan:
-    """This rank's stages made ready for one shape of micro-batch, in one mode.
+    """This rank's stages made ready for micro-batches of these shapes, in one mode.
 
     Args:
-        program: For that shape and mode.
+        programs: One for each micro-batch, often the same.
         options: Options of the engine.
         schedule: The pipeline schedule, and its number of micro-batches.
         mine: Indices of this rank's stages.
@@ -217,21 +230,20 @@ class StagePlan:
 
     def __init__(
         self,
-        program: Program,
+        programs: Sequence[Program],
         options: Options,
         schedule: tuple[str, int],
         mine: tuple[int, ...],
         training: bool,
         replicas: Replicas | None = None,
     ) -> None:
-        self.program = program
+        self.programs = programs
         self._training = training
         replicas = replicas if training else None
-        self._passes_call = replicas is not None
         result = StepResult()
-        calls = [_call(program, index, options) for index in mine]
-        self._calls = dict(zip(mine, calls, strict=True))
-        self._stages = [RunningStage(call, program, index, result, replicas) for index, call in self._calls.items()]
+        made = {(id(each), index): _call(each, index, options) for each in programs for index in mine}
+        self._calls = {index: [made[id(each), index] for each in programs] for index in mine}
+        self._stages = [RunningStage(calls, programs[0], index, result, replicas) for index, calls in self._calls.items()]
         name, microbatches = schedule
         # the loss comes scaled out of the last stage
         loss_fn = _identity if training else None
@@ -240,17 +252,24 @@ class StagePlan:
             stage.splits = splits(self._schedule)
         self._targets = torch.arange(microbatches)
 
+    def serves(self, programs: Sequence[Program]) -> bool:
+        """Return whether the plan is of these very programs."""
+        return all(mine is given for mine, given in zip(self.programs, programs, strict=True))
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules of all stages, of this rank and of others."""
+        return [stage.module for program in self.programs for stage in program.stages]
+
     def run(self, parts: list[Batch], labels: list[Any], share: Share) -> StepResult:
         """Run all micro-batches, forward and, in training, backward; errors are in the result."""
-        counted = [self._calls[stage.stage_index].begin(share) for stage in self._stages if stage.is_last]
-        result = StepResult(counted=counted[0] if counted else [])
+        result = StepResult()
         for stage in self._stages:
-            names = self.program.stages[stage.stage_index].batch_inputs
-            call = {"call": self._calls[stage.stage_index]} if self._passes_call else {}
-            feed = [
-                {"batch": {name: part[name] for name in names if name in part}, "labels": label, **call}
-                for part, label in zip(parts, labels, strict=True)
-            ]
+            calls, feed = self._calls[stage.stage_index], []
+            for program, call, part, label in zip(self.programs, calls, parts, labels, strict=True):
+                call.begin(share, result.counted if stage.is_last else [])
+                names = program.stages[stage.stage_index].batch_inputs
+                feed.append({"batch": {name: part[name] for name in names if name in part}, "labels": label, "call": call})
             stage.begin(feed, self._training, result)
         with torch.set_grad_enabled(self._training):
             self._schedule.step(target=self._targets if self._training else None, return_outputs=False)

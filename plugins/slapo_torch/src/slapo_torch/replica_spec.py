@@ -56,16 +56,16 @@ class ReplicaSpec(ShardSpec):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many rows each rank holds."""
+        """Return the number of rows of each rank."""
         return tuple(stop - start for start, stop in map(self.rows, range(self.num_shards)))
 
     def replica_rows(self, rank: int | None = None) -> int:
-        """How many rows the tensor has in the replica of a rank (default: this one)."""
+        """Return the number of the tensor's rows in the replica of a rank (default: this one)."""
         part = (self.rank if rank is None else rank) % self.parts
         return self.inner.sizes[part] if self.inner is not None and self.inner.dim == 0 else self.full_shape[0]
 
     def rows(self, rank: int | None = None) -> tuple[int, int]:
-        """Which of them a rank holds: the first one, and the one behind the last."""
+        """Return the first of a rank's rows, and the one behind the last."""
         rank = self.rank if rank is None else rank
         rows, replicas = self.replica_rows(rank), self.num_shards // self.parts
         step = -(-rows // replicas)
@@ -79,7 +79,7 @@ class ReplicaSpec(ShardSpec):
         return [self.rows(rank)]
 
     def counted(self, shard: torch.Tensor) -> torch.Tensor:
-        """What of this rank's shard counts where every element of the full tensor counts once."""
+        """Return the part of this rank's shard that counts where every element of the full tensor counts once."""
         if self.inner is None or self.inner.dealt is None:
             return shard
         if self.inner.dim:
@@ -110,13 +110,13 @@ class ReplicaSpec(ShardSpec):
 
 
 def replica_spec(tensor: torch.Tensor) -> ReplicaSpec | None:
-    """How a parameter is sharded over replicas; None for what each has for itself."""
+    """Return the sharding of a parameter over replicas; None for what each has for itself."""
     spec = shard_spec(tensor)
     return spec if isinstance(spec, ReplicaSpec) else None
 
 
 def in_replica(tensor: torch.Tensor) -> torch.Tensor:
-    """What the tensor is in its replica, as a tensor on meta; one that is not sharded over replicas itself."""
+    """Return a meta tensor of its shape in its replica; a tensor that is not sharded over replicas as it is."""
     spec = replica_spec(tensor)
     if spec is None:
         return tensor

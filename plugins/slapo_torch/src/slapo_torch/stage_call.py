@@ -14,7 +14,7 @@ from slapo_core.program import Boundary, Stage
 from slapo_training.losses import CountedLoss, MicroBatchLoss, check_has_gradient, run_stage
 from slapo_training.means import UNKNOWN_REDUCTION, LossReduction, is_label_mean
 
-from .means import Share
+from .loss_shares import Share
 from .options import Options
 
 
@@ -40,19 +40,24 @@ class StageCall(nn.Module):
         self._device_type = device_type
         self._loss_of = CountedLoss(options.loss_fn, options.output_loss)
 
-    def begin(self, share: Share) -> list[LossReduction]:
+    def begin(self, share: Share, counted: list[LossReduction] | None = None) -> list[LossReduction]:
         """Begin a step: what each micro-batch's loss adds to it; what these are means over goes to the list returned."""
-        self.share, self.counted = share, []
+        self.share, self.counted = share, [] if counted is None else counted
         return self.counted
 
-    def forward(self, *received: torch.Tensor, batch: Mapping[str, Any], labels: Any = None) -> Any:
+    def forward(
+        self, *received: torch.Tensor, batch: Mapping[str, Any], labels: Any = None, call: StageCall | None = None
+    ) -> Any:
         """Run one micro-batch.
 
         Args:
             *received: The stage's ``inputs``.
             batch: The model's arguments this stage reads.
             labels: For ``loss_fn``, in the last stage.
+            call: The one of this micro-batch, where it is another.
         """
+        if call is not None and call is not self:
+            return call(*received, batch=batch, labels=labels)
         with precision(self._options, self._device_type):
             if self.outputs is None:
                 return self._loss(batch, labels, *received)

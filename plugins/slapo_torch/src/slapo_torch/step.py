@@ -1,4 +1,4 @@
-"""What one step of this rank came to, and the step of a model in one piece."""
+"""Result of one step on this rank, and the step of a model in one piece."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slapo_training.means import LossReduction
 from slapo_training.replica_loss import ReplicaFailedError
 
 from .first_gradients import FirstGradients
-from .means import Share
+from .loss_shares import Share
 from .replicas import Replicas
 from .stage_call import StageCall
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepResult:
-    """What one step gave on this rank.
+    """Result of one step on this rank.
 
     Args:
         losses: Each micro-batch's share of the mean loss; empty on ranks without the last stage.

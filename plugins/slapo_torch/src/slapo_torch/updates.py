@@ -1,4 +1,4 @@
-"""What changes the weights: the optimizer, the learning rate's schedule, and with fp16 the scale of the loss."""
+"""State of training beside the optimizer: the learning rate's schedule, and with fp16 the scale of the loss."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
-from slapo_training.handing import Handed
 from slapo_training.optimizers import rate_kind
 from slapo_training.plain import check_plain
+from slapo_training.state_loading import StateLoading
 
-from .means import LabelCount
+from .loss_shares import LabelCount
 
 _RATE = "learning-rate schedule"
 
 
 def step_rate(schedule: Any, loss: float | torch.Tensor) -> None:
-    """One step of the learning rate's schedule; only one that looks at the loss waits for its device."""
+    """Step the learning rate's schedule; only one that looks at the loss waits for its device."""
     if isinstance(schedule, ReduceLROnPlateau):
         schedule.step(float(loss))
     elif schedule is not None:
@@ -51,7 +51,7 @@ class MissedSteps:
         self._losses.clear()
 
     def state(self) -> list[float]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return list(self._losses)
 
     def put(self, state: list[float]) -> None:
@@ -74,7 +74,7 @@ class LossScale:
         self.value, self._mesh, self._good = value, mesh, 0
 
     def overflows(self, parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
-        """Whether some rank has a gradient that is not finite; the scale goes with the answer. Collective."""
+        """Return whether some rank has a gradient that is not finite, and adapt the scale. Collective."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         values = [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
         bad = not all(torch.stack([value.isfinite().all() for value in values]).tolist()) if values else False
@@ -87,7 +87,7 @@ class LossScale:
         return bool(found.item())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"value": self.value, "good": self._good}
 
     def put(self, state: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ _GROWS_AFTER = 2000
 
 
 class Progress:
-    """What a checkpoint keeps of the learning rate's schedule, the loss scale, and the number of labels.
+    """State for checkpoints of the learning rate's schedule, the loss scale, and the number of labels.
 
     Args:
         rate: A schedule of torch, or the steps that one is yet to make, or None.
@@ -125,7 +125,7 @@ class Progress:
             self._parts["loss scale"] = (scale, scale.state, scale.put)
 
     def packed(self) -> dict[str, Any]:
-        """What is written.
+        """Return the states to write.
 
         Raises:
             BuildError: a state is more than plain data.
@@ -136,7 +136,7 @@ class Progress:
         return states
 
     def chosen(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What of the packed states of other ranks is for this one: for each part that of its class, where one has it."""
+        """Return the packed states of other ranks that are for this one: for each part that of its class, where one has it."""
         found: dict[str, Any] = {}
         for each in ranks:
             for what, saved in each.items():
@@ -166,8 +166,8 @@ class Progress:
                     f"{len(part.optimizer.param_groups)}; load it on the same layout"
                 )
 
-    def put(self, saved: Mapping[str, Any], handed: Handed) -> None:
+    def put(self, saved: Mapping[str, Any], loading: StateLoading) -> None:
         """Go on from what was saved."""
         for what, (part, state, put) in self._parts.items():
             if what in saved and saved[what]["class"] == (kind := rate_kind(part)):
-                handed.to(kind, put, saved[what]["state"], lambda state=state: copy.deepcopy(state()))  # type: ignore[misc]
+                loading.load(kind, put, saved[what]["state"], lambda state=state: copy.deepcopy(state()))  # type: ignore[misc]

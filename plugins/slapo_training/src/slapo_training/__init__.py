@@ -1,1 +1,1 @@
-"""What the dialects of all engines share: micro-batches, labels, losses, options."""
+"""Code that the dialects of all engines share: micro-batches, labels, losses, options."""

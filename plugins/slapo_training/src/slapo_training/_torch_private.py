@@ -18,6 +18,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 
+def in_function_transform() -> bool:
+    """Return whether a transform of ``torch.func``, as ``vmap`` is, runs now."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
     """Over how many labels a loss is a mean, and the label it leaves out, as ``cross_entropy`` and ``nll_loss`` keep it for
     their backward, or as another's ``grad_fn.label_mean`` says, its labels and the one left out.
@@ -61,16 +66,16 @@ def _nll_mean_of_node(node: Any) -> tuple[int, int] | None:
 
 
 _MEAN = 1
-"""How torch numbers ``reduction="mean"``."""
+"""Torch's number of ``reduction="mean"``."""
 
 
 def groups_known() -> int:
-    """How many process groups this process knows, by which torch names one that not all ranks make together."""
+    """Return the number of process groups of this process, by which torch names one that not all ranks make together."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
 def job_timeout() -> datetime.timedelta | None:
-    """How long ranks wait for each other in this job's default group; torch gives another group its own default.
+    """Return the timeout of this job's default group; torch gives another group its own default.
 
     None of a group that has no such limit, as a fake one.
     """

@@ -24,13 +24,13 @@ from .batch_losses import BatchLosses
 from .batches import Batch, LabelKey, check_labels, content, fingerprint, label_counts, signature, split
 from .common_batch import Cut, cut_together, weigh
 from .first_step import FirstStep, GradientScale
-from .first_step.left_alone import left_alone
 from .hidden_labels import HiddenLabels
 from .label_weights import LabelWeights
 from .losses import note_failure
 from .means import EQUAL_PARTS, LossReduction, terms_of
-from .meeting import on_all
 from .options import CommonOptions
+from .ranks import on_all
+from .state_rollback import state_rollback
 
 
 class MicroBatches(NamedTuple):
@@ -195,26 +195,11 @@ class BatchEngine(AveragedEngine):
 
     def _cut(self, args: Sequence[Any], given: Mapping[str, Any], training: bool) -> MicroBatches:
         """Return the micro-batches, their labels for a loss function, and their weights. Collective."""
-
         keys: list[LabelKey] = []
 
         def cut() -> Cut:
-            if training:
-                self._check_frozen()
-            batch = arguments_of(self.program.module, args, given, self._common)
-            rows = self._common.batch_rows
-            parts = split(batch, self._number, several=variadic(self.program.module), rows=rows)
-            if training:
-                self._check_trained(parts[0])
-            check_labels(batch, self.program.module, self._common.loss_fn, self._common.loss_over is None)
-            self._losses_of().count(parts)
-            alike = [rows.alike(part) for part in parts]
-            keys[:], counts = label_counts(alike, self._ignored, self._is_told)
-            shape, marks = (
-                fingerprint([training, signature(rows.alike(parts[0]))]),
-                self._first.marks(parts, training),
-            )
-            return Cut(parts, counts, self._known(keys), shape, content(batch), marks)
+            keys[:], own = self._own_cut(args, given, training)
+            return own
 
         parts, weights, self._first.is_uneven = cut_together(self.program, self.device, cut)
         has_loss_fn, given_parts = self._common.loss_fn is not None, [self._common.batch_rows.alike(part) for part in parts]
@@ -225,12 +210,9 @@ class BatchEngine(AveragedEngine):
         batch = MicroBatches(parts, labels, weights)
         is_new = not self._hidden.is_checked and len(parts) * self.program.axis_size("dp") > 1
         reductions = self._trial_reductions(batch, training) if weights.is_open or is_new else None
-        if reductions is not None and self._learns_ignored(reductions):
-            keys, counts = label_counts(given_parts, self._ignored, self._is_told)
-            weights = weigh(self.program, self.device, counts, self._known(keys))
+        if reductions is not None:
+            keys, weights = self._learn_labels(reductions, given_parts, keys, weights)
             batch = batch._replace(weights=weights)
-        if reductions is not None and weights.is_open:
-            self._kinds = {keys[kind] for kind in self._kinds_of(reductions, weights, len(keys))}
         if self._kinds is not None:
             weights.known = self._known(keys)
             weights.kind = weights.known[0]
@@ -238,6 +220,32 @@ class BatchEngine(AveragedEngine):
             self._compare(reductions, batch, training)
         weights.is_shown = self._hidden.are_shown(training)
         return batch
+
+    def _own_cut(self, args: Sequence[Any], given: Mapping[str, Any], training: bool) -> tuple[list[LabelKey], Cut]:
+        """Return this rank's micro-batches, and what may be their labels; touches no other rank."""
+        if training:
+            self._check_frozen()
+        batch, rows = arguments_of(self.program.module, args, given, self._common), self._common.batch_rows
+        parts = split(batch, self._number, several=variadic(self.program.module), rows=rows)
+        if training:
+            self._check_trained(parts[0])
+        check_labels(batch, self.program.module, self._common.loss_fn, self._common.loss_over is None)
+        self._losses_of().count(parts)
+        alike = [rows.alike(part) for part in parts]
+        keys, counts = label_counts(alike, self._ignored, self._is_told)
+        shape, marks = fingerprint([training, signature(alike[0])]), self._first.marks(parts, training)
+        return keys, Cut(parts, counts, self._known(keys), shape, content(batch), marks)
+
+    def _learn_labels(
+        self, reductions: list[LossReduction], parts: list[Batch], keys: list[LabelKey], weights: LabelWeights
+    ) -> tuple[list[LabelKey], LabelWeights]:
+        """Find by a batch's losses which labels count. Return what may be its labels, and the weights, anew. Collective."""
+        if self._learns_ignored(reductions):
+            keys, counts = label_counts(parts, self._ignored, self._is_told)
+            weights = weigh(self.program, self.device, counts, self._known(keys))
+        if weights.is_open:
+            self._kinds = {keys[kind] for kind in self._kinds_of(reductions, weights, len(keys))}
+        return keys, weights
 
     def _known(self, keys: Sequence[LabelKey]) -> list[int]:
         """Return the indices of those that the loss may be a mean over, by what losses have shown."""
@@ -285,12 +293,12 @@ class BatchEngine(AveragedEngine):
     def _trial_reductions(self, batch: MicroBatches, training: bool) -> list[LossReduction]:
         """Return the reductions of losses, by a forward that leaves the model and random numbers as they are. Collective."""
         try:
-            with left_alone(self.module.modules()):
+            with state_rollback(self.module.modules()):
                 return [*self._evaluate(batch._replace(weights=None), training)[1]]
         except RuntimeError:
             if len(self.program.stages) > 1 or not training:
                 raise
-        with left_alone(self.module.modules()), torch.enable_grad():  # a forward that differentiates, as by a penalty
+        with state_rollback(self.module.modules()), torch.enable_grad():  # a forward that differentiates, as by a penalty
             return [*self._evaluate(batch._replace(weights=None), training)[1]]
 
     def _kinds_of(self, losses: list[LossReduction], weights: LabelWeights, number: int) -> list[int]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .first_step.left_alone import left_alone
 from .loss_terms import LossTerms
 from .losses import MicroBatchLoss
+from .state_rollback import state_rollback
 from .step_losses import Forward, StepLosses
 
 
@@ -25,7 +25,7 @@ class BatchLosses(StepLosses):
         """
         if not terms.is_checked(training):
             trials = [_TrialLoss(each) for each in terms.losses(labels, training)]
-            with left_alone(module.modules()):
+            with state_rollback(module.modules()):
                 forward([*trials])
 
             def check() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 
-from .row_places import OF_TOKENS, Dim, Place, RowPlaces, owner_of, size_of, without_absent_images
+from .row_places import OF_IMAGES, Dim, Place, RowPlaces, owner_of, size_of, without_absent_images
 from .structures import Path, tensors_of, with_tensors
 
 Batch = dict[str, Any]
@@ -132,7 +132,8 @@ class BatchRows:
 
         def joined(path: Path, tensor: torch.Tensor) -> torch.Tensor:
             dim = 0 if path in self._counted else self._known.get(path)
-            return tensor if dim is None else torch.cat([own[path] for own in tensors if path in own], dim)
+            found = [own[path] for own in tensors if path in own]
+            return tensor if dim is None else torch.cat(_padded(found) if path in OF_IMAGES else found, dim)
 
         whole: Batch = with_tensors(given, joined)
         for name in self._lists(given):
@@ -143,7 +144,7 @@ class BatchRows:
     def alike(self, batch: Mapping[str, Any]) -> Batch:
         """Return a batch without the arguments that may have another number of entries on each replica."""
         counted = {name for name, dim in self._given.items() if isinstance(dim, str) or callable(dim)}
-        counted |= set(OF_TOKENS) if self._tokens else set()
+        counted |= set(OF_IMAGES) if self._tokens else set()
         return {name: value for name, value in batch.items() if name not in counted}
 
     def _lists(self, batch: Mapping[str, Any]) -> Iterator[str]:
@@ -168,7 +169,7 @@ class BatchRows:
             for name in self._lists(batch):
                 if self._given[name] is not None:
                     part[name] = batch[name][start:stop]
-            parts.append(without_absent_images(part))
+            parts.append(without_absent_images(part, self._tokens.get("image")))
         return parts
 
 
@@ -183,6 +184,14 @@ def _piece(places: Mapping[Path, Place], start: int, stop: int, path: Path, tens
     if first is None or last is None:
         raise BuildError(_uncertain(path))
     return tensor.detach()[first:last]
+
+
+def _padded(images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return images by row with as many for each row, by zeros behind its own."""
+    most = max(each.shape[1] for each in images) if images[0].dim() > 1 else 0
+    if all(each.dim() < 2 or each.shape[1] == most for each in images):
+        return list(images)
+    return [torch.cat([each, each.new_zeros(len(each), most - each.shape[1], *each.shape[2:])], 1) for each in images]
 
 
 def _uncertain(path: Path) -> str:

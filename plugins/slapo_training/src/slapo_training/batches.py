@@ -120,7 +120,7 @@ def labels_of(parts: list[Batch], ignored: int) -> list[tuple[int, int]]:
 
 
 LabelKey = tuple[str, int]
-"""What a loss may be a mean over: an argument's path, empty for labels as ``labels_of`` finds them, and 1 without firsts."""
+"""Labels that a loss may be a mean over: an argument's path, empty for those of ``labels_of``, and 1 without firsts."""
 
 
 def label_counts(parts: list[Batch], ignored: int, is_told: bool) -> tuple[list[LabelKey], list[tuple[int, ...]]]:

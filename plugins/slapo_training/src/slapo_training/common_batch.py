@@ -1,4 +1,4 @@
-"""Before a step: every rank cuts its batch, and all go on only if these are batches of one kind."""
+"""Batches of all ranks before a step: each rank cuts its own, and all go on only if these are of one kind."""
 
 from __future__ import annotations
 
@@ -9,11 +9,25 @@ import torch
 import torch.distributed as dist
 
 from slapo_core.agreement import agree, all_reduce
+from slapo_core.errors import BuildError
 from slapo_core.program import Program
 
 from .batches import Batch, fingerprint
 from .label_weights import LabelWeights
-from .meeting import check_contents, check_shapes, content_slots
+
+_NOTHING = -(2**40)
+
+
+class BatchFacts(NamedTuple):
+    """Numbers that are compared between ranks: of the shape of a batch, two of its labels, and of the stages' inputs.
+
+    Args:
+        low: The smallest over this rank's micro-batches.
+        high: The largest.
+    """
+
+    low: list[int]
+    high: list[int]
 
 
 class Cut(NamedTuple):
@@ -71,6 +85,39 @@ def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut])
     check_contents(found[9:])
     weights = _weights(program, device, own.counts, differs=high[1] != low[1], is_ambiguous=bool(high[2]))
     return own.parts, weights, high[3] != low[3]
+
+
+def content_slots(program: Program, content: int, known: bool) -> list[int]:
+    """Return for each replica the largest and, negated, the smallest content of its ranks' batches, as far as this rank knows.
+
+    Ranks reduce these numbers to the largest of each. There are none where no ranks share a batch.
+    """
+    if program.axis_size("pp") * program.axis_size("tp") == 1:
+        return []
+    slots = [_NOTHING] * (2 * program.axis_size("dp"))
+    if known:
+        own = 2 * program.axis_rank("dp")
+        slots[own : own + 2] = content, -content
+    return slots
+
+
+def check_contents(slots: list[int]) -> None:
+    """Raise ``BuildError`` where the ranks of one replica were given different batches, from the reduced slots."""
+    for replica, (high, low) in enumerate(zip(slots[::2], slots[1::2], strict=True)):
+        if high != -low:
+            raise BuildError(
+                f"the ranks of replica {replica} were given different batches; give all pipeline stages and tensor-parallel "
+                "ranks of one replica the same rows in the same order, e.g. by one seed for their data loaders"
+            )
+
+
+def check_shapes(high: int, low: int) -> None:
+    """Raise ``BuildError`` where the largest and the smallest fingerprint of all ranks' batches differ."""
+    if high != low:
+        raise BuildError(
+            "the ranks were given batches of different names, shapes or types, or some train while others evaluate; give "
+            "each rank a batch of the same shape, and call the same method"
+        )
 
 
 def weigh(program: Program, device: torch.device, counts: list[tuple[int, ...]], kinds: list[int]) -> LabelWeights:

@@ -24,7 +24,7 @@ _POSITION = "position.pt"
 
 
 class Position(NamedTuple):
-    """Where training was.
+    """Position of a training run.
 
     Args:
         steps: Batches that were trained.
@@ -35,7 +35,7 @@ class Position(NamedTuple):
     extra: Any
 
     def words(self) -> str:
-        """What one rank has, for ``check_same``; ``BuildError`` where it is not plain data."""
+        """Return this rank's values for ``check_same``; raise ``BuildError`` where they are not plain data."""
         check_plain(self.extra, "extra")
         return digest(self.extra)
 
@@ -109,17 +109,17 @@ def prepared(
 
 
 def bytes_of(value: Any) -> bytes:
-    """What ``torch.save`` writes of a value as it is now."""
+    """Return what ``torch.save`` writes of a value as it is now."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 class Beside(NamedTuple):
-    """What lies beside an engine's own files.
+    """Files beside an engine's own.
 
     Args:
-        position: Where training was.
+        position: Position of a training run.
         own: The random states and buffers of this rank, or on another layout a number to derive random states from.
     """
 
@@ -169,7 +169,7 @@ def read_beside(checkpoint: Checkpoint, program: Program, buffers: Mapping[str, 
 
 
 def layout_of(program: Program) -> dict[str, int]:
-    """How many ranks are along each axis."""
+    """Return the number of ranks along each axis."""
     return {axis: program.axis_size(axis) for axis in ("pp", "dp", "tp")}
 
 

@@ -29,7 +29,7 @@ class Limit(NamedTuple):
     applies: Callable[[Program, Any], bool | str]
 
     def error(self, target: str, found: bool | str = True) -> BuildError:
-        """What is said where it applies, with what ``applies`` found."""
+        """Return the error where the limit applies, with what ``applies`` found."""
         what = f"{self.asked} ({found})" if isinstance(found, str) else self.asked
         return BuildError(f"target {target!r} cannot do {what}; {self.instead}")
 
@@ -72,7 +72,7 @@ NO_PLATEAU = Limit(
 
 
 def holds_copies(program: Program) -> bool:
-    """Whether several ranks hold the same part of a parameter, so that a sum over ranks counts it several times."""
+    """Return whether several ranks hold the same part of a parameter, so that a sum over ranks counts it several times."""
     return any(sum(spec.sizes) > spec.full_shape[spec.dim] for spec in program.shard_specs.values())
 
 

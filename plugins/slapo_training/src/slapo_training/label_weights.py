@@ -57,7 +57,7 @@ class LabelWeights:
 
     @property
     def is_open(self) -> bool:
-        """Whether it matters which of the numbers counts, and that is not known yet."""
+        """True if it matters which of the numbers counts, and that is not known yet."""
         return self._differs and self._is_ambiguous
 
     def shows(self, index: int, terms: Sequence[Counted]) -> bool:

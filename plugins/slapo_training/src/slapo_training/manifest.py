@@ -38,7 +38,7 @@ def text_of(content: Mapping[str, Any]) -> str:
 
 
 def content_of(text: str) -> dict[str, Any]:
-    """What is in a manifest.
+    """Content of a manifest.
 
     Raises:
         ValueError: it is not what was written.
@@ -51,7 +51,7 @@ def content_of(text: str) -> dict[str, Any]:
 
 
 def read(folder: Path, target: str) -> dict[str, Any]:
-    """What a complete checkpoint of a target's is.
+    """Content of a complete checkpoint of a target.
 
     Raises:
         BuildError: there is none, a damaged one, or another target's.
@@ -81,7 +81,7 @@ def read(folder: Path, target: str) -> dict[str, Any]:
 
 
 def has_strangers(folder: Path) -> bool:
-    """Whether it has a manifest's name for something else; of one that is damaged the rest tells what it was."""
+    """Return whether a file has a manifest's name for something else; the rest of a damaged one tells what it was."""
     try:
         text = (folder / MANIFEST).read_text(errors="replace")
     except OSError:
@@ -104,7 +104,7 @@ def data_of(folder: Path) -> str | None:
 
 
 def content_in(folder: Path) -> dict[str, Any] | None:
-    """What is in a folder's manifest; None where there is none that can be read."""
+    """Return the content of a folder's manifest; None where there is none that can be read."""
     try:
         return content_of((folder / MANIFEST).read_text())
     except (OSError, ValueError, KeyError, TypeError):

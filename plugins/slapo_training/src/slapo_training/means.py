@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import BuildError
 
-from ._torch_private import nll_mean_of, nll_means_behind
+from ._torch_private import in_function_transform, nll_mean_of, nll_means_behind
 
 _LOSSES: tuple[Callable[..., Any], ...] = (F.cross_entropy, F.nll_loss)
 EQUAL_PARTS = (
@@ -90,6 +90,8 @@ class CountedMeans(TorchFunctionMode):
     ) -> Any:
         """Run the function."""
         kwargs = kwargs or {}
+        if in_function_transform():  # values under vmap cannot be asked for
+            return func(*args, **kwargs)
         if func in _LOSSES:
             result = func(*args, **kwargs)
             self._note(result, _given(func, args, kwargs))

@@ -1,4 +1,4 @@
-"""What of a model is kept: its parameters and persistent buffers, each by its first name in the unmodified model."""
+"""Tensors of a model that checkpoints keep: parameters and persistent buffers, by their first names in the unmodified model."""
 
 from __future__ import annotations
 

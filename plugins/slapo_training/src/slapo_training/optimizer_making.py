@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from slapo_core.errors import BuildError
 
-from .meeting import on_all
 from .optimizers import keep_types, made, scheduled_rate
 from .options import CommonOptions
+from .ranks import on_all
 from .whole_steps.making import Layout, WholeSteps, examined
 from .whole_steps.optimizer import WholeTensorOptimizer
 from .whole_steps.probe import Finding

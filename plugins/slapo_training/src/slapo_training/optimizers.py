@@ -19,7 +19,7 @@ from .whole_steps.tree import groups_in, optimizers_in
 
 
 def made(given: Any, trainable: Sequence[nn.Parameter], model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
-    """This rank's optimizer.
+    """Make this rank's optimizer.
 
     Args:
         given: A factory ``parameters -> torch.optim.Optimizer``, or an optimizer of the unmodified model's parameters.
@@ -61,7 +61,7 @@ def _complete(optimizer: torch.optim.Optimizer) -> None:
 
 
 def adopted(optimizer: torch.optim.Optimizer, model: nn.Module, mine: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer that was made of the unmodified model's parameters, now of those that took their places on this rank.
+    """Give an optimizer of the unmodified model's parameters those that took their places on this rank.
 
     Args:
         optimizer: It stays the same object, so that what refers to it still does.
@@ -125,7 +125,7 @@ def keep_types(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _pairs(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The state of each parameter, and what was saved of it."""
+    """Iterate over the state of each parameter and its saved state."""
     numbers = chain.from_iterable(group["params"] for group in packed["param_groups"])
     own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, parameter in zip(numbers, own, strict=True):
@@ -134,13 +134,13 @@ def _pairs(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> Itera
 
 
 def rate_kind(schedule: Any) -> str:
-    """The name of a schedule's class, with those of the schedules that it is made of."""
+    """Return the name of a schedule's class, with those of the schedules that it is made of."""
     inner = getattr(schedule, "_schedulers", ())
     return type(schedule).__name__ + (f"({', '.join(map(rate_kind, inner))})" if inner else "")
 
 
 def scheduled_rate(given: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """The learning rate's schedule, from an object or a factory ``optimizer -> schedule``.
+    """Make the learning rate's schedule, from an object or a factory ``optimizer -> schedule``.
 
     Raises:
         BuildError: it is none, or that of another optimizer.

@@ -1,4 +1,4 @@
-"""What every engine can be told, and what of it makes no sense."""
+"""Options that every engine takes, and their checks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class CommonOptions:
         return options
 
     def agreed(self) -> list[str]:
-        """What has to be the same on all ranks, beside what ``build`` compares already."""
+        """Return the options that have to be the same on all ranks, beside what ``build`` compares already."""
         given = {"optimizer=": self.optimizer, "lr_scheduler=": self.lr_scheduler, "loss_fn=": self.loss_fn}
         return [
             f"ignore_index={self.ignored_label}",
@@ -169,7 +169,7 @@ class CommonOptions:
             )
 
     def _of_loss(self, name: str, default: Any) -> Any:
-        """What a loss module, or a ``partial`` of a function, was made with."""
+        """Return the arguments that a loss module, or a ``partial`` of a function, was made with."""
         given = self.loss_fn.keywords if isinstance(self.loss_fn, partial) else {}
         return given.get(name, getattr(self.loss_fn, name, default))
 
@@ -235,7 +235,7 @@ class CommonOptions:
 
 
 def is_rate(value: Any) -> bool:
-    """Whether this is a schedule of the learning rate."""
+    """Return whether a value is a schedule of the learning rate."""
     return isinstance(value, (LRScheduler, ReduceLROnPlateau))
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 class OwnWorld:
-    """Makes it where there is none, and takes it away with the last engine of this process that uses it.
+    """Process group of this process alone, made where there is none, and released with the last engine that uses it.
 
     Attributes:
         is_ours: Whether the group was made by one of these.
@@ -22,7 +22,7 @@ class OwnWorld:
         OwnWorld._users += self.is_ours
 
     def leave(self) -> bool:
-        """This engine needs it no more; whether nobody does, and it has to be destroyed."""
+        """Release the group for this engine. Return whether no engine uses it, so that it has to be destroyed."""
         if not self.is_ours:
             return False
         self.is_ours = False

@@ -1,7 +1,8 @@
-"""What a rank holds of the model's tensors, and where in the whole ones it lies: the same for every engine."""
+"""Pieces of the model's tensors that a rank holds, and their places in the whole ones: the same for every engine."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
@@ -37,8 +38,51 @@ class Chunk(NamedTuple):
         return _box(whole, self.offset, self.sizes)
 
 
+class Span(NamedTuple):
+    """Range of a piece's whole tensor that is a range of another tensor.
+
+    Args:
+        dim: Dimension of both.
+        at: Start in the piece's whole tensor.
+        start: Start in the other tensor.
+        size: Size along the dimension.
+    """
+
+    dim: int
+    at: int
+    start: int
+    size: int
+
+    def of(self, chunk: Chunk) -> Chunk | None:
+        """Return the part of a box that is in the range, by its place in the other tensor; None where nothing is."""
+        low = max(chunk.offset[self.dim], self.at)
+        high = min(chunk.offset[self.dim] + chunk.sizes[self.dim], self.at + self.size)
+        if low >= high:
+            return None
+        local = chunk.local[self.dim] + low - chunk.offset[self.dim]
+        return Chunk(
+            replaced(chunk.local, self.dim, local),
+            replaced(chunk.offset, self.dim, self.start + low - self.at),
+            replaced(chunk.sizes, self.dim, high - low),
+        )
+
+
+def chunks_of(chunks: Iterable[Chunk], spans: Sequence[Span] | None) -> Iterator[Chunk]:
+    """Iterate over the parts of boxes that are in some ranges, as boxes of the other tensor; None leaves boxes as they are."""
+    for chunk in chunks:
+        if spans is None:
+            yield chunk
+        else:
+            yield from (part for span in spans if (part := span.of(chunk)) is not None)
+
+
+def replaced(numbers: Sequence[int], dim: int, number: int) -> tuple[int, ...]:
+    """Return a shape or an offset with another number along one dimension."""
+    return (*numbers[:dim], number, *numbers[dim + 1 :])
+
+
 class Piece(NamedTuple):
-    """What one rank holds of one tensor.
+    """Part of one tensor that one rank holds.
 
     Args:
         tensor: This rank's local part, detached; it may be empty. Where an engine keeps a master value, that one, in fp32.
@@ -118,8 +162,23 @@ def whole(pieces: Iterable[Piece]) -> torch.Tensor:
     return full
 
 
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Iterate over consecutive elements of a tensor as boxes in the same order: the offset and the sizes of each."""
+    row = math.prod(shape[1:])
+    while start < stop:
+        first, inside = divmod(start, row)
+        if inside or stop - start < row:
+            end = min(stop, (first + 1) * row)
+            for offset, sizes in boxes(shape[1:], inside, end - first * row):
+                yield (first, *offset), (1, *sizes)
+        else:
+            end = stop - stop % row
+            yield (first, *(0 for _ in shape[1:])), ((end - start) // row, *shape[1:])
+        start = end
+
+
 def _clipped(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """Those parts of the ranges, laid out one behind the other, that lie between two places."""
+    """Return the parts of ranges, laid out one behind the other, that lie between two places."""
     found, at = [], 0
     for low, high in ranges:
         first, last = max(start - at, 0), min(stop - at, high - low)

@@ -14,7 +14,7 @@ from slapo_core.errors import BuildError
 
 _TABLES = (dict, OrderedDict, Counter)
 _DEEPEST = 100
-"""How many may lie in each other; Python ends a program that goes down much further."""
+"""Limit of nesting; Python ends a program that goes down much further."""
 _LONGEST = 8 * 255 - 1
 """Bits of a number that torch reads back."""
 _SINGLE = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype, torch.device, torch.Size)
@@ -52,7 +52,7 @@ def check_plain(value: Any, what: str, *within: int) -> None:
 
 
 def digest(value: Any) -> str:
-    """What tells plain data from other, to the byte of each tensor, and is the same in every process and on every device."""
+    """Return a digest of plain data, to the byte of each tensor: the same in every process and on every device."""
     kind = type(value)
     parts: list[str]
     if kind in _TABLES:

@@ -15,7 +15,7 @@ from slapo_core.random import RNGState, get_cuda_rng_tracker, rng_state, set_rng
 
 
 def packed() -> dict[str, Any]:
-    """What is written of the generators that ``set_random_seed`` seeds."""
+    """Saved states of the generators that ``set_random_seed`` seeds."""
     now, numpy = rng_state(), _numpy_random()
     kept = None
     if numpy is not None:

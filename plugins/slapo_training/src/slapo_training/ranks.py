@@ -1,10 +1,10 @@
-"""The ranks that write or read a checkpoint together, also while others of their threads train."""
+"""Actions of all ranks together: in a step, or of those that write or read a checkpoint while other threads train."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -16,6 +16,28 @@ from slapo_core.program import Program
 
 from ._torch_private import groups_known, job_timeout
 
+T = TypeVar("T")
+
+
+def on_all(action: Callable[[], T], program: Program) -> T:
+    """Run what one rank can do alone, and go on only if no rank failed. Collective.
+
+    Returns:
+        The result of the action.
+
+    Raises:
+        Exception: what the action raised here.
+        BuildError: it raised on another rank.
+    """
+    result: Any = None
+    error = None
+    try:
+        result = action()
+    except Exception as err:
+        error = err
+    agree(error, program.mesh)
+    return result  # type: ignore[no-any-return]
+
 
 def _itself(error: Exception) -> Exception:
     return error
@@ -23,7 +45,7 @@ def _itself(error: Exception) -> Exception:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those of a program.
+    """Ranks of a program.
 
     Args:
         place: This one's, counted row-major over the mesh.
@@ -85,7 +107,7 @@ class Ranks:
         return [each for _, each in found]
 
     def first(self, action: Callable[[], Any]) -> Any:
-        """What the first rank alone does, and gives to all. Collective; it raises as ``on_all`` does."""
+        """Return the result of an action of the first rank alone. Collective; it raises as ``on_all`` does."""
         return self.on_all(action if self.place == 0 else lambda: None)[0]
 
 

@@ -26,6 +26,8 @@ Place = int | Ends | None
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 OF_TOKENS = ("pixel_values", "pixel_values_videos", *_GRIDS)
 """Names that Transformers gives to images, videos, their patches and their sizes in patches."""
+OF_IMAGES = (*OF_TOKENS, "pixel_attention_mask")
+"""Names of all that a replica may have more or fewer of than another."""
 
 
 def owner_of(path: Path, given: Mapping[str, Dim]) -> str | None:
@@ -48,10 +50,19 @@ def size_of(path: Path, value: Any, dim: int) -> int:
     return value.shape[dim]
 
 
-def without_absent_images(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a batch of tokens without arguments for images that it has none of, as a processor gives none."""
-    if "input_ids" not in part:
+def without_absent_images(part: dict[str, Any], token: int | None) -> dict[str, Any]:
+    """Return a part of a batch of tokens without arguments for images that it has none of, as a processor gives none.
+
+    Args:
+        part: Arguments by name; images are as many as the part has, or each row is padded by zeros to as many as others have.
+        token: Token in ``input_ids`` that stands for an image, if that is known.
+    """
+    ids, images = part.get("input_ids"), part.get("pixel_values")
+    if not isinstance(ids, torch.Tensor):
         return part
+    is_padded = isinstance(images, torch.Tensor) and images.dim() == 5
+    if token is not None and is_padded and not (torch.eq(ids, token).any() or torch.as_tensor(images).any()):
+        return {name: value for name, value in part.items() if name not in ("pixel_values", "pixel_attention_mask")}
     return {
         name: value
         for name, value in part.items()

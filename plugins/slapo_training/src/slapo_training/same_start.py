@@ -1,4 +1,4 @@
-"""Whether ranks that hold the same parameters start from the same numbers."""
+"""Check that ranks which hold the same parameters start from the same numbers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Buffers = dict[Any, torch.Tensor]
 
 
 class Saving:
-    """What ``save`` gives; the checkpoint is complete when ``wait`` returns.
+    """Handle of a save; the checkpoint is complete when ``wait`` returns.
 
     Args:
         write: Writes it, and raises the same error on all ranks if one of them cannot.
@@ -39,7 +39,7 @@ class Saving:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether it is written, or has failed."""
+        """True if the checkpoint is written, or has failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:

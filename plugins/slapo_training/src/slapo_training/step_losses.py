@@ -83,7 +83,7 @@ class StepLosses:
         if len(parts) == 1:
             return [loss.single_pass(labels[0], rows)]
         passes = loss.first_passes(len(parts))
-        with buffer_rollback(module):
+        with buffer_rollback(module.modules()):
             forward([*passes])
         return [*self._on_all_ranks(lambda: loss.second_passes(passes, labels, rows))]
 

@@ -57,7 +57,7 @@ class TensorFiles:
         self._copy(ranks, copies)
 
     def fits(self, pieces: Pieces) -> bool:
-        """Whether these are as those before, but for their numbers; if so on all ranks, ``renew`` takes them."""
+        """Return whether these are as those before, but for their numbers; if so on all ranks, ``renew`` takes them."""
         return _facts(pieces) == self._facts
 
     def renew(self, pieces: Pieces, ranks: Ranks, copies: Buffers | None = None) -> None:
@@ -196,7 +196,7 @@ def _facts(pieces: Pieces) -> list[Any]:
 
 
 def _edges(pieces: Pieces, ranks: Ranks) -> Edges:
-    """Where in each dimension of a tensor the ranges of some rank begin or end."""
+    """Return the places in each dimension of a tensor at which the ranges of some rank begin or end."""
     found: dict[str, list[set[int]]] = {}
     for own in ranks.gather([(name, piece.ranges) for name, piece in _each(pieces)]):
         for name, dims in own:

@@ -1,4 +1,4 @@
-"""Whether a scheduled model computes what the unmodified one does, and which step broke it."""
+"""Comparison of a scheduled model with the unmodified one, which blames the step that broke it."""
 
 from __future__ import annotations
 

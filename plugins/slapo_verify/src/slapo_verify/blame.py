@@ -1,4 +1,4 @@
-"""Which step broke a model: the journal, taken again in parts on fresh copies.
+"""Search for the step that broke a model: the journal is taken again in parts on fresh copies.
 
 A step may be right only together with others: a layer cut in two needs the sum behind it. So no single prefix tells; steps are
 put together by the block they work on (``layers.3``, say), blocks are searched first, and within the one that is wrong the last
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from slapo_core.journal import Step
 
 Right = Callable[[Sequence[int]], bool]
-"""Whether the model is right after the steps of these numbers, ascending."""
+"""Function that says whether the model is right after the steps of these numbers, ascending."""
 
 
 def steps_to_blame(steps: Sequence[Step], right: Right) -> tuple[list[int], list[int]]:

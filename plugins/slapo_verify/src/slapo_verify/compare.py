@@ -29,8 +29,8 @@ from slapo_core.testing.leaves import dense
 
 from .dropouts import same_random_state
 from .fused_parameters import new_names
-from .left_alone import left_alone
 from .meeting import ALONE, Ranks
+from .model_rollback import model_rollback
 from .one_replica import one_replica
 from .parameter_values import SAME, Expected, Named, Values, part_of, values_of
 
@@ -108,7 +108,7 @@ def compute(
     ranks: Ranks = ALONE,
     running: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it keeps nothing
 ) -> Computed:
-    """Do the task; the model is left as it was, see ``left_alone``. Collective.
+    """Do the task; the model is left as it was, see ``model_rollback``. Collective.
 
     ``running`` is around the forward and the backward. What belongs to parameters is compared with what is expected of them
     where it lies, and put together where it is far off: of what is near, the expected tensor stands for it. A step takes
@@ -123,7 +123,7 @@ def compute(
         check_unwritten()
         return found
 
-    with left_alone(model, task.training) as check_unwritten, one_replica(model), plain_modes(task.level != "outputs"):
+    with model_rollback(model, task.training) as check_unwritten, one_replica(model), plain_modes(task.level != "outputs"):
         state = rng_state()
         kept = _Kept(model)
         loss = _checked(task.loss or _default_loss)

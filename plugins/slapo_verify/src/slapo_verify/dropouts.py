@@ -41,7 +41,7 @@ def switched_off(*models: nn.Module) -> Iterator[int]:
 
 
 def same_random_state(one: Any, other: Any) -> bool:
-    """Whether nothing was drawn between the two, both of ``rng_state``."""
+    """Return whether nothing was drawn between two states of ``rng_state``."""
     leaves = [torch.utils._pytree.tree_leaves(astuple(each)) for each in (one, other)]
     return len(leaves[0]) == len(leaves[1]) and all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b) for a, b in zip(*leaves, strict=True)

@@ -1,4 +1,4 @@
-"""What an engine trains of a model, and the unmodified model of the same batch."""
+"""Runs of an engine and of the unmodified model on the same batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .report import short
 
 Scheduled = Callable[[nn.Module], Schedule]
 _TURNED = {torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half, torch.float64: nn.Module.double}
-"""What leaves complex numbers as they are."""
+"""Conversions that leave complex numbers as they are."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class EngineRun:
         return _shown(self.optimizer)
 
     def plainly(self, dtype: torch.dtype | None = None) -> Trained:
-        """What the unmodified model does, in a type of its own, by those of the engine's options that mean something to it."""
+        """Train the unmodified model, in a type of its own, by those of the engine's options that mean something to it."""
         model = self.reference if dtype is None else _TURNED[dtype](copied(self.reference))
         clip, rate = (self.options.get(name) for name in ("clip", "lr_scheduler"))
         largest = clip if isinstance(clip, (int, float)) and clip > 0 else 0.0
@@ -58,7 +58,7 @@ class EngineRun:
         return plain_steps(model, self.batch, self.steps, self.loss_fn, self.optimizer, largest, factory, chosen)
 
     def trained(self, target: str) -> tuple[Trained, Schedule, list[str]]:
-        """What a new engine trains, its schedule, and what was compared on which ranks. Collective."""
+        """Train by a new engine. Return results, schedule, and notes of what was compared on which ranks. Collective."""
         sch = self.schedule()
         switch_off(sch.mod)
         ranks = Ranks.of(sch.mesh, sch.group if sch.mesh is None else None)
@@ -88,7 +88,7 @@ class EngineRun:
         return Trained(target, tuple(losses), evaluations, updates, copies, kinds), sch, [note]
 
     def share(self, sch: Schedule) -> dict[str, Any]:
-        """This data-parallel rank's rows of the batch."""
+        """Return this data-parallel rank's rows of the batch."""
         mesh = sch.mesh
         if mesh is None or "dp" not in (mesh.mesh_dim_names or ()):
             return dict(self.batch)
@@ -101,7 +101,7 @@ class EngineRun:
 
 
 def maker(schedule: Schedule | Scheduled, reference: nn.Module) -> Callable[[], Schedule]:
-    """Makes the schedule of a new copy of the model."""
+    """Return a function that makes the schedule of a new copy of the model."""
     if isinstance(schedule, Schedule):
         top = schedule.get_top_schedule()
         return lambda: replay(fresh_schedule(reference, top), top.journal.steps)
@@ -118,7 +118,7 @@ def maker(schedule: Schedule | Scheduled, reference: nn.Module) -> Callable[[], 
 
 
 def _copies(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """What this rank holds of parameters, by current name: whole, under each original name. Collective."""
+    """Return this rank's parameters by current name: whole, under each original name. Collective."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in module.named_parameters():
         value = over_group(parameter, torch.Tensor.detach)
@@ -128,7 +128,7 @@ def _copies(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def everywhere(value: Any, sch: Schedule) -> list[Any]:
-    """The value of each rank of the schedule, once. Collective."""
+    """Return the value of each rank of the schedule, once. Collective."""
     return gather(value, sch.mesh, sch.group if sch.mesh is None else None)
 
 
@@ -145,6 +145,6 @@ def _told(options: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The same on every rank: a function by its name, not by where it is in memory."""
+    """Return the text of a value, the same on every rank: a function by its name."""
     inner = value.func if isinstance(value, partial) else value
     return str(getattr(inner, "__qualname__", type(inner).__qualname__)) if callable(inner) else repr(value)

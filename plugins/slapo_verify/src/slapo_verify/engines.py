@@ -29,7 +29,7 @@ from .verify import verify
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _DIVIDED = 2.0
-"""How many times as far off as rounding alone may bring: Adam, say, divides by the size of gradients, and goes on from that."""
+"""Multiple of what rounding alone may bring: Adam, say, divides by the size of gradients, and goes on from that."""
 _EXACT = Tolerance(0.0, 0.0)
 
 

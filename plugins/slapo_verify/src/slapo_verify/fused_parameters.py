@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core.parameters import facts
 
 _ATTRIBUTE = "slapo_made_of"
-"""What ``slapo_weights.made_of`` sets: the dimension, and of each part its name, range and whole size along it."""
+"""Attribute that ``slapo_weights.made_of`` sets: the dimension, and the name, range and whole size of each part along it."""
 
 
 class _Piece(NamedTuple):

@@ -1,4 +1,4 @@
-"""What is known of differences of certain kinds."""
+"""Hints at known causes of differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 def hint_of(
     expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, group: Any, backward: bool
 ) -> str | None:
-    """What a wrong tensor looks like; None if it looks like nothing known. Collective over ``group``.
+    """Return what a wrong tensor looks like; None if it looks like nothing known. Collective over ``group``.
 
     Args:
         expected: What the unmodified model has, floating numbers.
@@ -44,7 +44,7 @@ def hint_of(
 
 
 def alone(expected: Tensor, actual: Tensor, reference: nn.Module, tolerance: Tolerance, ranks: int = 1) -> Iterator[str]:
-    """What it looks like without asking other ranks."""
+    """Return what a wrong tensor looks like, without asking other ranks."""
     near = _nearness(expected, tolerance)
     factor = _factor(expected, actual)
     if factor is not None and abs(factor - 1) > 0.05 and abs(factor) > 1e-3 and near(actual / factor):
@@ -72,7 +72,7 @@ def _is_same_everywhere(actual: Tensor, near: Callable[[Tensor], bool], expected
 
 
 def broken_ties(reference: nn.Module, scheduled: nn.Module) -> str | None:
-    """Which names are one parameter in the unmodified model and several in the scheduled one."""
+    """Return the names that are one parameter in the unmodified model and several in the scheduled one."""
     now: dict[str, int] = {}
     for name, parameter in scheduled.named_parameters(remove_duplicate=False):
         now.update(dict.fromkeys(facts(parameter).names or (name,), id(parameter)))
@@ -87,7 +87,7 @@ def broken_ties(reference: nn.Module, scheduled: nn.Module) -> str | None:
 
 
 def frozen(reference: nn.Module, scheduled: nn.Module) -> str | None:
-    """Which parameter is trained in one model alone."""
+    """Return the parameter that is trained in one model alone."""
     trained: Mapping[str, bool] = {
         name: parameter.requires_grad for name, parameter in reference.named_parameters(remove_duplicate=False)
     }
@@ -109,14 +109,14 @@ def _factor(expected: Tensor, actual: Tensor) -> float | None:
 
 
 def _excess(difference: Tensor, bias: Tensor) -> int | None:
-    """How many times too often a bias is in it, a whole number."""
+    """Return how many times too often a bias is in a tensor, a whole number."""
     square = float(bias.double().square().sum())
     times = float((difference.double() * bias.double()).sum()) / square / max(difference[..., 0].numel(), 1)
     return round(times) if round(times) >= 1 and abs(times - round(times)) < 0.05 else None
 
 
 def _are_permuted(expected: Tensor, actual: Tensor, near: Callable[[Tensor], bool]) -> bool:
-    """Whether slices along one dimension are the expected ones in another order, and far from them in this one."""
+    """Return whether slices along one dimension are the expected ones in another order, and far from them in this one."""
     if float((actual - expected).double().square().sum()) < 0.1 * float(expected.double().square().sum()):
         return False
     for dim in range(expected.dim()):

@@ -26,7 +26,7 @@ _LONGEST_PAUSE = 0.05
 """Seconds between two looks at who has come, at most."""
 
 FAILED: list[BaseException] = []
-"""What ranks that are threads have failed of and the others have not heard yet."""
+"""Errors of ranks that are threads, which the others have not heard yet."""
 
 
 class StrandedError(VerifyError):
@@ -34,7 +34,7 @@ class StrandedError(VerifyError):
 
 
 class Meeting:
-    """Where processes tell each other, through a store, how what each of them runs has ended.
+    """Meeting of processes, which tell each other through a store how what each of them runs has ended.
 
     Nothing travels over their process groups, in a collective of which another rank may be stuck.
 
@@ -49,7 +49,7 @@ class Meeting:
 
     @staticmethod
     def of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Meeting | None:
-        """That of the ranks of a schedule; None where there is one, or they have no store in common. Collective."""
+        """Return the meeting of a schedule's ranks; None for one rank, or without a store in common. Collective."""
         groups = list(mesh_groups(mesh, group))
         if not groups or any(dist.get_backend(each) in (BACKEND, "fake") for each in groups):
             return None
@@ -58,7 +58,7 @@ class Meeting:
         return Meeting(store, len({rank for rank, _ in found}))
 
     def alike(self, run: Callable[[], T], watched: bool = True) -> T:
-        """What it returns; where one rank fails, all do. Every rank calls this as often as the others.
+        """Return the result of ``run``; where one rank fails, all do. Every rank calls this as often as the others.
 
         Args:
             run: May be collective.
@@ -104,7 +104,7 @@ class Meeting:
             self._ends_as("stranded", error)
 
     def _ends_as(self, end: str, error: Exception | None) -> None:
-        """How this meeting ends, of which the first rank that says it decides; raise where ranks are stranded."""
+        """Let the first rank decide how this meeting ends; raise where ranks are stranded."""
         if self._store.compare_set(self._key("end"), "", end) == b"stranded":
             rank, reason = self._first_failure()
             raise StrandedError(
@@ -126,7 +126,7 @@ class Meeting:
 
 
 def agreed(run: Callable[[], T], mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> T:
-    """What it returns; where one rank fails, all do; of ranks that are threads, or one. Collective."""
+    """Return the result of ``run``; where one rank fails, all do; for ranks that are threads, or one. Collective."""
     error, values = None, list[T]()
     try:
         values.append(run())
@@ -153,15 +153,15 @@ class Ranks(NamedTuple):
 
     @staticmethod
     def of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Ranks:
-        """Those of a mesh and a group. Collective."""
+        """Return the ranks of a mesh and a group. Collective."""
         return Ranks(mesh, group, Meeting.of(mesh, group))
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of each. Collective."""
+        """Return the value of each rank. Collective."""
         return gather(value, self.mesh, self.group)
 
     def alike(self, run: Callable[[], T], watched: bool = True) -> T:
-        """What it returns; where one rank fails, all do, also where others wait for it. Collective."""
+        """Return the result of ``run``; where one rank fails, all do, also where others wait for it. Collective."""
         return self.meeting.alike(run, watched) if self.meeting is not None else agreed(run, self.mesh, self.group)
 
 

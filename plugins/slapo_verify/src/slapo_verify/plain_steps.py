@@ -45,19 +45,19 @@ class Trained:
     draws: bool = False
 
     def numbers(self) -> dict[str, torch.Tensor]:
-        """The losses, by what a ``Difference`` calls them."""
+        """Return the losses, by what a ``Difference`` calls them."""
         before, after = self.evaluations
         losses = {f"loss of step {number}": loss for number, loss in enumerate(self.losses, 1)}
         named = {"evaluation before": before, **losses, "evaluation after": after}
         return {what: torch.tensor(value, dtype=torch.float64) for what, value in named.items()}
 
     def values(self) -> dict[str, torch.Tensor]:
-        """All of it, by what a ``Difference`` calls it."""
+        """Return all results, by what a ``Difference`` calls them."""
         return {**self.numbers(), **{f"update of {name!r}": value for name, value in self.updates.items()}}
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """At a rate of 1: what it adds is the gradient."""
+    """Return SGD at a rate of 1: what it adds is the gradient."""
     return torch.optim.SGD(parameters, lr=1.0)
 
 
@@ -133,7 +133,7 @@ def plain_steps(
 
 
 def exactly(tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
-    """Its numbers in float64, or as complex ones of these."""
+    """Return a tensor's numbers in float64, or as complex ones of these."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=copy)
 
 

@@ -1,4 +1,4 @@
-"""What a verification found."""
+"""Result of a verification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Blame:
-    """Where a difference comes from; what is not known is None.
+    """Cause of a difference; None stands for what is not known.
 
     Args:
         step: The step from which on the model is wrong, as the journal writes it, with its number.
@@ -47,7 +47,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class Report:
-    """Whether two models compute the same, the same object on every rank.
+    """Result of comparing two models, the same object on every rank.
 
     Args:
         level: ``"outputs"``, ``"grads"`` or ``"step"``.
@@ -71,7 +71,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not self.differences
 
     def __bool__(self) -> bool:
@@ -113,7 +113,7 @@ def _error(largest: Difference) -> str:
 
 
 def short(value: Any) -> str:
-    """What was given, for an error's one sentence: a model or a tensor by its class."""
+    """Return a short form of a value for an error: a model or a tensor by its class."""
     text = repr(value)
     return text if len(text) <= _SHOWN and "\n" not in text else f"a {type(value).__qualname__}"
 

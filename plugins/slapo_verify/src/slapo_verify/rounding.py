@@ -1,4 +1,4 @@
-"""How far apart rounding brings numbers: by their types, and measured on the unmodified model in a wider one."""
+"""Differences by rounding: by the types of numbers, and measured on the unmodified model in a wider one."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _TOLERANCES = {
 }
 """By the least precise type of the reference's parameters; of the last two, rounding is measured besides."""
 _TIMES = 6.0
-"""How many times the unmodified model's own largest rounding error another rounding may be off."""
+"""Multiple of the unmodified model's own largest rounding error that another rounding may be off."""
 _MODERATE = 0.25
-"""Of a tensor, as far as rounding in half precision may bring it where signs of activations near 0 turn."""
+"""Share of a tensor that rounding in half precision may change where signs of activations near 0 turn."""
 _TOGETHER = 4.0
-"""How many times the norm of the unmodified model's own rounding errors in a tensor that of another rounding may be."""
+"""Multiple of the norm of the unmodified model's own rounding errors in a tensor that that of another rounding may be."""
 _FEW = 0.05
 """The part of a tensor's errors, the largest, that this leaves out."""
 _ROUNDED = 1e-5
-"""Of the largest number computed, what rounding in float32 may add to one that is 0 in truth; more is another branch taken."""
+"""Share of the largest number computed that rounding in float32 may add to a 0; more is another branch taken."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def tolerance_of(model: nn.Module, outputs: Iterable[tuple[str, Any]] = ()) -> Tolerance:
-    """How far apart rounding alone may bring what is computed in the types of the model's parameters and outputs."""
+    """Return the tolerance for rounding in the types of the model's parameters and outputs."""
     tensors = [*model.parameters(), *(each for _, each in outputs if isinstance(each, torch.Tensor))]
     types = {each.dtype.to_real() for each in tensors if each.is_floating_point() or each.is_complex()}
     return max((_TOLERANCES[dtype] for dtype in types if dtype in _TOLERANCES), key=lambda each: each.scale, default=SAME)
@@ -83,12 +83,12 @@ _NOT_ROUNDED = ("weight", "gradient of input", "what the forward left of input")
 
 
 def rounding_error(low: torch.Tensor, high: torch.Tensor) -> float:
-    """How far off another rounding may be, given the numbers of two types."""
+    """Return how far off another rounding may be, given the numbers of two types."""
     return _TIMES * _largest(_errors(low, high))
 
 
 def _errors(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Of the numbers that both types have; not of masks, which are the largest that each has."""
+    """Return the errors of the numbers that both types have; not of masks, which are the largest that each has."""
     errors = low.to(high.dtype) - high
     if not low.is_floating_point():
         return errors
@@ -96,18 +96,18 @@ def _errors(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Of its finite numbers."""
+    """Return the largest absolute value of the finite numbers."""
     numbers = tensor[tensor.isfinite()].abs()
     return float(numbers.max()) if numbers.numel() else 0.0
 
 
 def is_half(model: nn.Module) -> bool:
-    """Whether it has parameters in half precision."""
+    """Return whether a model has parameters in half precision."""
     return any(each.dtype in _HALF for each in model.parameters())
 
 
 def in_wider(task: Task, dtype: torch.dtype) -> Task:
-    """The task with inputs that were less precise in a floating-point type, and its tolerance."""
+    """Return the task with inputs that were less precise in a floating-point type, and its tolerance."""
 
     def wide(value: Any) -> Any:
         is_narrower = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize < dtype.itemsize
@@ -118,7 +118,7 @@ def in_wider(task: Task, dtype: torch.dtype) -> Task:
 
 
 def is_moderate(task: Task, expected: Computed, actual: Computed, found: Iterable[Difference]) -> bool:
-    """Whether tensors that differ do so by less than a quarter of themselves, and about as much as rounding brings in all."""
+    """Return whether tensors differ by less than a quarter of themselves, and about as much as rounding brings in all."""
     known = {what: (one, other) for what, one, other in pairs(expected, actual)}
     for each in found:
         one, other = known.get(each.what, (None, None))
@@ -142,7 +142,7 @@ def _size_of(errors: torch.Tensor) -> float:
 
 
 def stored(weight: torch.Tensor) -> float:
-    """How far off the difference of two of a weight's values may be, each of which is rounded: one step of the largest."""
+    """Return how far off the difference of two rounded values of a weight may be: one step of the largest."""
     return torch.finfo(weight.dtype).eps * float(weight.detach().abs().max()) if weight.numel() else 0.0
 
 

@@ -61,7 +61,7 @@ def run_as_threads(work: Callable[[], T], world_size: int) -> list[T]:
 
 
 class _Ranks:
-    """The threads, of which the one that has the turn runs."""
+    """Ranks as threads, of which one has the turn and runs."""
 
     def __init__(self, world_size: int) -> None:
         self.results: dict[int, Any] = {}
@@ -71,7 +71,7 @@ class _Ranks:
         self._number_waiting = self._met = 0
 
     def run(self, rank: int, work: Callable[[], Any]) -> None:
-        """What the thread of a rank does."""
+        """Run the work of one rank in its thread."""
         try:
             with self._turn:
                 dist.init_process_group(BACKEND, rank=rank, world_size=self._size, store=self._store)
@@ -96,7 +96,7 @@ class _Ranks:
             set_rng_state(state)
 
     def watch(self, threads: list[threading.Thread], end: Callable[[BaseException], None]) -> None:
-        """Until all have ended; where one has failed, or they wait for ever, the others are ended."""
+        """Wait until all threads have ended; end the others where one has failed, or where they wait for ever."""
         since, met = time.monotonic(), -1
         while alive := [thread for thread in threads if thread.is_alive()]:
             alive[0].join(0.02)

@@ -24,9 +24,9 @@ from .dropouts import switched_off
 from .fused_parameters import new_names
 from .meeting import StrandedError
 from .model_copies import copied
-from .once import once
 from .report import Report
 from .rounding import in_wider, is_half, is_moderate, tolerance_of, with_rounding
+from .thread_results import computed_once
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ def _of_reference(models: Models, run: Callable[[], T], is_for_all: Callable[[T]
     """Run the unmodified model, once for ranks that are threads where it is the same. Collective."""
     if models.first or any(is_part(each) for each in models.reference.parameters()):  # it may meet the others while it runs
         return models.ranks.alike(run)
-    return once(run, is_for_all, models.ranks)
+    return computed_once(run, is_for_all, models.ranks)
 
 
 def _in_float32(models: Models, task: Task, blame: bool) -> Report | None:

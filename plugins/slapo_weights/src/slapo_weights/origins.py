@@ -6,42 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from slapo_core.errors import BuildError
-from slapo_training.pieces import Chunk
+from slapo_training.pieces import Chunk, Span, chunks_of, replaced
 
 from .held import Source
 from .made_of import MadeOf
 from .unmodified import Unmodified
 
 _SHOWN = 8
-
-
-class Span(NamedTuple):
-    """Part of a piece.
-
-    Args:
-        dim: Along which it is.
-        at: Where it begins in the piece's whole tensor.
-        start: Where it begins in the unmodified model's.
-        size: Its size.
-    """
-
-    dim: int
-    at: int
-    start: int
-    size: int
-
-    def of(self, chunk: Chunk) -> Chunk | None:
-        """What of a box is in it, by its place in the unmodified model's tensor; None where nothing is."""
-        low = max(chunk.offset[self.dim], self.at)
-        high = min(chunk.offset[self.dim] + chunk.sizes[self.dim], self.at + self.size)
-        if low >= high:
-            return None
-        local = chunk.local[self.dim] + low - chunk.offset[self.dim]
-        return Chunk(
-            _put(chunk.local, self.dim, local),
-            _put(chunk.offset, self.dim, self.start + low - self.at),
-            _put(chunk.sizes, self.dim, high - low),
-        )
 
 
 class Origin(NamedTuple):
@@ -63,17 +34,13 @@ class Origin(NamedTuple):
 
     def chunks(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Boxes of the piece as boxes of the tensor."""
-        for chunk in chunks:
-            if self.spans is None:
-                yield chunk
-            else:
-                yield from (part for span in self.spans if (part := span.of(chunk)) is not None)
+        return chunks_of(chunks, self.spans)
 
     def shape(self, full_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the tensor, from that of the piece's."""
         if self.spans is None:
             return full_shape
-        return _put(full_shape, self.spans[0].dim, max(span.start + span.size for span in self.spans))
+        return replaced(full_shape, self.spans[0].dim, max(span.start + span.size for span in self.spans))
 
 
 def origins(source: Source, held: Iterable[str]) -> list[Origin]:
@@ -156,7 +123,3 @@ def _refuse(strangers: list[Origin]) -> None:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(repr, names[:_SHOWN])) + more
-
-
-def _put(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*values[:dim], value, *values[dim + 1 :])

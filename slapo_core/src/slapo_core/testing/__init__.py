@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .equivalence import assert_equivalent
 from .isolation import isolated_plugins
-from .pool import MAX_WORKERS, DistributedError, clean_up_with, run_distributed, shutdown_workers
+from .pool import MAX_WORKERS, DistributedError, clean_up_with, preload, run_distributed, shutdown_workers
 
 __all__ = [
     "MAX_WORKERS",
@@ -12,6 +12,7 @@ __all__ = [
     "assert_equivalent",
     "clean_up_with",
     "isolated_plugins",
+    "preload",
     "run_distributed",
     "shutdown_workers",
 ]

@@ -21,18 +21,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import SlapoError
+from .fork_server import ForkServer
 from .transport import FunctionRef, Job, Report, unpickled
 
 MAX_WORKERS = 4
 """Importing torch costs seconds and a few hundred MiB in each worker."""
 
 _START_LIMIT = 180.0
-"""Seconds for a worker to import torch; the machine may be busy."""
+"""Seconds for a worker to start; the machine may be busy."""
 
 _GRACE = 1.0
 """Seconds the other ranks get, after one has failed, to fail as well or to finish; what is stuck then is killed."""
-
-_MAIN = "import sys; from slapo_core.testing.worker import main; main(*map(int, sys.argv[1:]))"
 
 
 class DistributedError(SlapoError):
@@ -85,6 +84,16 @@ def clean_up_with(fn: Callable[[], object]) -> None:
     _pool.cleanup = FunctionRef.of(fn)
 
 
+def preload(*modules: str) -> None:
+    """Import modules once for all workers, where each would import them again, for seconds.
+
+    Args:
+        *modules: Their names; what is not installed is left out. Importing one must start no thread. Workers that run have
+            none of them: call it before the first ``run_distributed``, or behind ``shutdown_workers``.
+    """
+    _pool.modules = modules
+
+
 def shutdown_workers() -> None:
     """End all workers; the next ``run_distributed`` starts new ones. Runs by itself when the process exits."""
     with _pool.lock:
@@ -94,16 +103,21 @@ def shutdown_workers() -> None:
 class _Worker:
     """One worker process and the test process's ends of its pipes."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: ForkServer) -> None:
         self.dump: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as the worker
         self.jobs, remote = Pipe()
-        fds = (remote.fileno(), self.dump.fileno())
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, *map(str, fds)], stdin=subprocess.PIPE, pass_fds=fds, env=environ
-        )
-        remote.close()
+        stdin, self._stdin = os.pipe()
+        try:
+            self.process = server.fork(stdin, remote.fileno(), self.dump.fileno())
+        except OSError as err:
+            self.dump.close()
+            self.jobs.close()
+            os.close(self._stdin)
+            server.close()
+            raise DistributedError(f"a worker process did not start: {err}", rank=0, traceback="") from err
+        finally:
+            os.close(stdin)
+            remote.close()
         self.ready = False
 
     def wait_until_ready(self) -> None:
@@ -131,8 +145,7 @@ class _Worker:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        os.close(self._stdin)
         self.jobs.close()
         self.dump.close()
 
@@ -186,6 +199,8 @@ class _Pool:
     folder: str = ""
     number: int = 0
     cleanup: FunctionRef | None = None
+    modules: tuple[str, ...] = ()
+    server: ForkServer | None = None
 
     def run(self, fn: FunctionRef, payload: bytes, world_size: int, timeout: float) -> list[Any]:
         self._start(world_size)
@@ -204,7 +219,10 @@ class _Pool:
             self.folder = tempfile.mkdtemp(prefix="slapo-workers-")
         if any(worker.process.poll() is not None for worker in self.workers):
             self._end_workers()
-        self.workers += [_Worker() for _ in range(count - len(self.workers))]
+        if self.server is not None and not self.server.is_alive():
+            self._end_server()
+        self.server = self.server or ForkServer(self.modules)
+        self.workers += [_Worker(self.server) for _ in range(count - len(self.workers))]
         for worker in self.workers[:count]:
             try:
                 worker.wait_until_ready()
@@ -242,8 +260,14 @@ class _Pool:
         while self.workers:
             self.workers.pop().end()
 
+    def _end_server(self) -> None:
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+
     def close(self) -> None:
         self._end_workers()
+        self._end_server()
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = ""

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._C import DisableTorchFunction, _EnableTorchFunction
+from torch._functorch import apis
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
@@ -31,6 +32,7 @@ not_compiled: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-
 
 _Handler = Callable[..., Any]
 _GROUPED = torch.ops.aten._grouped_mm.default
+_VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _HASHED = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -44,6 +46,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
     drawn = 0
+    value_reads = 0
+    """Operators that read values of real tensors: their result, or its shape, depends on these."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count(func)
@@ -76,7 +80,10 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
         """Run an operator on fake tensors."""
         self.count(func)
         if self.keeps_values and not any(map(_is_valueless, _pytree.tree_leaves((args, kwargs)))):
+            self.value_reads += not _VALUE_TAGS.isdisjoint(getattr(func, "tags", ()))
             return func(*args, **(kwargs or {}))
+        if self.keeps_values and _changes_values(func, args, kwargs or {}):
+            raise RuntimeError(f"{func} puts values that are not known while tracing into a tensor whose values are")
         if func is _UNSAFE_VIEW:
             func = torch.ops.aten.view.default  # makes the same fake, and is remembered
         if func is _GROUPED and args[0].dtype is not torch.bfloat16 and args[0].dim() < args[1].dim():
@@ -129,6 +136,21 @@ class FakeMode(FakeTensorMode, Watch):  # type: ignore[no-untyped-call]
 
 def _is_valueless(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (isinstance(value, FakeTensor) or value.is_meta)
+
+
+def _changes_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operator changes a tensor with numbers in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return False
+    given = zip(schema.arguments, [*args, *(kwargs.get(each.name) for each in schema.arguments[len(args) :])], strict=True)
+    written = [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
+    return any(map(has_values, _pytree.tree_leaves(written)))
+
+
+def has_values(value: Any) -> bool:
+    """Return whether a value is a tensor with numbers in it."""
+    return isinstance(value, torch.Tensor) and not _is_valueless(value)
 
 
 @contextmanager
@@ -232,6 +254,24 @@ def _askers() -> list[tuple[dict[str, Any], str]]:
             known = _tables[module_name] = (module, table, len(table), [name for name in MODES if name in table])
         found += [(known[1], name) for name in known[3] if known[1].get(name) is MODES[name]]
     return found
+
+
+def modes_inside(mode: TorchFunctionMode) -> tuple[TorchFunctionMode, ...]:
+    """The modes of torch functions that were entered after ``mode``, outermost first."""
+    stack: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return tuple(stack[stack.index(mode) + 1 :]) if mode in stack else ()
+
+
+@contextmanager
+def intercept_vmap(handler: _Handler) -> Iterator[None]:
+    """Send calls of functions that ``torch.vmap`` has made to ``handler(call, function, ...)``."""
+    table = vars(apis)
+    plain = table["vmap_impl"]
+    table["vmap_impl"] = partial(handler, plain)
+    try:
+        yield
+    finally:
+        table["vmap_impl"] = plain
 
 
 @contextmanager

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import TraceError
 from . import _torch_private as private
 from . import regions
 from .attributes import first_weight
 from .calls import ASKS_VALUES, SHAPES, Effects, is_dynamic, is_metadata, is_open, model_source, name_of, node_form
+from .captured import CapturedFunction, call_captured
 from .escapes import KnownValues, chance_decided
 from .graph_ops import Slot, Template, expect, rebuild, set_state, setitem
 from .sandbox import Sandbox
@@ -278,12 +280,26 @@ class Recorder:
         """Run a module that stays whole and record the call."""
         self.passed = []
         node_args, node_kwargs = self.argument(args, exact=True), self.argument(kwargs, exact=True)
-        passed, effects = self.passed, Effects(args, kwargs, self.sandbox.watch)
+        passed, effects, value_reads = self.passed, Effects(args, kwargs, self.sandbox.watch), self.sandbox.mode.value_reads
         out = call()
         self.reads.update(first_weight(module))  # results have its dtype
         node = self._create("call_module", self.modules[id(module)][0], node_args, node_kwargs, out)
         for tracked in passed:
             tracked.refresh()
+        self._note_value_reads(node, value_reads)
+        return self._bind(node, out, self._mark(node, effects))
+
+    def call_captured(self, function: CapturedFunction, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a function of the forward's own and record the call."""
+        if function.foreign is not None:
+            what = f"the forward hands torch.vmap a function that holds a {type(function.foreign).__name__}"
+            raise self._refusal(what, "; give it tensors alone")
+        given = (function.tensors, args, kwargs)
+        nodes = self.argument(given)
+        effects, value_reads = Effects(given, {}, self.sandbox.watch), self.sandbox.mode.value_reads
+        out = run()
+        node = self._create("call_function", call_captured, (function.without_tensors(), *nodes), {}, out)
+        self._note_value_reads(node, value_reads)
         return self._bind(node, out, self._mark(node, effects))
 
     def call_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -307,15 +323,18 @@ class Recorder:
         effects = Effects(args, kwargs, self.sandbox.watch)
         if name in ASKS_VALUES and effects.tensors:
             return self._ask(func, name, args, kwargs)
+        value_reads = self.sandbox.mode.value_reads
         out = func(*args, **kwargs)
         if not has_tensor(out) and not effects.changed() and func.__name__ != "__set__":
-            return out if self.sandbox.fake or not effects.tensors else self._ask(func, name, args, kwargs)
+            is_fact = not effects.tensors or (self.sandbox.fake and value_reads == self.sandbox.mode.value_reads)
+            return out if is_fact else self._ask(func, name, args, kwargs)
         if isinstance(out, (tuple, list)) and not self.sandbox.fake:
             for tensor in effects.tensors:
                 self._pin_shape(tensor)
         op, target, args = node_form(func, name, args)
         target = name if op == "call_method" else target
         node = self._create(op, target, self.argument(args), self.argument(kwargs), out)
+        self._note_value_reads(node, value_reads)
         changed = self._mark(node, effects)
         if target is setitem:
             self._rebind(args[0], node)
@@ -335,6 +354,11 @@ class Recorder:
             node.meta["mutates"] = tuple(place for place, other in enumerate(node.all_input_nodes) if other in nodes)
         return changed
 
+    def _note_value_reads(self, node: fx.Node, before: int) -> None:
+        """Mark a node whose results may have other shapes for other values of the inputs; ``_bind_tensor`` pins these."""
+        if self.sandbox.answers and self.sandbox.mode.value_reads > before:
+            node.meta["dynamic"] = True
+
     def _pin_shape(self, value: Any) -> None:
         """Python sees a shape that may be another at the next call: the graph is to say so then."""
         if (node := self.nodes.get(id(value))) is not None and node.meta.get("dynamic"):
@@ -352,9 +376,27 @@ class Recorder:
             return decided
         values = [self.known.of(arg) if isinstance(arg, fx.Node) else arg for arg in node_args]
         if any(value is None for value in values):
+            if self.sandbox.answers and hasattr(torch.Tensor, name) and self._is_of_inputs(node_args):
+                answer = func(*args, **kwargs)
+                if isinstance(answer, (bool, int, float, list)):
+                    self.expect(answer, name, *args, **kwargs)
+                    return answer
             what = f"the forward asks for the values of a tensor ({name.strip('_')}), so what it does depends on the data"
             raise self._refusal(what, ", or avoid the question")
         return func(*values, **kwargs)
+
+    def _is_of_inputs(self, arguments: Any) -> bool:
+        """Return whether values are computed from the forward's inputs alone: no parameter, module or random number."""
+        work = [node for node in tree_leaves(arguments) if isinstance(node, fx.Node)]
+        seen = set(work)
+        while work:
+            node = work.pop()
+            is_own = node.op == "get_attr" and node.target not in self.constants
+            if is_own or node.op == "call_module" or node.meta.get("draws"):
+                return False
+            work += (new := [other for other in node.all_input_nodes if other not in seen])
+            seen.update(new)
+        return True
 
     # ---- results to values
 
@@ -381,6 +423,11 @@ class Recorder:
         self.nodes[id(value)] = node
         self.alive.append(value)
         node.meta["memory"] = private.memory(value)
+        if self.sandbox.answers and self.sandbox.fake:
+            parent = node.args[0] if node.target is operator.getitem else None
+            if isinstance(parent, fx.Node) and "val" not in parent.meta and parent.meta.get("dynamic"):
+                node.meta["dynamic"] = True
+            self._pin_shape(value)
 
     def _rebind(self, value: torch.Tensor, node: fx.Node) -> None:
         node.meta["val"] = self.sandbox.fake_of(value)

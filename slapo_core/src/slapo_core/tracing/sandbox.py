@@ -28,19 +28,20 @@ class Sandbox:
         inputs: What its forward gets, to know the device the stand-ins claim to be on.
         fake: Fake tensors; otherwise real parameters and cloned buffers.
         keeps_values: With ``fake``: the inputs are real, and what is computed from them alone.
+        answers: Questions for the values of what is computed from the inputs alone are answered, in the whole forward.
     """
 
     open_now: ClassVar[int] = 0
     """How many sandboxes are open in this process."""
 
-    def __init__(self, root: nn.Module, inputs: Any, *, fake: bool, keeps_values: bool = False) -> None:
-        self.root, self.fake = root, fake
+    def __init__(self, root: nn.Module, inputs: Any, *, fake: bool, keeps_values: bool = False, answers: bool = False) -> None:
+        self.root, self.fake, self.answers = root, fake, answers
         self.mode = private.FakeMode(allow_non_fake_inputs=True)
         self.mode.keeps_values = keeps_values
         self.watch = self.mode if fake else private.Watch()  # type: ignore[no-untyped-call]
         self.originals: dict[int, torch.Tensor] = {}
         """Stand-in (by id) to the model's own tensor."""
-        objects = [] if fake else gc.get_objects()
+        objects = [] if fake and not answers else gc.get_objects()
         self.before = {id(value): value for value in objects if issubclass(type(value), torch.Tensor)}
         self.state: dict[int, Snapshot] = {}
         """Module (by id) to what it holds before the forward runs."""
@@ -63,7 +64,7 @@ class Sandbox:
 
     def is_new(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor was made since the sandbox was opened."""
-        return not self.fake and id(tensor) not in self.before
+        return (not self.fake or self.answers) and id(tensor) not in self.before
 
     @contextmanager
     def open(self, grad: bool) -> Iterator[None]:

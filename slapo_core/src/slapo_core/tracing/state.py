@@ -6,7 +6,7 @@ same but for filling the caches, with constants and not by chance, and leaves th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -57,10 +57,17 @@ class Repeat:
         first: Path of each module with a graph to its recorder in the first run.
         modules: What is part of these graphs.
         before: All modules' state before the first run.
+        written: Attributes that may be left otherwise, by id of the module and name.
     """
 
-    def __init__(self, first: Mapping[str, Recorder], modules: list[nn.Module], before: Iterable[Snapshot]) -> None:
-        self.first, self.modules = first, modules
+    def __init__(
+        self,
+        first: Mapping[str, Recorder],
+        modules: list[nn.Module],
+        before: Iterable[Snapshot],
+        written: Collection[tuple[int, str]] = (),
+    ) -> None:
+        self.first, self.modules, self.written = first, modules, written
         self.old = {id(value) for snapshot in before for _, parts in snapshot.parts.values() for value in parts.values()}
         self.known: dict[fx.Node, fx.Node] = {}
         """Node of the second run to the node of the first that has the same value."""
@@ -72,7 +79,7 @@ class Repeat:
         repeats = second.keys() == self.first.keys() and all(self._matches(self.first[path], second[path]) for path in second)
         for module, then, now in zip(self.modules, self.left, self._state([*self.first.values(), *recorders]), strict=True):
             for name in {**then, **now}:
-                if then.get(name) != now.get(name):
+                if then.get(name) != now.get(name) and (id(module), name) not in self.written:
                     return module, name
         return None if repeats else cause[:2]
 

@@ -32,6 +32,7 @@ def trace_module(
     leaf: Leaf = lambda path, module: False,
     tracer: Any = None,
     concrete_args: Mapping[str, Any] | None = None,
+    by_values: bool = False,
     **options: Any,
 ) -> TracedModule:
     """One flat graph of a module's own forward, down to its leaves. The module is left as it is.
@@ -50,6 +51,8 @@ def trace_module(
         leaf: ``leaf(path, module)``: keep this module whole. Modules with hooks or a wrapped forward always are.
         tracer: See ``trace``.
         concrete_args: Further arguments, no tensors.
+        by_values: Answer a forward that asks for values of its inputs, or what is computed from them alone, by those of the
+            example inputs. The graph has a node ``expect`` for each answer, which fails where it is another one.
         **options: Those of ``trace``, which is called where any is given, or no example inputs.
 
     Raises:
@@ -63,7 +66,7 @@ def trace_module(
         what = f"the {type(model).__name__} has hooks or a wrapped forward, which a graph would lose"
         raise TraceError(f"{what}; trace it with trace(), which keeps them around the graph")
     plan: Plan = lambda path, child: "leaf" if leaf(path, child) else "inline"  # noqa: E731
-    return _traced(model, split_inputs(example_inputs, model), plan, tracer, concrete_args or {})
+    return _traced(model, split_inputs(example_inputs, model), plan, tracer, concrete_args or {}, by_values=by_values)
 
 
 def check_traceable(module: nn.Module, tracer: Any) -> None:
@@ -76,7 +79,13 @@ def check_traceable(module: nn.Module, tracer: Any) -> None:
 
 
 def _traced(
-    module: nn.Module, example: Any, plan: Plan, tracer: Any, concrete: Mapping[str, Any], symbolic: bool = False
+    module: nn.Module,
+    example: Any,
+    plan: Plan,
+    tracer: Any,
+    concrete: Mapping[str, Any],
+    symbolic: bool = False,
+    by_values: bool = False,
 ) -> TracedModule:
     if (cls := tracer_class(tracer)) is not None:
         return trace_fx(module, example, plan, concrete, cls)
@@ -84,7 +93,7 @@ def _traced(
     kwargs = {**kwargs, **concrete}
     if tracer == "export":
         return trace_export(module, args, kwargs)
-    return trace_value(module, args, kwargs, plan, symbolic=symbolic)
+    return trace_value(module, args, kwargs, plan, symbolic=symbolic, by_values=by_values)
 
 
 # -- hierarchical tracing
@@ -176,23 +185,23 @@ def check_concrete(module: nn.Module, concrete_args: Mapping[str, Any]) -> None:
         raise TraceError(f"{what}; it takes {', '.join(known) or 'none'}")
 
 
-def listed(leaves: Leaves) -> list[str | type]:
+def listed(leaves: Leaves, primitive: str = "trace") -> list[str | type]:
     """The leaves one by one."""
     found = [leaves] if isinstance(leaves, (str, type)) else [] if leaves is None else list(leaves)
     if wrong := [leaf for leaf in found if not isinstance(leaf, (str, type))]:
-        raise ScheduleError(f"leaf_modules: {wrong[0]!r:.60} is neither a class nor a name", primitive="trace")
+        raise ScheduleError(f"leaf_modules: {wrong[0]!r:.60} is neither a class nor a name", primitive=primitive)
     return found
 
 
-def named_leaves(module: nn.Module, leaves: Leaves, path: str = "") -> set[int]:
+def named_leaves(module: nn.Module, leaves: Leaves, path: str = "", primitive: str = "trace") -> set[int]:
     """Ids of the modules inside ``module``, which is at ``path``, that the leaves name."""
     found: set[int] = set()
     inside = [(path, child) for path, child in module.named_modules() if path]
-    for leaf in listed(leaves):
+    for leaf in listed(leaves, primitive):
         named = {id(child) for path, child in inside if _names(leaf, path, child)}
         if not named:
             raise ScheduleError(
-                f"leaf_modules: {leaf!r} is no class and no path of a module below", path=path, primitive="trace"
+                f"leaf_modules: {leaf!r} is no class and no path of a module below", path=path, primitive=primitive
             )
         found |= named
     return found

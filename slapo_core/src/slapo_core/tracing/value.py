@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -13,11 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from .. import paths
 from ..errors import TraceError
+from ..logger import get_logger
 from ..wrapping import is_opaque
 from . import _torch_private as private
 from .around import carry_around, engines_aside, innermost_forward
 from .attributes import OF_TORCH, Attributes, facts_of
 from .calls import is_open, model_source
+from .captured import CapturedFunction
 from .codegen import run_graph
 from .graph_ops import expect
 from .guard import Call, Guard, plain_signature
@@ -45,6 +48,12 @@ def _failing_in(path: str) -> Iterator[None]:
             with suppress(AttributeError):  # an error with slots
                 setattr(err, _FAILING, path)
         raise
+
+
+@cache
+def _warn_of_written(path: str, cls: str, name: str) -> None:
+    what = "the forward of %s, a %s, keeps a tensor as its attribute %r, which a graph does not repeat"
+    get_logger().warning(f"{what}; nothing that is traced reads it", repr(path or "the whole model"), cls, name)
 
 
 class _Done(BaseException):
@@ -149,7 +158,7 @@ class _Session(TorchFunctionMode):
         path = self.paths[id(module)]
         if path in self.graphs:
             return self.run_whole(call, module, args, kwargs)
-        if self.sandbox.mode.keeps_values:
+        if self.sandbox.mode.keeps_values and not self.sandbox.answers:
             self.sandbox.mode.keeps_values = False
             args, kwargs = map_tensors((args, kwargs), self.sandbox.fake_of)
         guard = Guard.of(module, args, kwargs)
@@ -210,6 +219,15 @@ class _Session(TorchFunctionMode):
         with private.unrecorded(), self._unrecorded():
             return recorder.call_function(call, args, kwargs)
 
+    def vmap(self, call: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function under ``torch.vmap`` is recorded as one call, with the tensors that it captures."""
+        recorder = self.stack[-1]
+        if recorder is None:
+            return call(function, *args, **kwargs)
+        captured = CapturedFunction(function, call, private.modes_inside(self))
+        with self._unrecorded():
+            return recorder.call_captured(captured, lambda: call(function, *args, **kwargs), args, kwargs)
+
     def ask_mode(self, name: str, answer: Callable[[], bool]) -> bool:
         """Code asks torch for a mode; inside a ``torch.no_grad`` of the forward the answer is always the same."""
         recorder = self.stack[-1]
@@ -236,7 +254,8 @@ class _Session(TorchFunctionMode):
         """Run the root's forward."""
         memo = {id(module): module for module in self.root.modules()}
         args, kwargs = replace_tensors((args, kwargs), self.sandbox.enter_input, memo)
-        with private.intercept(self.module_call, self.apply, self.read, self.ask_mode), self:
+        handlers = self.module_call, self.apply, self.read, self.ask_mode
+        with private.intercept(*handlers), private.intercept_vmap(self.vmap), self:
             try:
                 self.root(*args, **kwargs)
             except _Done:
@@ -274,11 +293,21 @@ class _Session(TorchFunctionMode):
                 )
         if own:
             modules = [module for module in self.target.modules() if id(module) not in inside]
-            repeat = Repeat(self.recorders, modules, self.sandbox.state.values())
+            written = self._only_written(own) if self.sandbox.answers else set()
+            repeat = Repeat(self.recorders, modules, self.sandbox.state.values(), written)
             if found := repeat.difference(again().recorders, own[0]):
                 what = f"the forward of a {type(found[0]).__name__} assigns to its attribute {found[1]!r} or changes it"
                 what = f"{what}, which a graph cannot repeat; keep it whole with leaf_modules"
                 raise TraceError(what, failing_module=self.paths.get(id(found[0])))
+
+    def _only_written(self, changed: list[Change]) -> set[tuple[int, str]]:
+        """Attributes, by id of the module and name, that now hold a tensor without gradient; a graph leaves them alone."""
+        values = {(id(module), name): vars(module).get(name) for module, name, _ in changed}
+        written = {key for key, value in values.items() if isinstance(value, torch.Tensor) and not value.requires_grad}
+        for module, name, _ in changed:
+            if (id(module), name) in written:
+                _warn_of_written(self.paths[id(module)], type(module).__name__, name)
+        return written
 
     def _mark_changes(self, changed: list[Change]) -> None:
         """Note at the calls of modules kept whole what they may have changed on themselves, or read of it."""
@@ -305,22 +334,30 @@ class Request:
         target: Path of the module that gets a graph.
         plan: What happens with the modules inside.
         symbolic: Sizes are nodes of the graphs, which then serve other sizes too, as far as ``Variants`` finds.
+        by_values: A forward that asks for values of its inputs gets those of this call; the graph expects the same answers.
     """
 
     target: str
     plan: Plan
     symbolic: bool = False
+    by_values: bool = False
 
 
 def trace_value(
-    root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan, target: str = "", symbolic: bool = False
+    root: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: Plan,
+    target: str = "",
+    symbolic: bool = False,
+    by_values: bool = False,
 ) -> TracedModule:
     """The graph of ``root.get_submodule(target)`` with the inputs it gets when the root runs on ``args`` and ``kwargs``.
 
     Fake tensors first; where they cannot follow (a leaf that looks at values, an operator without a fake kernel), real ones.
     With gradients, unless the caller has turned them off and the forward asks.
     """
-    return _assemble(root, _with_modes(root, args, kwargs, Request(target, plan, symbolic)))
+    return _assemble(root, _with_modes(root, args, kwargs, Request(target, plan, symbolic, by_values)))
 
 
 def trace_again(module: nn.Module, args: Any, kwargs: Any, opened: frozenset[str]) -> tuple[fx.Graph, Guard, dict[str, Any]]:
@@ -354,17 +391,24 @@ def _attempt(root: nn.Module, args: Any, kwargs: Any, request: Request, *, grad:
             return _run(root, args, kwargs, request, fake=True, grad=grad, keeps_values=True)
     try:
         return _run(root, args, kwargs, request, fake=True, grad=grad)
-    except TraceError as failed:
-        weights = [*root.parameters(), *root.buffers()]
-        if failed.__cause__ is None or any(tensor.is_meta or private.is_apart(tensor) for tensor in weights):
-            raise
-        return _run(root, args, kwargs, request, fake=False, grad=grad)
+    except TraceError as err:
+        failed = err
+    if request.by_values:
+        try:
+            return _run(root, args, kwargs, request, fake=True, grad=grad, keeps_values=True)
+        except TraceError as err:
+            failed = err
+    weights = [*root.parameters(), *root.buffers()]
+    if failed.__cause__ is None or any(tensor.is_meta or private.is_apart(tensor) for tensor in weights):
+        raise failed
+    return _run(root, args, kwargs, request, fake=False, grad=grad)
 
 
 def _run(
     root: nn.Module, args: Any, kwargs: Any, request: Request, *, fake: bool, grad: bool, keeps_values: bool = False
 ) -> _Session:
-    sandbox = Sandbox(root, (args, kwargs), fake=fake, keeps_values=keeps_values)
+    answers = request.by_values and (keeps_values or not fake)
+    sandbox = Sandbox(root, (args, kwargs), fake=fake, keeps_values=keeps_values, answers=answers)
     with sandbox.open(grad):
         session = _Session(root, request, sandbox)
         session.run(args, kwargs)

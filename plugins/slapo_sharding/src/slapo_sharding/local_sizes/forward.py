@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from slapo_core.errors import TraceError
 from slapo_core.inputs import split_inputs
@@ -24,8 +25,9 @@ from slapo_core.wrapping import INNER, WRAPPERS
 
 from .._torch_private import mesh_of
 from ..collectives import Group
-from ..layouts import LayoutError, Layouts, Split
+from ..layouts import LayoutError, Layouts
 from ..origins import forget
+from ..splits import ParameterSplit, Split
 from .arguments import leaves
 from .graph import make_local
 
@@ -35,7 +37,7 @@ _KEPT = {*vars(nn.Module()), "forward", WRAPPERS, INNER} - {"training"}
 
 
 Calls = dict[Any, list[tuple[Guard, Variant]]]
-"""Graphs by the keys of calls."""
+"""Graphs by which arguments of a call have gradients, and its key."""
 
 
 class Plan(NamedTuple):
@@ -47,6 +49,8 @@ class Plan(NamedTuple):
         opened: Paths of the modules below whose forwards become part of the graph.
         ranks: Number of ranks.
         group: These ranks.
+        parameters: Path of each parameter below the module that its forward uses itself and that is split, to how.
+        shared: Paths of the whole layers and parameters below the module whose results meet sharded values.
     """
 
     path: str
@@ -54,6 +58,8 @@ class Plan(NamedTuple):
     opened: frozenset[str]
     ranks: int
     group: Group
+    parameters: Mapping[str, ParameterSplit]
+    shared: frozenset[str]
 
 
 class LocalForward(Hidden):
@@ -81,6 +87,11 @@ class LocalForward(Hidden):
             each.__dict__.update({name: copy.copy(each.__dict__[name]) for name in HOOKS if name in each.__dict__})
         self._results: set[int] | None = None
         self._reset({} if shared is None else shared)
+
+    @property
+    def parameters(self) -> Mapping[str, ParameterSplit]:
+        """Parameters below the module that are split and that its graphs use, by path."""
+        return self._plan.parameters
 
     def try_on(self, root: nn.Module, target: str, example_inputs: Any) -> int:
         """Make the dry run of the call in an example, while all layers are whole; return how many gradients are summed.
@@ -113,7 +124,7 @@ class LocalForward(Hidden):
     def _reset(self, shared: Calls) -> None:
         self.__signature__ = self._parameters = plain_signature(self._whole)
         self._shared, self._calls = shared, Calls()
-        self._recent: tuple[Guard, Variant] | None = None
+        self._recent: tuple[Any, Guard, Variant] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalForward:
         copied = object.__new__(type(self))
@@ -145,14 +156,15 @@ class LocalForward(Hidden):
         return call, *(self._find(call) or self._trace(call, args, kwargs))
 
     def _find(self, call: Call) -> tuple[Guard, Variant] | None:
-        recent = self._recent
-        if recent is not None and recent[0].problem(self._module, call) is None:
-            return recent
-        for found in self._calls.get(call.key, ()):
+        recent, graded = self._recent, _graded(call)
+        if recent is not None and recent[0] == graded and recent[1].problem(self._module, call) is None:
+            return recent[1:]
+        key = graded, call.key
+        for found in self._calls.get(key, ()):
             if found[0].problem(self._module, call) is None:
-                self._recent = found
+                self._recent = graded, *found
                 return found
-        for guard, variant in self._shared.get(call.key, ()):
+        for guard, variant in self._shared.get(key, ()):
             if guard.problem(self._module, call) is None:
                 with unobserved():
                     self._check_parts()
@@ -183,9 +195,9 @@ class LocalForward(Hidden):
         return self._keep(call, guard, variant)
 
     def _keep(self, call: Call, guard: Guard, variant: Variant) -> tuple[Guard, Variant]:
-        self._recent = guard, variant
+        self._recent = _graded(call), guard, variant
         _add(self._calls, call, guard, variant)
-        return self._recent
+        return guard, variant
 
     def _check_parts(self) -> None:
         """Compare the layers' parts on this rank with the plan.
@@ -201,6 +213,11 @@ class LocalForward(Hidden):
                     if split is None or expected is None or value.numel() * self._plan.ranks != expected.numel():
                         raise TraceError(f"{name!r} of the layer {path!r} has the shape {tuple(value.shape)} on this rank")
 
+        for path in self._plan.parameters:
+            expected, value = (each.get_parameter(path) for each in (self._whole, self._module))
+            if not is_part(value) or value.numel() * self._plan.ranks != expected.numel():
+                raise TraceError(f"the parameter {path!r} has the shape {tuple(value.shape)} on this rank")
+
     def _layouts(self, graph: fx.Graph, whole: nn.Module | None = None) -> Layouts:
         """Make the dry run of a graph with layers split as planned.
 
@@ -215,9 +232,14 @@ class LocalForward(Hidden):
         layers = {id(whole.get_submodule(path)) for path in plan.splits}
         candidates = {path: split for path, split in plan.splits.items() if split is not None and split.output == "sharded"}
         left = [whole.get_submodule(path) for path, split in plan.splits.items() if split is None]
-        adapted = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
-        is_layer: Callable[[nn.Module], bool] = lambda module: id(module) in layers  # noqa: E731
-        layouts = Layouts(whole, mesh_of(plan.ranks), candidates, {}, is_layer, left, graph, adapted, gives_parts=True)
+        adapted = [node for node in graph.nodes if node.op.startswith("call")]
+        is_layer: Callable[..., bool] = lambda module, *_: id(module) in layers  # noqa: E731
+        layouts = Layouts(
+            *(whole, mesh_of(plan.ranks), candidates, {}, is_layer, left, graph, adapted),
+            gives_parts=True,
+            parameters=plan.parameters,
+            shared=plan.shared,
+        )
         layouts.check()
         self._check_results(layouts)
         return layouts
@@ -244,11 +266,19 @@ def _copied(guard: Guard) -> Guard:
     return replace(guard, attributes=copy.copy(guard.attributes))
 
 
+def _graded(call: Call) -> Any:
+    """Return which arguments of a call have gradients: a graph sums those of the values that have any."""
+    if not torch.is_grad_enabled():
+        return False
+    return tuple(each.requires_grad for each in tree_leaves(list(call.values.values())) if isinstance(each, torch.Tensor))
+
+
 def _add(calls: Calls, call: Call, guard: Guard, variant: Variant) -> None:
+    key = _graded(call), call.key
     if len(calls) >= _MOST_CALLS:
         calls.clear()
-    calls.setdefault(call.key, []).insert(0, (guard, variant))
-    del calls[call.key][_MOST_GRAPHS:]
+    calls.setdefault(key, []).insert(0, (guard, variant))
+    del calls[key][_MOST_GRAPHS:]
 
 
 def _embed(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:

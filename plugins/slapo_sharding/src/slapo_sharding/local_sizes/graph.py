@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..collectives import Group, all_reduce_grad, num_ranks
+from slapo_core.tracing.calls import function_name
+
+from ..collectives import Group, all_reduce, all_reduce_grad, num_ranks
 from ..layouts import Layouts
 from .arguments import leaves, with_leaves
+from .sharded_norms import mean_of, norm_in, norm_of, spread_in
 
 
 def make_local(layouts: Layouts, group: Group) -> None:
@@ -21,17 +25,20 @@ def make_local(layouts: Layouts, group: Group) -> None:
         x.size(2), where a rank has a part of it    -->  x.size(2) * ranks
         scores + bias, where that is whole          -->  scores + part(bias, 1, group)
         scores @ values, where these are whole      -->  scores @ all_reduce_grad(values, group)
+        F.linear(x, w, b), where w is split by rows -->  all_reduce(F.linear(x, w, once(b, group)), group)
 
     Args:
         layouts: The dry run; its graph is changed.
         group: The tensor-parallel ranks.
     """
     graph, ranks = layouts.graph, layouts.mesh.size()
+    summed: dict[fx.Node, fx.Node] = {}
+    uses = {node: _places(node, found) for node, found in layouts.summed_gradients.items()}
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "size":
             _read_whole(layouts, node)
         with graph.inserting_before(node):
-            _take_parts(layouts, node, group)
+            _take_parts(layouts, node, uses.get(node, ()), group, summed)
         if layouts.sized.get(node) and node not in layouts.divided:
             raise ValueError(
                 f"sizes {sorted(layouts.sized[node])} of {node.name} ({node.meta.get('source')}) are not its arguments"
@@ -41,6 +48,12 @@ def make_local(layouts: Layouts, group: Group) -> None:
                 values = leaves((node.args, node.kwargs))
                 new = {place: _beside(node, operator.floordiv, values[place], ranks) for place in places}
             node.args, node.kwargs = with_leaves((node.args, node.kwargs), new)
+        if node in layouts.norms:
+            with graph.inserting_after(node):
+                _sum_statistics(layouts, node, group)
+        elif op := layouts.reduced.get(node):
+            with graph.inserting_after(node):
+                _add_up(node, op == "avg", group)
     graph.lint()
 
 
@@ -50,16 +63,85 @@ def part(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     return x.narrow(dim, size * (0 if group is None else group.rank()), size)
 
 
-def _take_parts(layouts: Layouts, node: fx.Node, group: Group) -> None:
+def once(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return a whole tensor on the first rank, and zeros elsewhere, for a sum over the ranks; its gradient is whole on all."""
+    return x if group is None or group.rank() == 0 else x - x.detach()
+
+
+def _add_up(node: fx.Node, is_mean: bool, group: Group) -> None:
+    made = _made(node, mean_of if is_mean else all_reduce, node, group)
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+
+
+def _sum_statistics(layouts: Layouts, node: fx.Node, group: Group) -> None:
+    """Put a norm whose statistics are summed in the place of one."""
+    graph = node.graph
+    if node.op != "call_module":
+        made = _made(node, norm_in(node) or spread_in(node), group, *node.args)
+        made.kwargs = node.kwargs
+    else:
+        module, x = layouts.fetch_attr(str(node.target)), node.all_input_nodes[0]
+        function = norm_of(module)
+        with graph.inserting_before(node):
+            held = {
+                name: _made(node, part, _made(node, all_reduce_grad, graph.get_attr(f"{node.target}.{name}"), group), 0, group)
+                for name in ("weight", "bias")
+                if module._parameters.get(name) is not None
+            }
+        made = _made(node, function, group, x, module.normalized_shape)
+        made.kwargs = {**held, "eps": module.eps}
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    graph.erase_node(node)
+
+
+def _places(node: fx.Node, found: Collection[fx.Node]) -> list[int]:
+    """Return the places of some values among the leaves of a node's arguments, before others take these places."""
+    return [place for place, value in enumerate(leaves((node.args, node.kwargs))) if value in found]
+
+
+def _take_parts(layouts: Layouts, node: fx.Node, uses: Iterable[int], group: Group, summed: dict[fx.Node, fx.Node]) -> None:
+    """Give a node parts of whole values, and sum the gradients of those that ranks use each on a part.
+
+    Args:
+        layouts: The dry run.
+        node: The node.
+        uses: Places of the values whose gradients are to be summed.
+        group: The tensor-parallel ranks.
+        summed: Whole values to those of which gradients are summed; filled, so that each sum is one for all uses.
+    """
     values = leaves((node.args, node.kwargs))
     new: dict[int, Any] = {}
-    for other in layouts.summed_gradients.get(node, ()):
-        summed = _made(node, all_reduce_grad, other, group)
-        new.update((place, summed) for place, value in enumerate(values) if value is other)
+    for place in uses:
+        value = values[place]
+        if value not in summed:
+            summed[value] = _summed(node, value, group)
+        new[place] = summed[value]
     for place, dim in layouts.cut.get(node, {}).items():
         new[place] = _made(node, part, new.get(place, values[place]), dim, group)
+    if (at := layouts.once.get(node)) is not None:
+        new[at] = _made(node, once, values[at], group)
     if new:
         node.args, node.kwargs = with_leaves((node.args, node.kwargs), new)
+
+
+_REPEATS = frozenset("expand expand_as repeat repeat_interleave unsqueeze transpose permute view reshape".split())
+
+
+def _summed(node: fx.Node, value: fx.Node, group: Group) -> fx.Node:
+    """Return a node for a value whose gradient is summed: before it is repeated for all heads, where nothing else uses it."""
+    source = value
+    while function_name(source) in _REPEATS and len(given := source.all_input_nodes) == 1:
+        (before,) = given
+        others = [user for user in before.users if user is not source and isinstance(user.meta.get("val"), torch.Tensor)]
+        if others or before.op == "placeholder":
+            break
+        source = before
+    if source is value or len(value.users) > 1:
+        return _made(node, all_reduce_grad, value, group)
+    with node.graph.inserting_after(source):
+        made = _made(source, all_reduce_grad, source, group)
+    source.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    return value
 
 
 def _read_whole(layouts: Layouts, node: fx.Node) -> None:

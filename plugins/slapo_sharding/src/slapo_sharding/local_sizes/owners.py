@@ -9,7 +9,8 @@ from torch import fx
 from slapo_core.tracing.tracers import is_container
 
 from ..borders import border
-from ..layouts import Layouts, has_gradient
+from ..layouts import Layouts
+from ..node_values import has_gradient
 from ..sequence_layouts import SEQUENCE
 
 
@@ -37,12 +38,23 @@ def owners(layouts: Layouts) -> dict[str, bool]:
     """
     found: dict[str, bool] = {}
     for node in layouts.graph.nodes:
-        must = node in layouts.cut or node in layouts.summed_gradients
+        must = any(node in found for found in _adaptations(layouts))
+        must = must or any(other.op == "get_attr" and other in layouts.weights for other in node.all_input_nodes)
         if must or layouts.sized.get(node):
             path = _owner(layouts, node.meta.get("module", ""))
             found[path] = found.get(path, False) or must
     outer = [path for path in found if not any(is_inside(path, other) for other in found if other != path)]
     return {path: any(must for other, must in found.items() if is_inside(other, path)) for path in outer}
+
+
+def _adaptations(layouts: Layouts) -> tuple[Collection[fx.Node], ...]:
+    return layouts.cut, layouts.summed_gradients, layouts.reduced, layouts.once, layouts.norms
+
+
+def communicates(layouts: Layouts, path: str) -> bool:
+    """Return whether a module that runs from a graph adds up values there, or uses whole layers' results on parts."""
+    inside = any(is_inside(name, path) for name in layouts.shared)
+    return inside or any(_is_of(node, path) for node in (*layouts.reduced, *layouts.norms, *layouts.once))
 
 
 def adapting(layouts: Layouts, path: str) -> set[str]:
@@ -52,7 +64,7 @@ def adapting(layouts: Layouts, path: str) -> set[str]:
         layouts: The dry run of the whole model's flat graph.
         path: One of ``owners``. Of the model itself only those are meant that no module below can take care of.
     """
-    modules = {node.meta.get("module", "") for node in (*layouts.cut, *layouts.summed_gradients)}
+    modules = {node.meta.get("module", "") for found in _adaptations(layouts) for node in found}
     return {module for module in modules if (is_inside(module, path) if path else not _owner(layouts, module))}
 
 
@@ -112,7 +124,8 @@ def _sharded_at_border(layouts: Layouts, path: str) -> Iterator[fx.Node]:
     for node in layouts.graph.nodes:
         inside = _is_of(node, path)
         for other in node.all_input_nodes:
-            if _is_of(other, path) != inside and other in layouts.sources:
+            is_own = other.op == "get_attr" and is_inside(str(other.target).rpartition(".")[0], path)
+            if (is_own or _is_of(other, path)) != inside and other in layouts.sources:
                 is_result = not inside and layouts.sources[other] == {SEQUENCE}
                 if not is_result or _sizes_sequence(layouts, path):
                     yield other

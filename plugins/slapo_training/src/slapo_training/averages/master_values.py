@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..model_tensors import Tensors, unfold
-from ..pieces import Piece
-from ..whole_steps.wholes import boxes
+from ..pieces import Piece, boxes
 
 
 class MasterValue(NamedTuple):

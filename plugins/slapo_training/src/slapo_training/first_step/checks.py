@@ -15,7 +15,7 @@ from ..batches import Batch
 from ..check_switches import CHECKS, disabled_checks, log_disabled_checks
 from ..modes import Modes
 from ..options import CommonOptions
-from .findings import Cut
+from .findings import Cut, is_first_rank
 from .injected_check import InjectedCheck
 from .injected_labels import InjectedLabels
 from .row_marks import UnevenMarks
@@ -114,7 +114,7 @@ class FirstStep:
         """
         if not self.is_due(len(parts)):
             return
-        if not any(self._program.axis_rank(axis) for axis in ("pp", "dp", "tp")):
+        if is_first_rank(self._program):
             log_disabled_checks(self._off)
         rows = [Rows(*each, self._options.batch_rows) for each in zip(parts, labels, strict=True)]
         if len(self._off) < len(CHECKS) and rows[0].number:

@@ -1,4 +1,4 @@
-"""Sentences about what the checks found."""
+"""Sentences about what the checks found, and how users get them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
+
+from slapo_core.errors import BuildError
+from slapo_core.logger import get_logger
+from slapo_core.program import Program
 
 Pair = tuple[float, float]
 """The loss of some rows, and the mean of the losses of their parts."""
@@ -38,6 +42,23 @@ class Cut(NamedTuple):
     def __str__(self) -> str:
         number = f"{self.microbatches} micro-batch{'es' if self.microbatches > 1 else ''}"
         return f"{number} on {self.replicas} replica{'s' if self.replicas > 1 else ''}"
+
+
+def warn_or_refuse(text: str, program: Program, is_strict: bool) -> None:
+    """Log a finding as a warning of the first rank.
+
+    Raises:
+        BuildError: the finding, with ``is_strict``.
+    """
+    if is_strict:
+        raise BuildError(text)
+    if is_first_rank(program):
+        get_logger().warning("%s", text)
+
+
+def is_first_rank(program: Program) -> bool:
+    """Return whether this rank is the first along every axis."""
+    return not any(program.axis_rank(axis) for axis in ("pp", "dp", "tp"))
 
 
 def loss_is_no_mean(pair: Pair, rows: int, cut: Cut) -> str:

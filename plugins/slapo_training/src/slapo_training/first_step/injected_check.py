@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
@@ -14,7 +13,7 @@ from slapo_core.program import Program
 
 from .._torch_private import has_custom_functions
 from ..options import CommonOptions
-from .findings import IN_FP16, INNER_BACKWARD, Cut, injected_is_no_mean
+from .findings import IN_FP16, INNER_BACKWARD, Cut, injected_is_no_mean, warn_or_refuse
 from .injected import Injected, is_mean_over_rows
 from .row_mixing import tolerance_of
 from .row_parts import Rows, dissimilar_quarters, joined
@@ -144,12 +143,9 @@ class InjectedCheck:
             get_logger().debug("whether injected gradients are means over rows was not seen: %s", err)
             return
         weights = [each.number / number for each in found.parts]
-        tolerance = 10 * tolerance_of(self._modules(whole), self._options.precision).values
+        tolerance = 10 * tolerance_of(self._runs.own_modules(whole), self._options.precision).values
         if self._runs.anywhere(not is_mean_over_rows(one, others, weights, tolerance)):
-            text = injected_is_no_mean(cut)
-            if self._options.strict:
-                raise BuildError(text)
-            self._say(text)
+            warn_or_refuse(injected_is_no_mean(cut), self._program, self._options.strict)
 
     def _complete(self, halves: Sequence[Rows], known: KnownRuns) -> None:
         """Run the halves that have not run, also with a graph: it may be what tells the reduction of the loss."""
@@ -169,16 +165,8 @@ class InjectedCheck:
             return run, run.position != state.start
 
     def _injected(self, planned: Planned) -> Injected:
-        parameters = [parameter for module in self._modules(planned) for parameter in module.parameters()]
+        parameters = [parameter for module in self._runs.own_modules(planned) for parameter in module.parameters()]
         return Injected([each for each in parameters if each.requires_grad], self._runs.accumulates)
-
-    def _modules(self, planned: Planned) -> list[nn.Module]:
-        own = self._program.axis_rank("pp")
-        return [each.module for each in planned.program.stages if self._program.rank_of(each.index) == own]
-
-    def _say(self, text: str) -> None:
-        if not any(self._program.axis_rank(axis) for axis in ("pp", "dp", "tp")):
-            get_logger().warning("%s", text)
 
 
 def _runs_functions(received: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> bool:

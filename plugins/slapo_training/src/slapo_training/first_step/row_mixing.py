@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from slapo_core.wrapping import forward_wrappers
 
-from .left_alone import KeptState
+from ..state_rollback import StateSnapshot
 
 
 class Tolerance(NamedTuple):
@@ -50,7 +50,7 @@ def batch_norms(root: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in found.items() if module.training or module.running_mean is None}
 
 
-def written_buffers(root: nn.Module, state: KeptState) -> dict[str, torch.Tensor]:
+def written_buffers(root: nn.Module, state: StateSnapshot) -> dict[str, torch.Tensor]:
     """Return copies of the floating-point buffers that a run has written, but for the running statistics of norms."""
     norms = {path for path, module in root.named_modules() if isinstance(module, _NormBase)}
     found = {name: each for name, each in root.named_buffers() if each.is_floating_point() and not each.is_meta}

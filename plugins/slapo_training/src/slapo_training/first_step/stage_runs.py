@@ -20,9 +20,9 @@ from slapo_core.program import Boundary, Program, Stage
 from ..losses import CountedLoss
 from ..means import Counted
 from ..options import CommonOptions
+from ..state_rollback import StateSnapshot, state_rollback
 from ..structures import with_tensors
 from .fixed_draws import FixedDraws
-from .left_alone import KeptState, left_alone
 from .row_mixing import written_buffers
 from .row_parts import Rows
 
@@ -121,7 +121,7 @@ class StageRuns:
             program = program.replan(True, rows.batch)
         return Planned(program, rows)
 
-    def __call__(self, planned: Planned, state: KeptState, behind: Behind | None = None, fixed: bool = False) -> Run:
+    def __call__(self, planned: Planned, state: StateSnapshot, behind: Behind | None = None, fixed: bool = False) -> Run:
         """Run rows through all stages, with gradients where ``behind`` wants them.
 
         Args:
@@ -150,6 +150,11 @@ class StageRuns:
         self._has_run = True
         output, written = _detached(one.output), written_buffers(self._program.module, state)
         return Run(one.loss, one.counted, output, state.position(), found, written)
+
+    def own_modules(self, planned: Planned) -> list[nn.Module]:
+        """Return the modules of this rank's stages."""
+        own = self._program.axis_rank("pp")
+        return [stage.module for stage in planned.program.stages if self._program.rank_of(stage.index) == own]
 
     def anywhere(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank."""
@@ -264,10 +269,10 @@ def has_loss_of_its_own(options: CommonOptions) -> bool:
 
 
 @contextmanager
-def runs_alone(program: Program, plans: Sequence[Planned]) -> Iterator[KeptState]:
-    """Put back what runs of these rows change in the model and in the process; see ``left_alone``."""
+def runs_alone(program: Program, plans: Sequence[Planned]) -> Iterator[StateSnapshot]:
+    """Put back what runs of these rows change in the model and in the process; see ``state_rollback``."""
     trees = [program.module, *(stage.module for each in plans for stage in each.program.stages)]
-    with left_alone(module for tree in trees for module in tree.modules()) as state:
+    with state_rollback(module for tree in trees for module in tree.modules()) as state:
         yield state
 
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slapo_core.agreement import gather
+from slapo_core.agreement import gather, mesh_groups
 from slapo_core.errors import BuildError
 from slapo_core.gather import over_group
 from slapo_core.parameters import ShardSpec, facts, is_part, shard_spec
 from slapo_core.program import Program
 
+from ..equal_random import equal_random_numbers
 from .carried import CarriedHook
-from .equal_random import equal_random_numbers
 from .marker import is_elementwise
 from .reachable import reads_weights
 from .tables import TABLES, TENSOR_HOOKS, Hook, HookRef, Table, is_users, put_table, table_of
@@ -211,7 +211,8 @@ class StepHooks:
             self._used.clear()
         failure: Exception | None = None
         self._access.begin([each.parameter for each in self._order if each.parameter is not None])
-        with equal_random_numbers(self._program.mesh):
+        mesh = self._program.mesh
+        with equal_random_numbers(mesh_groups(mesh), mesh.device_type if mesh is not None else "cpu"):
             for each in self._order:
                 if used is None or not used.isdisjoint(each.names):
                     failure = self._run_one(each, is_silent=failure is not None) or failure

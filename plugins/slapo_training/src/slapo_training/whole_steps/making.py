@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.agreement import all_reduce, gather
+from slapo_core.agreement import all_reduce
 from slapo_core.errors import BuildError
 from slapo_core.parameters import facts, is_part, shard_spec
 from slapo_core.program import Program
 
+from ..equal_random import equal_random_numbers
 from ..model_tensors import parameters
 from ..pieces import Piece, piece_of
 from ..ranks import stage_group
@@ -257,7 +258,7 @@ class WholeSteps:
                 )
             # what was given, and what a factory takes from elsewhere, has the rank's own parameters
             replace_parameters(inner, lambda parameter: self._by_source.get(id(parameter), [parameter]))
-            randomness = (lambda: common_randomness(self._layout.program)) if self._draws else nullcontext
+            randomness = (lambda: equal_draws(self._layout.program)) if self._draws else nullcontext
             return WholeTensorOptimizer(inner, self._stand_ins, self._sources, self._extended, randomness)
         finally:
             for each in self._stand_ins:
@@ -294,22 +295,9 @@ def local_places(wholes: Sequence[Whole], layout: Layout) -> tuple[Callable[[], 
     return lambda: sources, holdings
 
 
-@contextmanager
-def common_randomness(program: Program) -> Iterator[None]:
-    """Let the ranks of a stage draw the same numbers inside. Collective over them.
-
-    Ranks whose generators are in one state go on from it, as a process alone would; others get a common state, and have their
-    own again behind it.
-    """
-    state = torch.get_rng_state()
-    everyone = [state.numpy().tobytes()]
-    for axis in ("dp", "tp"):
-        if program.mesh is not None and program.axis_size(axis) > 1:
-            everyone = [each for found in gather(everyone, program.mesh[axis]) for each in found]
-    if len(set(everyone)) == 1:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.set_rng_state(torch.frombuffer(bytearray(everyone[0]), dtype=torch.uint8))
-        yield
-    torch.randint(2, ())  # the next step has other numbers
+def equal_draws(program: Program) -> AbstractContextManager[None]:
+    """Let the ranks of a stage draw the same random numbers inside. Collective over them."""
+    if (mesh := program.mesh) is None:
+        return nullcontext()
+    groups = [mesh.get_group(axis) for axis in ("dp", "tp") if program.axis_size(axis) > 1]
+    return equal_random_numbers(groups, mesh.device_type)

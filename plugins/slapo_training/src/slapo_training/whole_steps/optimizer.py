@@ -182,7 +182,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         for group in groups_in(self.inner):
             kept.append((group, "params", group["params"]))
             group["params"] = [each for each in group["params"] if id(each) not in others]
-        for each in optimizers_in(self.inner):
+        emptied = {id(group) for group, _, before in kept if before and not group["params"]}
+        for each in optimizers_in(self.inner):  # some ask for the first parameter of a group
+            kept.append((each.param_groups, slice(None), list(each.param_groups)))
+            each.param_groups[:] = [group for group in each.param_groups if id(group) not in emptied]
             for value in vars(each).values():
                 if isinstance(value, list) and any(id(item) in others for item in value):
                     kept.append((value, slice(None), list(value)))
@@ -190,5 +193,5 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         try:
             yield
         finally:
-            for holder, key, value in kept:
+            for holder, key, value in reversed(kept):  # wrappers share lists with what they wrap
                 holder[key] = value

@@ -31,13 +31,13 @@ def marks_at(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[Any, ...]:
 
 
 def has_positions(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has a list with one item for each parameter of a group, by its position."""
+    """Return whether an optimizer has a list with one item for each parameter of a group, or of all, by its position."""
     for each in optimizers_in(optimizer):
-        for group in each.param_groups:
-            number = len(group["params"])
-            lists = [value for name, value in (*vars(each).items(), *group.items()) if name not in _NO_POSITIONS]
-            if number > _FEW and any(_is_by_place(value, number) for value in lists):
-                return True
+        numbers = [len(group["params"]) for group in each.param_groups]
+        tables = [table.items() for table in (vars(each), *each.param_groups)]
+        lists = [value for table in tables for name, value in table if name not in _NO_POSITIONS]
+        if any(number > _FEW and _is_by_place(value, number) for number in {*numbers, sum(numbers)} for value in lists):
+            return True
     return False
 
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._torch_private import MessageWatch
 from .part_states import check_settled, loaded, settle
-from .probe import Cut, Size, Trial, apart, is_close, sizes_of
+from .probe import sizes_of
+from .probe_runs import Cut, ProbeRuns, Size, is_close, isolation
 from .tree import Optimizer, optimizers_in
 from .wholes import local_of
 
@@ -31,36 +32,36 @@ def steps_shards(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
         mesh: The ranks that hold the shards.
     """
     group, device = mesh.get_group(), mesh.device_type
-    with apart():
+    with isolation():
         sizes = [_divisible(size, mesh.size()) for size in reversed(sizes_of(optimizer))]
-        trials = [Trial(optimizer, size) for size in sizes]
+        all_runs = [ProbeRuns(optimizer, size) for size in sizes]
         kinds: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(kinds, [(type(optimizer).__qualname__, each.shapes) for each in trials], group=group)
+        dist.all_gather_object(kinds, [(type(optimizer).__qualname__, each.shapes) for each in all_runs], group=group)
         if any(kind != kinds[0] for kind in kinds):
             return False
-        for trial in trials:
-            is_right = torch.tensor(int(_is_right(trial, mesh)), device=device)
+        for runs in all_runs:
+            is_right = torch.tensor(int(_is_right(runs, mesh)), device=device)
             dist.all_reduce(is_right, dist.ReduceOp.MIN, group=group)
             if not is_right.item():
                 return False
     return True
 
 
-def _is_right(trial: Trial, mesh: DeviceMesh) -> bool:
+def _is_right(runs: ProbeRuns, mesh: DeviceMesh) -> bool:
     """Return whether this rank finds the shards stepped right. Collective: ranks meet the same errors at the same place."""
     try:
-        whole = trial.run_first()
-        if trial.is_sparse or trial.draws:
+        whole = runs.run_first()
+        if runs.is_sparse or runs.draws:
             return False
-        number = len(trial.shapes)
+        number = len(runs.shapes)
         ways = [
             _cuts(mesh, [0] * number),
             *(_cuts(mesh, [1 if at % 2 == odd else None for at in range(number)]) for odd in (0, 1)),
         ]
         found = True
         for cuts in ways:
-            with MessageWatch(max(_STATISTIC, *(max(shape, default=1) for shape in trial.shapes))):
-                added = trial.run(cuts, after_step=_after_step)
+            with MessageWatch(max(_STATISTIC, *(max(shape, default=1) for shape in runs.shapes))):
+                added = runs.run(cuts, after_step=_after_step)
             pairs = [(part, cuts[at % number](full)) for at, (part, full) in enumerate(zip(added, whole, strict=True))]
             found &= all(is_close(local_of(part), local_of(full)) for part, full in pairs)
     except Exception:

@@ -12,40 +12,11 @@ from torch import nn
 from slapo_core.parameters import facts, successor
 
 from ..gradient_hooks.tables import TABLES
-from ..pieces import Chunk
+from ..pieces import Chunk, Span, chunks_of, replaced
 from .blocks import Blocks
 
 MADE_OF = "slapo_made_of"
 """Attribute that a fusing step sets on the new parameter, see ``slapo_weights.made_of``."""
-
-
-class Span(NamedTuple):
-    """Range of a rank's parameter that is a range of a whole tensor.
-
-    Args:
-        dim: Dimension of both.
-        at: Where it begins in the parameter of the scheduled model.
-        start: Where it begins in the whole tensor.
-        size: Its size.
-    """
-
-    dim: int
-    at: int
-    start: int
-    size: int
-
-    def of(self, chunk: Chunk) -> Chunk | None:
-        """Return what of a box is in the range, by its place in the whole tensor; None where nothing is."""
-        low = max(chunk.offset[self.dim], self.at)
-        high = min(chunk.offset[self.dim] + chunk.sizes[self.dim], self.at + self.size)
-        if low >= high:
-            return None
-        local = chunk.local[self.dim] + low - chunk.offset[self.dim]
-        return Chunk(
-            _put(chunk.local, self.dim, local),
-            _put(chunk.offset, self.dim, self.start + low - self.at),
-            _put(chunk.sizes, self.dim, high - low),
-        )
 
 
 class Whole(NamedTuple):
@@ -67,11 +38,7 @@ class Whole(NamedTuple):
 
     def chunks(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Give boxes of the scheduled model's parameter as boxes of this tensor."""
-        for chunk in chunks:
-            if self.spans is None:
-                yield chunk
-            else:
-                yield from (part for span in self.spans if (part := span.of(chunk)) is not None)
+        return chunks_of(chunks, self.spans)
 
     @property
     def cost(self) -> int:
@@ -95,7 +62,7 @@ def wholes_of(
     made = getattr(parameter, MADE_OF, None)
     if made is not None and not facts(parameter).names and (spans := _spans(made)) is not None:
         return [
-            Whole(part, _put(full, made[0], sum(span.size for span in own)), parameter, dtype, own)
+            Whole(part, replaced(full, made[0], sum(span.size for span in own)), parameter, dtype, own)
             for part, own in spans.items()
         ]
     if blocks is None:
@@ -103,7 +70,7 @@ def wholes_of(
     found, at = [], 0
     for number, size in enumerate(blocks.sizes):
         own = (Span(blocks.dim, at, 0, size),)
-        found.append(Whole(f"{name}[{number}]", _put(full, blocks.dim, size), parameter, dtype, own))
+        found.append(Whole(f"{name}[{number}]", replaced(full, blocks.dim, size), parameter, dtype, own))
         at += size
     return found
 
@@ -135,21 +102,6 @@ def local_of(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value  # importing its class takes a second
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Give elements of a tensor that follow each other as boxes in the same order: where each lies, and its sizes."""
-    row = math.prod(shape[1:])
-    while start < stop:
-        first, inside = divmod(start, row)
-        if inside or stop - start < row:
-            end = min(stop, (first + 1) * row)
-            for offset, sizes in boxes(shape[1:], inside, end - first * row):
-                yield (first, *offset), (1, *sizes)
-        else:
-            end = stop - stop % row
-            yield (first, *(0 for _ in shape[1:])), ((end - start) // row, *shape[1:])
-        start = end
-
-
 def _spans(made: Any) -> dict[str, tuple[Span, ...]] | None:
     """Return the ranges of each parameter in a fused one; None where one of them is not there completely and once."""
     dim, parts = made[0], made[1]
@@ -163,7 +115,3 @@ def _spans(made: Any) -> dict[str, tuple[Span, ...]] | None:
         if [0, *(stop for _, stop in edges)] != [*(start for start, _ in edges), size]:
             return None
     return {name: tuple(own) for name, own in spans.items()}
-
-
-def _put(numbers: Sequence[int], dim: int, number: int) -> tuple[int, ...]:
-    return (*numbers[:dim], number, *numbers[dim + 1 :])

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
-from slapo_core.agreement import mesh_groups
 
 
 @contextmanager
-def equal_random_numbers(mesh: DeviceMesh | None) -> Iterator[None]:
-    """Let all ranks draw the random numbers of the first one inside. Collective over the mesh.
+def equal_random_numbers(groups: Iterable[dist.ProcessGroup], device: str) -> Iterator[None]:
+    """Let all ranks of some groups draw the random numbers of the first one inside. Collective over each group in turn.
 
     Ranks that were where the first one was stay with it; the others go on behind as if nothing had been drawn.
+
+    Args:
+        groups: One group along each axis of a mesh.
+        device: Type of the ranks' devices.
     """
-    groups = list(mesh_groups(mesh))
-    if mesh is None or not groups:
-        yield
-        return
-    own = _state(mesh.device_type)
+    own = _state(device)
     first = own.clone()
     for group in groups:
         dist.broadcast(first, group=group, group_src=0)
-    _put(first, mesh.device_type)
+    is_same = torch.equal(own, first)
+    if not is_same:
+        _put(first, device)
     try:
         yield
     finally:
-        if not torch.equal(own, first):
-            _put(own, mesh.device_type)
+        if not is_same:
+            _put(own, device)
 
 
 def _state(device: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whether tensor-parallel ranks have equal gradients of what they hold whole."""
+"""Comparison of the gradients of replicated parameters over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from slapo_core.whole_gradients import compare_gradients
 _STEPS = 10
 
 
-class WholeGradients:
-    """Looks at the gradients of the first steps as the backward makes them: an engine may leave no rank the whole of them.
+class GradientComparison:
+    """Compares the gradients of the first steps as the backward makes them: later an engine may share them out.
 
     A gradient may be zero at first, as behind an adapter that starts at zero; such parameters are looked at in up to ten steps.
 
     Args:
         program: With a mesh where parameters are sharded.
         parameters: Those of this rank's stages, by name.
-        shape_of: What shape a parameter's gradient has, where an engine empties the parameter itself.
+        shape_of: Returns the shape of a parameter's gradient, where an engine empties the parameter itself.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WholeGradients:
             gradient = gradient.detach()
             found[name] = found[name] + gradient if name in found else gradient.clone()
 
-        with gradients_told(self._named, note):
+        with gradients_watched(self._named, note):
             yield
         named = {name: self._with(found.get(name), parameter) for name, parameter in self._named.items()}
         wrong, seen = compare_gradients(named, {name: named[name] for name in sorted(self._waiting)})
@@ -70,7 +70,7 @@ class WholeGradients:
         self._is_done = not any(gather(bool(self._waiting), self._program.mesh))
 
     def _with(self, gradient: torch.Tensor | None, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter of the same facts with this gradient."""
+        """Return a parameter of the same facts with this gradient."""
         if gradient is None:
             made = nn.Parameter(torch.empty(self._shape_of(parameter), dtype=parameter.dtype, device=parameter.device))
         else:
@@ -81,10 +81,10 @@ class WholeGradients:
 
 
 @contextmanager
-def gradients_told(parameters: Mapping[str, nn.Parameter], tell: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Tell each gradient of these parameters that a backward inside makes, with its parameter's name."""
+def gradients_watched(parameters: Mapping[str, nn.Parameter], note: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Call ``note`` with a parameter\'s name and its gradient for each gradient that a backward inside makes."""
     handles = [
-        parameter.register_hook(partial(tell, name))  # type: ignore[no-untyped-call]
+        parameter.register_hook(partial(note, name))  # type: ignore[no-untyped-call]
         for name, parameter in parameters.items()
         if parameter.requires_grad
     ]

@@ -1,4 +1,4 @@
-"""Run a model and leave it, and the process, as they were."""
+"""Rollback of what a run of a model changes in it and in the process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from slapo_core.random import rng_state, set_rng_state
 
 
 @contextmanager
-def left_alone(model: nn.Module, training: bool) -> Iterator[Callable[[], None]]:
-    """A block in which a model runs in a mode, without gradients at first; gives what raises if it wrote into a parameter.
+def model_rollback(model: nn.Module, training: bool) -> Iterator[Callable[[], None]]:
+    """Run a model in a mode inside, without gradients at first; yield a function that raises if it wrote into a parameter.
 
     Its mode, gradients, buffers, what it keeps of a graph, weights that lookups renormalise, and random states are put back.
     """
@@ -66,7 +66,7 @@ def _renormalised(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _drop_graphs(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """What it has kept of a graph, a loss say, keeps it from being copied."""
+    """Drop what a module has kept of a graph, a loss say: it could not be copied then."""
     for name, value in list(vars(module).items()):
         if value is before.get(name) or not any(
             isinstance(each, torch.Tensor) and each.grad_fn for each in pytree.tree_leaves(value)

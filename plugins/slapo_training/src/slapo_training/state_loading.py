@@ -1,4 +1,4 @@
-"""States that are handed to others' code, which may refuse them."""
+"""Loading of saved states into others' code, with rollback where one of them raises."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from slapo_core.causes import reason
 from slapo_core.errors import BuildError
 
 
-class Handed:
-    """What was handed to whom, so that all have again what they had where one refuses."""
+class StateLoading:
+    """Loads states one by one, and restores those before where one fails."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Callable[[Any], Any], Any]] = []
 
-    def to(self, what: str, take: Callable[[Any], Any], state: Any, now: Callable[[], Any]) -> None:
-        """Hand one its state.
+    def load(self, what: str, take: Callable[[Any], Any], state: Any, now: Callable[[], Any]) -> None:
+        """Load one state.
 
         Args:
-            what: Its name.
-            take: What takes the state.
-            state: What was saved.
-            now: Gives the state that it has.
+            what: Name of its owner, for the error.
+            take: Loads a state.
+            state: The saved state.
+            now: Returns the present state.
 
         Raises:
-            BuildError: it did not take it.
+            BuildError: ``take`` or ``now`` raised.
         """
         try:
             self._before.append((take, now()))
@@ -34,8 +34,8 @@ class Handed:
         except Exception as err:
             raise BuildError(f"{what} does not take what was saved of it: {reason(err)}; build with the same") from err
 
-    def take_back(self) -> None:
-        """Let each have what it had, as far as it takes that."""
+    def roll_back(self) -> None:
+        """Load the states from before again, the last first."""
         for take, before in reversed(self._before):
             with suppress(Exception):
                 take(before)

@@ -25,7 +25,7 @@ class LabelCount:
     value: float = 0.0
 
     def state(self) -> float:
-        """What a checkpoint keeps, so that steps after it round as they would have."""
+        """Return the state for a checkpoint, so that steps after it round as they would have."""
         return self.value
 
     def put(self, state: float) -> None:

@@ -1,4 +1,4 @@
-"""What ranks that are threads of one process need not each compute."""
+"""Results that ranks which are threads of one process compute once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _OFFERS: dict[int, _Offer] = {}
 
 
 class _Offer:
-    """What a thread made, for the others to see."""
+    """Result of one thread, which the others see."""
 
     def __init__(self) -> None:
         self.results = list[Any]()
 
 
-def once(run: Callable[[], T], is_for_all: Callable[[T], bool], ranks: Ranks) -> T:
-    """What ``run`` returns; of the first rank, where ranks are threads. Collective.
+def computed_once(run: Callable[[], T], is_for_all: Callable[[T], bool], ranks: Ranks) -> T:
+    """Return the result of ``run``; that of the first rank where ranks are threads. Collective.
 
     Args:
         run: Goes by what every rank is given alike.

@@ -1,4 +1,4 @@
-"""Leaving out what others' code warns of."""
+"""Suppression of warnings of an engine's own code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Leave out the warnings of an engine's own code, which its authors have to mend."""
+    """Suppress warnings inside: those of an engine's own code are for its authors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -13,10 +13,10 @@ from slapo_core.agreement import gather
 from slapo_core.logger import get_logger
 from slapo_core.program import Program
 
-from .whole_gradients import gradients_told
+from .gradient_comparison import gradients_watched
 
 
-class Unused:
+class UnusedParameters:
     """Warns of parameters that no micro-batch of the first step used on any replica.
 
     In one process they have no gradient, and the optimizer leaves them as they are. With zeros weight decay shrinks them.
@@ -40,7 +40,7 @@ class Unused:
             return
         self._is_done = True
         used = set[str]()
-        with gradients_told(self._named, lambda name, gradient: used.add(name)):
+        with gradients_watched(self._named, lambda name, gradient: used.add(name)):
             yield
         self._warn(used)
 

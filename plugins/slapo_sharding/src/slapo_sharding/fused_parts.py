@@ -1,0 +1,96 @@
+"""Parts of a fused projection's output: how a model takes them out, and how wide they are."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from slapo_core.tracing.calls import function_name
+from slapo_core.tracing.graph_ops import expect
+
+from .local_sizes.arguments import leaves
+
+_SPLITS = ("split", "chunk", "tensor_split")
+_VIEWS = ("view", "reshape")
+
+
+class Fused:
+    """The output of a fused layer before its parts are taken out; no layout says how it is sharded.
+
+    Args:
+        whole: The output of all ranks together, without data.
+        sizes: Sizes of the parts.
+        dim: Dimension that is made of the parts, counted from 0.
+    """
+
+    def __init__(self, whole: torch.Tensor, sizes: tuple[int, ...], dim: int) -> None:
+        self.whole, self.sizes, self.dim = whole, sizes, dim
+
+    def part(self, n: fx.Node, args: Any, kwargs: Any) -> tuple[Any, int, tuple[int, ...]]:
+        """Return what a node takes out: whole tensors, the dimension that is sharded, and the sizes that have to be divided.
+
+        Raises:
+            ValueError: it is no split or chunk, no slice, and no view with the parts as a dimension.
+        """
+        name, whole, sizes, dim = function_name(n), self.whole, self.sizes, self.dim
+        if name in _SPLITS:
+            parts = getattr(whole, name)(*args[1:], **kwargs)
+            if tuple(part.shape[dim] for part in parts) == sizes:
+                return parts, dim, () if name == "chunk" else tuple(dict.fromkeys(sizes))
+        elif name in _VIEWS:
+            value = getattr(whole, name)(*args[1:], **kwargs)
+            if value.dim() > whole.dim() and value.shape[dim] == len(sizes):
+                return value, dim + 1, () if -1 in leaves(args[1:]) else (value.shape[dim + 1],)
+        elif n.target is operator.getitem and (bounds := slice_bounds(args[1], whole, dim)) is not None:
+            starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+            if bounds in zip(starts, starts[1:], strict=False):
+                return whole.narrow(dim, bounds[0], bounds[1] - bounds[0]), dim, tuple(bound for bound in bounds if bound)
+        raise ValueError("the parts of a fused output are not taken out one by one")
+
+
+def fused_sizes(calls: list[fx.Node], dim: int = -1) -> tuple[int, ...]:
+    """Return the sizes of the parts that the model takes out of outputs along ``dim``; empty when it uses these as one."""
+    found = {_parts(call, dim % call.meta["val"].dim()) for call in calls}
+    return found.pop() if len(found) == 1 else ()
+
+
+def _parts(call: fx.Node, dim: int) -> tuple[int, ...]:
+    value, users = call.meta["val"], [user for user in call.users if user.target is not expect]
+    if all(user.target is operator.getitem for user in users):
+        bounds = [slice_bounds(user.args[1], value, dim) for user in users]
+        ordered = sorted({bound for bound in bounds if bound is not None})
+        tiles = [0, *(stop for _, stop in ordered)] == [*(start for start, _ in ordered), value.shape[dim]]
+        return tuple(stop - start for start, stop in ordered) if tiles and None not in bounds else ()
+    if len(users) != 1:
+        return ()
+    name = function_name(users[0])
+    if name in _SPLITS:
+        parts = [user.meta["val"].shape for user in users[0].users]
+        whole = sum(shape[dim] for shape in parts) == value.shape[dim]
+        return tuple(shape[dim] for shape in parts) if whole and len(parts) > 1 else ()
+    if name in _VIEWS:
+        shape = users[0].meta["val"].shape
+        number = shape[dim] if len(shape) > value.dim() else 0
+        return (value.shape[dim] // number,) * number if number > 1 else ()
+    return ()
+
+
+def slice_bounds(index: Any, value: torch.Tensor, dim: int = -1) -> tuple[int, int] | None:
+    """Return start and stop along ``dim``, when ``value[index]`` cuts that one and leaves the others whole."""
+    whole = slice(None)
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all(isinstance(item, slice) or item is Ellipsis for item in items):
+        return None
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [whole] * (value.dim() - len(items) + 1)
+    items += [whole] * (value.dim() - len(items))
+    dim %= value.dim()
+    cut = items[dim] if len(items) == value.dim() else None
+    if not isinstance(cut, slice) or any(item != whole for place, item in enumerate(items) if place != dim):
+        return None
+    start, stop, step = cut.indices(value.shape[dim])
+    return (start, stop) if step == 1 and stop > start else None

@@ -1,0 +1,150 @@
+"""Operations on whole values beside sharded ones: the parts of these that they are given, and results that are added up."""
+
+from __future__ import annotations
+
+import operator
+from contextlib import suppress
+from functools import partial
+from itertools import islice, product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from slapo_core.tracing.calls import function_name
+
+from .local_sizes.arguments import leaves, with_leaves
+from .local_sizes.sharded_norms import norm_in, norm_of, spread_in
+from .node_values import as_meta, has_gradient, parameters_of
+
+if TYPE_CHECKING:
+    from .layouts import Layouts
+
+_MOST_CHOICES = 256
+_SUMS = ("sum", "mean")
+
+
+def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Run a node on parts of the whole tensors that are as long as what is sharded.
+
+    Raises:
+        ValueError: none of these fit.
+    """
+    given, nodes = leaves((args, kwargs)), leaves((n.args, n.kwargs))
+    allowed = partial(may_cut, layouts) if _meets_activations(layouts, n) else parameters_of
+    is_cut = [isinstance(node, fx.Node) and bool(allowed(node)) for node in nodes]
+    if any(other in layouts.blocks for other in n.all_input_nodes):
+        is_cut = [False] * len(given)
+    shards = [each for each in given if isinstance(each, DTensor)]
+    sizes = {each.shape[part.dim] for each in shards for part in each.placements if isinstance(part, Shard)}
+    whole = {
+        place: each for place, each in enumerate(given) if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)
+    }
+    options = [
+        [(place, None), *((place, dim) for dim, size in enumerate(each.shape) if size in sizes and is_cut[place])]
+        for place, each in whole.items()
+    ]
+    for chosen in islice(product(*options), 1, _MOST_CHOICES):
+        cut = {place: dim for place, dim in chosen if dim is not None}
+        args, kwargs = with_leaves((args, kwargs), {place: layouts._shard(whole[place], dim) for place, dim in cut.items()})
+        try:
+            value = getattr(layouts, n.op)(n.target, args, kwargs)
+        except RuntimeError:
+            args, kwargs = with_leaves((args, kwargs), whole)
+        else:
+            layouts.cut[n] = cut
+            return value
+    for place, each in whole.items():  # what DTensor takes for a part of a sum, beside others, is added up with these
+        part = DTensor.from_local(each, layouts.mesh, [Partial()], run_check=False)
+        with suppress(RuntimeError):
+            args, kwargs = with_leaves((args, kwargs), {**whole, place: part})
+            value = getattr(layouts, n.op)(n.target, args, kwargs)
+            if isinstance(value, DTensor) and value.placements[0].is_partial("sum"):
+                layouts.once[n] = place
+                return value
+    return _with_statistics(layouts, n, args, kwargs)
+
+
+def _with_statistics(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Take a norm or a variance along the sharded dimension for one whose statistics are summed over the ranks.
+
+    Raises:
+        ValueError: it is none, or along other dimensions too.
+    """
+    x = args[0] if args else None
+    if isinstance(x, DTensor) and _has_statistics(layouts, n):
+        (placement,) = x.placements
+        if spread_in(n) is not None:
+            dim = args[1] if len(args) > 1 else kwargs["dim"]
+            along = dim if isinstance(dim, int) else dim[0]
+            if placement == Shard(along % x.dim()):
+                layouts.norms.add(n)
+                return DTensor.from_local(as_meta(n.meta["val"]), layouts.mesh, [Partial()], run_check=False)
+        elif placement == Shard(x.dim() - 1):
+            layouts.norms.add(n)
+            values, nodes = leaves((args, kwargs)), leaves((n.args, n.kwargs))
+            places = [
+                place for place, each in enumerate(values) if isinstance(each, torch.Tensor) and nodes[place] is not n.args[0]
+            ]
+            if n.op == "call_function" and places:
+                layouts.cut[n] = dict.fromkeys(places, 0)
+            local = torch.empty_like(x.to_local(), dtype=n.meta["val"].dtype)
+            return DTensor.from_local(local, layouts.mesh, [placement], run_check=False)
+    raise ValueError("the operation needs all of a value that is sharded")
+
+
+def _has_statistics(layouts: Layouts, n: fx.Node) -> bool:
+    if n.op == "call_module":
+        return norm_of(layouts.fetch_attr(str(n.target))) is not None
+    return norm_in(n) is not None or spread_in(n) is not None
+
+
+def needs_statistics(layouts: Layouts, n: fx.Node) -> bool:
+    """Return whether a node is a norm, or gives a sum, a mean or a variance of what it is given."""
+    return function_name(n) in _SUMS or _has_statistics(layouts, n)
+
+
+def _meets_activations(layouts: Layouts, n: fx.Node) -> bool:
+    """Return whether a node is given sharded values that are not made from parameters alone."""
+    return any(other in layouts.sources and other not in layouts.weights for other in n.all_input_nodes)
+
+
+def may_cut(layouts: Layouts, node: fx.Node) -> bool:
+    """Return whether ranks may cut a whole value: a parameter, a constant, or one that is there for their parts."""
+    return not has_gradient(node) or bool(parameters_of(node)) or _is_for_parts(layouts, node)
+
+
+def _is_for_parts(layouts: Layouts, node: fx.Node) -> bool:
+    """Return whether a whole value has its gradient from added-up values and shared layers alone, and parameters beside."""
+    if node in layouts.reduced or node in layouts.norms or str(node.target) in layouts.shared:
+        return True
+    if node.op in ("placeholder", "get_attr") or (node.op == "call_module" and _is_opaque(layouts, str(node.target))):
+        return False
+    if any(other.op == "get_attr" and str(other.target) in layouts.shared for other in node.all_input_nodes):
+        return True
+    tuples = [other for other in node.all_input_nodes if other.op.startswith("call") and _gives_tensors(other)]
+    found = [*tuples, *(other for other in node.all_input_nodes if has_gradient(other) and not parameters_of(other))]
+    return bool(found) and all(_is_for_parts(layouts, other) for other in found)
+
+
+def _gives_tensors(node: fx.Node) -> bool:
+    """Return whether a node gives several tensors, as a split does."""
+    taken = (user.meta.get("val") for user in node.users if user.target is operator.getitem)
+    return "val" not in node.meta and any(isinstance(value, torch.Tensor) for value in taken)
+
+
+def _is_opaque(layouts: Layouts, path: str) -> bool:
+    return path in layouts.opaque or bool(layouts.is_layer(layouts.fetch_attr(path)))
+
+
+def dim_cut(layouts: Layouts, node: fx.Node, other: fx.Node) -> int | None:
+    """Return along which dimension a node's argument is cut; None where it is used whole."""
+    values = leaves((node.args, node.kwargs))
+    found = {dim for place, dim in layouts.cut.get(node, {}).items() if values[place] is other}
+    return found.pop() if len(found) == 1 else None
+
+
+def may_reduce(layouts: Layouts, n: fx.Node) -> bool:
+    """Return whether a partial result is worth adding up: of a product with parameters, or a sum or mean of one value."""
+    return needs_statistics(layouts, n) or any(other in layouts.weights or parameters_of(other) for other in n.all_input_nodes)

@@ -1,0 +1,83 @@
+"""A stage of ``torch.distributed.pipelining`` whose micro-batches may cross its boundaries in other numbers and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from ._torch_pipelining import StageMeta, stage_meta
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class VaryingStage(PipelineStage):
+    """The runtime's stage, which has one layout of messages for all micro-batches, with one for each.
+
+    Images are such a case: what their number decides has another shape in each micro-batch, and is missing without any.
+
+    Args:
+        module: What runs.
+        index: Of the stage.
+        num_stages: Of the whole pipeline.
+        device: Where it runs.
+        layouts: Per micro-batch the tensors that it receives and gives, without numbers.
+        group: The pipeline's ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        layouts: Sequence[tuple[Tensors, Tensors]],
+        group: dist.ProcessGroup,
+    ) -> None:
+        inputs, outputs = layouts[0]
+        super().__init__(module, index, num_stages, device, input_args=inputs, output_args=outputs, group=group)
+        self._metas: list[StageMeta] = []
+        if any(_facts(layout) != _facts(layouts[0]) for layout in layouts):
+            self._metas = [stage_meta(*layout) for layout in layouts]
+
+    def _select(self, microbatch: int) -> None:
+        """Make the layout of one micro-batch the current one."""
+        if self._metas:
+            self._stage_meta = self._metas[microbatch]
+            self._setup_forward_send_info()
+            self.grad_send_info = None if self.is_first else [self.stage_index - 1] * len(self._stage_meta.inputs or ())
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+        received = {}
+        for microbatch in range(len(self._metas)):
+            self._select(microbatch)
+            self._setup_forward_recv_info(num_microbatches, self.has_backward)
+            received[microbatch] = self.args_recv_info[microbatch]
+        self.args_recv_info.update(received)
+        return prepared
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
+        for microbatch in range(len(self._metas)):
+            self._select(microbatch)
+            self.grad_recv_info[microbatch] = self._create_grad_recv_info(self.act_send_info)
+        return prepared
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What sends the activations of a micro-batch."""
+        self._select(fwd_chunk_id)
+        return super().get_fwd_send_ops(fwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """What sends the gradients of a micro-batch."""
+        self._select(bwd_chunk_id)
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+
+def _facts(layout: tuple[Tensors, Tensors]) -> list[Any]:
+    return [[(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors] for tensors in layout]

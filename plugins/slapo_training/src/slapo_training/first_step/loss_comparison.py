@@ -1,0 +1,220 @@
+"""The losses of some rows and of their parts, compared, and what makes them differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from slapo_core.agreement import gather
+from slapo_core.logger import get_logger
+from slapo_core.program import Program
+
+from ..losses import loss_of
+from ..means import Counted
+from ..options import CommonOptions
+from ..state_rollback import StateSnapshot
+from ..structures import fields_of
+from . import row_mixing
+from .findings import Pair
+from .row_parts import expected_losses, narrowed
+from .stage_runs import KnownRuns, Planned, Run, StageRuns
+
+T = TypeVar("T")
+_FACTORS_AGREE = 1e-2
+_SMALL_TERM = 0.1
+"""Share of a loss up to which a term with the statistics of a batch is taken for a balance loss; more is what is trained."""
+
+
+class Compared(NamedTuple):
+    """Results of runs of some rows and of their parts.
+
+    Args:
+        whole: The run of all rows.
+        pair: The losses that differ on some rank, or None.
+    """
+
+    whole: Run
+    pair: Pair | None
+
+
+class Factor(NamedTuple):
+    """Factor of a term in a loss, as far as it is known.
+
+    Args:
+        value: The factor.
+        error: What rounding may have added to it.
+    """
+
+    value: float
+    error: float
+
+    def agrees(self, other: Factor) -> bool:
+        """Return whether two may be of one term with a fixed factor."""
+        allowed = _FACTORS_AGREE * max(abs(self.value), abs(other.value)) + self.error + other.error
+        return abs(self.value - other.value) <= allowed
+
+
+class LossComparison:
+    """Comparison of the loss of some rows with those of their parts. Every method is collective over the mesh.
+
+    Args:
+        program: The program that runs.
+        options: Options of the engine.
+        runs: Runs the stages.
+        state: State that each run starts from.
+        plans: All rows, and then their parts.
+        synced: BatchNorms that take the statistics of all rows of a batch.
+        labels_differ: Whether the engine refuses losses of unknown reduction, as numbers of labels differ.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        options: CommonOptions,
+        runs: StageRuns,
+        state: StateSnapshot,
+        plans: Sequence[Planned],
+        synced: Sequence[nn.Module],
+        labels_differ: bool,
+    ) -> None:
+        self._program, self._options, self._runs, self._state = program, options, runs, state
+        self._plans, self._synced, self._labels_differ = plans, synced, labels_differ
+        self._tolerance = row_mixing.tolerance_of(runs.own_modules(plans[0]), options.precision)
+        self._fixed = False
+        self._written: list[dict[str, torch.Tensor]] = []
+        self._outputs: list[Any] = []
+        self._counted: list[Counted | None] = []
+        self._pair: Pair | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of all rows."""
+        return self._plans[0].rows.number
+
+    def compare(
+        self,
+        known: KnownRuns | None,
+        norms: Iterable[nn.Module] = (),
+        doubted: bool = False,
+    ) -> Compared:
+        """Compare the loss of all rows with the mean of the losses of their parts.
+
+        Args:
+            known: Runs of these rows, where there were any.
+            norms: BatchNorms that are to use their running statistics.
+            doubted: Whether other rows have differed already: a root, say, differs less where parts have similar losses.
+        """
+        allowed = self._tolerance.repeated if doubted else self._tolerance.loss
+        done: list[Run | None] = [None] * len(self._plans)
+        if known is None or known.draws:
+            self._fixed = True
+        if known is not None and not self._synced:  # else as no run before
+            done = [None if known.draws else known.whole, *known.parts]
+        with row_mixing.by_running_statistics([*self._synced, *norms]):
+            whole, *parts = [self._run(index) if run is None else run for index, run in enumerate(done)]
+        self._written = [each.written for each in parts]
+        self._outputs = [each.output for each in (whole, *parts)]
+        self._counted = [each.counted for each in parts]
+        pair = None
+        # a model that draws other numbers for other rows gives no losses to compare
+        is_known = all(each.position == whole.position for each in parts)
+        is_known = is_known and not (self._labels_differ and any(not isinstance(each.counted, Counted) for each in parts))
+        losses = [each.loss for each in parts if each.loss is not None]
+        if is_known and whole.loss is not None and len(losses) == len(parts):
+            pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
+        self._pair = pair
+        return Compared(whole, self.first(pair))
+
+    def mixing(self, norms: Iterable[nn.Module]) -> str | None:
+        """Return the path of the first module that mixes rows, beside BatchNorms that use their running statistics."""
+        events = []
+        with row_mixing.by_running_statistics([*self._synced, *norms]):
+            for index, planned in enumerate(self._plans):
+                with row_mixing.events_of(self._runs.own_modules(planned)) as found:
+                    self._run(index)
+                events.append(found)
+        rows = [planned.rows.number for planned in self._plans]
+        with_loss = row_mixing.models_within(self._runs.own_modules(self._plans[0]))
+        return self.first(row_mixing.first_mixing(events[0], events[1:], rows, self._tolerance.values, with_loss))
+
+    def terms(self) -> dict[str, Pair]:
+        """Return losses beside the loss in the model's output that are no means of those of the parts."""
+        return {name: pair for each in gather(self._own_terms(), self._program.mesh) for name, pair in each.items()}
+
+    def factors(self) -> dict[str, Factor]:
+        """Return the factor that each of these losses would have in the loss, were it a small term and all that is no mean."""
+        if self._pair is None:
+            return self.first(None) or {}
+        loss, mean = self._pair
+        noise = self._tolerance.repeated * abs(loss)
+        found = {}
+        for name, (one, other) in self._own_terms().items():
+            factor = Factor((loss - mean) / (one - other), noise / abs(one - other))
+            if abs(factor.value * one) <= _SMALL_TERM * abs(loss):
+                found[name] = factor
+        return self.first(found) or {}
+
+    def _own_terms(self) -> dict[str, Pair]:
+        found: dict[str, Pair] = {}
+        fields = [fields_of(each) or {} for each in self._outputs]
+        for name in fields[0] if fields else ():
+            values = [each.get(name) for each in fields]
+            numbers = [float(each.detach()) for each in values if isinstance(each, torch.Tensor) and not each.dim()]
+            if "loss" in str(name) and name != "loss" and len(numbers) == len(values):
+                whole, *parts = numbers
+                if (pair := self._differing(whole, parts, self._counted, self._tolerance.repeated)) is not None:
+                    found[name] = pair
+        return found
+
+    def updated(self) -> list[str]:
+        """Return the names of buffers that the parts' forwards have given other numbers, beside those of norms."""
+        found = []
+        for name in self._written[0] if self._written else ():
+            one, other = self._written[0][name], self._written[-1].get(name)
+            if other is not None and one.shape == other.shape and one.isfinite().all() and other.isfinite().all():
+                size = max(one.abs().max().item(), other.abs().max().item()) if one.numel() else 0.0
+                if size and (one - other).abs().max().item() > self._tolerance.values * size:
+                    found.append(name)
+        return sorted({name for names in gather(found, self._program.mesh) for name in names})
+
+    def loss_function(self, whole: Run) -> Pair | None:
+        """Compare the loss function on all outputs with its mean over those of some rows, where outputs can be cut."""
+        loss_fn, pair, losses, start = self._options.loss_fn, None, [], 0
+        rows = [planned.rows for planned in self._plans]
+        if loss_fn is not None and whole.loss is not None:
+            try:
+                for part in rows[1:]:
+                    output = narrowed(whole.output, rows[0].number, start, part.number)
+                    with torch.no_grad():
+                        losses.append(loss_of(output, loss_fn, part.labels).item())
+                    start += part.number
+                pair = self._differing(whole.loss, losses, [None] * len(losses), self._tolerance.repeated)
+            except Exception as err:  # of what cannot be cut
+                get_logger().debug("the loss function was not run on some rows of the outputs: %s", err)
+        return self.first(pair)
+
+    def first(self, value: T | None) -> T | None:
+        """Return the value of the first rank that has one."""
+        return next((each for each in gather(value, self._program.mesh) if each is not None), None)
+
+    def _run(self, index: int) -> Run:
+        return self._runs(self._plans[index], self._state, fixed=self._fixed)
+
+    def _differing(
+        self, loss: float, losses: Sequence[float], counted: Sequence[Counted | None], tolerance: float
+    ) -> Pair | None:
+        """Return a loss and the nearest mean of its parts, where these differ by more than rounding."""
+        rows = [planned.rows for planned in self._plans[1:]]
+        expected = expected_losses(rows, losses, counted, self._options.ignored_label)
+        if not expected or not math.isfinite(loss):
+            return None
+        means = [mean for mean in expected if math.isfinite(mean)]
+        if not means:  # a part with nothing that counts, which a mean by hand divides by zero
+            return loss, expected[0]
+        nearest = min(means, key=lambda mean: abs(mean - loss))
+        allowed = tolerance * max(abs(loss), abs(nearest)) + 1e-7
+        return (loss, nearest) if abs(nearest - loss) > allowed else None

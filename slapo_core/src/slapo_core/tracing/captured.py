@@ -1,0 +1,103 @@
+"""Python functions that the forward hands to ``torch.vmap``, with the tensors that they capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class CapturedFunction:
+    """A function whose captured tensors are found anew at every call.
+
+    Args:
+        function: The function.
+        call: What runs it: ``call(function, *args, **kwargs)``.
+        modes: Modes of torch functions that it runs in.
+    """
+
+    def __init__(self, function: Any, call: Callable[..., Any], modes: tuple[TorchFunctionMode, ...]) -> None:
+        self.function, self.modes, self._call = function, modes, call
+        self.tensors: list[torch.Tensor] = []
+        self.foreign: Any = None
+        """An object inside that has tensors of its own, or is a module."""
+        self._ids: set[int] = set()
+        _with(function, self._find, (torch.Tensor, nn.Module, MethodType))
+
+    def _find(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            self.foreign = tensor
+        elif id(tensor) not in self._ids:
+            self._ids.add(id(tensor))
+            self.tensors.append(tensor)
+        return tensor
+
+    def without_tensors(self) -> CapturedFunction:
+        """Return the same function for a graph, which does not keep the tensors of the call that was traced."""
+        places = {id(tensor): _Place(index) for index, tensor in enumerate(self.tensors)}
+        made = CapturedFunction(None, self._call, self.modes)
+        made.function = _with(self.function, lambda tensor: places[id(tensor)])
+        return made
+
+    def __call__(self, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the function with these tensors in the places of those that it captured."""
+        function = _with(self.function, lambda place: tensors[place.index], _Place)
+        with ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode)
+            return self._call(function, *args, **kwargs)
+
+
+class _Place:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def call_captured(
+    function: CapturedFunction, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a captured function; the target of nodes."""
+    return function(tensors, args, kwargs)
+
+
+def _with(value: Any, change: Callable[[Any], Any], kind: Any = torch.Tensor, memo: dict[int, Any] | None = None) -> Any:
+    """Return a copy of a function with all that it captures of a kind replaced, in functions and containers inside as well."""
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, kind):
+        return change(value)
+
+    def again(part: Any) -> Any:
+        return _with(part, change, kind, memo)
+
+    if isinstance(value, FunctionType):
+        return _function(value, again, memo)
+    if type(value) is partial:
+        return partial(again(value.func), *map(again, value.args), **{key: again(part) for key, part in value.keywords.items()})
+    if type(value) in (tuple, list):
+        return type(value)(map(again, value))
+    if type(value) is dict:
+        return {key: again(part) for key, part in value.items()}
+    return value
+
+
+def _function(function: FunctionType, again: Callable[[Any], Any], memo: dict[int, Any]) -> FunctionType:
+    cells = function.__closure__ or ()
+    if not cells and not function.__defaults__ and not function.__kwdefaults__:
+        return function
+    new = tuple(CellType() for _ in cells)
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, None, new or None)
+    memo[id(function)] = made
+    for cell, old in zip(new, cells, strict=True):
+        if old != CellType():  # one that is not set yet
+            cell.cell_contents = again(old.cell_contents)
+    made.__defaults__, made.__kwdefaults__ = again(function.__defaults__), again(function.__kwdefaults__)
+    made.__dict__.update(function.__dict__)
+    return made

@@ -1,0 +1,254 @@
+"""Attention and MLPs whose weights are parameters of their own, in every kind of product.
+
+Every module takes ``[batch, length, 32]`` and gives the same shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.slapo_sharding.handwritten_projections import D, H
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape) * shape[-1] ** -0.5)
+
+
+def bias(width: int) -> nn.Parameter:
+    return nn.Parameter(torch.linspace(-0.5, 0.5, width))
+
+
+def heads(x):
+    return x.view(*x.shape[:2], H, -1).transpose(1, 2)
+
+
+def attend(q, k, v):
+    out = F.scaled_dot_product_attention(q, k, v)
+    return out.transpose(1, 2).reshape(len(q), -1, D)
+
+
+class MatmulMlp(nn.Module):
+    """Parameters in ``@`` and in ``F.linear``."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.b1, self.w2 = weight(D, 4 * D), nn.Parameter(torch.zeros(4 * D)), weight(D, 4 * D)
+
+    def forward(self, x):
+        return F.linear(F.gelu(x @ self.w1 + self.b1), self.w2)
+
+
+class EinsumAttention(nn.Module):
+    """Parameters with a dimension for heads, in einsums."""
+
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv = (weight(D, H, D // H) for _ in range(3))
+        self.wo = weight(H, D // H, D)
+
+    def forward(self, x):
+        q, k, v = (torch.einsum("bnd,dhe->bhne", x, w) for w in (self.wq, self.wk, self.wv))
+        return torch.einsum("bhne,hed->bnd", F.scaled_dot_product_attention(q, k, v), self.wo)
+
+
+class BatchedExperts(nn.Module):
+    """Every token goes to all experts, by ``torch.bmm``."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(D, 4), weight(4, D, 2 * D), weight(4, 2 * D, D)
+
+    def forward(self, x):
+        flat = x.reshape(1, -1, D).expand(4, -1, -1)
+        out = torch.bmm(F.gelu(torch.bmm(flat, self.up)), self.down)
+        return torch.einsum("en,end->nd", self.gate(x).softmax(-1).flatten(0, 1).T, out).view_as(x)
+
+
+class FusedMatmul(nn.Module):
+    """A fused projection and its bias, both parameters, and biases after all products."""
+
+    def __init__(self):
+        super().__init__()
+        self.w_qkv, self.b_qkv, self.w_o, self.b_o = weight(D, 3 * D), bias(3 * D), weight(D, D), bias(D)
+
+    def forward(self, x):
+        q, k, v = map(heads, (x @ self.w_qkv + self.b_qkv).chunk(3, dim=-1))
+        return attend(q, k, v) @ self.w_o + self.b_o
+
+
+class FusedLinear(nn.Module):
+    """As torch's own attention: a packed projection in ``F.linear``, with biases there."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_proj_weight, self.in_proj_bias = weight(3 * D, D), bias(3 * D)
+        self.out_weight, self.out_bias, self.num_heads = weight(D, D), bias(D), H
+
+    def forward(self, x):
+        B, N, C = x.shape
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).reshape(B, N, 3, self.num_heads, C // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return F.linear(attend(q, k, v), self.out_weight, self.out_bias)
+
+
+class Addmm(nn.Module):
+    """As GPT-2's Conv1D inside one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.b1, self.w2, self.b2 = weight(D, 4 * D), bias(4 * D), weight(4 * D, D), bias(D)
+
+    def forward(self, x):
+        hidden = F.gelu(torch.addmm(self.b1, x.reshape(-1, D), self.w1))
+        return torch.addmm(self.b2, hidden, self.w2).view(x.shape)
+
+
+class GatedMatmul(nn.Module):
+    """A gate, the norm before and the residual sum after, in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(D)), nn.Parameter(torch.zeros(D))
+        self.w_gate, self.w_up, self.w_down, self.slope = weight(D, 2 * D), weight(D, 2 * D), weight(2 * D, D), bias(1)
+
+    def forward(self, x):
+        h = F.layer_norm(x, (D,), self.scale, self.shift)
+        return x + (F.silu(h @ self.w_gate) * (h @ self.w_up) * self.slope) @ self.w_down
+
+
+class StackedGate(nn.Module):
+    """Gate and value in one parameter of three dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.out = weight(2, D, 2 * D), weight(2 * D, D)
+
+    def forward(self, x):
+        gate, value = torch.einsum("bnd,tdf->tbnf", x, self.both)
+        return torch.einsum("...f,fd->...d", gate.sigmoid() * value, self.out)
+
+
+class Lists(nn.Module):
+    """Parameters in a list and in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.into = nn.ParameterList(weight(D, D) for _ in range(3))
+        self.out = nn.ParameterDict({"weight": weight(D, D), "bias": bias(D)})
+
+    def forward(self, x):
+        q, k, v = (heads(x @ w) for w in self.into)
+        return attend(q, k, v) @ self.out["weight"].T + self.out["bias"]
+
+
+class LayerThenParameter(nn.Module):
+    """A layer along the output and a parameter along the input, and the other way round."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.w_down, self.w_up, self.down = (
+            nn.Linear(D, 2 * D),
+            weight(2 * D, D),
+            weight(2 * D, D),
+            nn.Linear(2 * D, D),
+        )
+
+    def forward(self, x):
+        return torch.relu(self.up(x)) @ self.w_down + self.down(torch.tanh(F.linear(x, self.w_up)))
+
+
+class WeightsFirst(nn.Module):
+    """The weight on the left, on channels before positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.b1, self.w2 = weight(4 * D, D), nn.Parameter(torch.randn(4 * D, 1) * 0.1), weight(D, 4 * D)
+
+    def forward(self, x):
+        return torch.matmul(self.w2, torch.relu(torch.matmul(self.w1, x.transpose(1, 2)) + self.b1)).transpose(1, 2)
+
+
+class PerHead(nn.Module):
+    """A matrix for each head, in products that repeat the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = *(weight(H, D, D // H) for _ in range(3)), weight(H, D // H, D)
+
+    def forward(self, x):
+        q, k, v = (x.unsqueeze(1) @ w for w in (self.wq, self.wk, self.wv))
+        return (F.scaled_dot_product_attention(q, k, v) @ self.wo).sum(1)
+
+
+class Tensordot(nn.Module):
+    """``torch.tensordot``, and a scale for each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = *(weight(D, H, D // H) for _ in range(3)), weight(H, D // H, D)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, H).view(H, 1, 1))
+
+    def forward(self, x):
+        q, k, v = (torch.tensordot(x, w, dims=1).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = F.scaled_dot_product_attention(q * self.scale, k, v)
+        return torch.tensordot(out.transpose(1, 2), self.wo, dims=2)
+
+
+class LowRank(nn.Module):
+    """A low-rank update of a weight, as adapters have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.a, self.b = weight(4 * D, D), weight(D, 4 * D), weight(4, D), weight(4 * D, 4)
+
+    def forward(self, x):
+        hidden = F.linear(x, self.w1) + F.linear(F.linear(x, self.a), self.b) * 0.5
+        return F.linear(torch.relu(hidden), self.w2)
+
+
+class NormBetween(nn.Module):
+    """An RMS norm of one's own over all of the hidden width."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.scale, self.w2 = weight(D, 2 * D), nn.Parameter(torch.linspace(0.5, 1.5, 2 * D)), weight(2 * D, D)
+
+    def forward(self, x):
+        h = x @ self.w1
+        return F.silu(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale) @ self.w2
+
+
+class TiedProducts(nn.Module):
+    """One parameter for both products, as autoencoders have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = weight(D, 2 * D), bias(D)
+
+    def forward(self, x):
+        return torch.relu(x @ self.w) @ self.w.T + self.b
+
+
+class Product(nn.Module):
+    def forward(self, x, w):
+        return x @ w
+
+
+class GivenToModules(nn.Module):
+    """Parameters that another module is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.product = weight(D, 2 * D), weight(2 * D, D), Product()
+
+    def forward(self, x):
+        return self.product(torch.relu(self.product(x, self.w1)), self.w2)
+
+
+PARAMETERS = (
+    *(MatmulMlp, EinsumAttention, BatchedExperts, FusedMatmul, FusedLinear, Addmm, GatedMatmul, StackedGate, Lists),
+    *(LayerThenParameter, WeightsFirst, PerHead, Tensordot, LowRank, NormBetween, TiedProducts, GivenToModules),
+)
+"""All of these can be split on 2 ranks and on 4."""
