@@ -17,7 +17,7 @@ from slapo_core.errors import BuildError
 from slapo_core.inputs import by_position
 from slapo_core.parameters import is_part
 from slapo_core.program import Program
-from slapo_training import stale_engines
+from slapo_training import parameter_owners, stale_engines
 from slapo_training.averages import MasterValue
 from slapo_training.batch_engine import BatchEngine, MicroBatches
 from slapo_training.batches import Batch
@@ -86,10 +86,13 @@ class DeepSpeedEngine(BatchEngine):
             self._leave_world()
             raise
         stale_engines.add(self)
+        parameter_owners.add(self)
 
     def _make(self, program: Program, options: DeepSpeedOptions, dtype: torch.dtype) -> None:
         self.module: nn.Module = program.stages[program.axis_rank("pp")].module
         _mark_shards(self.module)
+        self.moves_parameters = self.takes_gradients = options.trains and options.zero_stage > 0
+        parameter_owners.check_free(dict(self.module.named_parameters()) if options.trains else {}, self.takes_gradients)
         self._hooks = StepHooks(program, self.module, options.gradient_hooks == "step")
         self._modes = Modes(program.module)
         self._loss = CountedLoss(options.loss_fn, options.output_loss)
@@ -171,6 +174,7 @@ class DeepSpeedEngine(BatchEngine):
         self._take_step(*given)
 
     def _check_trained(self, part: Batch) -> None:
+        self._used.check_new()
         size, rows = self._options.configured_rows(self.program.axis_size("dp")), self._options.batch_rows.number(part)
         if size is not None and rows is not None and rows != size[1]:
             raise BuildError(
@@ -340,6 +344,8 @@ class DeepSpeedEngine(BatchEngine):
 
     def _train(self, batch: MicroBatches) -> tuple[torch.Tensor, list[LossReduction]]:
         self._skipped = self.model.skipped_steps
+        if not self._options.zero_stage:
+            self.model.zero_grad()  # another engine's backward may have made some
         self._counted.clear()
         if self._stage is not None:
             self._begin(self._stage, batch, training=True)

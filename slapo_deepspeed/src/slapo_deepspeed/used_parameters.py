@@ -37,7 +37,8 @@ class UsedParameters:
         self._differs = False
         self._compares = zero_stage in (1, 2) and program.axis_size("dp") > 1
         self._handles: list[RemovableHandle] = []
-        if self._compares or zero_stage == 3:
+        self._names = [*parameters]
+        if zero_stage:
             for index, parameter in enumerate(parameters.values()):
                 if parameter.requires_grad:
                     self._handles.append(parameter.register_hook(self._noting(index)))  # type: ignore[no-untyped-call]
@@ -55,6 +56,19 @@ class UsedParameters:
             self._used.add(index)
 
         return note
+
+    def check_new(self) -> None:
+        """Refuse gradients that were made since the last step.
+
+        Raises:
+            BuildError: ZeRO has taken them, and would step with them.
+        """
+        if self._used:
+            name = self._names[min(self._used)]
+            raise BuildError(
+                f"{name!r} got a gradient outside of train_batch, as in another engine's backward, and ZeRO has taken it; "
+                "freeze the parameters meanwhile (requires_grad_(False)), or use stage 0 or target='torch'"
+            )
 
     def end_micro_batch(self) -> None:
         """The backward of one micro-batch is over."""

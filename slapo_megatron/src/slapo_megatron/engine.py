@@ -14,7 +14,7 @@ from slapo_core.agreement import all_reduce, compare
 from slapo_core.errors import BuildError
 from slapo_core.parameters import shard_spec
 from slapo_core.program import Program
-from slapo_training import stale_engines
+from slapo_training import parameter_owners, stale_engines
 from slapo_training.averages import MasterValue
 from slapo_training.averages.master_values import buffer_values
 from slapo_training.batch_engine import BatchEngine, MicroBatches
@@ -81,6 +81,8 @@ class MegatronEngine(BatchEngine):
         try:
             chunks = nn.ModuleList(program.stages[index].module for index in own)
             self.module = chunks[0] if len(own) == 1 else chunks
+            self.moves_parameters = options.trains
+            parameter_owners.check_free(_named(chunks) if options.trains else {}, False)
             self._hooks = StepHooks(program, chunks, options.gradient_hooks == "step")
             check_same_start(program, _named(chunks))
             optimizer, self.lr_scheduler = made_on_all(options, whole_layout(options, program, chunks), chunks, self._fit)
@@ -92,6 +94,7 @@ class MegatronEngine(BatchEngine):
             self._state.close()  # a next engine would take it for the user's
             raise
         stale_engines.add(self)
+        parameter_owners.add(self)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         """In the type of the weights, where it is an ordinary number."""

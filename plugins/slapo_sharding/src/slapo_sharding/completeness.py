@@ -9,7 +9,7 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.journal import Step
-from slapo_core.parameters import is_part
+from slapo_core.parameters import is_part, shard_spec
 from slapo_core.schedule import Schedule
 
 from . import attention, sync_batch_norm
@@ -102,6 +102,12 @@ def _check_unawares(name: str, module: nn.Module, above: Iterable[nn.Module]) ->
     for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
         is_used = is_kept_for_inside(module, tensor) or any(split_of(outer) and holds(outer, tensor) for outer in above)
         if is_part(tensor) and not is_used:
+            spec = shard_spec(tensor)
+            if spec is not None and spec.axis == "dp":
+                raise BuildError(
+                    f"{name} holds {own!r}, which an engine with data_parallel='fsdp' has sharded over replicas; build that "
+                    "engine with data_parallel='ddp', or give each engine a module of its own"
+                )
             raise BuildError(f"{name} holds {own!r} that is sharded elsewhere; shard it here in the same way")
 
 

@@ -73,6 +73,8 @@ class BatchEngine(AveragedEngine):
         self.grad_norm: float | None = None
         self.steps = 0
         self._trained: dict[str, tuple[nn.Parameter, bool]] = {}
+        self.moves_parameters = self.takes_gradients = False
+        self.superseded = ""
         self._losses: BatchLosses | None = None
         self._hidden = HiddenLabels(program)
         self._first = FirstStep(program, options)
@@ -80,6 +82,12 @@ class BatchEngine(AveragedEngine):
     def _remember_trained(self, named: Mapping[str, nn.Parameter]) -> None:
         """Note which of this rank's parameters are trained from now on."""
         self._trained = {name: (parameter, parameter.requires_grad) for name, parameter in named.items()}
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Parameters that this rank trains, by name; none once the engine is closed."""
+        found = {} if self._is_closed or not self._trains else self._trained
+        return {name: parameter for name, (parameter, is_trained) in found.items() if is_trained}
 
     @property
     @abstractmethod
@@ -111,6 +119,11 @@ class BatchEngine(AveragedEngine):
             raise BuildError("this engine was built without an optimizer and only evaluates; pass optimizer= to build")
         self._check_weights()
         self.averages.check_idle("train_batch")
+        if self.superseded:
+            raise BuildError(
+                f"another engine was built that trains {self.superseded!r}, and its memory has moved there; train each "
+                "parameter by one engine, freeze it before the other one is built, or use target='torch'"
+            )
         if self._is_broken:
             raise BuildError(
                 f"an error broke off a step of this engine, and {self._common.target} has kept a part of its gradients; build "
