@@ -106,8 +106,6 @@ MORE: dict[str, dict[str, Any]] = {
         ("Wav2Vec2ConformerForSequenceClassification", "Wav2Vec2ConformerForCTC"),
         {"apply_spec_augment": False, "max_source_positions": 64},
     ),
-    "XLMWithLMHeadModel": {"use_cache": False},
-    "FlaubertWithLMHeadModel": {"use_cache": False},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
 """What some classes need besides, by the name of the class."""
@@ -165,6 +163,10 @@ NAMED = {
 
 CLASSES = (*zoo.FAMILIES, *(f"{name}{end}" for end, names in NAMED.items() for name in names.split()))
 """What comes apart: families of the zoo, and classes by their names."""
+
+
+IN_TWO = ("FlaubertWithLMHeadModel", "XLMWithLMHeadModel")
+"""Classes that are cut behind their last attention only: they always make a cache, and all attentions use it."""
 
 
 class Refused(NamedTuple):

@@ -37,6 +37,7 @@ from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
 from .sharding import Sharder
 from .splits import Split
+from .stacks import fork_stack, split_stack
 from .syncing import sums_gradient, trainable, trust_sums
 
 _OF_LAYERS = (
@@ -268,22 +269,6 @@ def layer_paths(schedule: Schedule) -> list[str]:
     rules, named = rules_of(schedule), schedule.mod.named_modules()
     finds = (rules.is_layer, rules.is_table, rules.stack_cut)
     return [path for path, module in named if path and any(find(module) for find in finds)]
-
-
-def split_stack(schedule: Schedule) -> None:
-    """Split stacked experts and the like: reduce their output, and the gradients of what goes in."""
-    cut = rules_of(schedule).stack_cut(schedule.mod)
-    assert cut is not None
-    name = cut.main(schedule.mod)
-    schedule.shard(name, axis=cut.dims[name])
-    schedule.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
-
-
-def fork_stack(schedule: Schedule) -> None:
-    """Let each rank draw its own random numbers in a stack that drops something."""
-    cut = rules_of(schedule).stack_cut(schedule.mod)
-    if cut is not None and cut.draws and getattr(schedule.mod, "dropout", False):
-        schedule.fork_rng()
 
 
 def _stacks(schedule: Schedule, derived: Derived) -> list[str]:

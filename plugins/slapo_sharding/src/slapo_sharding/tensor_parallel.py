@@ -19,7 +19,7 @@ from . import attention, backends, column_inputs, dropout
 from . import parallel_loss as losses
 from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
 from .derive import kind
-from .derived_plan import apply_derived, fork_stack, split_stack
+from .derived_plan import apply_derived
 from .given_plan import apply_given
 from .layouts import UNEVEN
 from .parametrized import computed_by
@@ -34,6 +34,7 @@ from .plan import (
 )
 from .rulebook import rules_of
 from .rules import Cut
+from .stacks import fork_stack, split_stack
 from .syncing import trainable
 from .unplanned_parts import split_unplanned
 
