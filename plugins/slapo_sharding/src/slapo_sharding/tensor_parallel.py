@@ -47,8 +47,8 @@ class TensorParallelPrimitive(Primitive):
     forward, which is run once without data on the schedule's ``example_inputs``: layers are split in groups whose values fit
     together, attention by heads, and attributes that count heads or widths turn local. The rank's model is traced again
     afterwards and has to be, operation by operation, the one meant. The vocabulary, embedding and head, is split where each
-    rank gets some of it. What fits nowhere stays whole. With ``example_inputs``, parts with attention that a published plan says
-    nothing of, as the vision part of a model for images and text, are split by a plan derived for each.
+    rank gets some of it. What fits nowhere stays whole. With ``example_inputs``, parts with attention that a published plan
+    says nothing of, as the vision part of a model for images and text, are split by a plan derived for each.
 
     Args:
         plan: ``{path or glob: style}``, see ``slapo_sharding.plan``; nothing else is split then.
