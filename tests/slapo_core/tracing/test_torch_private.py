@@ -246,3 +246,20 @@ def test_a_fake_linear_layer_is_like_the_real_one_and_remembered(grad: bool) -> 
     facts = [(y.shape, y.stride(), y.dtype, y.requires_grad, y._is_view()) for y in (fake, real)]
     assert facts[0] == facts[1]
     assert mode.cache_info().bypasses == before
+
+
+def test_functions_of_vmap_are_intercepted_and_then_no_more() -> None:
+    seen = []
+
+    def handler(call: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(function)
+        return call(function, *args, **kwargs)
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    many = torch.vmap(double)
+    with private.intercept_vmap(handler):
+        assert torch.equal(many(torch.ones(3)), torch.full((3,), 2.0))
+    many(torch.ones(3))
+    assert seen == [double]
