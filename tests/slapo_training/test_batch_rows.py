@@ -53,6 +53,14 @@ def test_an_image_is_not_cut_between_rows() -> None:
         rows_of().split({"input_ids": ids_of([3, 5]), **images([(4, 4), (4, 4)])}, 2)
 
 
+def test_tensors_of_a_tuple_have_their_rows_where_the_option_says() -> None:
+    state = torch.arange(8.0).reshape(1, 4, 2), torch.arange(12.0).reshape(1, 4, 3)
+    rows = rows_of({"state": 1})
+    parts = rows.split({"x": torch.ones(4, 5), "state": state}, 2)
+    assert [[tuple(each.shape) for each in part["state"]] for part in parts] == [[(1, 2, 2), (1, 2, 3)]] * 2
+    assert all(torch.equal(own, whole) for own, whole in zip(rows.join(parts)["state"], state, strict=True))
+
+
 POSITIONS = torch.arange(3 * 2 * 5).reshape(3, 2, 5)
 TEXT = {"input_ids": torch.ones(2, 5, dtype=torch.int64), "labels": torch.ones(2, 5, dtype=torch.int64)}
 

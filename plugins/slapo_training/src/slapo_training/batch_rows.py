@@ -13,7 +13,7 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 
-from .row_places import OF_IMAGES, Dim, Place, RowPlaces, owner_of, size_of, without_absent_images
+from .row_places import OF_IMAGES, Dim, Place, RowPlaces, is_list, owner_of, size_of, without_absent_images
 from .structures import Path, tensors_of, with_tensors
 
 Batch = dict[str, Any]
@@ -149,7 +149,7 @@ class BatchRows:
 
     def _lists(self, batch: Mapping[str, Any]) -> Iterator[str]:
         """Yield the names of lists that the option has."""
-        return (name for name in self._given if isinstance(batch.get(name), list | tuple))
+        return (name for name, dim in self._given.items() if is_list(batch.get(name), dim))
 
     def _places(self, batch: Mapping[str, Any], is_part: bool) -> dict[Path, Place]:
         """Return the places of rows, and note them."""

@@ -35,6 +35,14 @@ def owner_of(path: Path, given: Mapping[str, Dim]) -> str | None:
     return next((name for name in given if path == name or path.startswith(f"{name}.")), None)
 
 
+def is_list(value: Any, dim: Dim) -> bool:
+    """Return whether a list or tuple has an item for each row, or goes whole.
+
+    With another dimension than 0 the rows are in its tensors, as in the state of an LSTM.
+    """
+    return isinstance(value, list | tuple) and not (isinstance(dim, int) and dim)
+
+
 def size_of(path: Path, value: Any, dim: int) -> int:
     """Return the size of a tensor or a list in a dimension.
 
@@ -93,7 +101,7 @@ class RowPlaces:
     ) -> None:
         self._batch, self._rows, self._given, self._tokens = batch, rows, given, tokens
         self._known, self._is_part = known, is_part
-        lists = {name for name in given if isinstance(batch.get(name), list | tuple)}
+        lists = {name for name, dim in given.items() if is_list(batch.get(name), dim)}
         self._tensors = {
             path: each for path, each in tensors_of(dict(batch)).items() if each.dim() and path.partition(".")[0] not in lists
         }
