@@ -82,8 +82,8 @@ CHANGES: dict[str, tuple[nn.Module, Change]] = {
     ),
     "another number": (with_parts(lambda self, x: self.fc(x) * self.width, width=2.0), lambda m: setattr(m, "width", 3.0)),
     "another partial": (
-        with_parts(lambda self, x: self.act(self.fc(x)), act=partial(functional.leaky_relu, negative_slope=0.1)),
-        lambda m: setattr(m, "act", partial(functional.leaky_relu, negative_slope=0.9)),
+        with_parts(lambda self, x: self.act(self.fc(x)), act=partial(torch.add, other=0.1)),
+        lambda m: setattr(m, "act", partial(torch.add, other=0.9)),
     ),
     "inside of slots": (
         with_parts(lambda self, x: self.fc(x) * self.config.scale, config=Slots()),
