@@ -57,6 +57,7 @@ LEFT_WHOLE = {
     "deberta-v2": Whole(
         "attention", "heads and batch are one dimension, along which positions are repeated", "modeling_deberta_v2.py:"
     ),
+    "beit": Whole("attention", "it interpolates its table of position biases", "sdpa_attention.py:"),
     "deepseek_v3": Whole("attention", "norms lie between its projections", "modeling_deepseek_v3.py:"),
     "falcon": Whole("attention", "one key head serves all queries", "modeling_falcon.py:"),
     "fnet": Whole("attention", NONE),
@@ -66,7 +67,7 @@ LEFT_WHOLE = {
     "mobilebert": Whole("", "a scale of all widths follows the layers of its bottlenecks", "bottleneck stays whole"),
     "qwen2_moe": Whole("", "the gate of its shared expert has one output", "modeling_qwen2_moe.py:"),
     "squeezebert": Whole("attention and MLP", "its layers are convolutions", "none of its layers can be split"),
-    "xlnet": Whole("attention", "its projections are parameters in einsums, no layers", "in no layer (/"),
+    "xlnet": Whole("attention", NONE),  # split by the heads of its parameters, which no step of a layer shows
 }
 """Families of which more than single tables stays whole."""
 
