@@ -75,7 +75,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 def cut_positions(root: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> list[tuple[int, str]]:
-    """Where in the order of the graph's nodes each stage ends, ascending, with the cut's path.
+    """Return the positions in the graph's nodes at which stages end, ascending, each with the path of its cut.
 
     Args:
         root: The model.
@@ -133,7 +133,7 @@ def opened_by(cuts: Iterable[str]) -> set[str]:
 
 
 def _leaf(cuts: Sequence[str], apart: Collection[str], tables: set[str] | None) -> Callable[[str, nn.Module], bool]:
-    """Which modules stay whole; paths of the tables that do not go to ``tables``, and without it they do."""
+    """Return a test of which modules stay whole; paths of tables that stay open go to ``tables``, and without it none do."""
     parents = opened_by(cuts)
     ends = set(cuts) - parents
 

@@ -37,7 +37,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
 
 
 class LayerBackend(Protocol):
-    """What a plugin registers by ``slapo_layer_backends``."""
+    """Factory of layers that a plugin registers by ``slapo_layer_backends``."""
 
     def __call__(self, module: nn.Module, kind: Kind, spec: ShardSpec, *, sums_gradient: bool) -> nn.Module | str:
         """The engine's layer for one that is split, or why there is none, as the end of a sentence.

@@ -117,10 +117,10 @@ def user_code(module: nn.Module) -> str | None:
 
 
 def needs_forward(module: nn.Module, cut: Cut) -> bool:
-    """Whether the cut's own forward has to take the place of the module's."""
+    """Return whether the cut's own forward has to take the place of the module's."""
     return cut.forward is not None and (not cut.late_bias or has_late_bias(module, cut))
 
 
 def has_late_bias(module: nn.Module, cut: Cut) -> bool:
-    """Whether there is a bias that the reducing sync has to add."""
+    """Return whether there is a bias that the reducing sync has to add."""
     return cut.late_bias and tensor_of(module, "bias") is not None

@@ -53,7 +53,7 @@ class KeyCopies:
         return attention.with_keys(path.rpartition(".")[2], self.blocks[path], self.wide)
 
     def split_by(self, splits: Mapping[str, Split]) -> bool:
-        """Whether a plan splits all of the projections by heads."""
+        """Return whether a plan splits all of the projections by heads."""
         return all(path in splits and splits[path].output == "sharded" for path in self.blocks)
 
 
