@@ -133,7 +133,7 @@ def opened_by(cuts: Iterable[str]) -> set[str]:
 
 
 def _leaf(cuts: Sequence[str], apart: Collection[str], tables: set[str] | None) -> Callable[[str, nn.Module], bool]:
-    """Return a test of which modules stay whole; paths of tables that stay open go to ``tables``, and without it none do."""
+    """Return a test of which modules stay whole. Tables are opened and their paths put into ``tables``; None leaves them whole."""
     parents = opened_by(cuts)
     ends = set(cuts) - parents
 
@@ -149,12 +149,12 @@ def _leaf(cuts: Sequence[str], apart: Collection[str], tables: set[str] | None) 
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether a module is traced into without a cut in it: a model's own, without parameters."""
+    """Return whether a module is traced into without a cut in it: a model's own, without parameters."""
     return is_custom(module) and next(module.parameters(), None) is None
 
 
 def is_custom(module: nn.Module) -> bool:
-    """Whether a model brings the module itself, rather than torch."""
+    """Return whether a model brings the module itself, rather than torch."""
     return not type(module).__module__.startswith("torch.nn.")
 
 
