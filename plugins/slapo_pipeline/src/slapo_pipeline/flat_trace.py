@@ -133,7 +133,7 @@ def opened_by(cuts: Iterable[str]) -> set[str]:
 
 
 def _leaf(cuts: Sequence[str], apart: Collection[str], tables: set[str] | None) -> Callable[[str, nn.Module], bool]:
-    """Return a test of which modules stay whole. Tables are opened and their paths put into ``tables``; None leaves them whole."""
+    """Return a test of which modules stay whole. Paths of opened tables go into ``tables``; with None they stay whole."""
     parents = opened_by(cuts)
     ends = set(cuts) - parents
 
