@@ -125,8 +125,11 @@ def cause_of(models: Models, runs: nn.Module, task: Task, expected: Computed, ac
 
     suspects, before, unknown = _steps(models, runs, task, expected, differs)
     module, values = _first_module(models, runs, task, before)
-    parameters = _wrong_parameters(models, task, expected, actual)
-    hint = _hint(models, task, expected, actual, values, parameters)
+    what, parameters = _wrong_parameters(models, task, expected, actual)
+    if what == "update" and module is None and hints.is_split(models.sch.mod):
+        hint: str | None = hints.OF_UPDATES
+    else:
+        hint = _hint(models, task, expected, actual, values, parameters)
     step = None
     if suspects:  # a module that is known to be wrong itself tells which
         number = next((each for each in reversed(suspects) if hint and models.steps[each].path == module), suspects[0])
@@ -162,9 +165,9 @@ def _is_summed_outside(model: nn.Module, path: str) -> bool:
     return not own._forward_hooks and any(model.get_submodule(each)._forward_hooks for each in above)
 
 
-def _wrong_parameters(models: Models, task: Task, expected: Computed, actual: Computed) -> list[str]:
-    """Parameters whose gradient, or else update, differs on any rank; by the order in which the model lists them the last
-    first, which are nearest to the loss, and tied ones after the others."""
+def _wrong_parameters(models: Models, task: Task, expected: Computed, actual: Computed) -> tuple[str, list[str]]:
+    """Return whether gradients differ on any rank, or else updates, and of which parameters: by the order in which the model
+    lists them the last first, which are nearest to the loss, and tied ones after the others."""
     named = dict(models.reference.named_parameters(remove_duplicate=False))
     times = Counter(map(id, named.values()))
     for what, one, other in (
@@ -174,8 +177,9 @@ def _wrong_parameters(models: Models, task: Task, expected: Computed, actual: Co
         own = [name for name in one if any(True for _ in of_named(what, {name: one[name]}, other, task.tolerance))]
         wrong = {name for names in models.ranks.gather(own) for name in names}
         if wrong:
-            return sorted((name for name in reversed(named) if name in wrong), key=lambda name: times[id(named[name])] > 1)
-    return []
+            last_first = (name for name in reversed(named) if name in wrong)
+            return what, sorted(last_first, key=lambda name: times[id(named[name])] > 1)
+    return "", []
 
 
 def _hint(

@@ -9,10 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core.parameters import facts
+from slapo_core.parameters import facts, is_part
 from slapo_core.testing.equivalence import Tolerance
 
 Tensor = torch.Tensor
+
+OF_UPDATES = (
+    "the gradients are right; the optimizer makes the update of an element depend on others, which other ranks have: "
+    "an engine of build steps whole tensors, which verify_engine shows"
+)
 
 
 def hint_of(
@@ -84,6 +89,11 @@ def broken_ties(reference: nn.Module, scheduled: nn.Module) -> str | None:
         if len(held) > 1:
             return f"{' and '.join(map(repr, names))} are one parameter, and have become {len(held)}: the tie is broken"
     return None
+
+
+def is_split(scheduled: nn.Module) -> bool:
+    """Return whether this rank has a part of some parameter."""
+    return any(map(is_part, scheduled.parameters()))
 
 
 def frozen(reference: nn.Module, scheduled: nn.Module) -> str | None:
