@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 
 import hypothesis
 import pytest
@@ -32,3 +33,19 @@ hypothesis.settings.load_profile("repository")
 def same_seed() -> None:
     """Tests do not depend on their order."""
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cases of tests with many as slow, but for a sample of them, spread evenly."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("sampled")
+        assert marker is not None
+        kept = {at * len(found) // marker.args[0] for at in range(marker.args[0])}
+        for number, item in enumerate(found):
+            if len(found) > len(kept) and number not in kept:
+                item.add_marker(pytest.mark.slow)

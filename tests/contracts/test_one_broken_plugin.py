@@ -79,6 +79,7 @@ for command in ("plugins", "primitives", "dialects"):
 """
 
 
+@pytest.mark.slow
 def test_tables_show_it_and_obey_nothing_a_plugin_says(environ: dict[str, str]) -> None:
     result = run(environ, "-c", TABLES)
     assert result.returncode == 0, result.stderr
@@ -90,6 +91,7 @@ def test_tables_show_it_and_obey_nothing_a_plugin_says(environ: dict[str, str]) 
     assert "\x1b" not in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_strict_is_one_sentence_and_status_2(environ: dict[str, str]) -> None:
     result = slapo({**environ, "SLAPO_STRICT_PLUGINS": "1"}, "plugins")
     assert result.returncode == 2

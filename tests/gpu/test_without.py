@@ -11,6 +11,7 @@ from benchmarks.gpu.timing import Sizes, table
 from slapo_core.testing import run_distributed
 
 from .test_ranks import beside_reference
+from .test_training import CASES, beside_one_process
 
 TINY = Sizes("cpu", vocabulary=64, hidden=32, heads=2, layers=4, batch=4, sequence=16, warm_up=1, rounds=2, in_a_row=1)
 
@@ -21,6 +22,14 @@ TINY = Sizes("cpu", vocabulary=64, hidden=32, heads=2, layers=4, batch=4, sequen
 def test_ranks_that_share_a_device(layout: str, tmp_path: Path) -> None:
     for worst in run_distributed(beside_reference, 2, str(tmp_path / "store"), "gpt2", layout, "fp32", "cpu"):
         assert max(worst.values()) < 1e-4, worst
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_training_on_ranks_that_share_a_device(tmp_path: Path) -> None:
+    for name in ("adafactor tp", "hook fsdp", "batch norm dp"):
+        for worst in run_distributed(beside_one_process, 2, str(tmp_path / name), name, "cpu"):
+            assert max(worst.values()) < CASES[name].limit, (name, worst)
 
 
 def test_benchmarks() -> None:

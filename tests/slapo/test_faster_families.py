@@ -112,6 +112,7 @@ def model_and_batch(name: str, dropout: float = 0.0) -> tuple[Any, Any]:
 WAYS = {"compiled": compiled, "fused": fused, "served": served, "recomputed": recomputed, "together": together}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in NAMES])
 def test_in_one_process(name: str, way: str) -> None:

@@ -121,6 +121,7 @@ def test_by_hand_in_any_order() -> None:
     run_distributed(by_hand, 2, ORDERS, timeout=100)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_with_a_plan_before_between_or_after(sequence_parallel: bool) -> None:

@@ -22,6 +22,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 CUTS = {**dict.fromkeys(MODELS, "model.language_model.layers.0"), "smol": "model.text_model.layers.0"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_outputs_and_gradients_for_other_images(kind: str) -> None:
     """The language part is cut; the vision part is in the first stage."""
@@ -102,6 +103,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("ranks", "cases"), CASES)
 def test_losses_and_weights_for_other_images(ranks: int, cases: list[tuple[Any, ...]]) -> None:

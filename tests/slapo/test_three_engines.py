@@ -46,6 +46,7 @@ def on_each(rank: int, name: str, layout: dict[str, int], folder: str) -> dict[s
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -49,6 +49,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("name", "how", "target", "options"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]

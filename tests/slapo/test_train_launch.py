@@ -46,6 +46,7 @@ def test_one_failing_rank_ends_all_with_its_message(work: Callable[[Settings], N
     assert time.monotonic() - start < 30, "gloo's own timeout is 30 minutes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],

@@ -146,6 +146,7 @@ def check(folder: str, other: Layout, pairs: list[tuple[int, int]], precision: s
             assert difference < near, pair
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("one", "other"), FAST)
 def test_losses_go_on(one: int, other: int, folders: Any) -> None:
     folder = folders(LAYOUTS[one], [1], "fp32", False)

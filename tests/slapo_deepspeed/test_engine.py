@@ -55,6 +55,7 @@ def offloaded(rank: int, target: str, stage: int) -> Losses:
     return trained(engine, [my_part(batch, mesh) for batch in data]), expected
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("ranks", "case", "arguments"),
     [
@@ -150,6 +151,7 @@ def resumed(rank: int, layout: dict[str, int], zero: int, folder: str) -> tuple[
     return found, expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "zero"), [({"dp": 2}, 0), ({"dp": 2}, 3), ({"tp": 2}, 1), ({"pp": 2}, 1)], ids=str)
 def test_saving_and_going_on(layout: dict[str, int], zero: int, tmp_path: Path) -> None:
     for found, expected in run_distributed(resumed, 2, layout, zero, str(tmp_path)):

@@ -59,6 +59,7 @@ def test_four_ranks(name: str, layout: dict[str, int]) -> None:
 ALWAYS = [("gpt2", "dp"), ("gpt2", "pp")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "axis"),
     [

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.multiproc
 NAMES = [name for name in CASES if name != "over clip"]  # DeepSpeed takes no parameter without dimensions
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

@@ -50,6 +50,7 @@ def losses(rank: int, kind: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["ends with a Linear", "reads another module's weight"])
 def test_zero_3_trains_as_without_checkpoints(kind: str) -> None:
     for without, with_checkpoints in run_distributed(losses, 2, kind):

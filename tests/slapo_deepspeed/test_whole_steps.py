@@ -98,6 +98,7 @@ def test_shards_are_stepped_in_place_without_zero() -> None:
         assert all(isinstance(error, float) and error < 1e-3 for error in facts.values()), facts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("in place", "zero"), pytest.param("zero", "in place", marks=pytest.mark.slow)], ids=str
 )

@@ -55,6 +55,7 @@ def served(schedule: Schedule) -> dict[str, int]:
     return {kernel: len(paths) for kernel, paths in schedule.metadata.primitives["use_kernels"].items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SERVED])
 def test_correctness_15_families_compute_what_they_did(name: str, counted: Counted) -> None:
     """Correctness 15: dropout on in training alone and with the same masks, the exact activation, the mask."""

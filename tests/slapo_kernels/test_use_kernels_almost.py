@@ -290,6 +290,7 @@ def swapped(module: nn.Module, dtype: torch.dtype, counted: Counted) -> tuple[nn
     return before, model[0], set(schedule.metadata.primitives["use_kernels"])
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [*(f"norm: {name}" for name in NORMS), *(f"gate: {name}" for name in GATES)])
 def test_what_is_left_as_it_is(name: str, counted: Counted) -> None:
     kind, _, case = name.partition(": ")
@@ -300,6 +301,7 @@ def test_what_is_left_as_it_is(name: str, counted: Counted) -> None:
         assert after.state() == before.state()  # type: ignore[operator]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", SOME)
 def test_what_is_served_for_some_inputs(name: str, dtype: torch.dtype, counted: Counted) -> None:

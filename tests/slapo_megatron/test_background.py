@@ -18,6 +18,7 @@ pytestmark = pytest.mark.multiproc
 TARGET = "megatron"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "chunks", "options"),
     [

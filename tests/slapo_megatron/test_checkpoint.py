@@ -52,6 +52,7 @@ def resumed(rank: int, layout: dict[str, int], chunks: int, options: dict[str, A
     return found, expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "chunks", "options"),
     [

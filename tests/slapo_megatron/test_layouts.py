@@ -29,6 +29,7 @@ def differences(ranks: int, name: str, where: tuple[dict[str, int], int], precis
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "which"),
     [
@@ -42,6 +43,7 @@ def test_two_ranks(name: str, which: int) -> None:
         assert all(difference < 2e-5 for difference in worst.values()), worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "which"),
     [
@@ -55,6 +57,7 @@ def test_four_ranks(name: str, which: int) -> None:
         assert all(difference < 2e-5 for difference in worst.values()), worst
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "which"),
     [

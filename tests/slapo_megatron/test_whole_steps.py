@@ -68,6 +68,7 @@ def test_fp32_copies_are_stepped_in_place_as_owners_step_them() -> None:
         assert found == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("in place", "one"), pytest.param("owners", "in place", marks=pytest.mark.slow)], ids=str
 )

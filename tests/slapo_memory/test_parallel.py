@@ -108,6 +108,7 @@ def trained(rank: int, layout: dict[str, int], steps: dict[str, dict[str, Any]])
     return found, expected, len(moved)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("steps", STEPS.values(), ids=[*STEPS])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_training_in_parallel(layout: dict[str, int], steps: dict[str, dict[str, Any]]) -> None:

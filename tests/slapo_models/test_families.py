@@ -38,6 +38,7 @@ def test_outputs_gradients_and_a_step(key: str, layout: dict[str, int]) -> None:
         assert report.compared["gradients"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("key", "target", "layout"),
     [

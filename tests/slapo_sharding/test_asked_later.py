@@ -102,6 +102,7 @@ def _refused(rank: int) -> list[tuple[str, str]]:
     return messages
 
 
+@pytest.mark.slow
 def test_parts_are_refused_under_their_names_and_in_tuples() -> None:
     for pairs in run_distributed(_refused, 2, timeout=100):
         assert [(wanted, message) for wanted, message in pairs if wanted not in message] == []

@@ -76,6 +76,7 @@ def sch_size(model: nn.Module) -> int:
     return spec.num_shards
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("spatial", "ranks"), [(1, 2), pytest.param(1, 4, marks=pytest.mark.slow), (2, 2), (2, 4), (3, 2)])
 def test_correctness_02_output_channels_then_input_channels(spatial, ranks):
     run_distributed(_pair, ranks, spatial)

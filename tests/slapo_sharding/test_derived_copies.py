@@ -116,6 +116,7 @@ def _same(rank: int, heads: int, keys: int, how: list[str], sequence_parallel: b
     return [None if spec is None else spec.ranges() for spec in specs], told
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "heads", "keys", "how", "held"),
     [

@@ -79,11 +79,13 @@ OTHERWISE = {"ViewThenUnbind", "Sliced", "Einops", "BiasOfPairs", "BatchedExpert
 
 
 @pytest.mark.timeout(200)
-def test_a_plan_is_right_where_the_forward_shows_it_and_ends_in_a_sentence_elsewhere() -> None:
-    kinds = [kind for kind in SPLIT if any(layers(kind))]
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_plan_is_right_where_the_forward_shows_it_and_ends_in_a_sentence_elsewhere(every: int) -> None:
+    kinds = [kind for kind in SPLIT if any(layers(kind))][::every]
     first, second = run_distributed(sentences, 2, kinds, with_plan, timeout=160)
     assert first == second
-    assert first.keys() == OTHERWISE
+    assert first.keys() == OTHERWISE & set(kinds)
+    assert first
     assert [message for message in first.values() if not NAMED.search(message)] == []
 
 

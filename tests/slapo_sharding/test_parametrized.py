@@ -146,6 +146,7 @@ def apart(kind: str, both: bool, plan: dict[str, str] | None) -> tuple[float, se
     return worst, {name for name, parameter in model.named_parameters() if shard_spec(parameter) is not None}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.multiproc
 @pytest.mark.parametrize("both", [True, False])
 def test_a_derived_plan_splits_what_follows_and_the_rest_of_the_model(both: bool) -> None:

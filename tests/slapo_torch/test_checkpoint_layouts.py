@@ -115,6 +115,7 @@ def check(folders: Any, one: Layout, its: dict[str, Any], other: Layout, options
         assert extra == {"epoch": 1, "next": [4, 2]}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -157,6 +158,7 @@ def exactly(rank: int, layout: Layout, options: dict[str, Any], folder: str) -> 
     return expected, losses(engine, mesh, data[2:])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "options"), [({"tp": 2}, {}), ({"pp": 2}, {}), ({"dp": 2}, {}), ({"dp": 2}, FSDP)], ids=str)
 def test_the_same_layout_goes_on_to_the_bit(layout: Layout, options: dict[str, Any], tmp_path: Path) -> None:
     for expected, found in run_distributed(exactly, 2, layout, options, str(tmp_path)):
@@ -275,6 +277,7 @@ def other_state(rank: int, layout: Layout, folder: str, name: str) -> list[Any]:
     return [message, losses(engine, mesh, data[2:])]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_of_other_shapes_goes_with_whole_parameters(name: str, tmp_path: Path) -> None:
     ((_, expected),) = run_distributed(other_state, 1, {}, str(tmp_path), name)

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.multiproc
 FSDP = {"data_parallel": "fsdp"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "per_rank", "config"),
     [

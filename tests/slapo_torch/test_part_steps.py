@@ -70,6 +70,7 @@ def _is_gathered(rank: int, name: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_nothing_is_gathered() -> None:
     for name in ("lamb", "factored"):
         assert run_distributed(in_place, 2, _is_gathered, name) == [False, False], name
@@ -79,6 +80,7 @@ def test_nothing_is_gathered() -> None:
 OWNERS, IN_PLACE = False, True
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -176,6 +176,7 @@ def _beside_reference(
     return differences
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("layout", "kind"), LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     ("frozen", "config"),

@@ -119,6 +119,7 @@ def _elsewhere(rank: int, layout: dict[str, int], path: str, kind: str) -> list[
     return [engine.train_batch(**batch).item() for _ in range(2)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "other", "kind"),
     [

@@ -45,6 +45,7 @@ def test_finished_trials_are_not_run_again(folder: Folder) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "change",
     [

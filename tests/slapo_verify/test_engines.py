@@ -66,6 +66,7 @@ def same(reports: list[Report]) -> Report:
     return reports[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", [TP, PP, DP], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", ["torch", "deepspeed", "megatron"])
@@ -108,6 +109,7 @@ def with_adam(rank: int, name: str, layout: dict[str, int], target: str, fault: 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "target"),
     [

@@ -30,6 +30,7 @@ def verified(rank: int, name: str, dtype: torch.dtype, level: str) -> Report:
     return verify(reference, sch, level=level)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_alone(name: str, dtype: torch.dtype) -> None:

@@ -37,6 +37,7 @@ def test_there_are_forty_families() -> None:
     assert FAMILIES.keys() >= VARIATIONS | LONG
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in VARIATIONS | LONG else ()) for n in sorted(FAMILIES)]
 )

@@ -361,6 +361,7 @@ def edit_part(part: Schedule, kind: str) -> None:
         part.checkpoint(found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["replace", "fuse", "checkpoint"])
 @pytest.mark.parametrize(("name", "path"), PARTS)
 def test_parts_of_transformers(name: str, path: str, kind: str) -> None:

@@ -40,6 +40,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*torch.jit.script")
 @pytest.mark.parametrize("shape", [(2, 4, 8), (3, 5, 8)])
 @pytest.mark.parametrize("name", TRANSFORMS)

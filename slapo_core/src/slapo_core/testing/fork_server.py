@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
+import importlib
 import os
 import signal
 import socket
@@ -131,7 +131,7 @@ def main(control_fd: int, modules: Sequence[str]) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     for name in modules:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+        with suppress(ImportError):  # what is not installed, or in part, is reported by the job that needs it
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
