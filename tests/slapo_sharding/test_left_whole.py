@@ -154,7 +154,9 @@ def test_the_rest_is_split_and_a_warning_says_what_is_not(name: str) -> None:
     kind, paths, message = LEFT[name]
     for found, told in run_distributed(left, 2, kind):
         assert found == paths
-        assert [bool(re.match(f"tensor_parallel: blocks.0.{message}", each)) for each in told] == [True], told
+        assert re.match(f"tensor_parallel: blocks.0.{message}", told[0]), told
+        beside = paths and message.startswith("part.up")  # then the layer that would take its output in is named, too
+        assert [each.split()[1] for each in told[1:]] == ["blocks.0.part.down"] * bool(beside), told
 
 
 def beside(rank: int, kinds: list[type[nn.Module]]) -> dict[str, list[str]]:
@@ -203,6 +205,82 @@ def test_a_value_that_cannot_be_cut_keeps_no_other_module_whole() -> None:
     assert run_distributed(on_top, 2)[0] == {"attn"}
 
 
+class PackedLinear(nn.Module):
+    """A frozen layer of somebody's own: two 4-bit numbers in a byte."""
+
+    def __init__(self):
+        super().__init__()
+        numbers = torch.randint(256, (D, D // 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        self.register_buffer("packed", numbers)
+        self.register_buffer("scales", torch.full((D, 1), 0.02))
+
+    def forward(self, x):
+        pairs = torch.stack([(self.packed & 15).to(x.dtype) - 8, (self.packed >> 4).to(x.dtype) - 8], -1)
+        return F.linear(x, pairs.flatten(1) * self.scales)
+
+
+class Scaled(torch.autograd.Function):
+    """As kernels of quantised layers are called."""
+
+    @staticmethod
+    def forward(ctx, x, numbers, scale):
+        ctx.save_for_backward(numbers, scale)
+        return x @ (numbers.to(x.dtype) * scale).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        numbers, scale = ctx.saved_tensors
+        return gradient @ (numbers.to(gradient.dtype) * scale), None, None
+
+
+class KernelLinear(nn.Module):
+    """A frozen layer that calls an ``autograd.Function``."""
+
+    def __init__(self):
+        super().__init__()
+        numbers = torch.randint(-9, 9, (D, D), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+        self.register_buffer("numbers", numbers)
+        self.register_buffer("scale", torch.full((D, 1), 0.02))
+
+    def forward(self, x):
+        return Scaled.apply(x, self.numbers, self.scale)
+
+
+class UnregisteredLinear(nn.Module):
+    """Its weight is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.linspace(-0.1, 0.1, D * D).view(D, D)
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class Grouped(nn.Module):
+    """A block-diagonal weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-0.3, 0.3, D * D // 4).view(4, D // 4, D // 4))
+
+    def forward(self, x):
+        return torch.einsum("btgi,gio->btgo", x.unflatten(-1, (4, -1)), self.weight).flatten(2)
+
+
+class OwnLayers(nn.Module):
+    """Attention with layers of a class that no rule knows."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.q, self.k, self.v, self.o, self.heads = layer(), layer(), layer(), layer(), 4
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (each(x).view(B, T, self.heads, C // self.heads).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, C))
+
+
 class Beside(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -214,6 +292,7 @@ class Beside(nn.Module):
 
 FAST = (LoopedHeads, ListOfHeads)
 SLOW = tuple(kind for kind in WHOLE if kind not in FAST)
+UNKNOWN = (PackedLinear, KernelLinear, UnregisteredLinear, Grouped)
 
 
 @pytest.mark.parametrize("kinds", [pytest.param(FAST, id="some"), pytest.param(SLOW, id="others", marks=pytest.mark.slow)])
@@ -223,6 +302,22 @@ def test_kinds_that_stay_whole_are_right_and_named(kinds: tuple[type[nn.Module],
             expected = r"tensor_parallel: blocks\.0\.part\.one[\w.]* stays whole on every rank: .*\(\S+:\d+\)"
             assert told, name
             assert all(re.fullmatch(expected, message) for message in told), told
+
+
+def of_own_layers(rank: int, layers: list[type[nn.Module]]) -> dict[str, list[str]]:
+    found = {}
+    for layer in layers:
+        paths, told = left(rank, partial(Beside, partial(OwnLayers, layer)))
+        assert paths == {"mlp.up", "mlp.down"}, layer
+        found[layer.__name__] = told
+    return found
+
+
+def test_layers_that_no_rule_knows_are_named() -> None:
+    for found in run_distributed(of_own_layers, 2, list(UNKNOWN), timeout=120):
+        expected = r"tensor_parallel: blocks\.0\.part\.one stays whole on every rank: no rule splits its products \(\S+:\d+\)"
+        for name, told in found.items():
+            assert [bool(re.fullmatch(expected, each)) for each in told] == [True], (name, told)
 
 
 def nothing(rank: int) -> str:

@@ -20,6 +20,7 @@ from .parametrized import computed_by
 from .projections import is_projection
 from .rulebook import rules_of
 from .rules import split_of
+from .whole_products import whole_products
 
 REMEDY = (
     "layers are split where one makes values of which each rank can have a part until another one takes these in, as in an MLP "
@@ -137,6 +138,12 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
             why = "the code around it uses its weights and does not call it"
             if rewritten:
                 why = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
+            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+    split = {outer for path in (*derived.splits, *derived.parameters) for outer in (path, *_around(path))}
+    for path, line in whole_products(schedule.mod, derived.layouts, split).items():
+        if not any(is_inside(kind(path), what) or is_inside(what, kind(path)) for what in told):
+            told.add(kind(path))
+            why = derived.reasons.get(path) or next(_reasons_in(path, derived.reasons), f"no rule splits its products ({line})")
             get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
 
 

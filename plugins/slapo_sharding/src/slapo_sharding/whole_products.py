@@ -1,0 +1,79 @@
+"""Heavy products of whole values, which every rank computes beside layers that are split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from itertools import chain
+
+import torch
+from torch import fx, nn
+
+from slapo_core.tracing.calls import function_name
+
+from .derive import kind
+from .layouts import Layouts
+
+_PRODUCTS = frozenset("linear bilinear matmul mm bmm addmm baddbmm einsum tensordot conv1d conv2d conv3d".split())
+_LEAST = 1 / 8
+"""Share of the work of the heaviest product from which one counts: not routers, adapters of a low rank, rotary tables."""
+
+
+def whole_products(model: nn.Module, layouts: Layouts, split: Collection[str]) -> dict[str, str]:
+    """Return the modules whose heavy products are of whole values, one for all alike, and the line of the first of each.
+
+    Repeated modules are meant; where a module has several such products and nothing in it is split, it stands for all.
+
+    Args:
+        model: The model that the graph is of.
+        layouts: The dry run.
+        split: Paths of the modules in which something is split.
+    """
+    places = {
+        node: str(node.target if node.op == "call_module" else node.meta.get("module", "")) for node in layouts.graph.nodes
+    }
+    work = {node: _work(node, model) for node, path in places.items() if kind(path) != path}
+    least = _LEAST * max(work.values(), default=0.0)
+    found: dict[str, list[tuple[str, str]]] = {}
+    for node, amount in work.items():
+        path = places[node]
+        if amount and amount >= least and path not in layouts.splits and not _is_sharded(node, layouts):
+            found.setdefault(_outermost(path, split), []).append((path, str(node.meta.get("source"))))
+    named = {owner if len(inside) > 1 else inside[0][0]: inside[0][1] for owner, inside in found.items()}
+    return {path: named[path] for path in {kind(path): path for path in reversed(named)}.values()}
+
+
+def _work(node: fx.Node, model: nn.Module) -> float:
+    """Return about how many numbers a node multiplies with each other; 0 for what is no product of matrices."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return 0.0
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        own = chain(module.parameters(), module.buffers())
+        weights = sum(each.numel() for each in own if each.dim() > 1)
+        return 0.0 if isinstance(module, nn.Embedding) else weights * value.numel() / value.shape[-1]
+    given = [other for other in node.all_input_nodes if isinstance(other.meta.get("val"), torch.Tensor)]
+    is_product = function_name(node) in _PRODUCTS or (function_name(node) == "apply" and any(map(_is_matrix, given)))
+    if not is_product or len(given) < 2:
+        return 0.0
+    sizes = sorted(other.meta["val"].numel() for other in given)
+    return math.sqrt(value.numel() * sizes[-1] * sizes[-2])  # m k n, of matrices m x k and k x n
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    """Return whether a value is a tensor of the model's own, of several dimensions."""
+    return node.op == "get_attr" and node.meta["val"].dim() > 1
+
+
+def _is_sharded(node: fx.Node, layouts: Layouts) -> bool:
+    return any(value in layouts.sources or value in layouts.local for value in (node, *node.all_input_nodes))
+
+
+def _outermost(path: str, split: Collection[str]) -> str:
+    """Return the outermost repeated module around a path, or it itself, in which nothing is split; no element of a list."""
+    found = path
+    while path := path.rpartition(".")[0]:
+        if path not in split and kind(path) != path and not path.rpartition(".")[2].isdigit():
+            found = path
+    return found
