@@ -196,15 +196,21 @@ def listed(leaves: Leaves, primitive: str = "trace") -> list[str | type]:
 def named_leaves(module: nn.Module, leaves: Leaves, path: str = "", primitive: str = "trace") -> set[int]:
     """Ids of the modules inside ``module``, which is at ``path``, that the leaves name."""
     found: set[int] = set()
-    inside = [(path, child) for path, child in module.named_modules() if path]
+    inside = {path: child for path, child in module.named_modules() if path}
+    classes = {type(child).__name__ for child in inside.values()}
     for leaf in listed(leaves, primitive):
-        named = {id(child) for path, child in inside if _names(leaf, path, child)}
+        exact = inside.get(leaf) if isinstance(leaf, str) and leaf not in classes else None  # a plan may name thousands
+        named = {id(exact)} if exact is not None else _named(leaf, inside)
         if not named:
             raise ScheduleError(
                 f"leaf_modules: {leaf!r} is no class and no path of a module below", path=path, primitive=primitive
             )
         found |= named
     return found
+
+
+def _named(leaf: str | type, inside: Mapping[str, nn.Module]) -> set[int]:
+    return {id(child) for path, child in inside.items() if _names(leaf, path, child)}
 
 
 def _names(leaf: str | type, path: str, module: nn.Module) -> bool:
