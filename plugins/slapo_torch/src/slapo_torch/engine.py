@@ -241,12 +241,7 @@ class TorchEngine(AveragedEngine):
         self._outdated = training and self._holdings.is_outdated()
         if self._shards is None:
             return self._run(batch, training)
-        self._shards.gather()
-        try:
-            loss = self._run(batch, training)
-        except Exception:
-            self._shards.release()
-            raise
+        loss = self._shards.run(lambda: self._run(batch, training), training)
         self._shards.reduce(self._unused) if training else self._shards.release()
         return loss
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -12,13 +12,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from slapo_core.errors import BuildError
+from slapo_core.logger import get_logger
 from slapo_core.parameters import successor
 from slapo_core.program import Program
 from slapo_training.ranks import new_group
+from slapo_training.state_rollback import StateSnapshot
 
 from .fsdp_unit import Sharded, Unit
 from .fsdp_units import can_shard, deal, unit_paths
-from .fsdp_walk import Walk
+from .fsdp_walk import REMEDY, Walk
 from .gradients import average_gradients
 
 _everyone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -67,6 +69,7 @@ class ShardedReplicas:
         self._walked = [unit for unit in self._units if unit.path] if len(program.stages) == 1 else []
         self._lasting = [unit for unit in self._units if unit not in self._walked]
         self.walk: Walk | None = None
+        self._are_given, self._ordered = patterns is not None, set[bool]()
         self._has_begun = self._is_running = False
         self._guard: RemovableHandle | None = None
 
@@ -146,6 +149,39 @@ class ShardedReplicas:
             unit.put(form)
 
     # ---- a step
+
+    def run(self, work: Callable[[], torch.Tensor], training: bool) -> torch.Tensor:
+        """Gather, and run what has the gathered parameters. Collective over the replicas.
+
+        Where the model does not run units that nobody has named in their order, which the first run shows, that one starts over
+        with all of them gathered.
+
+        Args:
+            work: What runs the model; raises the same error on all ranks.
+            training: Whether it trains.
+        """
+        is_first = self.walk is not None and not self._are_given and training not in self._ordered
+        state = StateSnapshot(self._program.module.modules()) if is_first else None
+        self.gather()
+        try:
+            loss = work()
+        except Exception as err:
+            self.release()
+            reason, remedy, _ = str(err).partition(f"; {REMEDY}")
+            if state is None or not isinstance(err, BuildError) or not remedy:
+                raise
+            state.put_back()
+            self._hold_all(reason)
+            return self.run(work, training)
+        self._ordered.add(training)
+        return loss
+
+    def _hold_all(self, reason: str) -> None:
+        """Gather all units for the whole step from now on."""
+        assert self.walk is not None
+        self.walk.close()
+        self.walk, self._walked, self._lasting = None, [], self._units
+        get_logger().warning("data_parallel='fsdp' gathers all parameters for the whole step: %s", reason)
 
     def gather(self) -> None:
         """Begin a step: give the model what it has throughout. Collective over the replicas."""

@@ -19,7 +19,7 @@ from slapo_core.errors import BuildError
 from ._torch_private import no_functions
 from .fsdp_unit import Unit
 
-_REMEDY = "give fsdp_units=[] to have all parameters gathered for the whole step, or other units"
+REMEDY = "give fsdp_units=[] to have all parameters gathered for the whole step, or other units"
 
 
 class Walk:
@@ -67,7 +67,7 @@ class Walk:
             yield
         except RuntimeError as err:
             if "mixed torch.Tensor and DTensor" in str(err):
-                raise BuildError(f"a parameter of a unit is read where that unit does not run; {_REMEDY}") from err
+                raise BuildError(f"a parameter of a unit is read where that unit does not run; {REMEDY}") from err
             raise
         finally:
             self._end_forward()
@@ -76,7 +76,7 @@ class Walk:
             self._is_active = False
         late = next((unit.path for unit in self._units for each in unit.members if _has_gradient(each.whole)), None)
         if late is not None:
-            raise BuildError(f"a parameter of {late!r} got a gradient when the backward had left that unit; {_REMEDY}")
+            raise BuildError(f"a parameter of {late!r} got a gradient when the backward had left that unit; {REMEDY}")
 
     def _before(self, index: int, module: nn.Module, args: Any) -> None:
         path = self._units[index].path
@@ -85,7 +85,7 @@ class Walk:
                 f"the parameters of {path!r} are sharded over replicas; run the model by train_batch or eval_batch"
             )
         if index < self._next and index != self._open:
-            raise BuildError(f"the unit {path!r} runs again, or behind one that follows it in the model; {_REMEDY}")
+            raise BuildError(f"the unit {path!r} runs again, or behind one that follows it in the model; {REMEDY}")
         if not self._is_backward:
             with no_functions():
                 self._forward_to(index)
@@ -99,7 +99,7 @@ class Walk:
             output = tree_map_only(torch.Tensor, lambda each: each.clone() if each._is_view() else each, output)
             found = [tensor for tensor in _tensors(output) if tensor.requires_grad]
             if unit.is_trained and not found:
-                raise BuildError(f"the unit {unit.path!r} returns no tensor with a gradient; {_REMEDY}")
+                raise BuildError(f"the unit {unit.path!r} returns no tensor with a gradient; {REMEDY}")
             given = {id(tensor) for tensor in _tensors([args, kwargs])}  # what it passes on, the units before have made
             for tensor in found:
                 if id(tensor) not in given:
@@ -112,7 +112,7 @@ class Walk:
     def _before_backward(self, index: int, gradient: torch.Tensor) -> None:
         if index != self._open:
             if index > self._left:
-                raise BuildError(f"the backward comes back to the unit {self._units[index].path!r}; {_REMEDY}")
+                raise BuildError(f"the backward comes back to the unit {self._units[index].path!r}; {REMEDY}")
             self._backward_to(index)
 
     def _forward_to(self, index: int) -> None:
