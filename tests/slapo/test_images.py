@@ -79,19 +79,21 @@ def test_each_row_keeps_its_images(kind: str, target: str, layout: dict[str, int
     run_distributed(train, ranks, kind, target, layout, options, timeout=100)
 
 
-VISION = {"gemma": "model.vision_tower", "pali": "model.vision_tower", "smol": "model.vision_model"}
+VISION = dict.fromkeys(("gemma", "pali", "llava", "intern"), "model.vision_tower") | {"smol": "model.vision_model"}
 
 
 def split(rank: int, kind: str) -> None:
     """Compare losses and weights, and look at what a rank has of the vision part."""
     model = TRAINED[kind]()
+    if kind == "intern":  # Transformers puts hooks on its layers in the first call
+        model(**batch_of(kind, IMAGES[0], 9))
     vision = model.get_submodule(VISION[kind])
     whole, reference = sum(each.numel() for each in vision.parameters()), copy.deepcopy(model).train()
     sch = create_schedule(
         model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), example_inputs=batch_of(kind, IMAGES[0], 9)
     )
     sch.tensor_parallel()
-    assert sum(each.numel() for each in vision.parameters()) < 0.65 * whole
+    assert sum(each.numel() for each in vision.parameters()) < 0.7 * whole
     engine, optimizer = build(sch, "torch", optimizer=SGD), SGD(reference.parameters())
     for seed, images in enumerate(IMAGES[:2]):
         batch = batch_of(kind, images, seed)
@@ -107,7 +109,7 @@ def split(rank: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["gemma", pytest.param("pali", marks=pytest.mark.slow), pytest.param("smol", marks=pytest.mark.slow)]
+    "kind", ["llava", "intern", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma", "pali", "smol"))]
 )
 def test_tensor_parallel_splits_the_vision_part(kind: str) -> None:
     run_distributed(split, 2, kind, timeout=100)

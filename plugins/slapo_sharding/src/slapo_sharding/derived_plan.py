@@ -20,6 +20,7 @@ from slapo_core.wrapping import is_opaque
 from . import attention, column_inputs
 from ._torch_private import mesh_of
 from .borders import marked
+from .capturing_hooks import recorded_captures
 from .computing_hooks import computing_hooks
 from .derive import Derived, derive, kind
 from .draws import MixedDraws, forks
@@ -238,6 +239,11 @@ def _split_sequence(derived: Derived) -> Layouts:
 
 
 def _trace(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
+    with recorded_captures(schedule.root_module):
+        return _checked_trace(schedule, whole)
+
+
+def _checked_trace(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
     layers = [*layer_paths(schedule), *whole.opaque]
     _check_names(schedule)
     for path, module in schedule.mod.named_modules():
@@ -291,7 +297,7 @@ def _stacks(schedule: Schedule, derived: Derived) -> list[str]:
 
 def _traced_flat(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
     inputs = schedule.example_inputs
-    with _training(schedule.mod):
+    with _training(schedule.mod), recorded_captures(schedule.root_module):
         return trace(
             schedule.root_module,
             flatten=True,

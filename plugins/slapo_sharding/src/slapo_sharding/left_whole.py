@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from slapo_core.errors import ScheduleError, TraceError
 from slapo_core.logger import get_logger
+from slapo_core.paths import join
 from slapo_core.schedule import Schedule
 
 from . import attention
@@ -104,47 +105,48 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
         where = path if uneven or path not in whole else whole[path]
         what = kind(owner if heads else where)
         loud = (heads or where != path or (what != path and (uneven or path in misfits))) and what not in told
-        log = get_logger().warning if loud else get_logger().debug
-        log("tensor_parallel: %s stays whole on every rank: %s", where if loud else path, reason)
+        _say(schedule, where if loud else path, reason, loud)
         told.update([what, kind(where)] if loud else [])
     for path, line in _of_parameters(schedule, derived).items():
         if not any(is_inside(kind(path), what) for what in told):
             told.add(kind(path))
             why = next((f": {reason}" for name, reason in derived.reasons.items() if name.startswith(f"{path}.")), f" ({line})")
             why = f"it multiplies by parameters of its own, in no layer{why}"
-            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+            _say(schedule, path, why)
     for path, line in _of_convolutions(schedule, derived).items():
         if not any(is_inside(kind(path), what) for what in told):
             told.add(kind(path))
-            get_logger().warning(
-                "tensor_parallel: %s stays whole on every rank: its MLP is made of convolutions (%s)", path, line
-            )
-    tell_whole_attentions(schedule, {**_lines_of_calls(derived), **derived.reasons}, _NONE, told)
+            _say(schedule, path, f"its MLP is made of convolutions ({line})")
+    told |= tell_whole_attentions(schedule, {**_lines_of_calls(derived), **derived.reasons}, _NONE, told)
     computed = {
         kind(path): path for path, module in schedule.mod.named_modules() if computed_by(module) and not split_of(module)
     }
     for path in computed.values():
-        log = get_logger().warning
-        log("tensor_parallel: %s stays whole on every rank: its %s", path, computed_by(schedule.mod.get_submodule(path)))
+        _say(schedule, path, f"its {computed_by(schedule.mod.get_submodule(path))}")
     for path in _whole_projections(schedule):
         if kind(path) not in computed and not any(is_inside(kind(path), what) for what in told):
             told.add(kind(path))
             name = type(schedule.mod.get_submodule(path)).__name__
             why = f"a part of what the {name} returns does not follow from parts of its tensors"
-            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+            _say(schedule, path, why)
     for path in _read_weights(schedule, derived):
         rewritten = _is_in_graph(schedule, path)
         if (rewritten or kind(path) != path) and not any(is_inside(kind(path), what) for what in told):
             why = "the code around it uses its weights and does not call it"
             if rewritten:
                 why = "the rewritten graph around it uses its weights; call tensor_parallel() before what rewrites it"
-            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+            _say(schedule, path, why)
     split = {outer for path in (*derived.splits, *derived.parameters) for outer in (path, *_around(path))}
     for path, line in whole_products(schedule.mod, derived.layouts, split).items():
         if not any(is_inside(kind(path), what) or is_inside(what, kind(path)) for what in told):
             told.add(kind(path))
             why = derived.reasons.get(path) or next(_reasons_in(path, derived.reasons), f"no rule splits its products ({line})")
-            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+            _say(schedule, path, why)
+
+
+def _say(schedule: Schedule, path: str, why: str, loud: bool = True) -> None:
+    log = get_logger().warning if loud else get_logger().debug
+    log("tensor_parallel: %s stays whole on every rank: %s", join(schedule.path, path), why)
 
 
 def _whole_projections(schedule: Schedule) -> Iterable[str]:
@@ -227,8 +229,10 @@ def _whole_modules(derived: Derived) -> dict[str, str]:
     return {path: owner for path, owner in found.items() if number[owner] > 1}
 
 
-def tell_whole_attentions(schedule: Schedule, reasons: Mapping[str, str], otherwise: str, told: Collection[str] = ()) -> None:
-    """Say of attentions in repeated layers that they stay whole, once for all of a kind.
+def tell_whole_attentions(
+    schedule: Schedule, reasons: Mapping[str, str], otherwise: str, told: Collection[str] = ()
+) -> set[str]:
+    """Say of attentions in repeated layers that they stay whole, once for all of a kind; return these kinds.
 
     Args:
         schedule: Of what was split.
@@ -237,10 +241,11 @@ def tell_whole_attentions(schedule: Schedule, reasons: Mapping[str, str], otherw
         told: Kinds of which it is said already.
     """
     kinds = {kind(path): path for path in reversed([*attention.whole_attentions(schedule.mod)])}
-    for what, path in kinds.items():
-        if what != path and not any(is_inside(what, other) for other in told):
-            why = next(_reasons_in(path, reasons), otherwise)
-            get_logger().warning("tensor_parallel: %s stays whole on every rank: %s", path, why)
+    new = {what: path for what, path in kinds.items() if what != path and not any(is_inside(what, other) for other in told)}
+    for path in new.values():
+        why = next(_reasons_in(path, reasons), otherwise)
+        _say(schedule, path, why)
+    return set(new)
 
 
 def _reasons_in(path: str, reasons: Mapping[str, str]) -> Iterator[str]:

@@ -1,0 +1,53 @@
+"""Forward hooks by which Transformers' models collect hidden states and attentions: the one place that knows of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_LIBRARY, _MODELS = "transformers.utils.output_capturing", "transformers.modeling_utils"
+_INSTALLED = "_output_capturing_hooks_installed"
+
+
+@contextmanager
+def recorded_captures(model: nn.Module) -> Iterator[None]:
+    """Let a trace of one call record what these hooks append, with the layers that they are on.
+
+    A model puts them on its layers in its first call, and they do nothing in calls in which nobody asks for what they collect.
+    So a graph is that of a call with the same question.
+    """
+    pretrained = _outermost_pretrained(model) if _LIBRARY in sys.modules else []
+    before = {module: dict(module._forward_hooks) for module in model.modules()} if pretrained else {}
+    marked = {module for module in before if _INSTALLED in vars(module)}
+    hooks = list[Any]()
+    try:
+        for each in pretrained:
+            sys.modules[_LIBRARY].maybe_install_capturing_hooks(each)
+        hooks += {hook for module in before for hook in module._forward_hooks.values() if _is_new(hook)}
+        for hook in hooks:
+            hook.traced = True
+        yield
+    finally:
+        for hook in hooks:
+            del hook.traced
+        for module, kept in before.items():
+            for key in module._forward_hooks.keys() - kept.keys():
+                del module._forward_hooks[key]
+            if module not in marked:
+                vars(module).pop(_INSTALLED, None)
+
+
+def _is_new(hook: Any) -> bool:
+    """Return whether a hook is of this kind, and no outer block has it recorded."""
+    return getattr(hook, "__module__", "") == _LIBRARY and not hasattr(hook, "traced")
+
+
+def _outermost_pretrained(model: nn.Module) -> list[nn.Module]:
+    """Return the models of Transformers that are inside of no other one."""
+    if isinstance(model, sys.modules[_MODELS].PreTrainedModel):
+        return [model]
+    return [each for child in model.children() for each in _outermost_pretrained(child)]
