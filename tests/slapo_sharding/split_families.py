@@ -57,7 +57,6 @@ LEFT_WHOLE = {
     "deberta-v2": Whole(
         "attention", "heads and batch are one dimension, along which positions are repeated", "modeling_deberta_v2.py:"
     ),
-    "beit": Whole("attention", "it interpolates its table of position biases", "sdpa_attention.py:"),
     "deepseek_v3": Whole("attention", "norms lie between its projections", "modeling_deepseek_v3.py:"),
     "falcon": Whole("attention", "one key head serves all queries", "modeling_falcon.py:"),
     "fnet": Whole("attention", NONE),

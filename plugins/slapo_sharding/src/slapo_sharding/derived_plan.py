@@ -28,7 +28,16 @@ from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import LayoutError, Layouts
 from .left_whole import REMEDY, LeftWhole, Misfit, tell
 from .local_sizes.forward import Calls, LocalForward, Plan
-from .local_sizes.owners import SharedParameter, adapting, communicates, is_inside, num_summed, owners, partial_parameters
+from .local_sizes.owners import (
+    SharedParameter,
+    adapting,
+    communicates,
+    cuts_from_outside,
+    is_inside,
+    num_summed,
+    owners,
+    partial_parameters,
+)
 from .localise import Count, Difference, counts, difference, localise
 from .origins import forget, remembered
 from .parameter_splits import split_parameters
@@ -412,11 +421,13 @@ def _local_forward(schedule: Schedule, derived: Derived, path: str, calls: dict[
     start = len(path) + 1 if path else 0
     parameters = {name[start:]: split for name, split in derived.parameters.items() if is_inside(name, path)}
     shared = frozenset(name[start:] for name in derived.layouts.shared if is_inside(name, path))
-    plan = Plan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared)
+    cuts_inputs = cuts_from_outside(derived.layouts, path)
+    plan = Plan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared, cuts_inputs)
     alike = (
         type(module),
         kind(path),
         opened,
+        cuts_inputs,
         *(tuple(sorted((n, repr(each)) for n, each in of.items())) for of in (splits, parameters)),
     )
     return LocalForward(module, plan, None if calls is None else calls.setdefault(alike, {}))

@@ -112,7 +112,8 @@ def _meets_activations(layouts: Layouts, n: fx.Node) -> bool:
 
 def may_cut(layouts: Layouts, node: fx.Node) -> bool:
     """Return whether ranks may cut a whole value: a parameter, a constant, or one that is there for their parts."""
-    return not has_gradient(node) or bool(parameters_of(node)) or _is_for_parts(layouts, node)
+    is_given = layouts.cuts_inputs and node.op == "placeholder"
+    return is_given or not has_gradient(node) or bool(parameters_of(node)) or _is_for_parts(layouts, node)
 
 
 def _is_for_parts(layouts: Layouts, node: fx.Node) -> bool:

@@ -82,6 +82,7 @@ class Layouts(fx.Interpreter):
         opaque: Paths of modules that cannot be traced; they are given whole values only.
         parameters: Name of each parameter that forwards use themselves and that is split, to how.
         shared: Layers and parameters that are whole, and whose results may meet sharded values.
+        cuts_inputs: Whether arguments of the graph that have gradients may be cut as parameters are.
 
     Attributes:
         splits: How each layer is split; those not in it stay whole.
@@ -115,8 +116,10 @@ class Layouts(fx.Interpreter):
         opaque: Collection[str] = (),
         parameters: Mapping[str, ParameterSplit] | None = None,
         shared: Collection[str] = (),
+        cuts_inputs: bool = False,
     ) -> None:
         super().__init__(graph_module, graph=graph)
+        self.cuts_inputs = cuts_inputs
         self.adapted, self.gives_parts, self.opaque = adapted, gives_parts, opaque
         self.extra_traceback = False  # errors are read by the search
         self.traced, self.mesh, self.is_layer = graph_module, mesh, is_layer

@@ -51,6 +51,7 @@ class Plan(NamedTuple):
         group: These ranks.
         parameters: Path of each parameter below the module that its forward uses itself and that is split, to how.
         shared: Paths of the whole layers and parameters below the module whose results meet sharded values.
+        cuts_inputs: Whether whole arguments with gradients are cut, which modules around it make from parameters.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Plan(NamedTuple):
     group: Group
     parameters: Mapping[str, ParameterSplit]
     shared: frozenset[str]
+    cuts_inputs: bool
 
 
 class LocalForward(Hidden):
@@ -239,6 +241,7 @@ class LocalForward(Hidden):
             gives_parts=True,
             parameters=plan.parameters,
             shared=plan.shared,
+            cuts_inputs=plan.cuts_inputs,
         )
         layouts.check()
         self._check_results(layouts)

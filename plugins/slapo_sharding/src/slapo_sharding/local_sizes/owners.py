@@ -99,6 +99,13 @@ def num_summed(layouts: Layouts, path: str) -> int:
     return own + sum(_comes_from_outside(other, path) for other in given)
 
 
+def cuts_from_outside(layouts: Layouts, path: str) -> bool:
+    """Return whether a module cuts values that it is given, and that are made from parameters elsewhere."""
+    return any(
+        other is not None and _is_of(node, path) and _comes_from_outside(other, path) for node, other, _ in layouts.mixed
+    )
+
+
 def _comes_from_outside(node: fx.Node, path: str) -> bool:
     if not is_inside(node.meta.get("module", ""), path):
         return True
