@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,16 +13,14 @@ from slapo_core.inputs import split_inputs
 from slapo_core.logger import get_logger
 from slapo_core.schedule import Schedule
 from slapo_core.steps import attempt
-from slapo_core.tracing.tracers import trace
 from slapo_core.wrapping import is_opaque
 
 from . import attention, column_inputs
 from ._torch_private import mesh_of
 from .borders import marked
-from .capturing_hooks import recorded_captures
-from .computing_hooks import computing_hooks
 from .derive import Derived, derive, kind
 from .draws import MixedDraws, forks
+from .flat_graphs import flat_graph, layer_paths, trace_flat
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import LayoutError, Layouts
 from .left_whole import REMEDY, LeftWhole, Misfit, tell
@@ -39,9 +36,7 @@ from .local_sizes.owners import (
     partial_parameters,
 )
 from .localise import Count, Difference, counts, difference, localise
-from .origins import forget, remembered
 from .parameter_splits import split_parameters
-from .parametrized import computed_by
 from .plan import tied_or_vocabulary
 from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
@@ -49,15 +44,6 @@ from .sharding import Sharder
 from .splits import Split
 from .stacks import fork_stack, split_stack
 from .syncing import sums_gradient, trainable, trust_sums
-
-_OF_LAYERS = (
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-    nn.Transformer,
-)
-"""Modules of torch that call layers as other code does: with hooks on these they take no faster path."""
 
 
 def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_more: bool = False) -> None:
@@ -154,7 +140,7 @@ def carry_out(
 
 def _derive(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool) -> Derived:
     """The plan: with key heads in copies, if the attention can be split so; with fewer and fewer such modules until it is."""
-    traced = _trace(schedule, whole)
+    traced = trace_flat(schedule, whole)
     copies = key_copies(schedule.mod, traced, schedule.world_size)
     while copies:
         try:
@@ -187,7 +173,7 @@ def _derive_from(
         whole_parameters={*whole.layers, *layer_paths(schedule)},
     )
     with widened(schedule.mod, copies, rules):
-        wide = _trace(schedule, whole) if copies else traced
+        wide = trace_flat(schedule, whole) if copies else traced
         derived = rederive(wide, mesh)
         if adapts:
             derived = _adapted(schedule, derived, partial(rederive, wide, mesh, adapts=True))
@@ -247,45 +233,6 @@ def _split_sequence(derived: Derived) -> Layouts:
         raise CannotSplit(f"{err}; this layer is not split because of this: {derived.reasons[path]}") from err
 
 
-def _trace(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
-    with recorded_captures(schedule.root_module):
-        return _checked_trace(schedule, whole)
-
-
-def _checked_trace(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
-    layers = [*layer_paths(schedule), *whole.opaque]
-    _check_names(schedule)
-    for path, module in schedule.mod.named_modules():
-        if path and computing_hooks(module):
-            if path not in layers:
-                layers.append(path)
-                whole.opaque[path] = f"its {computed_by(module)}"
-        elif is_opaque(module) and any(layer == path or layer.startswith(f"{path}.") for layer in layers):
-            raise _error(
-                schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
-            )
-    with remembered(schedule.mod, schedule.world_size):
-        traced = _traced_flat(schedule, layers)
-    forget(traced.graph)
-    return traced
-
-
-def _check_names(schedule: Schedule) -> None:
-    """Refuse a model with a name that a traced module uses itself: it would be found in the place of the model's."""
-    module = schedule.mod
-    for name in (*module._modules, *module._parameters, *module._buffers):
-        if name == "meta" or (hasattr(fx.GraphModule, name) and not hasattr(nn.Module, name)):
-            what = f"the {type(module).__name__} calls a part of it {name!r}, as every traced module calls something of its own"
-            raise _error(schedule, f"{what}; rename it, or give plan=")
-
-
-def layer_paths(schedule: Schedule) -> list[str]:
-    """Return the paths of the layers, tables and stacks that a sharding rule covers."""
-    rules, named = rules_of(schedule), schedule.mod.named_modules()
-    finds = (rules.is_layer, rules.is_table, rules.stack_cut)
-    return [path for path, module in named if path and any(find(module) for find in finds)]
-
-
 def _stacks(schedule: Schedule, derived: Derived) -> list[str]:
     """Those that are given whole values and can be split."""
     rules, layouts, found = rules_of(schedule), derived.layouts, []
@@ -304,38 +251,11 @@ def _stacks(schedule: Schedule, derived: Derived) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _traced_flat(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
-    inputs = schedule.example_inputs
-    with _training(schedule.mod), recorded_captures(schedule.root_module):
-        return trace(
-            schedule.root_module,
-            flatten=True,
-            leaf_modules=layers,
-            target=schedule.path,
-            example_inputs=inputs,
-            symbolic=False,
-            open_modules=_OF_LAYERS,
-        )
-
-
 def _borders(schedule: Schedule) -> list[tuple[str, nn.Module]]:
     """The modules that a trace goes into."""
     layers = layer_paths(schedule)
     inside = {module for path in layers for module in schedule.mod.get_submodule(path).modules()}
     return [(path, mod) for path, mod in schedule.mod.named_modules() if path and mod not in inside and not is_opaque(mod)]
-
-
-@contextmanager
-def _training(root: nn.Module) -> Iterator[None]:
-    """Every module in training mode for a moment: what drops something is part of the graph then."""
-    modes = {module: module.training for module in root.modules()}
-    try:
-        for module in modes:
-            module.training = True
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _splits(schedule: Schedule, path: str, split: Split, scattered: int | None) -> bool:
@@ -460,7 +380,7 @@ def _count_locally(
                 if not schedule.path:
                     installed[""].prepare(*split_inputs(schedule.example_inputs, schedule.mod))
                 return None
-            return difference(derived.layouts, _traced_flat(schedule, layers), installed)
+            return difference(derived.layouts, flat_graph(schedule, layers), installed)
         except TraceError as err:
             return Difference(str(err), _inside(schedule, err.failing_module or ""))
 

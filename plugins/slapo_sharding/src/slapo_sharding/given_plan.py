@@ -10,7 +10,8 @@ from slapo_core.schedule import Schedule
 from slapo_core.steps import attempt
 
 from .derive import Derived
-from .derived_plan import carry_out, layer_paths
+from .derived_plan import carry_out
+from .flat_graphs import layer_paths
 from .left_whole import LeftWhole, Misfit
 
 
