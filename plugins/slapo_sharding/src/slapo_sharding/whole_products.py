@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import fx, nn
 
+from slapo_core.parameters import is_part, shard_spec
 from slapo_core.tracing.calls import function_name
 
 from .derive import kind
@@ -37,7 +38,7 @@ def whole_products(model: nn.Module, layouts: Layouts, split: Collection[str]) -
     found: dict[str, list[tuple[str, str]]] = {}
     for node, amount in work.items():
         path = places[node]
-        if amount and amount >= least and path not in layouts.splits and not _is_sharded(node, layouts):
+        if amount and amount >= least and not _is_sharded(node, layouts) and not _has_parts(model, path):
             found.setdefault(_outermost(path, split), []).append((path, str(node.meta.get("source"))))
     named = {owner if len(inside) > 1 else inside[0][0]: inside[0][1] for owner, inside in found.items()}
     return {path: named[path] for path in {kind(path): path for path in reversed(named)}.values()}
@@ -51,7 +52,8 @@ def _work(node: fx.Node, model: nn.Module) -> float:
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
         own = chain(module.parameters(), module.buffers())
-        weights = sum(each.numel() for each in own if each.dim() > 1)
+        is_conv = isinstance(module, nn.modules.conv._ConvNd)
+        weights = sum(math.prod(_whole_shape(each)[0 if is_conv else -2 :]) for each in own if each.dim() > 1)
         return 0.0 if isinstance(module, nn.Embedding) else weights * value.numel() / value.shape[-1]
     given = [other for other in node.all_input_nodes if isinstance(other.meta.get("val"), torch.Tensor)]
     is_product = function_name(node) in _PRODUCTS or (function_name(node) == "apply" and any(map(_is_matrix, given)))
@@ -61,6 +63,11 @@ def _work(node: fx.Node, model: nn.Module) -> float:
     return math.sqrt(value.numel() * sizes[-1] * sizes[-2])  # m k n, of matrices m x k and k x n
 
 
+def _whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    spec = shard_spec(tensor)
+    return tuple(tensor.shape) if spec is None else spec.full_shape
+
+
 def _is_matrix(node: fx.Node) -> bool:
     """Return whether a value is a tensor of the model's own, of several dimensions."""
     return node.op == "get_attr" and node.meta["val"].dim() > 1
@@ -68,6 +75,10 @@ def _is_matrix(node: fx.Node) -> bool:
 
 def _is_sharded(node: fx.Node, layouts: Layouts) -> bool:
     return any(value in layouts.sources or value in layouts.local for value in (node, *node.all_input_nodes))
+
+
+def _has_parts(model: nn.Module, path: str) -> bool:
+    return any(map(is_part, model.get_submodule(path).parameters()))
 
 
 def _outermost(path: str, split: Collection[str]) -> str:
