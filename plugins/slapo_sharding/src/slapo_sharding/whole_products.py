@@ -17,7 +17,7 @@ from .layouts import Layouts
 
 _PRODUCTS = frozenset("linear bilinear matmul mm bmm addmm baddbmm einsum tensordot conv1d conv2d conv3d".split())
 _LEAST = 1 / 8
-"""Share of the work of the heaviest product from which one counts: not routers, adapters of a low rank, rotary tables."""
+"""Share of the work of the heaviest product from which those of a module count: not routers, and adapters of a low rank."""
 
 
 def whole_products(model: nn.Module, layouts: Layouts, split: Collection[str]) -> dict[str, str]:
@@ -35,12 +35,14 @@ def whole_products(model: nn.Module, layouts: Layouts, split: Collection[str]) -
     }
     work = {node: _work(node, model) for node, path in places.items() if kind(path) != path}
     least = _LEAST * max(work.values(), default=0.0)
-    found: dict[str, list[tuple[str, str]]] = {}
+    found: dict[str, list[fx.Node]] = {}
     for node, amount in work.items():
-        path = places[node]
-        if amount and amount >= least and not _is_sharded(node, layouts) and not _has_parts(model, path):
-            found.setdefault(_outermost(path, split), []).append((path, str(node.meta.get("source"))))
-    named = {owner if len(inside) > 1 else inside[0][0]: inside[0][1] for owner, inside in found.items()}
+        if amount and not _is_sharded(node, layouts) and not _has_parts(model, places[node]):
+            found.setdefault(_outermost(places[node], split), []).append(node)
+    named = dict[str, str]()
+    for owner, nodes in found.items():
+        if sum(work[node] for node in nodes) >= least:
+            named[owner if len(nodes) > 1 else places[nodes[0]]] = str(nodes[0].meta.get("source"))
     return {path: named[path] for path in {kind(path): path for path in reversed(named)}.values()}
 
 
