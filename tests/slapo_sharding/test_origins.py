@@ -12,7 +12,7 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_core.tracing.tracers import trace
-from slapo_sharding import derived_plan, plugin
+from slapo_sharding import flat_graphs, plugin
 from slapo_sharding.origins import Counted, forget, may_be, remembered
 from tests.slapo_sharding.split_families import family
 
@@ -137,18 +137,18 @@ def test_long_sums_may_be_anything():
 def _traces(rank: int, name: str) -> int:
     """Count the traces of the model; both attributes that have to turn local are found in the first attempt."""
     model, batch = family(name)
-    count, traced = 0, derived_plan.trace
+    count, traced = 0, flat_graphs.trace
 
     def counting(*args, **kwargs):
         nonlocal count
         count += 1
         return traced(*args, **kwargs)
 
-    derived_plan.trace = counting
+    flat_graphs.trace = counting
     try:
         create_schedule(model, plugins=Registry([plugin]), example_inputs=batch).tensor_parallel(sequence_parallel=True)
     finally:
-        derived_plan.trace = traced
+        flat_graphs.trace = traced
     return count
 
 
