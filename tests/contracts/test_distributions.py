@@ -61,7 +61,7 @@ ALWAYS = ("slapo", "slapo-core", "slapo-kernels")
 """Those that every run installs; the others are as they are."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in sorted(PRIMITIVES)],

@@ -116,6 +116,7 @@ def compare(sch: slapo.Schedule, reference: nn.Module, batches: list[dict[str, A
         torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_by_hand_in_any_order() -> None:
     run_distributed(by_hand, 2, ORDERS, timeout=100)

@@ -49,6 +49,7 @@ TWO = {"microbatches": 2}
 COUNTED = {**TWO, "batch_dims": {"pixel_values": "image_grid_thw"}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "target", "layout", "options"),
     [

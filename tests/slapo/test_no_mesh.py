@@ -80,6 +80,7 @@ def train(rank: int, target: str) -> None:
         torch.testing.assert_close(losses, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.multiproc
 @pytest.mark.parametrize("target", ["torch", "deepspeed", "megatron"])
 def test_the_losses_are_those_of_the_unmodified_model(target: str) -> None:

@@ -8,6 +8,7 @@ from slapo.training.rehearsal import rehearse
 from slapo.training.settings import Settings
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
 def test_experts_are_traced_before_they_have_weights(model: str) -> None:
     """Their product in groups has a fake for bfloat16 alone in torch."""

@@ -29,6 +29,7 @@ def command(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(run, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks", [pytest.param((), id="threads"), pytest.param(("--processes",), id="processes", marks=pytest.mark.slow)]
 )

@@ -56,6 +56,7 @@ class TwoLayers(Pattern):
         return call_module("fc2", F.gelu(call_module("fc1", x)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("inputs", [None, (X,), {"x": X}])
 @pytest.mark.parametrize(
     ("path", "wanted", "count"),
@@ -163,6 +164,7 @@ def test_fuse_and_checkpoint_take_patterns() -> None:
         torch.testing.assert_close(sch.mod(x), plain(x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "opt", "vit"])
 def test_attentions_of_transformers(name: str) -> None:
     model, batch = FAMILIES[name].model(), FAMILIES[name].batch()

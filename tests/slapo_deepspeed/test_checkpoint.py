@@ -109,6 +109,7 @@ def resumed(rank: int, zeros: list[int], folder: str, precision: str) -> list[li
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ranks", "precision", "tolerance"),
     [

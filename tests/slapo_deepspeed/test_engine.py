@@ -55,7 +55,7 @@ def offloaded(rank: int, target: str, stage: int) -> Losses:
     return trained(engine, [my_part(batch, mesh) for batch in data]), expected
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "case", "arguments"),
     [
@@ -81,6 +81,7 @@ def test_losses_are_those_of_one_process(ranks: int, case: Any, arguments: tuple
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_part_of_a_gradient_is_not_taken_for_the_whole(stage: int) -> None:
     for message, after in run_distributed(parts_of_a_gradient, 2, "deepspeed", zero(stage)):
@@ -151,7 +152,7 @@ def resumed(rank: int, layout: dict[str, int], zero: int, folder: str) -> tuple[
     return found, expected
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "zero"), [({"dp": 2}, 0), ({"dp": 2}, 3), ({"tp": 2}, 1), ({"pp": 2}, 1)], ids=str)
 def test_saving_and_going_on(layout: dict[str, int], zero: int, tmp_path: Path) -> None:
     for found, expected in run_distributed(resumed, 2, layout, zero, str(tmp_path)):

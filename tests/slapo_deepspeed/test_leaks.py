@@ -60,7 +60,7 @@ def _trained(stage: int) -> weakref.ref[nn.Module]:
     return weakref.ref(model)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_next_build_frees_an_engine_whose_process_group_is_gone(stage: int) -> None:
     linear = nn.functional.linear

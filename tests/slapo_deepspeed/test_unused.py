@@ -103,6 +103,7 @@ REPLICAS = "replicas use different parameters, or in another order, and stage"
 PARTS = "micro-batches of one step use different parameters, whose gradients stage 3 of ZeRO would lose"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("target", "zero", "among_replicas", "refusal"),
     [

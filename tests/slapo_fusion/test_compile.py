@@ -98,6 +98,7 @@ def test_with_checkpoints_in_either_order(first: str) -> None:
     assert count.graphs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("policy", [None, "matmuls"])
 def test_checkpointed_layers_in_a_compiled_model_run_as_they_are_and_nobody_warns(policy: str | None, offload: bool) -> None:
@@ -195,6 +196,7 @@ def test_what_cannot_be_compiled_is_refused(path: str, options: dict[str, Any], 
     assert "forward" not in vars(sch["layers.0"].mod)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_traced_layers_are_compiled_each_by_its_graph_and_run_other_shapes(checkpoints: bool) -> None:
     before, count = Model(3), Counting()

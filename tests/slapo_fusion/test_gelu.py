@@ -68,7 +68,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("act", ACTS)
 def test_a_fused_chain_is_the_unmodified_ones_numbers_and_gradients(act: str, made: list[list[str]]) -> None:
     before = Model(ACTS[act])

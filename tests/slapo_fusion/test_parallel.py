@@ -79,6 +79,7 @@ def trained(rank: int, layout: dict[str, int], checkpoints: bool) -> tuple[list[
     return found, expected, len(graphs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_compiled_layers_in_parallel(layout: dict[str, int], checkpoints: bool) -> None:

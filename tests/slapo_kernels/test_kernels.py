@@ -162,6 +162,7 @@ def test_a_mask_and_causality_are_refused_together() -> None:
         eager.attention(q, k, v, mask, is_causal=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("index", range(len(CALLS["attention"])))
 def test_flex_attention_is_asked_for_the_same(index: int) -> None:

@@ -301,7 +301,7 @@ def test_what_is_left_as_it_is(name: str, counted: Counted) -> None:
         assert after.state() == before.state()  # type: ignore[operator]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", SOME)
 def test_what_is_served_for_some_inputs(name: str, dtype: torch.dtype, counted: Counted) -> None:

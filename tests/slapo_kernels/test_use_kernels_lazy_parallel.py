@@ -71,7 +71,7 @@ def by_hand(rank: int, name: str, own_unit: bool, frees: bool, inside: bool) -> 
 LOST = "freed the head's weight since the head ran"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "own_unit", "frees", "inside", "how"),
     [
@@ -112,7 +112,7 @@ def _zero(stage: int) -> dict[str, Any]:
     return {"config": {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1}}}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("target", "config", "is_lazy"),
     [

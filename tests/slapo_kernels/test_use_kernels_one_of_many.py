@@ -109,7 +109,7 @@ ODDITIES: dict[str, tuple[Callable[[Layer], Any], dict[str, int]]] = {
 """What is done to the odd layer, and how many calls of kernels it is short of."""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("oddity", ODDITIES)
 def test_the_odd_layer(oddity: str, counted: Counted) -> None:
     change, lacking = ODDITIES[oddity]

@@ -40,6 +40,7 @@ def split(rank: int, name: str, sequence: bool = False) -> list[Counter[str]]:
     return ran
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.multiproc
 @pytest.mark.parametrize("name", EACH)
 def test_tensor_parallel_before_and_after(name: str) -> None:

@@ -144,6 +144,7 @@ def test_a_forward_that_is_patched_into_the_class(counted: Counted, monkeypatch:
     assert not counted.calls
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["copy", "pickle"])  # noqa: S301
 @pytest.mark.parametrize("name", [name for name in CHANGES if name != "method of a norm"])
 def test_copies_go_by_their_own(name: str, again: Callable[[Any], Any], counted: Counted) -> None:
@@ -160,6 +161,7 @@ def test_copies_go_by_their_own(name: str, again: Callable[[Any], Any], counted:
     assert counted.calls == {kernel: 2}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("name", ["epsilon of a LayerNorm", "method of a norm", "function", "setting of a part"])
 def test_a_compiler_sees_kernels_that_are_forced_and_changes(name: str, counted: Counted) -> None:

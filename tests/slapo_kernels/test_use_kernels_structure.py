@@ -73,6 +73,7 @@ GATED: dict[str, tuple[Callable[..., Any], nn.Module | None, str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", GATED)
 def test_gated(name: str, counted: Counted) -> None:
     middle, act, kernel = GATED[name]
@@ -101,6 +102,7 @@ ALMOST_GATED: dict[str, tuple[Callable[..., Any], nn.Module | None]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ALMOST_GATED)
 def test_almost_gated(name: str, counted: Counted) -> None:
     check(Gated(*ALMOST_GATED[name]), counted, {})
@@ -129,6 +131,7 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_correctness_15_activations_are_told_apart(name: str, counted: Counted) -> None:
     """Correctness 15: exact and approximated GELU."""

@@ -147,6 +147,7 @@ def test_rotations_that_are_others(counted: Counted) -> None:
         assert counted.calls == ({"rotary": 1} if variant == "plain" else {})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", ["checkpoint", "use_kernels"])
 def test_checkpoints(first: str, counted: Counted) -> None:
     schedule, before, batch = made("bert", counted)

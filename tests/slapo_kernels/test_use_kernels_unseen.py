@@ -40,6 +40,7 @@ def attends(model: nn.Module) -> str:
 EACH = ["gpt2", "modernbert", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gemma3_text", "mistral", "qwen3"))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("way", WAYS)
 def test_queries_that_see_nothing(way: str, name: str) -> None:
@@ -89,6 +90,7 @@ def test_autocast(way: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(model(**batch).logits, before(**batch).logits, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled(way: str) -> None:
     attention, force, _ = WAYS[way]

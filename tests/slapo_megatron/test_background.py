@@ -36,6 +36,7 @@ def test_what_was_there_is_saved_and_training_goes_on(
         check_gone_on(found)
 
 
+@pytest.mark.slow
 def test_what_keeps_a_checkpoint_from_being_written_is_told_once_on_all_ranks(tmp_path: Path) -> None:
     check_in_vain(*run_distributed(in_vain, 2, TARGET, {"pp": 2}, {}, str(tmp_path)))
 

@@ -52,7 +52,7 @@ def resumed(rank: int, layout: dict[str, int], chunks: int, options: dict[str, A
     return found, expected
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "chunks", "options"),
     [
@@ -83,6 +83,7 @@ def elsewhere(rank: int, layout: dict[str, int], chunks: int, options: dict[str,
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_any_other_layout_goes_on(shared: bool, tmp_path: Path) -> None:
     options = {"distributed_optimizer": shared, "lr_scheduler": None}
@@ -175,6 +176,7 @@ def adamw_of(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}], ids=str)
 def test_padding_between_buckets_is_none_of_the_weights(layout: dict[str, int], tmp_path: Path) -> None:
     for runs in run_distributed(padded, 2, layout, str(tmp_path)):
@@ -234,6 +236,7 @@ def test_what_was_saved_before_the_first_step_begins_anew(tmp_path: Path) -> Non
         assert found == expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [(plain, {"precision": "bf16"}), (grouped, {"distributed_optimizer": True})],
@@ -350,6 +353,7 @@ def in_other_groups(rank: int, folder: str, options: dict[str, Any]) -> list[str
     return messages
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"distributed_optimizer": True}], ids=["each", "shared"])
 def test_groups_in_another_order_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     first, second = run_distributed(in_other_groups, 2, str(tmp_path), options)

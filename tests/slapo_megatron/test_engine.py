@@ -38,7 +38,7 @@ OVERLAPPED = {**WHOLE, "config": {"ddp": {"overlap_grad_reduce": True}}}
 AVERAGED = {**SHARED, "config": {"ddp": {"overlap_grad_reduce": True, "average_in_collective": True}}}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "case", "arguments"),
     [

@@ -125,6 +125,7 @@ COLUMN, ROW, TABLE = "ColumnParallelLinear", "RowParallelLinear", "VocabParallel
 TIED = {"tie_word_embeddings": True, "pad_token_id": 0, "attention_bias": True, "mlp_bias": True}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "plan", "derived", "config", "layers", "told"),
     [

@@ -29,7 +29,7 @@ def differences(ranks: int, name: str, where: tuple[dict[str, int], int], precis
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "which"),
     [

@@ -94,6 +94,7 @@ def _same(rank: int, name: str, config: dict[str, Any]) -> list[list[str]]:
     return [sorted(each) for each in calls] + [[line.partition(": not replaced by layers of 'megatron': ")[2] for line in told]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "config", "told", "fused"),
     [

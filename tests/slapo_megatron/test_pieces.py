@@ -42,7 +42,7 @@ def pieced(rank: int, layout: dict[str, int], options: dict[str, Any]) -> tuple[
     return before, after, moved, weight.dtype is torch.float32 and not torch.equal(weight, weight.bfloat16().float())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

@@ -113,6 +113,7 @@ def test_kept_bytes_stay_in_the_budget_and_less_runs_again_with_more() -> None:
     assert ran[0] > ran[1] > ran[2] > ran[3] >= plain
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"budget": 0.5}, {"policy": "matmuls"}], ids=["budget", "policy"])
 def test_what_is_kept_goes_with_the_backward_and_needs_no_garbage_collector(options: dict[str, Any]) -> None:
     _, sch = scheduled()

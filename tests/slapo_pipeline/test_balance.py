@@ -139,6 +139,7 @@ def _families() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "eager", "t5", "resnet"])
 def test_memory_is_that_of_a_real_forward(family: str) -> None:
     model, inputs = _families()[family]

@@ -90,6 +90,7 @@ def packed(number: int) -> dict[str, torch.Tensor]:
     return {"ids": torch.randint(0, 16, (1, 10), generator=generator), "lengths": lengths, "labels": labels}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "batch_of"), [(Images, images), (Packed, packed)])
 def test_each_batch_has_its_own_answers(kind: type[Parts], batch_of: Callable[[int], dict[str, torch.Tensor]]) -> None:
     model = kind().train()

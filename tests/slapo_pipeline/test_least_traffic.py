@@ -151,6 +151,7 @@ T5_CUTS = ("encoder.block.0", "encoder", "decoder.block.0")
 BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["t5", "mt5", "longt5", "switch_transformers"])
 def test_t5_sends_hidden_states_and_the_encoders_result_alone(name: str) -> None:
     """The biases that all layers add are looked up in a table of the first one; the stages behind hold it too, tied."""

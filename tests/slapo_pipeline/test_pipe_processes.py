@@ -136,6 +136,7 @@ FAST = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("name", "kind", "how"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in FAST)) for case in CASES]

@@ -58,6 +58,7 @@ def pipelined(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> tuple
     return schedule, program
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("balance", ["parameters", "flops", "memory"])
 @pytest.mark.parametrize("stages", [1, 3, 5])
 def test_llama(balance: str, stages: int) -> None:

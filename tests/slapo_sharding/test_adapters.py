@@ -101,6 +101,7 @@ def _check(found: list[dict[str, Any]], kind: str) -> None:
         assert 0 < one["held"] <= len(trains)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["all", "q and v", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][2:])])
 def test_the_base_is_split_as_it_is_alone_and_adapters_follow(kind: str, sequence_parallel: bool) -> None:

@@ -75,6 +75,7 @@ def _same(rank: int, case: Case) -> None:
     assert_equivalent(before, model, torch.randn(*case.leading, first, requires_grad=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @settings(max_examples=12, deadline=None)
 @given(case=cases())
@@ -117,6 +118,7 @@ def _leaves_the_last_with_nothing(table: Table, ranks: int) -> bool:
     return table.axis in (0, -2) and -(-table.rows // ranks) * (ranks - 1) >= table.rows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @settings(max_examples=10, deadline=None)
 @given(table=tables())

@@ -76,7 +76,7 @@ def sch_size(model: nn.Module) -> int:
     return spec.num_shards
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("spatial", "ranks"), [(1, 2), pytest.param(1, 4, marks=pytest.mark.slow), (2, 2), (2, 4), (3, 2)])
 def test_correctness_02_output_channels_then_input_channels(spatial, ranks):
     run_distributed(_pair, ranks, spatial)
@@ -219,6 +219,7 @@ def _groups(rank: int, ranks: int) -> None:
     assert_equivalent(*_scheduled(model, steps), torch.randn(3, 4, 6, 6, requires_grad=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_groups_of_channels_are_dealt_out(ranks):
     run_distributed(_groups, ranks, ranks)

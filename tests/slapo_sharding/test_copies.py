@@ -102,6 +102,7 @@ def _grouped(rank: int, heads: int, keys: int, by_hand: bool, options: dict[str,
     return attention.num_key_value_groups, shard_spec(attention.k_proj.weight).ranges()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "heads", "keys", "groups", "held"),
     [

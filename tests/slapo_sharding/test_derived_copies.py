@@ -132,6 +132,7 @@ def test_correctness_08_each_rank_holds_the_key_heads_of_its_queries(ranks, head
     assert not any(told for _, told in found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["dealt", "scaled", "normed"])
 def test_what_is_not_shown_to_be_the_same_stays_whole_and_is_told(how):
     for held, told in run_distributed(_same, 2, 6, 3, [how, "grouped"], False):

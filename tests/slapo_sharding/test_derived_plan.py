@@ -130,6 +130,7 @@ def _unfit(rank: int, why: str) -> list[str]:
     return _derived(Unfit(why), torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("why", ["softmax", "sum", "with a whole value", "reversed", "called twice"])
 def test_what_does_not_fit_stays_whole(why: str) -> None:
     steps = run_distributed(_unfit, 2, why)[0]

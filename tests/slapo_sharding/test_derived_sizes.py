@@ -33,6 +33,7 @@ def _whole(rank: int, name: str, sizes: dict[str, int]) -> tuple[list[str], list
     return [str(child).partition("]")[0] for child in step.children if "'weight'" in str(child)], told
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "sizes", "whole", "split", "reason"),
     [

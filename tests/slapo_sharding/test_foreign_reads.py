@@ -201,6 +201,7 @@ def _trained(rank: int, pp: int) -> list[str]:
     return messages
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pp", [1, 2])
 def test_an_engine_fails_on_all_ranks(pp):
     for block, model, *loss in run_distributed(_trained, 2 * pp, pp):

@@ -124,6 +124,7 @@ def engine_run(rank: int, kind: str, layout: tuple[int, int, int], sequence_para
     engine.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "layout", "sequence_parallel", "checkpoint"),
     [
@@ -233,6 +234,7 @@ def drops(rank: int, by_module: bool) -> tuple[list[bool], list[bool]]:
     return [round(float(each), 3) for each in own[:, :, ::8].flatten()], (results != 0).flatten().tolist()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by_module", [True, False])
 def test_dropped_weights_differ_between_ranks_and_results_do_not(by_module: bool) -> None:
     (first, results), (second, others) = run_distributed(drops, 2, by_module)

@@ -149,6 +149,7 @@ def left(rank: int, kind: Callable[[], nn.Module]) -> tuple[set[str], list[str]]
     return {found[1] for found in steps if found}, told
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LEFT)
 def test_the_rest_is_split_and_a_warning_says_what_is_not(name: str) -> None:
     kind, paths, message = LEFT[name]

@@ -152,6 +152,7 @@ def _traces(rank: int, name: str) -> int:
     return count
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("name", "number"), [("phi3", 3), ("openai-gpt", 3), ("gpt2", 2)])
 def test_a_plan_takes_few_traces(name, number):

@@ -87,6 +87,7 @@ def _same(rank: int, name: str, given: dict[str, Any], config: dict[str, Any]) -
     assert_equivalent(before, model, **batch, return_dict=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "given", "config"),
     [

@@ -62,6 +62,7 @@ def _calls(plan: Any, layers: int, mesh: Any) -> int:
     return count
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", [plan_ours, _published])
 def test_the_work_for_a_layer_does_not_grow_with_their_number(plan: Any, mesh: Any):
     _calls(plan, 2, mesh)  # what is imported and remembered once for all
@@ -98,6 +99,7 @@ def _ours(rank: int, sequence_parallel: bool) -> tuple[set[type], set[str]]:
     return kinds.classes, kinds.names
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.multiproc
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_nothing_but_plain_tensors_on_the_hot_path(sequence_parallel: bool):

@@ -117,6 +117,7 @@ def _wrong(rank: int, sharded: int) -> tuple[list[str], int]:
     return wrong, compared
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sharded", [0, 1, 2])
 def test_ranks_compute_what_the_rules_say(sharded: int) -> None:
     for wrong, compared in run_distributed(_wrong, 2, sharded):

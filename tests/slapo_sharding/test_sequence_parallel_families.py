@@ -22,7 +22,7 @@ ALLOWED = [name for name in SPLIT if name not in REFUSED]
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ALLOWED]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EACH)
 def test_with_and_without(name: str, request: pytest.FixtureRequest) -> None:
     """In the fast runs most are split along the sequence alone, which is all of the other and more."""

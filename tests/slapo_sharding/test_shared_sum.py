@@ -89,6 +89,7 @@ def _gradients(rank: int, kind: str) -> None:
         assert not any("_slapo_given" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d", "frozen"])
 def test_gradients(kind: str):
     run_distributed(_gradients, 2, kind)

@@ -64,6 +64,7 @@ def _gpt2_by_structure(rank: int, options: dict[str, Any]) -> tuple[tuple[int, .
     return tuple(model.transformer.wte.weight.shape), model.lm_head.weight is model.transformer.wte.weight
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("ranks", "options", "vocabulary"),
     [
@@ -85,6 +86,7 @@ def _llama(rank: int, kind: str, options: dict[str, Any]) -> None:
     _same(_llama_like(kind, **options))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "kind", "options"),
     [

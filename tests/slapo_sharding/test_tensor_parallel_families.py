@@ -26,6 +26,7 @@ SPLIT = sorted(FAMILIES.keys() - REFUSED.keys())
 EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SPLIT if name in ALONG_REFUSED]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EACH)
 def test_families_that_are_not_split_along_the_sequence(name: str) -> None:
     check_on_two_and_four_ranks(name, (False,))

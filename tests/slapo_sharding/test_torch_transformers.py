@@ -83,6 +83,7 @@ def layer_has(kind: str, layer: str, name: str) -> bool:
     return kind != "both" or "decoder" in layer or not name.startswith("multihead_attn")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("kind", ["relu", "gelu", pytest.param("both", marks=pytest.mark.slow)])

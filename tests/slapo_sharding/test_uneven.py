@@ -127,6 +127,7 @@ def _pairs(rank: int, size: int, blocks: int | None) -> list[int]:
     return parts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "size", "blocks", "parts"),
     [(2, 5, None, [3, 2]), (4, 10, None, [3, 3, 3, 1]), (4, 5, None, [2, 2, 1, 0]), (2, 10, 2, [6, 4]), (4, 8, None, [2] * 4)],

@@ -102,6 +102,7 @@ def _refused(rank: int, pp: int, dp: int) -> list[str]:
     return messages
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("pp", "dp"), [(1, 1), (2, 1), (1, 2)])
 def test_an_engine_refuses_parts_of_a_gradient_before_the_step(pp: int, dp: int) -> None:
     for rank in run_distributed(_refused, 2 * pp * dp, pp, dp):
@@ -147,6 +148,7 @@ def _whole(rank: int, pp: int, dp: int) -> None:
         engine.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("pp", "dp"), [(1, 1), (2, 1), (1, 2)])
 def test_summed_gradients_train_as_one_process_does(pp: int, dp: int) -> None:
     run_distributed(_whole, 2 * pp * dp, pp, dp)

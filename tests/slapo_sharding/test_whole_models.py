@@ -91,6 +91,7 @@ def whole_of(rank: int, kind: type[Any]) -> tuple[set[str], list[str]]:
     return kept, told
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in WHOLE])
 def test_what_is_split_is_right_and_what_is_not_is_named(kind: type[Any]) -> None:
     for whole, told in run_distributed(whole_of, 2, kind, timeout=120):

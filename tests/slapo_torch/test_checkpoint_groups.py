@@ -126,6 +126,7 @@ def went_on(rank: int, folder: str, optimizer: Any, rate: Any, one: dict[str, An
     return message_of(lambda: loaded.load(folder)), ahead, losses(loaded)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.multiproc
 @pytest.mark.parametrize("rate", [None, partial(StepLR, step_size=1, gamma=0.9)], ids=["constant", "falling"])
 def test_stages_with_equally_many_groups_keep_their_own_options(rate: Any, tmp_path: Path) -> None:
@@ -163,6 +164,7 @@ def own_numbers(rank: int, folder: str, kind: Any, one: dict[str, Any], other: d
     return before, facts(loaded), message_of(lambda: elsewhere.load(folder))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("kind", "layout", "other", "words"),

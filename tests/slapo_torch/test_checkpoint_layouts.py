@@ -115,7 +115,7 @@ def check(folders: Any, one: Layout, its: dict[str, Any], other: Layout, options
         assert extra == {"epoch": 1, "next": [4, 2]}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -128,6 +128,7 @@ def test_losses_go_on_at_any_layout(one: int, other: int, folders: Any) -> None:
     check(folders, LAYOUTS[one], {}, LAYOUTS[other], {})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("one", "its", "other", "options"),
     [
@@ -158,7 +159,7 @@ def exactly(rank: int, layout: Layout, options: dict[str, Any], folder: str) -> 
     return expected, losses(engine, mesh, data[2:])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "options"), [({"tp": 2}, {}), ({"pp": 2}, {}), ({"dp": 2}, {}), ({"dp": 2}, FSDP)], ids=str)
 def test_the_same_layout_goes_on_to_the_bit(layout: Layout, options: dict[str, Any], tmp_path: Path) -> None:
     for expected, found in run_distributed(exactly, 2, layout, options, str(tmp_path)):

@@ -137,6 +137,7 @@ def _with_dropout(rank: int, kind: str, per_rank: int, checkpointed: bool) -> di
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "per_rank", "checkpointed"),
     [

@@ -178,7 +178,7 @@ def _beside_one_process(case: Case, kind: str, per_rank: int, path: str) -> dict
     return worst
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "reentrant")) for name in CASES])
 def test_it_trains_and_is_loaded_as_in_one_process(name: str, tmp_path: Path) -> None:
     for found in run_distributed(_train, 2, name, str(tmp_path), timeout=100.0):

@@ -160,7 +160,7 @@ def _assert_small(found: list[dict[Layout, dict[str, float]]]) -> None:
         assert not wrong
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in (*CLASSES, *MORE)])
 def test_a_class_trains_as_in_one_process(name: str) -> None:
     _assert_small(run_distributed(differences, 2, name, (("1f1b", 2, 1), ("interleaved", 2, 2), ("zbv", 2, 2)), timeout=LIMIT))

@@ -157,6 +157,7 @@ def _trained(rank: int, layout: dict[str, int], path: str) -> list[Any]:
     return [found, names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"dp": 2}, pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_what_one_kind_of_replicas_saved_the_other_loads(layout: dict[str, int], tmp_path: Path) -> None:
     size = layout.get("pp", 1) * layout["dp"]

@@ -78,6 +78,7 @@ def _differences(rank: int, pp: int, blocks: int, config: dict[str, Any]) -> dic
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("schedule", "blocks"), [("1f1b", 2), ("zero_bubble", 2), ("zbv", 4), pytest.param("dualpipev", 4, marks=pytest.mark.slow)]

@@ -13,7 +13,7 @@ from .layouts import train_beside_reference
 pytestmark = pytest.mark.multiproc
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "config"),
     [

@@ -34,6 +34,7 @@ def test_losses_of_micro_batches(is_hidden: bool, is_even: bool) -> None:
     check(found, is_hidden, is_even)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("layout", "names"),

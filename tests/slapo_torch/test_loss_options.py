@@ -35,7 +35,7 @@ SHARDED = {"microbatches": 2, "data_parallel": "fsdp", "fsdp_units": []}
 BY_UNIT = {"microbatches": 2, "data_parallel": "fsdp", "fsdp_units": ["first"]}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "options", "kind"),
     [

@@ -46,6 +46,7 @@ def test_a_layout_steps_as_one_process_does(layout: dict[str, int], names: list[
     worst(run_distributed(in_place, size_of(layout), errors, "torch", "gqa", layout, names, options, timeout=200))
 
 
+@pytest.mark.slow
 def test_others_keep_owners() -> None:
     names = [*STATISTICS, *OTHERS, "prodigy"]
     for found in run_distributed(in_place, 2, stepped_in_place, "torch", {"tp": 2}, names, {}):
@@ -80,7 +81,7 @@ def test_nothing_is_gathered() -> None:
 OWNERS, IN_PLACE = False, True
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

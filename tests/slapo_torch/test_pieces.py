@@ -35,7 +35,7 @@ def gpt2_in_pieces(rank: int, layout: Layout, options: dict[str, Any]) -> tuple[
     return found, held
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("layout", "options"),

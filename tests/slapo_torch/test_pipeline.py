@@ -252,6 +252,7 @@ def _different_start(rank: int, layout: dict[str, int]) -> str:
     return message_of(lambda: build(scheduled(model, mesh, my_part(tokens(2)[0], mesh)), "torch", microbatches=2))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "text"),
     [

@@ -89,6 +89,7 @@ def differences(rank: int, kind: type[nn.Module], schedule: str, per_rank: int, 
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "schedule", "per_rank", "parts"),
     [

@@ -176,7 +176,7 @@ def _beside_reference(
     return differences
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("layout", "kind"), LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     ("frozen", "config"),
@@ -226,6 +226,7 @@ def _thawed(rank: int, layout: dict[str, int], kind: str) -> list[float]:
     return differences
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "kind"), LAYOUTS, ids=str)
 def test_parameters_may_be_unfrozen_and_frozen_after_the_build(layout: dict[str, int], kind: str) -> None:
     for differences in run_distributed(_thawed, layout.get("pp", 1) * layout["dp"], layout, kind):
@@ -286,6 +287,7 @@ def _with_errors(rank: int, layout: dict[str, int], kind: str) -> tuple[list[str
     return messages, _compare(schedule, reference)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "kind"), LAYOUTS, ids=str)
 def test_an_error_on_one_replica_fails_all_and_training_goes_on(layout: dict[str, int], kind: str) -> None:
     for messages, difference in run_distributed(_with_errors, layout.get("pp", 1) * 2, layout, kind):

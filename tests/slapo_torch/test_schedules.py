@@ -38,6 +38,7 @@ LONG: list[tuple[str, dict[str, int], int, int]] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("schedule", "layout", "per_rank", "microbatches"),
@@ -172,6 +173,7 @@ def _sides(rank: int, kind: str) -> tuple[str, float]:
     return message, max(differences, default=0.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.multiproc
 @pytest.mark.parametrize("kind", ["zbv", "zero_bubble", "interleaved"])
 def test_a_parameter_whose_effect_meets_nothing_received_has_its_gradient(kind: str) -> None:

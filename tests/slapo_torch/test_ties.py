@@ -70,6 +70,7 @@ def _train(rank: int, pp: int, frozen: bool) -> tuple[list[float], float]:
     return found, max(float((state[n] - p.detach()).abs().max()) for n, p in reference.named_parameters())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pp", [3, 4])
 def test_stages_may_be_in_different_numbers_of_ties(pp: int) -> None:
     for found, weights in run_distributed(_train, pp, pp, False, timeout=60):

@@ -97,6 +97,7 @@ def worst(found: list[Facts], limit: float = 1e-3) -> None:
 SOME = ["muon", "marked muon", "wrapper", "composite", "lamb", "adafactor", "lookahead"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("kind", "layout", "names", "options"),

@@ -36,14 +36,14 @@ LOADS: list[Any] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("target", "layout", "variants"), CASES)
 def test_averages_are_those_of_torch(target: str, layout: dict[str, int], variants: dict[str, Any], tmp_path: Path) -> None:
     for found in run_distributed(averaged.beside_torch, 2, target, layout, variants, str(tmp_path)):
         assert max(value for each in found.values() for value in each) < 2e-6, found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("target", "layout", "options", "other", "others"), LOADS)
 def test_checkpoints_have_averages_for_other_layouts(
     target: str,

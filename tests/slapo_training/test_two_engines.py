@@ -28,6 +28,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("target", "layout", "options", "kind"), RIGHT)
 def test_losses_are_those_of_one_process(target: str, layout: dict[str, int], options: dict[str, Any], kind: str) -> None:
     for found in run_distributed(two_engines.differences, 2, target, layout, options, kind):
@@ -35,6 +36,7 @@ def test_losses_are_those_of_one_process(target: str, layout: dict[str, int], op
         assert found < 1e-6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("target", "layout", "options", "kind", "sentence"), REFUSED)
 def test_gradients_that_two_engines_would_take_are_refused(
     target: str, layout: dict[str, int], options: dict[str, Any], kind: str, sentence: str

@@ -173,6 +173,7 @@ def test_an_output_without_the_letters_of_a_name_gets_escapes(folder: Folder) ->
     assert ran.stdout == "best configuration: (gr\\xf6\\xdfe: 4), 3 samples/s\n"
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_two_tuners_share_a_database(folder: Folder) -> None:
     folder.write("time.sleep(0.05)\n" + PRINT)

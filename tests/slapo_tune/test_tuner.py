@@ -45,7 +45,7 @@ def test_finished_trials_are_not_run_again(folder: Folder) -> None:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "change",
     [

@@ -30,7 +30,7 @@ def verified(rank: int, name: str, dtype: torch.dtype, level: str) -> Report:
     return verify(reference, sch, level=level)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_alone(name: str, dtype: torch.dtype) -> None:
@@ -38,6 +38,7 @@ def test_alone(name: str, dtype: torch.dtype) -> None:
     assert report.compared["updates"] == report.compared["weights"] > 10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gpt2", "llama"))) for name in NAMES]

@@ -187,7 +187,7 @@ OTHER = Model().layers[2].up
 """As found where ``layers.2`` is taken for ``layers.3``."""
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_step_that_puts_a_fault_in_is_blamed(name: str) -> None:
     child, fault, hint = FAULTS[name]

@@ -89,7 +89,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_one_layer_is_blamed_on_all_ranks(fault: str) -> None:
     where, hint = FAULTS[fault]

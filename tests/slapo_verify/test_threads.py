@@ -33,6 +33,7 @@ def rounded(report: Report) -> Report:
 QUICK = ("no sum of the output",)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "fault", [None, *(pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in FAULTS)]
 )
@@ -56,6 +57,7 @@ def on_a_mesh(rank: int, name: str, options: dict[str, Any]) -> Report:
     return verify(reference, sch, level="step")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

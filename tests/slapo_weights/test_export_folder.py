@@ -113,7 +113,7 @@ def gpt2(number: int) -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("error", [Killed, OSError])
 @pytest.mark.parametrize(("before", "after"), [("one", "some"), ("some", "one"), ("one", "one"), ("some", "some")])
 def test_weights_are_never_read_with_the_config_of_others(

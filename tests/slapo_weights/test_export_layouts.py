@@ -115,7 +115,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("target", "name", "layout", "options", "given"), CASES)
 def test_what_was_trained_comes_back(
     target: str, name: str, layout: Layout, options: dict[str, Any], given: dict[str, Any], tmp_path: Path

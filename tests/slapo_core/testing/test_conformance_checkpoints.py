@@ -165,7 +165,7 @@ def slapo_dialects() -> dict[str, Any]:
     return dialects_in(globals())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "checks", "sentence"),
     [

@@ -251,7 +251,7 @@ def test_a_right_dialect_of_somebody_else_conforms() -> None:
     check_dialect("loop", [EXAMPLE])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "checks", "sentence"),
     [

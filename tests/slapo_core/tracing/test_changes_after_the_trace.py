@@ -255,6 +255,7 @@ def new_layer() -> nn.Module:
     return layer
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", [*itertools.permutations([untie, replace_one, replace_other])])
 @pytest.mark.parametrize("rewritten", [False, True])
 def test_a_tie_ends(order: tuple[Change, ...], rewritten: bool) -> None:

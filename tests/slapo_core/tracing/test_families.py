@@ -37,7 +37,7 @@ def test_there_are_forty_families() -> None:
     assert FAMILIES.keys() >= VARIATIONS | LONG
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in VARIATIONS | LONG else ()) for n in sorted(FAMILIES)]
 )
@@ -54,6 +54,7 @@ def test_dropout_with_the_same_seed(name: str) -> None:
     assert_same(model, trace_module(model, batch), batch)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", HIERARCHICAL)
 def test_every_module_its_own_graph(name: str) -> None:
     model, batch = FAMILIES[name].model(), FAMILIES[name].batch()

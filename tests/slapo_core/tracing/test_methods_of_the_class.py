@@ -51,6 +51,7 @@ class Scaled(nn.Module):
         return out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"flatten": True}, {"recursive": False}])
 def test_generation_and_saving(options: dict[str, Any], tmp_path: Path) -> None:
     model = GPT2LMHeadModel(CONFIG).eval()

@@ -125,6 +125,7 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], list[tuple[Any, ...]]]] =
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tracer", [trace, trace_module])
 @pytest.mark.parametrize("make", [lambda traced: traced, copy.deepcopy])
 @pytest.mark.parametrize(("function", "first", "others"), CALLS)

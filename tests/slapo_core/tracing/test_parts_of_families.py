@@ -45,7 +45,7 @@ def test_there_are_forty_families() -> None:
     assert len(FAMILIES.keys() - VARIATIONS - LONG) >= 40
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EACH)
 def test_one_part_of_each_kind(name: str) -> None:
     reference = shallow(FAMILIES[name])

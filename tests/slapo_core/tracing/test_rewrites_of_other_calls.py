@@ -302,6 +302,7 @@ def test_the_value_comes_from_elsewhere(kind: str) -> None:
     assert check(Attention, "part", EVAL, [Edit(kind, SOFTMAX)], [PLAIN, PADDED]) == ["same"] * 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["fuse", "checkpoint"])
 def test_other_constants_for_a_module_that_the_graph_has_lost(kind: str) -> None:
     assert check(Flipped, "part", PLAIN, [Edit(kind, DROPOUT_OF_ACT)], [EVAL, PADDED]) == ["same"] * 4
@@ -361,7 +362,7 @@ def edit_part(part: Schedule, kind: str) -> None:
         part.checkpoint(found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["replace", "fuse", "checkpoint"])
 @pytest.mark.parametrize(("name", "path"), PARTS)
 def test_parts_of_transformers(name: str, path: str, kind: str) -> None:

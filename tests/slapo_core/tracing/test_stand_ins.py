@@ -43,6 +43,7 @@ CALLS: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("make", "call"), CALLS.values(), ids=CALLS)
 def test_the_inputs_are_the_arguments_that_are_not_concrete(make: Any, call: dict[str, torch.Tensor]) -> None:
     model = make()

@@ -12,6 +12,7 @@ from torch import nn
 
 from slapo_core.causes import reason
 from slapo_core.errors import PluginError
+from slapo_core.parameters import is_wrapper
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import as_layer
@@ -38,6 +39,8 @@ class Rulebook:
 
     def _first(self, module: nn.Module) -> tuple[ShardingRule, str] | None:
         """The first rule that matches with who it is from; a trial decides where none does, or none of its cuts is right."""
+        if any(map(is_wrapper, module._parameters.values())):
+            return None  # what a part of such a weight is, its class alone could say
         found = next(self._matching(module), None)
         if found is None or not found[0].cuts:
             shown = projection_rule(module)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import BuildError, UnknownNameError
+from slapo_core.parameters import is_wrapper
 from slapo_core.paths import join, select
 from slapo_core.program import Program
 
@@ -72,8 +73,11 @@ def deal(root: nn.Module, paths: Sequence[str], held: Collection[int]) -> dict[s
 
 
 def can_shard(parameter: torch.Tensor) -> bool:
-    """Return whether FSDP2 takes such a tensor: numbers have no rows, and it reduces real floating-point gradients only."""
-    return parameter.dim() > 0 and parameter.numel() > 0 and parameter.is_floating_point()
+    """Return whether FSDP2 takes such a tensor: numbers have no rows, and it reduces real floating-point gradients only.
+
+    Whether it can cut quantised weights, which wrap other tensors, their class alone knows: these stay whole.
+    """
+    return parameter.dim() > 0 and parameter.numel() > 0 and parameter.is_floating_point() and not is_wrapper(parameter)
 
 
 def check_shardable(program: Program, patterns: Sequence[str] | None) -> None:

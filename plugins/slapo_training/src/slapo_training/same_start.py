@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
-from slapo_core.parameters import is_part
+from slapo_core.parameters import is_part, is_wrapper
 from slapo_core.program import Program
 
 from .batches import fingerprint
@@ -81,13 +81,23 @@ def different(parameters: Sequence[nn.Parameter | None], group: dist.ProcessGrou
 
 def _marks(parameter: nn.Parameter) -> torch.Tensor:
     """Three numbers that differ where values or requires_grad do."""
-    values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-    if not values.is_floating_point() or values.element_size() == 1:
-        values = values.double()  # norms of these types are not to be had
-    return torch.stack(
-        [
-            values.sum(dtype=torch.float64),
-            torch.linalg.vector_norm(values, dtype=torch.float64),
-            torch.tensor(parameter.requires_grad, dtype=torch.float64, device=values.device),
-        ]
-    )
+    parts = [_numbers(each) for each in _tensors_in(parameter.detach())]
+    sums = torch.stack([values.sum(dtype=torch.float64) for values in parts])
+    norms = torch.stack([torch.linalg.vector_norm(values, dtype=torch.float64) for values in parts])
+    is_trained = torch.tensor(parameter.requires_grad, dtype=torch.float64, device=sums.device)
+    return torch.stack([sums.sum(), norms.norm(), is_trained])
+
+
+def _numbers(values: torch.Tensor) -> torch.Tensor:
+    values = torch.view_as_real(values) if values.is_complex() else values
+    # norms of other types are not to be had
+    return values if values.is_floating_point() and values.element_size() > 1 else values.double()
+
+
+def _tensors_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that one of a subclass wraps, such as a quantised weight's numbers and scales; any other itself."""
+    if not is_wrapper(tensor):
+        yield tensor
+    else:
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from _tensors_in(getattr(tensor, name))

@@ -391,13 +391,19 @@ def with_dropped(module: TracedModule) -> TracedModule:
 def on_meta(module: nn.Module) -> nn.Module:
     """A copy of a module and all in it, with weights on the meta device."""
     copied = shallow_copy(module)
-    empty = partial(torch.empty_like, device="meta")
     for name, weight in copied._parameters.items():
-        copied._parameters[name] = weight if weight is None else nn.Parameter(empty(weight), weight.requires_grad)
+        copied._parameters[name] = weight if weight is None else nn.Parameter(_empty(weight), weight.requires_grad)
     for name, buffer in copied._buffers.items():
-        copied._buffers[name] = buffer if buffer is None else empty(buffer)
+        copied._buffers[name] = buffer if buffer is None else _empty(buffer)
     copied._modules.update({name: child and on_meta(child) for name, child in copied._modules.items()})
     return copied
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.empty_like(tensor, device="meta")
+    except NotImplementedError:  # of a subclass that knows only what layers ask of it, as those of quantised weights
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _restored(state: dict[str, Any]) -> Variants:
