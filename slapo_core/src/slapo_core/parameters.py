@@ -125,11 +125,6 @@ def shard_spec(tensor: torch.Tensor) -> ShardSpec | None:
     return getattr(tensor.__dict__.get(_FACTS), "spec", None)
 
 
-def is_wrapper(tensor: torch.Tensor | None) -> bool:
-    """Return whether a tensor is of a subclass that wraps others, as a quantised weight does its scales; DTensors apart."""
-    return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements")
-
-
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor, detached; not one of FSDP2's, which takes a part of a part for a part of the whole, nor an empty one."""
     became = "a DTensor, as in FSDP2" if hasattr(tensor, "placements") else "empty, as in ZeRO-3"

@@ -12,10 +12,10 @@ from torch import nn
 
 from slapo_core.causes import reason
 from slapo_core.errors import PluginError
-from slapo_core.parameters import is_wrapper
 from slapo_core.registry import Registry
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import as_layer
+from slapo_training.model_tensors import is_wrapper
 
 from .parametrized import adapted, computed_by
 from .projections import projection_rule

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from slapo_core.errors import BuildError, UnknownNameError
-from slapo_core.parameters import is_wrapper
 from slapo_core.paths import join, select
 from slapo_core.program import Program
+from slapo_training.model_tensors import is_wrapper
 
 
 def unit_paths(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:

@@ -45,3 +45,8 @@ def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
 def _by_first_name(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
     tensors = dict(named)
     return {keys[0]: tensors[name] for name, keys in original_keys(tensors.items()).items()}
+
+
+def is_wrapper(tensor: torch.Tensor | None) -> bool:
+    """Return whether a tensor is of a subclass that wraps others, as a quantised weight does its scales; DTensors apart."""
+    return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements")

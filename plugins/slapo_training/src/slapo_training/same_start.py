@@ -10,10 +10,11 @@ from torch import nn
 
 from slapo_core.agreement import agree
 from slapo_core.errors import BuildError
-from slapo_core.parameters import is_part, is_wrapper
+from slapo_core.parameters import is_part
 from slapo_core.program import Program
 
 from .batches import fingerprint
+from .model_tensors import is_wrapper
 
 
 def check_same_start(program: Program, named: Mapping[str, nn.Parameter], replicas: bool = True) -> None:

@@ -197,20 +197,15 @@ def named_leaves(module: nn.Module, leaves: Leaves, path: str = "", primitive: s
     """Ids of the modules inside ``module``, which is at ``path``, that the leaves name."""
     found: set[int] = set()
     inside = {path: child for path, child in module.named_modules() if path}
-    classes = {type(child).__name__ for child in inside.values()}
     for leaf in listed(leaves, primitive):
-        exact = inside.get(leaf) if isinstance(leaf, str) and leaf not in classes else None  # a plan may name thousands
-        named = {id(exact)} if exact is not None else _named(leaf, inside)
+        exact = inside.get(leaf) if isinstance(leaf, str) and not leaf.isidentifier() else None  # a plan may name thousands
+        named = {id(exact)} if exact else {id(child) for path, child in inside.items() if _names(leaf, path, child)}
         if not named:
             raise ScheduleError(
                 f"leaf_modules: {leaf!r} is no class and no path of a module below", path=path, primitive=primitive
             )
         found |= named
     return found
-
-
-def _named(leaf: str | type, inside: Mapping[str, nn.Module]) -> set[int]:
-    return {id(child) for path, child in inside.items() if _names(leaf, path, child)}
 
 
 def _names(leaf: str | type, path: str, module: nn.Module) -> bool:

@@ -393,8 +393,7 @@ def on_meta(module: nn.Module) -> nn.Module:
     copied = shallow_copy(module)
     for name, weight in copied._parameters.items():
         copied._parameters[name] = weight if weight is None else nn.Parameter(_empty(weight), weight.requires_grad)
-    for name, buffer in copied._buffers.items():
-        copied._buffers[name] = buffer if buffer is None else _empty(buffer)
+    copied._buffers.update({name: None if buffer is None else _empty(buffer) for name, buffer in copied._buffers.items()})
     copied._modules.update({name: child and on_meta(child) for name, child in copied._modules.items()})
     return copied
 
