@@ -39,7 +39,7 @@ WHOLE: dict[type[Any], set[str]] = {
 }
 """Modules with matrices of which nothing is split, or that keep some themselves beside layers."""
 
-TOLD: dict[type[Any], set[str]] = {}
+TOLD: dict[type[Any], set[str]] = {Detr: {"backbone.0"}}  # a list of convolutions
 
 FAST = {NanoGpt, Whisper}
 
