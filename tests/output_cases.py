@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutput
 
 from slapo_core.build import build
 from slapo_core.schedule import create_schedule
@@ -101,6 +102,10 @@ RETURNS = {
     "loss, accuracy": Way(lambda logits, loss: (loss, accuracy(logits)), lambda out: out[0]),
     "accuracy, loss": Way(lambda logits, loss: (accuracy(logits), loss), lambda out: out[1]),
     "nested": Way(lambda logits, loss: (logits, {"accuracy": accuracy(logits), "nll": loss}), lambda out: out[1]["nll"]),
+    "one element": Way(lambda logits, loss: (logits, loss.reshape(1)), lambda out: out[1][0]),
+    "no optional fields": Way(lambda logits, loss: CausalLMOutput(loss=loss, logits=logits), lambda out: out.loss),
+    "features with gradients": Way(lambda logits, loss: (loss, logits.mean(0), logits.square()), lambda out: out[0]),
+    "loss and its log": Way(lambda logits, loss: (loss, loss.detach(), None, "nll"), lambda out: out[0]),
     "twice": Way(lambda logits, loss: (loss, {"nll": loss, "logits": logits}), lambda out: out[0]),
     "by position": Way(lambda logits, loss: (size(logits), loss), lambda out: out[1], {"loss": -1}),
     "by key": Way(lambda logits, loss: {"size": size(logits), "nll": loss}, lambda out: out["nll"], {"loss": "nll"}),
@@ -110,7 +115,12 @@ RETURNS = {
 """The one differentiable number, or the one that ``loss=`` names."""
 SUM = Way(lambda logits, loss: {"size": size(logits), "nll": loss}, summed, {"loss": summed})
 """A loss of two terms, which is a mean over rows where these have as many labels."""
-WAYS = {**RETURNS, "a sum": SUM}
+FEW_BITS = {
+    "bfloat16": Way(lambda logits, loss: (logits, loss.bfloat16()), lambda out: out[1]),
+    "float16": Way(lambda logits, loss: (logits, loss.half()), lambda out: out[1]),
+}
+"""Losses that are rounded: their means differ from that of all rows by as much."""
+WAYS = {**RETURNS, **FEW_BITS, "a sum": SUM}
 
 
 class GPT(nn.Module):

@@ -10,6 +10,7 @@ import torch
 
 from slapo_core.testing import run_distributed
 from tests.output_cases import (
+    FEW_BITS,
     GPT,
     REFUSED,
     RETURNS,
@@ -58,6 +59,11 @@ def test_the_loss_is_found_in_what_a_model_returns(layout: dict[str, int], optio
     ranks, given = math.prod(layout.values()), (layout, [*RETURNS], [1, 2, 3], evaluates, options)
     for found in run_distributed(all_differences, ranks, "torch", *given, timeout=110):
         check(found, 2e-2 if "precision" in options else 5e-6)
+
+
+def test_a_loss_of_fewer_bits_than_the_model_is_a_mean_up_to_its_rounding() -> None:
+    for found in run_distributed(all_differences, 1, "torch", {}, [*FEW_BITS], [0, 1, 2], True, {}):
+        check(found, 2 * torch.finfo(torch.bfloat16).eps)  # the losses are about 2
 
 
 def test_the_last_stage_finds_the_loss() -> None:

@@ -20,7 +20,7 @@ def recorded_captures(model: nn.Module) -> Iterator[None]:
     A model puts them on its layers in its first call, and they do nothing in calls in which nobody asks for what they collect.
     So a graph is that of a call with the same question.
     """
-    pretrained = _outermost_pretrained(model) if _LIBRARY in sys.modules else []
+    pretrained = _outermost_pretrained(model) if {_LIBRARY, _MODELS} <= sys.modules.keys() else []
     before = {module: dict(module._forward_hooks) for module in model.modules()} if pretrained else {}
     marked = {module for module in before if _INSTALLED in vars(module)}
     hooks = list[Any]()

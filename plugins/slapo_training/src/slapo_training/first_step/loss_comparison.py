@@ -125,6 +125,7 @@ class LossComparison:
         is_known = is_known and not (self._labels_differ and any(not isinstance(each.counted, Counted) for each in parts))
         losses = [each.loss for each in parts if each.loss is not None]
         if is_known and whole.loss is not None and len(losses) == len(parts):
+            allowed = max(allowed, whole.rounding)  # a model may return a loss of fewer bits than its own
             pair = self._differing(whole.loss, losses, [each.counted for each in parts], allowed)
         self._pair = pair
         return Compared(whole, self.first(pair))

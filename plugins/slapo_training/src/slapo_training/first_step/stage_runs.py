@@ -59,6 +59,7 @@ class Run(NamedTuple):
         position: Where this rank's random numbers are behind the run.
         found: Whether ``behind`` said so on any rank.
         written: Floating-point buffers that the run has written, see ``written_buffers``.
+        rounding: Relative spacing of numbers of the loss's type; 0 on ranks without one.
     """
 
     loss: float | None
@@ -67,6 +68,7 @@ class Run(NamedTuple):
     position: int
     found: bool
     written: dict[str, torch.Tensor]
+    rounding: float
 
 
 class KnownRuns(NamedTuple):
@@ -149,7 +151,7 @@ class StageRuns:
         found = self.anywhere(one.found) if has_backward else False
         self._has_run = True
         output, written = _detached(one.output), written_buffers(self._program.module, state)
-        return Run(one.loss, one.counted, output, state.position(), found, written)
+        return Run(one.loss, one.counted, output, state.position(), found, written, one.rounding)
 
     def own_modules(self, planned: Planned) -> list[nn.Module]:
         """Return the modules of this rank's stages."""
@@ -207,6 +209,7 @@ class _OneRun:
     def __init__(self, planned: Planned, loss_of: CountedLoss | None, behind: Behind | None) -> None:
         self._stages, self._rows, self._loss_of, self._behind = planned.program.stages, planned.rows, loss_of, behind
         self.loss: float | None = None
+        self.rounding = 0.0
         self.counted: Counted | None = None
         self.output: Any = None
         self.found = False
@@ -242,7 +245,7 @@ class _OneRun:
             return tuple(each for each in leaves if isinstance(each, torch.Tensor))
         loss, told = self._loss_of(run, self._rows.labels)
         self.counted = told if isinstance(told, Counted) else None
-        self.loss = float(loss.detach())
+        self.loss, self.rounding = float(loss.detach()), torch.finfo(loss.dtype).eps
         return (loss,)
 
 
