@@ -25,6 +25,8 @@ from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
 from slapo_deepspeed.dialect import DeepSpeedDialect
 from slapo_deepspeed.options import DeepSpeedOptions
+from tests.slapo_sharding.handwritten import Net
+from tests.slapo_sharding.handwritten_branches import ListOfHeads
 from tests.slapo_torch.layouts import adamw, mesh_of, message_of
 
 PLUGINS = Registry([slapo_deepspeed.plugin, slapo_pipeline.plugin])
@@ -201,6 +203,13 @@ def asked(rank: int) -> dict[str, str]:
         one_key_head(), mesh=mesh_of(tp=2), plugins=Registry([slapo_deepspeed.plugin, slapo_sharding.plugin])
     )
     shared.tensor_parallel()
+    dealt = create_schedule(
+        Net(ListOfHeads),
+        mesh=mesh_of(tp=2),
+        example_inputs={"tokens": torch.zeros(2, 4, dtype=torch.long)},
+        plugins=Registry([slapo_deepspeed.plugin, slapo_sharding.plugin]),
+    )
+    dealt.tensor_parallel()
     before = dist.new_group([0, 1]).group_name
     found = {
         "ZeRO-2": attempt(2, config={"zero_optimization": {"stage": 2}}),
@@ -231,6 +240,7 @@ def asked(rank: int) -> dict[str, str]:
             optimizer={"type": "Adagrad"}, zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}}
         ),
         "copies": message_of(lambda: build(shared, "deepspeed", optimizer=adamw, clip=1.0)),
+        "branches": message_of(lambda: build(dealt, "deepspeed", optimizer=adamw, config={"zero_optimization": {"stage": 3}})),
         "sum": message_of(lambda: build(summed, "deepspeed", loss_fn=nn.MSELoss(reduction="sum"))),
     }
     assert int(dist.new_group([0, 1]).group_name) == int(before) + 1, "groups are numbered"
@@ -257,6 +267,7 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_group_is_made() -> None:
         "muon": "that DeepSpeed compiles (Muon)",
         "fused": "that DeepSpeed compiles (torch_adam off)",
         "adagrad": "that DeepSpeed compiles (Adagrad)",
+        "branches": "stage 3 of ZeRO where tensor-parallel ranks run different branches of a module",
         "copies": "clipping where several ranks hold the same part of a parameter",
         "fp16": "fp16 on a CPU; use precision='bf16'",
         "bf16": "bf16 with stage 0 of ZeRO, which steps the optimizer once as it is made; use stage 1",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.slapo_sharding.handwritten_branches import BRANCHES
 from tests.slapo_sharding.handwritten_keys import KEYS
 from tests.slapo_sharding.handwritten_norms import NORMS
 from tests.slapo_sharding.handwritten_parameters import PARAMETERS
@@ -468,6 +469,7 @@ SPLIT: dict[str, Callable[[], nn.Module]] = {
         *PARAMETERS,
         *NORMS,
         *KEYS,
+        *BRANCHES,
     )
 }
 """All of these can be split on 2 ranks and on 4."""

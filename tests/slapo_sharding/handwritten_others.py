@@ -21,12 +21,12 @@ class Head(nn.Module):
         return weights @ self.value(x)
 
 
-class ListOfHeads(nn.Module):
-    """A module for each head."""
+class ThreeHeads(nn.Module):
+    """A module for each head, of a number that the ranks do not divide."""
 
     def __init__(self):
         super().__init__()
-        self.heads, self.proj = nn.ModuleList(Head() for _ in range(H)), nn.Linear(D, D)
+        self.heads, self.proj = nn.ModuleList(Head() for _ in range(3)), nn.Linear(3 * D // H, D)
 
     def forward(self, x):
         return self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
@@ -55,4 +55,4 @@ class ConvMlp(nn.Module):
         return self.conv2(torch.relu(self.conv1(x.transpose(1, 2)))).transpose(1, 2)
 
 
-WHOLE = (LoopedHeads, ListOfHeads, ConvMlp)
+WHOLE = (LoopedHeads, ThreeHeads, ConvMlp)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.multiproc
 
 SHAPES = ((2, 8), (3, 12), (2, 8))
 FAST = ("SplitByWidth", "IndexedQkv", "GroupedByExpand", "EinopsFused", "RelativeTable", "Windows", "ParallelBlock")
-FAST += ("FusedLinear", "LayerThenParameter", "StandardOverHeads", "OneKeyRepeated")
+FAST += ("FusedLinear", "LayerThenParameter", "StandardOverHeads", "OneKeyRepeated", "ListOfHeads", "ChunkedHeads")
 """One for each way in which a graph is changed, and one that needs none."""
 
 
@@ -131,6 +131,9 @@ def engine_run(rank: int, kind: str, layout: tuple[int, int, int], sequence_para
         ("SplitByWidth", (1, 1, 2), True, False),
         ("RelativeTable", (1, 1, 2), False, True),
         ("FusedLinear", (1, 1, 2), False, True),
+        ("ListOfHeads", (1, 1, 2), False, True),
+        pytest.param("SharedNormHeads", (2, 1, 2), False, False, marks=pytest.mark.slow),
+        pytest.param("CrossHeads", (1, 2, 2), False, False, marks=pytest.mark.slow),
         pytest.param("GatedMatmul", (2, 1, 2), False, False, marks=pytest.mark.slow),
         pytest.param("FusedMatmul", (1, 2, 2), False, True, marks=pytest.mark.slow),
         pytest.param("IndexedQkv", (2, 1, 2), False, False, marks=pytest.mark.slow),
@@ -216,9 +219,30 @@ class Dropping(SPLIT["SplitByWidth"]):  # type: ignore[misc]
         return self.results(self.c_proj((weights @ v).transpose(1, 2).reshape(B, T, C)))
 
 
-def drops(rank: int, by_module: bool) -> tuple[list[bool], list[bool]]:
+class Core(nn.Module):
+    """Drops attention weights in a module of its own, which is given parts of the heads."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.dropout((q @ k.mT).softmax(-1), 0.5, self.training) @ v
+
+
+class DroppingInside(Dropping):
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.core = Core()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.size()
+        q, k, v = (each.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for each in self.c_attn(x).chunk(3, 2))
+        return self.results(self.c_proj(self.core(q, k, v).transpose(1, 2).reshape(B, T, C)))
+
+
+DROPPING = {"module": partial(Dropping, True), "function": partial(Dropping, False), "inner function": DroppingInside}
+
+
+def drops(rank: int, kind: str) -> tuple[list[bool], list[bool]]:
     """Return what is kept of the attention weights, which a rank has of its heads, and of the results."""
-    model = net(partial(Dropping, by_module))
+    model = net(DROPPING[kind])
     part = model.blocks[0].part
     with torch.no_grad():
         part.c_attn.weight.zero_()  # all weights are alike, and all values one
@@ -235,11 +259,85 @@ def drops(rank: int, by_module: bool) -> tuple[list[bool], list[bool]]:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("by_module", [True, False])
-def test_dropped_weights_differ_between_ranks_and_results_do_not(by_module: bool) -> None:
-    (first, results), (second, others) = run_distributed(drops, 2, by_module)
+@pytest.mark.parametrize("kind", DROPPING)
+def test_dropped_weights_differ_between_ranks_and_results_do_not(kind: str) -> None:
+    (first, results), (second, others) = run_distributed(drops, 2, kind)
     assert first != second
     assert results == others
+
+
+class DroppingHead(nn.Module):
+    def __init__(self, by_module: bool) -> None:
+        super().__init__()
+        self.q, self.v = nn.Linear(32, 8, bias=False), nn.Linear(32, 8)
+        self.weights, self.by_module = nn.Dropout(0.5), by_module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = (self.q(x) @ x[..., :8].mT).softmax(-1)
+        weights = self.weights(weights) if self.by_module else F.dropout(weights, 0.5, self.training)
+        return weights @ self.v(x)
+
+
+class DroppingHeads(nn.Module):
+    def __init__(self, by_module: bool) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(DroppingHead(by_module) for _ in range(4))
+        self.proj, self.results = nn.Linear(32, 32), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.results(self.proj(torch.cat([head(x) for head in self.heads], -1)))
+
+
+def drops_in_branches(rank: int, by_module: bool) -> tuple[list[float], torch.Tensor, float]:
+    """Return what this rank's heads give where all heads are alike, the results, and the next random number."""
+    model = net(partial(DroppingHeads, by_module))
+    part = model.blocks[0].part
+    with torch.no_grad():
+        for head in part.heads:
+            head.q.weight.zero_()
+            head.v.weight.zero_()
+            head.v.bias.fill_(1.0)
+    build(split(model))
+    set_random_seed(1, tp_rank=rank)
+    seen: list[torch.Tensor] = []
+    part.proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    result = model(tokens(2, 8))
+    return seen[0][:, :, ::8].flatten().tolist(), result.detach(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("by_module", [True, False])
+def test_dropped_weights_of_branches_differ_between_ranks(by_module: bool) -> None:
+    (first, results, number), (second, others, same) = run_distributed(drops_in_branches, 2, by_module)
+    assert len(first) == 2 * 2 * 8  # of two heads
+    assert first != second
+    assert torch.equal(results, others)
+    assert number == same
+
+
+class Behind(nn.Module):
+    """Attention that counts the width of what a layer before it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.attn, self.behind = nn.Linear(32, 32), SPLIT["SplitByWidth"](), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.behind(self.attn(self.before(x)))
+
+
+def behind_a_layer(rank: int) -> set[str]:
+    expected, model = net(Behind), net(Behind)
+    build(split(model))
+    torch.testing.assert_close(model(tokens(2, 8)), expected(tokens(2, 8)), atol=1e-5, rtol=1e-4)
+    whole = dict(expected.named_parameters())
+    return {name for name, each in model.blocks[0].named_parameters() if each.shape != whole[f"blocks.0.{name}"].shape}
+
+
+def test_a_layer_gives_way_to_the_attention_that_counts_its_width() -> None:
+    assert (
+        run_distributed(behind_a_layer, 2)
+        == [{f"part.attn.{name}" for name in ("c_attn.weight", "c_attn.bias", "c_proj.weight")}] * 2
+    )
 
 
 class Branching(SPLIT["SplitByWidth"]):  # type: ignore[misc]

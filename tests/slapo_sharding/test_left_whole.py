@@ -15,7 +15,7 @@ from slapo_core import build
 from slapo_core.errors import ScheduleError
 from slapo_core.testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT, D, GatedMlp, H, Net
-from tests.slapo_sharding.handwritten_others import WHOLE, ListOfHeads, LoopedHeads
+from tests.slapo_sharding.handwritten_others import WHOLE, LoopedHeads, ThreeHeads
 from tests.slapo_sharding.test_handwritten import split, tokens
 from tests.slapo_sharding.told import warnings_told
 
@@ -291,7 +291,7 @@ class Beside(nn.Module):
         return self.one(x) + self.mlp(x)
 
 
-FAST = (LoopedHeads, ListOfHeads)
+FAST = (LoopedHeads, ThreeHeads)
 SLOW = tuple(kind for kind in WHOLE if kind not in FAST)
 UNKNOWN = (PackedLinear, KernelLinear, UnregisteredLinear, Grouped)
 

@@ -80,6 +80,12 @@ def _accumulates_nothing(program: Program, options: DeepSpeedOptions) -> bool:
     return options.given.get("managed_gradient_accumulation", True) is not True
 
 
+def _runs_other_branches(program: Program, options: DeepSpeedOptions) -> bool:
+    """Return whether one tensor-parallel rank holds all of a parameter, and runs a branch that the others do not."""
+    specs = (spec for spec in program.shard_specs.values() if spec.num_shards > 1)
+    return options.zero_stage == 3 and any(0 in spec.sizes and max(spec.sizes) == spec.full_shape[spec.dim] for spec in specs)
+
+
 LIMITS = (
     *ALL_RANKS,
     Limit("fp16 on a CPU", "use precision='bf16'", _is_half_on_cpu),
@@ -95,6 +101,12 @@ LIMITS = (
         "stage 2 or 3 of ZeRO with a pipeline",
         "use stage 1, or target='torch' with data_parallel='fsdp'",
         _shares_out_stages,
+    ),
+    Limit(
+        "stage 3 of ZeRO where tensor-parallel ranks run different branches of a module, as all ranks have to run the same "
+        "modules in the same order",
+        "use stage 1 or 2, or target='torch'",
+        _runs_other_branches,
     ),
     Limit("a stage with nothing to train", "cut elsewhere, or use target='torch'", _has_nothing_to_train),
     NO_PLATEAU._replace(applies=_needs_the_loss),

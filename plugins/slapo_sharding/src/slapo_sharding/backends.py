@@ -23,8 +23,8 @@ from slapo_core.parameters import ShardSpec
 from slapo_core.schedule import Schedule
 from slapo_core.wrapping import forward_wrappers
 
-from .derive import kind as kind_of_path
 from .parallel_loss import ParallelLoss
+from .repeated_blocks import kind as kind_of_path
 from .rules import AppliedCut, record_cut, split_of
 from .syncing import Sync, map_input, syncs_of
 

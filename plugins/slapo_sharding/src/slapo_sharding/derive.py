@@ -16,12 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo_core.wrapping import is_opaque
 
+from .branches import Branches
 from .direct_parameters import cut_parameters, direct_parameters, fused_splits
 from .fused_parts import fused_sizes
 from .layout_adaptation import may_cut, may_reduce, needs_statistics
 from .layouts import LayoutError, Layouts
 from .local_sizes.owners import is_inside
 from .local_sizes.sharded_norms import norm_of
+from .repeated_blocks import kind
 from .splits import ParameterSplit, Split
 
 
@@ -49,6 +51,10 @@ class Derived:
         """Name of a parameter that a forward uses itself to how it is split."""
         return self.layouts.parameters
 
+    def splits_parameter(self, name: str) -> bool:
+        """Return whether a parameter is split, or the layer that it is in."""
+        return name in self.parameters or any(is_inside(name, path) for path in self.splits)
+
     def __len__(self) -> int:
         return len(self.splits) + len(self.parameters)
 
@@ -63,6 +69,7 @@ def derive(
     opaque: Collection[str] = (),
     unadapted: Collection[str] = (),
     whole_parameters: Collection[str] = (),
+    dealt: Collection[Branches] = (),
 ) -> Derived:
     """The plan that splits as many layers as can be.
 
@@ -78,9 +85,11 @@ def derive(
         opaque: Paths of modules that cannot be traced.
         unadapted: Kinds of the modules in whose forwards no whole values are cut.
         whole_parameters: Names of parameters that are not split, and paths of modules that hold no others.
+        dealt: Branches of which each rank runs some, if their results fit.
     """
-    options = direct_parameters(traced, whole_parameters) if adapts else {}
-    return _Search(traced, mesh, is_layer, is_table, left_whole, adapts, opaque, unadapted, options).run()
+    own = {name for each in dealt for names in each.parameters for name in names}
+    options = direct_parameters(traced, {*whole_parameters, *own}) if adapts else {}
+    return _Search(traced, mesh, is_layer, is_table, left_whole, adapts, opaque, unadapted, options, dealt).run()
 
 
 class _Search:
@@ -95,7 +104,9 @@ class _Search:
         opaque: Collection[str],
         unadapted: Collection[str],
         options: dict[str, list[ParameterSplit]],
+        dealt: Collection[Branches],
     ) -> None:
+        self.dealt = [*dealt]
         self.adapts, self.opaque, self.unadapted = adapts, opaque, unadapted
         self.traced, self.mesh, self.is_layer, self.is_table = traced, mesh, is_layer, is_table
         self.left_whole = left_whole
@@ -116,12 +127,16 @@ class _Search:
 
     def run(self) -> Derived:
         while True:
+            parameters = {name: splits[0] for name, splits in self.options.items()}
+            for each in self.dealt:
+                parameters |= each.splits(self.mesh.size())
             layouts = Layouts(
                 *(self.traced, self.mesh, self.candidates, self.filled, self.is_layer, self.left_whole),
                 adapted=self.adapted,
                 opaque=self.opaque,
-                parameters={name: splits[0] for name, splits in self.options.items()},
+                parameters=parameters,
                 shared=self.shared,
+                dealt=self.dealt,
             )
             try:
                 layouts.check()
@@ -135,6 +150,9 @@ class _Search:
 
     def retreat(self, err: LayoutError) -> None:
         """Split a table too, or what is filled with one number, or try the layers at fault as fused, or leave them whole."""
+        if unfit := [each for each in self.dealt if err.sources & each.splits(1).keys()]:
+            self.dealt = [each for each in self.dealt if each not in unfit]
+            return
         if not err.sources:  # nothing but what is filled is sharded here
             self.filled.clear()
             return
@@ -279,11 +297,6 @@ _FILLS = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_ful
 
 def _dims(node: fx.Node, sizes: set[int]) -> list[int]:
     return [dim for dim, size in enumerate(node.meta["val"].shape) if size in sizes]
-
-
-def kind(path: str) -> str:
-    """The same for the modules at one place of the repeated blocks."""
-    return ".".join("*" if name.isdigit() else name for name in path.split("."))
 
 
 def _place(path: str) -> str:

@@ -18,7 +18,8 @@ from slapo_core.wrapping import is_opaque
 from . import attention, column_inputs
 from ._torch_private import mesh_of
 from .borders import marked
-from .derive import Derived, derive, kind
+from .branches import find_branches
+from .derive import Derived, derive
 from .draws import MixedDraws, forks
 from .flat_graphs import flat_graph, layer_paths, trace_flat
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
@@ -38,6 +39,7 @@ from .local_sizes.owners import (
 from .localise import Count, Difference, counts, difference, localise
 from .parameter_splits import split_parameters
 from .plan import tied_or_vocabulary
+from .repeated_blocks import kind
 from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
 from .sharding import Sharder
@@ -132,7 +134,7 @@ def carry_out(
     with marked(borders):
         from_graph = _count_locally(schedule, derived, found, forwards)
     _sum_gradients(schedule, derived, from_graph)
-    _fork(schedule, derived)
+    _fork(schedule, derived, from_graph)
     for path in stacks:
         fork_stack(schedule[path])
     return derived
@@ -176,7 +178,10 @@ def _derive_from(
         wide = trace_flat(schedule, whole) if copies else traced
         derived = rederive(wide, mesh)
         if adapts:
-            derived = _adapted(schedule, derived, partial(rederive, wide, mesh, adapts=True))
+            unadapted = set[str]()
+            rederive_adapted = partial(rederive, wide, mesh, adapts=True, unadapted=unadapted)
+            derived = _adapted(schedule, derived, rederive_adapted, unadapted)
+            derived = _with_branches(schedule, derived, rederive_adapted, {*whole.layers, *whole.opaque})
         failed = unshown(copies, traced, wide, derived, rederive)
         derived.reasons = {**whole.layers, **derived.reasons}
         derived.copied = [each.owner for each in copies]
@@ -187,13 +192,12 @@ def _derive_from(
     return derived, failed
 
 
-def _adapted(schedule: Schedule, derived: Derived, rederive: Callable[..., Derived]) -> Derived:
+def _adapted(schedule: Schedule, derived: Derived, rederive: Callable[..., Derived], unadapted: set[str]) -> Derived:
     """Return the plan in which whole values are cut, where it splits more layers than the other one, and can be carried out.
 
-    Where a module that would have to run from a graph cannot, none are cut in this one.
+    Where a module that would have to run from a graph cannot, none are cut in this one; its kind is added to ``unadapted``.
     """
-    unadapted = set[str]()
-    while len(adapted := rederive(unadapted=unadapted)) > len(derived):
+    while len(adapted := rederive()) > len(derived):
         unfit = _unfit(schedule, adapted)
         if unfit is None:
             return adapted
@@ -203,6 +207,22 @@ def _adapted(schedule: Schedule, derived: Derived, rederive: Callable[..., Deriv
             break
         unadapted |= found
     return derived
+
+
+def _with_branches(schedule: Schedule, derived: Derived, rederive: Callable[..., Derived], whole: Collection[str]) -> Derived:
+    """Return the plan in which each rank runs some of the branches, if it fits and less stays whole than in the other one."""
+
+    def whole_numbers(plan: Derived) -> int:
+        return sum(each.numel() for name, each in schedule.mod.named_parameters() if not plan.splits_parameter(name))
+
+    found = find_branches(derived.layouts.graph, schedule.mod, schedule.world_size, whole)
+    found = [each for each in found if not all(map(derived.splits_parameter, each.splits(1)))]
+    if not found or whole_numbers(dealt := rederive(dealt=found)) >= whole_numbers(derived):
+        return derived
+    if (unfit := _unfit(schedule, dealt)) is not None:
+        get_logger().debug("tensor_parallel: no branches are dealt out in %r: %s", unfit.module, unfit.reason)
+        return derived
+    return dealt
 
 
 def _unfit(schedule: Schedule, derived: Derived) -> Difference | None:
@@ -306,9 +326,9 @@ def _sum_gradients(schedule: Schedule, derived: Derived, from_graph: Mapping[str
         trust_sums(handle.mod)
 
 
-def _fork(schedule: Schedule, derived: Derived) -> None:
+def _fork(schedule: Schedule, derived: Derived, from_graph: Collection[str]) -> None:
     try:
-        found = list(forks(derived.layouts))
+        found = list(forks(derived.layouts, from_graph))
     except MixedDraws as err:
         if derived.layouts.crossings:
             raise _error(schedule, f"{err}; set that rate to 0, or give plan= and fork_rng") from err
@@ -400,7 +420,7 @@ def _count_locally(
         what = f"a module counts on all heads or all of its width where it has a part: {wrong.reason}"
         if derived.layouts.crossings:
             raise _error(schedule, f"the sequence cannot be split: {what}; leave out sequence_parallel")
-        raise Misfit(schedule, what, _layers_of(derived, wrong.module))
+        raise Misfit(schedule, what, _given_to(derived, wrong.module) or _layers_of(derived, wrong.module))
     for module in schedule.mod.modules():
         schedule.touch(module)
     attention.trust_counts(schedule.mod)
@@ -409,12 +429,26 @@ def _count_locally(
 
 def _sources(derived: Derived, nodes: Iterable[fx.Node]) -> set[str]:
     """Return the layers whose sharded outputs reach some nodes."""
-    return set[str]().union(*(derived.layouts.sources.get(node, ()) for node in nodes)) & derived.splits.keys()
+    layouts, found = derived.layouts, set[str]()
+    for node in nodes:
+        found |= layouts.branch_of[node].splits(1).keys() if node in layouts.branch_of else layouts.sources.get(node, set())
+    return found & {*derived.splits, *derived.parameters}
+
+
+def _given_to(derived: Derived, path: str) -> set[str]:
+    """Return the layers outside of a module that give it sharded values, of which it may count the sizes."""
+    found = set[str]()
+    for node in derived.layouts.graph.nodes:
+        if path and is_inside(node.meta.get("module", ""), path):
+            given = (other for other in node.all_input_nodes if not is_inside(other.meta.get("module", ""), path))
+            found |= _sources(derived, given)
+    return {layer for layer in found if not is_inside(layer, path)}
 
 
 def _layers_of(derived: Derived, path: str) -> list[str]:
     """Return the layers that are split in a module, else in the innermost one around it in which any is."""
-    while not (found := [layer for layer in derived.splits if is_inside(layer, path)]) and path:
+    split = [*derived.splits, *derived.parameters]
+    while not (found := [layer for layer in split if is_inside(layer, path)]) and path:
         path = path.rpartition(".")[0]
     return found
 

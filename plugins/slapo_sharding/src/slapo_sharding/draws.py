@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .layouts import Layouts
+from .local_sizes.owners import is_inside
 from .node_values import as_meta
 
 
@@ -68,8 +69,12 @@ def _run(module: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> None:
         node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def forks(layouts: Layouts) -> Iterator[tuple[str, bool]]:
+def forks(layouts: Layouts, graphs: Collection[str] = ()) -> Iterator[tuple[str, bool]]:
     """Paths of the modules whose random numbers have to be forked, and of those inside them that have to stay outside.
+
+    Args:
+        layouts: The dry run of the whole model's flat graph.
+        graphs: Paths of modules that run from graphs, in which those inside are not called, but for layers and the like.
 
     Yields:
         Path, and whether it stays outside.
@@ -79,8 +84,8 @@ def forks(layouts: Layouts) -> Iterator[tuple[str, bool]]:
     """
     # the tracer marks all that may draw, attention with a rate of 0 too; only these are tried
     drawing = [node for node in layouts.graph.nodes if node.meta.get("draws", True) and draws(layouts.traced, node)]
-    inside = {_place(node): node for node in drawing if _is_sharded(layouts, node)}
-    outside = {_place(node): node for node in drawing if not _is_sharded(layouts, node)}
+    inside = {_place(node, graphs): node for node in drawing if _is_sharded(layouts, node)}
+    outside = {_place(node, graphs): node for node in drawing if not _is_sharded(layouts, node)}
     if both := sorted(inside.keys() & outside.keys()):
         where = outside[both[0]].meta.get("source")
         raise MixedDraws(f"{both[0]!r} draws random numbers for sharded and for whole values ({where})", inside[both[0]])
@@ -88,9 +93,12 @@ def forks(layouts: Layouts) -> Iterator[tuple[str, bool]]:
     yield from ((path, True) for path in outside if any(path.startswith(f"{fork}.") or not fork for fork in inside))
 
 
-def _place(node: fx.Node) -> str:
-    return str(node.target if node.op == "call_module" else node.meta.get("module", ""))
+def _place(node: fx.Node, graphs: Collection[str]) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    path = str(node.meta.get("module", ""))
+    return next((each for each in graphs if is_inside(path, each)), path)
 
 
 def _is_sharded(layouts: Layouts, node: fx.Node) -> bool:
-    return any(other in layouts.local for other in node.all_input_nodes)
+    return node in layouts.branch_of or any(other in layouts.local for other in node.all_input_nodes)

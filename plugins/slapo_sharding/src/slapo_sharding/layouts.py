@@ -7,7 +7,7 @@ replicated. Torch's own rules say how an operation passes a sharding on; one tha
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.graph_ops import expect
 
 from ._torch_private import layouts_kept
+from .branches import Branches
 from .fused_parts import Fused
 from .layout_adaptation import may_reduce, with_parts
 from .local_sizes.arguments import is_size, leaves, places_of, to_divide
@@ -83,6 +84,7 @@ class Layouts(fx.Interpreter):
         parameters: Name of each parameter that forwards use themselves and that is split, to how.
         shared: Layers and parameters that are whole, and whose results may meet sharded values.
         cuts_inputs: Whether arguments of the graph that have gradients may be cut as parameters are.
+        dealt: Branches of which each rank runs some.
 
     Attributes:
         splits: How each layer is split; those not in it stay whole.
@@ -97,6 +99,8 @@ class Layouts(fx.Interpreter):
         summed_gradients: Nodes that use whole values each on a rank's part, and these values: their gradients are to be summed.
         weights: Nodes that are made from split parameters alone.
         holders: Paths of the modules that hold these parameters.
+        dealt: Joints of branches of which each rank runs some, to these.
+        branch_of: Nodes of such branches, to these.
         reduced: Nodes whose results are parts of a sum, or of a mean, that is added up at once, to ``"sum"`` or ``"avg"``.
         norms: Norms and variances along the sharded dimension, whose statistics are summed over the ranks.
         once: Nodes whose results are added up, and the places of the whole values that are to count once in the sum.
@@ -117,9 +121,12 @@ class Layouts(fx.Interpreter):
         parameters: Mapping[str, ParameterSplit] | None = None,
         shared: Collection[str] = (),
         cuts_inputs: bool = False,
+        dealt: Collection[Branches] = (),
     ) -> None:
         super().__init__(graph_module, graph=graph)
         self.cuts_inputs = cuts_inputs
+        self.dealt = {each.joint: each for each in dealt}
+        self.branch_of = {node: each for each in dealt for node in each.inside}
         self.adapted, self.gives_parts, self.opaque = adapted, gives_parts, opaque
         self.extra_traceback = False  # errors are read by the search
         self.traced, self.mesh, self.is_layer = graph_module, mesh, is_layer
@@ -134,7 +141,7 @@ class Layouts(fx.Interpreter):
         self.cut: dict[fx.Node, dict[int, int]] = {}
         self.summed_gradients: dict[fx.Node, set[fx.Node]] = {}
         self.parameters, self.shared = parameters or {}, shared
-        self.holders = {name.rpartition(".")[0] for name in self.parameters}
+        self.holders = {name.rpartition(".")[0] for name, split in self.parameters.items() if split.owner is None}
         self.weights: set[fx.Node] = set()
         self.blocks: dict[fx.Node, tuple[int, ...]] = {}
         self.reduced: dict[fx.Node, str] = {}
@@ -159,6 +166,8 @@ class Layouts(fx.Interpreter):
         if n.target is expect and n.args[1] == "shape" and not self.gives_parts:
             return None  # of the unmodified model, which is not what runs
         args, kwargs = self.fetch_args_kwargs_from_env(n) if n.op not in ("placeholder", "get_attr") else ((), {})
+        if n in self.branch_of or n in self.dealt:
+            return self._dealt(n, args, kwargs)
         if not any(True for _ in _sharded((args, kwargs))):
             return self._replicated(n, args, kwargs)
         self.sources[n] = frozenset[str]().union(*(self.sources.get(other, frozenset()) for other in n.all_input_nodes))
@@ -223,8 +232,26 @@ class Layouts(fx.Interpreter):
         shapes = [part.shape for part in value] if isinstance(value, list | tuple) else value.shape
         return bool(shapes == expected)
 
+    def _dealt(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Run a node of a branch on whole values; what joins the branches has a part of them on each rank."""
+        if any(True for _ in _sharded((args, kwargs))):
+            given = (self.sources.get(other, frozenset()) for other in n.all_input_nodes)
+            self.sources[n] = frozenset[str]().union(*given)
+            raise LayoutError(self, n, "a branch is given a sharded value")
+        if n in self.dealt:
+            branches = self.dealt[n]
+            self.sources[n] = frozenset(branches.splits(self.mesh.size()))
+            return self._note(n, self._shard(as_meta(n.meta["val"]), branches.dim))
+        branches = self.branch_of[n]
+        if n in branches.entries or _gives_numbers(n):
+            self._note_uses(n, branches.given(n))
+        if n in branches.shared:
+            self._note_partial(n, None, branches.shared[n])
+        return self._replicated(n, args, kwargs)
+
     def _replicated(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
-        split = self.candidates.get(str(n.target)) if n.op == "call_module" else None
+        is_layer = n.op == "call_module" and n not in self.branch_of
+        split = self.candidates.get(str(n.target)) if is_layer else None
         if split is not None:
             self.sources[n] = frozenset((str(n.target),))
             self._found(str(n.target), split)
@@ -236,7 +263,8 @@ class Layouts(fx.Interpreter):
                 return self._note(n, self._shard(whole, dim))
             except ValueError as err:
                 raise LayoutError(self, n, str(err)) from err
-        if n.op == "get_attr" and (given := self.parameters.get(str(n.target))) is not None:
+        given = self.parameters.get(str(n.target)) if n.op == "get_attr" else None
+        if given is not None and given.owner is None:
             return self._parameter(n, given)
         if isinstance(known := n.meta.get("val"), torch.Tensor):
             if n in self.filled:
@@ -364,21 +392,21 @@ class Layouts(fx.Interpreter):
 
     def _note_mixed(self, n: fx.Node) -> None:
         """Ranks that use a replicated value each on their own shard have each a part of its gradient."""
-        if not any(
-            isinstance(part, torch.Tensor) and part.is_floating_point() for part in pytree.tree_leaves(n.meta.get("val"))
-        ):
-            return
-        for other in n.all_input_nodes:
+        if _gives_numbers(n):
+            self._note_uses(n, n.all_input_nodes)
+
+    def _note_uses(self, n: fx.Node, given: Iterable[fx.Node]) -> None:
+        for other in given:
             if other in self.sources or other in self.parts:
                 continue
             if self._is_written(other):
                 raise ValueError(f"the whole value {other.name!r}, which is written in place, gets a part of its gradient only")
             if not has_gradient(other) or self._counts_once(n, other):
                 continue
-            names = parameters_of(other)
+            names = parameters_of(other) if n not in self.branch_of else ()
             if names and not any(name.rpartition(".")[0] in self.holders for name in names):
                 self._note_partial(n, other, names)
-            elif n in self.adapted:
+            elif n in self.adapted or n in self.branch_of:
                 self.summed_gradients.setdefault(n, set()).add(other)
             else:
                 raise ValueError(f"the whole value {other.name!r} gets a part of its gradient only")
@@ -432,6 +460,11 @@ class Layouts(fx.Interpreter):
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
         return as_meta(value) if isinstance(value, torch.Tensor) else value
+
+
+def _gives_numbers(node: fx.Node) -> bool:
+    """Return whether a node gives floating-point tensors."""
+    return any(isinstance(part, torch.Tensor) and part.is_floating_point() for part in pytree.tree_leaves(node.meta.get("val")))
 
 
 def _sharded(value: Any) -> Iterator[Any]:

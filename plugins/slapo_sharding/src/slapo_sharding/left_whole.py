@@ -14,11 +14,12 @@ from slapo_core.paths import join
 from slapo_core.schedule import Schedule
 
 from . import attention
-from .derive import Derived, kind
+from .derive import Derived
 from .layouts import UNEVEN
 from .local_sizes.owners import is_inside
 from .parametrized import computed_by
 from .projections import is_projection
+from .repeated_blocks import kind
 from .rulebook import rules_of
 from .rules import split_of
 from .whole_products import whole_products

@@ -17,7 +17,7 @@ from .splits import ParameterSplit
 
 
 def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -> None:
-    """Split parameters of a module that runs from a graph, which reduces what they give on this rank.
+    """Split parameters of a module that runs from a graph, which reduces what they give on this rank, or deal them out.
 
     The module is recorded as split, whatever is: whole values go in and come out, and those inside were looked at.
 
@@ -32,7 +32,10 @@ def split_parameters(schedule: Schedule, splits: Mapping[str, ParameterSplit]) -
         handle = schedule[below] if below else schedule
         tensor: nn.Parameter = handle.mod._parameters[name]  # type: ignore[assignment]
         shape = tuple(tensor.shape)
-        spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group)
+        dealt = None
+        if split.owner is not None:
+            dealt = tuple(((0, shape[split.dim] if each == split.owner else 0),) for each in range(size))
+        spec = ShardSpec(split.dim, shape, rank, size, split.blocks or (shape[split.dim],), schedule.group, dealt=dealt)
         schedule.touch(handle.mod)
         handle.set_parameter(name, new := local_tensor(tensor, spec))
         carry_hooks(new, tensor, spec, handle.places_of(new, (handle.mod, name)))

@@ -75,6 +75,10 @@ class Trial:
         loose = [name for name in self.tensors if holder_of(module, name)[0] not in layers]
         return any(self._matters(name) for name in loose) or repr(_plain(module)) != before
 
+    def mixes_rows(self) -> bool:
+        """Return whether what the module gives for a row depends on the others, as in attention."""
+        return _differs(self._run(self.x)[..., :1, :], self._run(self.x[..., :1, :]))
+
     def cuts(self) -> Iterator[Cut]:
         """Yield the ways to split the module."""
         for output, dims_of, names in (("sharded", self._column_dim, NAMES[1]), ("partial", self._row_dim, NAMES[0])):

@@ -52,7 +52,8 @@ def _cuts(module: nn.Module, inputs: int, outputs: int) -> tuple[Cut, ...]:
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(io.StringIO()):
             trial = Trial(module, inputs, outputs)
-            return tuple(trial.cuts()) if trial.is_needed() else ()
+            is_projection = trial.is_needed() and (_own_sizes(module) is not None or not trial.mixes_rows())
+            return tuple(trial.cuts()) if is_projection else ()
     except Exception:  # whatever a stranger's forward does on random numbers
         return ()
 

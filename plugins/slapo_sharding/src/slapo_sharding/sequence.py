@@ -14,8 +14,8 @@ import torch
 from torch import fx, nn
 
 from .borders import Place, border
-from .derive import kind
 from .layouts import LayoutError, Layouts
+from .repeated_blocks import kind
 from .sequence_layouts import BorderError, LengthError, MixedUse, PartError, SequenceLayouts
 from .sequence_plan import Backward, Crossing, Plan
 

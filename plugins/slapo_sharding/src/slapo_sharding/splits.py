@@ -27,7 +27,9 @@ class ParameterSplit:
     Args:
         dim: Dimension that is split.
         blocks: Sizes of the parts of a fused projection along it, each split for itself; empty for one part.
+        owner: The rank that holds all of it; None where each has a part.
     """
 
     dim: int
     blocks: tuple[int, ...] = ()
+    owner: int | None = None

@@ -18,7 +18,6 @@ from slapo_core.tracing.untraced import untraced
 from . import attention, backends, column_inputs, dropout
 from . import parallel_loss as losses
 from .asked_later import ATTENTIONS, HIDDEN_STATES, WholeOutputs
-from .derive import kind
 from .derived_plan import apply_derived
 from .given_plan import apply_given
 from .layouts import UNEVEN
@@ -32,6 +31,7 @@ from .plan import (
     undeclared_parameters,
     vocabulary,
 )
+from .repeated_blocks import kind
 from .rulebook import rules_of
 from .rules import Cut
 from .stacks import fork_stack, split_stack

@@ -7,9 +7,9 @@ from slapo_core.parameters import is_part
 from slapo_core.schedule import Schedule
 
 from . import attention
-from .derive import kind
 from .derived_plan import apply_derived
 from .left_whole import tell_whole_attentions
+from .repeated_blocks import kind
 
 _UNPLANNED = "the plan that is published with the model leaves it out"
 

@@ -12,8 +12,8 @@ from torch import fx, nn
 from slapo_core.parameters import is_part, shard_spec
 from slapo_core.tracing.calls import function_name
 
-from .derive import kind
 from .layouts import Layouts
+from .repeated_blocks import kind
 
 _PRODUCTS = frozenset("linear bilinear matmul mm bmm addmm baddbmm einsum tensordot conv1d conv2d conv3d".split())
 _LEAST = 1 / 8

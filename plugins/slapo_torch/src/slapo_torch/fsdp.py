@@ -19,7 +19,7 @@ from slapo_training.ranks import new_group
 from slapo_training.state_rollback import StateSnapshot
 
 from .fsdp_unit import Sharded, Unit
-from .fsdp_units import can_shard, deal, unit_paths
+from .fsdp_units import can_shard, deal, is_empty_somewhere, unit_paths
 from .fsdp_walk import REMEDY, Walk
 from .gradients import average_gradients
 
@@ -57,6 +57,9 @@ class ShardedReplicas:
         everyone = _ranks_of_parts(program)
         dealt = deal(program.module, unit_paths(program.module, patterns), {id(each) for each in module.parameters()})
         self._others = [p for parameters in dealt.values() for p in parameters if not can_shard(p)]
+        if number := sum(map(is_empty_somewhere, self._others)):
+            what = "data_parallel='fsdp' keeps %d parameters whole on each replica: a tensor-parallel rank holds all of each"
+            get_logger().warning(what, number)
         self._units: list[Unit] = []
         self._olds: dict[int, Sharded] = {}
         for path, parameters in dealt.items():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import BuildError, UnknownNameError
+from slapo_core.parameters import shard_spec
 from slapo_core.paths import join, select
 from slapo_core.program import Program
 from slapo_training.model_tensors import is_wrapper
@@ -77,7 +78,14 @@ def can_shard(parameter: torch.Tensor) -> bool:
 
     Whether it can cut quantised weights, which wrap other tensors, their class alone knows: these stay whole.
     """
-    return parameter.dim() > 0 and parameter.numel() > 0 and parameter.is_floating_point() and not is_wrapper(parameter)
+    has_rows = parameter.dim() > 0 and parameter.numel() > 0 and not is_empty_somewhere(parameter)
+    return has_rows and parameter.is_floating_point() and not is_wrapper(parameter)
+
+
+def is_empty_somewhere(parameter: torch.Tensor) -> bool:
+    """Return whether a tensor-parallel rank holds nothing of a parameter, as of a branch that another rank runs."""
+    spec = shard_spec(parameter)
+    return spec is not None and not all(spec.sizes)
 
 
 def check_shardable(program: Program, patterns: Sequence[str] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from slapo_core.errors import TraceError
 from slapo_core.inputs import split_inputs
 from slapo_core.parameters import is_part
-from slapo_core.tracing._torch_private import unobserved
+from slapo_core.tracing._torch_private import unobserved, whole_shape
 from slapo_core.tracing.around import HOOKS
 from slapo_core.tracing.guard import Call, Guard, plain_signature
 from slapo_core.tracing.structures import Hidden
@@ -24,6 +25,7 @@ from slapo_core.tracing.variants import Variant, on_meta
 from slapo_core.wrapping import INNER, WRAPPERS
 
 from .._torch_private import mesh_of
+from ..branches import Branches, find_branches
 from ..collectives import Group
 from ..layouts import LayoutError, Layouts
 from ..origins import forget
@@ -207,17 +209,20 @@ class LocalForward(Hidden):
         Raises:
             TraceError: a part of another size, or of a layer that stays whole.
         """
-        for path, split in self._plan.splits.items():
+        plan = self._plan
+        for path, split in plan.splits.items():
             whole, module = self._whole.get_submodule(path), self._module.get_submodule(path)
             for name, value in module._parameters.items():
-                if value is not None and is_part(value):
+                if value is not None and is_part(value) and f"{path}.{name}" not in plan.parameters:
                     expected = whole._parameters[name]
-                    if split is None or expected is None or value.numel() * self._plan.ranks != expected.numel():
+                    if split is None or expected is None or _number(value) * plan.ranks != expected.numel():
                         raise TraceError(f"{name!r} of the layer {path!r} has the shape {tuple(value.shape)} on this rank")
 
-        for path in self._plan.parameters:
+        for path, own in plan.parameters.items():
             expected, value = (each.get_parameter(path) for each in (self._whole, self._module))
-            if not is_part(value) or value.numel() * self._plan.ranks != expected.numel():
+            ranks = plan.ranks if own.owner is None else 1
+            is_empty = own.owner is not None and not _number(value)
+            if not is_part(value) or (_number(value) * ranks != expected.numel() and not is_empty):
                 raise TraceError(f"the parameter {path!r} has the shape {tuple(value.shape)} on this rank")
 
     def _layouts(self, graph: fx.Graph, whole: nn.Module | None = None) -> Layouts:
@@ -242,10 +247,27 @@ class LocalForward(Hidden):
             parameters=plan.parameters,
             shared=plan.shared,
             cuts_inputs=plan.cuts_inputs,
+            dealt=self._dealt(graph, whole),
         )
         layouts.check()
         self._check_results(layouts)
         return layouts
+
+    def _dealt(self, graph: fx.Graph, whole: nn.Module) -> list[Branches]:
+        """Return the branches of a graph that are dealt out as planned.
+
+        Raises:
+            TraceError: the graph has others.
+        """
+        planned = {name: split for name, split in self._plan.parameters.items() if split.owner is not None}
+        if not planned:
+            return []
+        found = [
+            each for each in find_branches(graph, whole, self._plan.ranks) if each.splits(self._plan.ranks).keys() & planned
+        ]
+        if {name: split for each in found for name, split in each.splits(self._plan.ranks).items()} != planned:
+            raise TraceError("its branches are others than those that the ranks share out")
+        return found
 
     def _check_results(self, layouts: Layouts) -> None:
         """Compare the results that are parts, which no other module uses, and the summed gradients with the first graph's.
@@ -292,6 +314,11 @@ def _embed(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
                 held = graph.call_function(partial(_constant, constants[str(node.target)]))
             node.replace_all_uses_with(held)
             graph.erase_node(node)
+
+
+def _number(tensor: torch.Tensor) -> int:
+    """Return the number of elements that this rank's part has while the module runs: an engine may have cut it further."""
+    return math.prod(whole_shape(tensor) or tensor.shape)
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor:

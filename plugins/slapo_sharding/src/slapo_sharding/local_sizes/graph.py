@@ -11,7 +11,8 @@ from torch import fx
 
 from slapo_core.tracing.calls import function_name
 
-from ..collectives import Group, all_reduce, all_reduce_grad, num_ranks
+from ..branches import Branches
+from ..collectives import Group, all_reduce, all_reduce_grad, apply, num_ranks
 from ..layouts import Layouts
 from .arguments import leaves, with_leaves
 from .sharded_norms import mean_of, norm_in, norm_of, spread_in
@@ -26,6 +27,7 @@ def make_local(layouts: Layouts, group: Group) -> None:
         scores + bias, where that is whole          -->  scores + part(bias, 1, group)
         scores @ values, where these are whole      -->  scores @ all_reduce_grad(values, group)
         F.linear(x, w, b), where w is split by rows -->  all_reduce(F.linear(x, w, once(b, group)), group)
+        torch.cat([head(x) for head in heads])      -->  torch.cat([head(x) for head in this rank's])
 
     Args:
         layouts: The dry run; its graph is changed.
@@ -34,6 +36,8 @@ def make_local(layouts: Layouts, group: Group) -> None:
     graph, ranks = layouts.graph, layouts.mesh.size()
     summed: dict[fx.Node, fx.Node] = {}
     uses = {node: _places(node, found) for node, found in layouts.summed_gradients.items()}
+    for branches in layouts.dealt.values():
+        _keep_own(branches, ranks, group)
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "size":
             _read_whole(layouts, node)
@@ -57,10 +61,48 @@ def make_local(layouts: Layouts, group: Group) -> None:
     graph.lint()
 
 
+def _keep_own(branches: Branches, ranks: int, group: Group) -> None:
+    """Leave out the branches that other ranks run."""
+    own, joint = 0 if group is None else group.rank(), branches.joint
+    values = joint.args[0] if joint.args else joint.kwargs["tensors"]
+    is_own = [branches.owner(index, ranks) == own for index in range(len(branches.nodes))]
+    kept = [value for value, keeps in zip(values, is_own, strict=True) if keeps]  # type: ignore[arg-type]
+    if joint.args:
+        joint.args = (kept, *joint.args[1:])
+    else:
+        joint.kwargs = {**joint.kwargs, "tensors": kept}
+    others = {node for nodes, keeps in zip(branches.nodes, is_own, strict=True) if not keeps for node in nodes}
+    for node in reversed(joint.graph.nodes):
+        if node in others:
+            joint.graph.erase_node(node)
+    unused = [name for name, split in branches.splits(ranks).items() if split.owner != own]
+    with joint.graph.inserting_after(joint):
+        held = _made(joint, beside, joint)
+    with joint.graph.inserting_before(held):
+        held.args = (joint, *map(joint.graph.get_attr, sorted(unused)))
+    joint.replace_all_uses_with(held, delete_user_cb=lambda user: user is not held)
+
+
 def part(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """Return this rank's part of a whole tensor; its gradient is zero elsewhere."""
     size = x.size(dim) // num_ranks(group)
     return x.narrow(dim, size * (0 if group is None else group.rank()), size)
+
+
+def beside(x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
+    """Return a value; parameters without elements on this rank get gradients as all others do, for which engines wait."""
+    return apply(_Beside, x, *unused) if torch.is_grad_enabled() else x
+
+
+class _Beside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*unused)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grad, *map(torch.zeros_like, ctx.saved_tensors)
 
 
 def once(x: torch.Tensor, group: Group) -> torch.Tensor:

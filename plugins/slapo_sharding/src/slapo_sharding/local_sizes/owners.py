@@ -48,7 +48,7 @@ def owners(layouts: Layouts) -> dict[str, bool]:
 
 
 def _adaptations(layouts: Layouts) -> tuple[Collection[fx.Node], ...]:
-    return layouts.cut, layouts.summed_gradients, layouts.reduced, layouts.once, layouts.norms
+    return layouts.cut, layouts.summed_gradients, layouts.reduced, layouts.once, layouts.norms, layouts.dealt
 
 
 def communicates(layouts: Layouts, path: str) -> bool:
