@@ -125,8 +125,8 @@ class _Finder:
                 if node in branch_of or node.op in ("placeholder", "output"):
                     continue
                 beside = node.users or [other for other in node.all_input_nodes if other in branch_of]
-                numbers = {branch_of.get(other) for other in beside}
-                if len(numbers) == 1 and None not in numbers:
+                numbers = {branch_of.get(other, -1) for other in beside}
+                if len(numbers) == 1 and -1 not in numbers:
                     branch_of[node], changed = numbers.pop(), True
         return tuple(frozenset(node for node, number in branch_of.items() if number == index) for index in range(len(results)))
 
@@ -185,7 +185,7 @@ class _Finder:
 
 def _arguments(joint: fx.Node) -> tuple[list[fx.Node], int]:
     """Return the values that a node puts together, and along which dimension of its result; none where it is no such node."""
-    values = joint.args[0] if joint.args else joint.kwargs.get("tensors", ())
+    values: Any = joint.args[0] if joint.args else joint.kwargs.get("tensors", ())
     dim = joint.args[1] if len(joint.args) > 1 else joint.kwargs.get("dim", joint.kwargs.get("axis", 0))
     result = joint.meta.get("val")
     is_plain = isinstance(values, list | tuple) and all(
