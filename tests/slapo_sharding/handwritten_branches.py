@@ -44,7 +44,7 @@ class IndexedHeads(ListOfHeads):
 
     def __init__(self):
         super().__init__()
-        self.gates = nn.ModuleList(nn.Linear(D, 1) for _ in range(H))
+        self.gates = nn.ModuleList(nn.Linear(D, _SIZE) for _ in range(H))
 
     def forward(self, x):
         found = []

@@ -13,11 +13,12 @@ from slapo_core import build, create_schedule
 from slapo_core.errors import SlapoError
 from slapo_core.testing import run_distributed
 from tests.slapo_sharding.handwritten import SPLIT
+from tests.slapo_sharding.handwritten_branches import BRANCHES
 from tests.slapo_sharding.test_handwritten import net, tokens
 
 pytestmark = pytest.mark.multiproc
 
-ROWS = {"c_proj", "proj", "o", "out", "to_out", "down", "w3", "w_out", "o_proj", "attn_out", "ff_out", "fc2"}
+ROWS = {"c_proj", "wo", "fc", "proj", "o", "out", "to_out", "down", "w3", "w_out", "o_proj", "attn_out", "ff_out", "fc2"}
 
 
 def layers(kind: str) -> tuple[list[str], list[str]]:
@@ -74,7 +75,8 @@ def test_shards_by_hand_end_in_a_sentence() -> None:
 
 
 ONE_KEY = {"OneKey", "OneKeyEach", "OneKeyEinsum", "OneKeyRepeated"}
-OTHERWISE = {"ViewThenUnbind", "Sliced", "Einops", "BiasOfPairs", "BatchedExperts", *ONE_KEY}
+LISTS = {kind.__name__ for kind in BRANCHES}
+OTHERWISE = {"ViewThenUnbind", "Sliced", "Einops", "BiasOfPairs", "BatchedExperts", *ONE_KEY, *LISTS}
 """Kinds whose plans here split a layer that stays whole or along the wrong dimension, or leave one out that has to be split."""
 
 

@@ -83,7 +83,7 @@ def check(options: dict[str, Any], model: nn.Module, expected: nn.Module, sch: A
     for name, value in wanted.items():
         if value is not None:
             scale = float(value.abs().max()) + 1e-6
-            torch.testing.assert_close(gradients[name] / scale, value / scale, atol=1e-5, rtol=1e-4, msg=f"{call}: {name}")
+            torch.testing.assert_close(gradients[name] / scale, value / scale, atol=5e-5, rtol=1e-4, msg=f"{call}: {name}")
 
 
 def all_ways(rank: int) -> None:

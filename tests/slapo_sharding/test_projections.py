@@ -168,7 +168,7 @@ def trained(rank: int) -> dict[str, tuple[float, set[str], str]]:
 def test_projections_are_split_with_all_their_tensors_or_stay_whole_by_name() -> None:
     for found in run_distributed(trained, 2, timeout=150):
         for kind, (apart, split, _) in found.items():
-            assert apart < 1e-5, kind
+            assert apart < 3e-5, kind
             assert {"fc2.weight", "proj2.weight"} <= split, kind
             for layer in ("fc.", "proj."):
                 assert any(name.startswith(layer) for name in split) == (kind != "packed"), (kind, split)
