@@ -247,8 +247,38 @@ class GivenToModules(nn.Module):
         return self.product(torch.relu(self.product(x, self.w1)), self.w2)
 
 
+class LongConvolution(nn.Module):
+    """A convolution over the whole length by Fourier transforms, with a filter for each channel, as in Hyena."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.filter = nn.Parameter(torch.randn(D, 32, generator=torch.Generator().manual_seed(1)) * 0.3)
+
+    def forward(self, x):
+        n = x.shape[1]
+        q, k, v = self.inner(x).split(x.shape[-1], -1)
+        spectrum = torch.fft.rfft((k * v).mT, n=2 * n) * torch.fft.rfft(self.filter[:, :n], n=2 * n)
+        return self.out(q * torch.fft.irfft(spectrum, n=2 * n)[..., :n].mT)
+
+
+class FourierFilter(nn.Module):
+    """A complex number for each frequency and channel, as in GFNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        generator = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(17, 2 * D, dtype=torch.cfloat, generator=generator) * 0.3)
+
+    def forward(self, x):
+        found = torch.fft.rfft(self.inner(x), dim=1, norm="ortho")
+        return self.out(torch.fft.irfft(found * self.weight[: found.shape[1]], n=x.shape[1], dim=1, norm="ortho"))
+
+
 PARAMETERS = (
     *(MatmulMlp, EinsumAttention, BatchedExperts, FusedMatmul, FusedLinear, Addmm, GatedMatmul, StackedGate, Lists),
     *(LayerThenParameter, WeightsFirst, PerHead, Tensordot, LowRank, NormBetween, TiedProducts, GivenToModules),
+    *(LongConvolution, FourierFilter),
 )
 """All of these can be split on 2 ranks and on 4."""

@@ -71,11 +71,11 @@ class Counting(nn.Module):
 class Calls(nn.Module):
     def __init__(self):
         super().__init__()
-        self.calls, self.mlp = 0, GatedMlp()
+        self.calls, self.up, self.down = 0, nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
 
     def forward(self, x):
         self.calls += 1
-        return self.mlp(x)
+        return self.down(self.up(x).relu())
 
 
 class Misleading(nn.Module):

@@ -11,6 +11,7 @@ from torch import fx, nn
 from slapo_core.errors import ScheduleError, TraceError
 from slapo_core.inputs import split_inputs
 from slapo_core.logger import get_logger
+from slapo_core.parameters import is_part
 from slapo_core.schedule import Schedule
 from slapo_core.steps import attempt
 from slapo_core.wrapping import is_opaque
@@ -38,9 +39,11 @@ from .local_sizes.owners import (
 )
 from .localise import Count, Difference, counts, difference, localise
 from .parameter_splits import split_parameters
+from .parts_alone import split_parts
 from .plan import tied_or_vocabulary
 from .repeated_blocks import kind
 from .rulebook import rules_of
+from .rules import split_of
 from .sequence import CannotSplit, split_sequence
 from .sharding import Sharder
 from .splits import Split
@@ -68,16 +71,31 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_mo
     while True:
         try:
             with attempt(schedule):
-                derived = carry_out(schedule, whole, sequence_parallel, splits_more)
+                derived = carry_out(schedule, whole, sequence_parallel, splits_more or bool(whole.opaque))
         except Misfit as err:
             if sequence_parallel or not whole.add_layers(schedule.mod, err):
                 raise
         except TraceError as err:
-            if sequence_parallel or not whole.add_opaque(schedule, err):
+            if sequence_parallel:
                 raise
+            if not whole.add_opaque(schedule, err):
+                if not split_parts(schedule, _apply_to_part):
+                    raise
+                what = "tensor_parallel: the parts of %s are split each for themselves, as its forward cannot be a graph: %s"
+                get_logger().warning(what, schedule.path or type(schedule.mod).__name__, err)
+                return
         else:
+            if [path for path in whole.opaque if split_parts(schedule[path], _apply_to_part)]:
+                split = {path for path, module in schedule.mod.named_modules() if split_of(module)}
+                derived.reasons = {path: reason for path, reason in derived.reasons.items() if path not in split}
+            if not splits_more and not any(map(is_part, schedule.mod.parameters())):
+                raise _nothing_split(schedule, derived, sequence_parallel)
             tell(schedule, derived, whole.layers)
             return
+
+
+def _apply_to_part(schedule: Schedule) -> None:
+    apply_derived(schedule, splits_more=True)
 
 
 def carry_out(
@@ -110,9 +128,7 @@ def carry_out(
         accept(derived)
     stacks = _stacks(schedule, derived) if accept is None else []
     if not len(derived) and not stacks and (sequence_parallel or not splits_more):
-        reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
-        along = "the sequence cannot be split: " if sequence_parallel else ""
-        raise _error(schedule, f"{along}nothing of the {type(schedule.mod).__name__} can be split: {reasons}; {REMEDY}")
+        raise _nothing_split(schedule, derived, sequence_parallel)
     if sequence_parallel and not derived.splits:
         raise _error(schedule, f"the sequence cannot be split: nothing but {stacks[0]!r} and its like is; leave it whole")
     layouts = derived.layouts
@@ -138,6 +154,12 @@ def carry_out(
     for path in stacks:
         fork_stack(schedule[path])
     return derived
+
+
+def _nothing_split(schedule: Schedule, derived: Derived, sequence_parallel: bool) -> ScheduleError:
+    reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
+    along = "the sequence cannot be split: " if sequence_parallel else ""
+    return _error(schedule, f"{along}nothing of the {type(schedule.mod).__name__} can be split: {reasons}; {REMEDY}")
 
 
 def _derive(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool) -> Derived:

@@ -463,8 +463,9 @@ class Layouts(fx.Interpreter):
 
 
 def _gives_numbers(node: fx.Node) -> bool:
-    """Return whether a node gives floating-point tensors."""
-    return any(isinstance(part, torch.Tensor) and part.is_floating_point() for part in pytree.tree_leaves(node.meta.get("val")))
+    """Return whether a node gives tensors that may have gradients."""
+    given = (part for part in pytree.tree_leaves(node.meta.get("val")) if isinstance(part, torch.Tensor))
+    return any(part.is_floating_point() or part.is_complex() for part in given)
 
 
 def _sharded(value: Any) -> Iterator[Any]:
