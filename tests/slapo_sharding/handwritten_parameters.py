@@ -276,9 +276,22 @@ class FourierFilter(nn.Module):
         return self.out(torch.fft.irfft(found * self.weight[: found.shape[1]], n=x.shape[1], dim=1, norm="ortho"))
 
 
+class ScaleAndShift(nn.Module):
+    """A parameter that is used on sharded values, and one beside it that is used on whole ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.linspace(0.5, 2.0, 8)), nn.Parameter(torch.zeros(D))
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        pieces = self.up(x + self.shift).unflatten(-1, (-1, 8)) * self.scale
+        return self.down(torch.tanh(pieces.flatten(-2))) + self.shift
+
+
 PARAMETERS = (
     *(MatmulMlp, EinsumAttention, BatchedExperts, FusedMatmul, FusedLinear, Addmm, GatedMatmul, StackedGate, Lists),
     *(LayerThenParameter, WeightsFirst, PerHead, Tensordot, LowRank, NormBetween, TiedProducts, GivenToModules),
-    *(LongConvolution, FourierFilter),
+    *(LongConvolution, FourierFilter, ScaleAndShift),
 )
 """All of these can be split on 2 ranks and on 4."""

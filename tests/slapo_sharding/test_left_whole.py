@@ -91,17 +91,43 @@ class Misleading(nn.Module):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) + self.mlp(x)
 
 
-class TwoParameters(nn.Module):
-    """A parameter that is used on sharded values beside one that is used on whole ones."""
+class SharedScale(nn.Module):
+    """A parameter that is used on sharded values and on whole ones."""
 
     def __init__(self):
         super().__init__()
-        self.scale, self.shift, self.mlp = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(D)), GatedMlp()
+        self.scale, self.mlp = nn.Parameter(torch.linspace(0.5, 2.0, 8)), GatedMlp()
         self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
 
     def forward(self, x):
         pieces = self.up(x).unflatten(-1, (-1, 8)) * self.scale
-        return self.down(torch.tanh(pieces.flatten(-2))) + self.shift + self.mlp(x)
+        return self.down(torch.tanh(pieces.flatten(-2))) + (x.unflatten(-1, (-1, 8)) * self.scale).flatten(-2) + self.mlp(x)
+
+
+class SharedNorm(nn.Module):
+    """A norm that is called with pieces of sharded values and of whole ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), GatedMlp()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        pieces = self.norm(self.up(x).unflatten(-1, (-1, 8)))
+        return self.down(torch.tanh(pieces.flatten(-2))) + self.norm(x.unflatten(-1, (-1, 8))).flatten(-2) + self.mlp(x)
+
+
+class TiedScale(nn.Module):
+    """A parameter with two names, used on sharded values by the one and on whole values by the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.mlp = SharedScale(), GatedMlp()
+        self.outer = self.inner.scale
+
+    def forward(self, x):
+        pieces = self.inner.up(x).unflatten(-1, (-1, 8)) * self.inner.scale.exp()
+        return self.inner.down(torch.tanh(pieces.flatten(-2))) * (1 + self.outer.sum()) + self.mlp(x)
 
 
 LEFT = {
@@ -113,10 +139,16 @@ LEFT = {
     "decides": (DecidingBeside, {"attn.c_attn", "attn.c_proj"}, r"part.decide .*the forward .*\(\S+left_whole.py:\d+\)"),
     "counts calls": (Counting, {"attn.c_attn", "attn.c_proj"}, r"part.inner.* assigns to its attribute 'calls'"),
     "misleads": (Misleading, {"mlp.up", "mlp.down"}, r"part.q_proj .*num_kv_heads of the attention module is 3"),
-    "two parameters": (
-        TwoParameters,
+    "shared scale": (
+        SharedScale,
         {"mlp.up", "mlp.down"},
-        r"part.up .*'scale' of .* on sharded values and 'shift' on whole",
+        r"part.up .*part.scale' is used on sharded values, and on whole ones in 'blocks.0.part' \(\S+left_whole.py:\d+\)",
+    ),
+    "shared norm": (SharedNorm, {"mlp.up", "mlp.down"}, r"part.up .*norm.bias' is used on sharded values, and on whole ones"),
+    "tied scale": (
+        TiedScale,
+        {"mlp.up", "mlp.down"},
+        r"part.inner .*' is used on sharded values, and on whole ones in 'blocks.0.part' ",
     ),
 }
 

@@ -39,6 +39,7 @@ from .local_sizes.owners import (
 )
 from .localise import Count, Difference, counts, difference, localise
 from .parameter_splits import split_parameters
+from .parameter_uses import ParameterUses
 from .parts_alone import split_parts
 from .plan import tied_or_vocabulary
 from .repeated_blocks import kind
@@ -331,20 +332,22 @@ def _sum_gradients(schedule: Schedule, derived: Derived, from_graph: Mapping[str
         start = len(path) + 1 if path else 0
         forward.partial = frozenset(name[start:] for name in partial if is_inside(name, path))
     names_of: dict[str, set[str]] = {}
-    for name in derived.layouts.partial:
+    uses = ParameterUses(derived.layouts)
+    for name in sorted(derived.layouts.partial.keys() & partial):
+        if (whole := uses.on_whole(name)) is not None:
+            where = f"{whole.meta.get('module')!r} ({whole.meta.get('source')})"
+            sharded = [each for node in uses.on_sharded(name) for each in (node, *node.all_input_nodes)]
+            raise Misfit(
+                schedule, f"{name!r} is used on sharded values, and on whole ones in {where}", _sources(derived, sharded)
+            )
         path, _, own = name.rpartition(".")
-        if name in partial:
-            names_of.setdefault(path, set()).add(own)
+        names_of.setdefault(path, set()).add(own)
     for path, names in names_of.items():
         handle = schedule[path] if path else schedule
-        parameters = trainable(handle.mod)
-        if not names & parameters.keys() or any(map(sums_gradient, parameters.values())):  # frozen, or tied to one that is done
+        parameters = {name: each for name, each in trainable(handle.mod).items() if name in names}
+        if not parameters or any(map(sums_gradient, parameters.values())):  # frozen, or tied to one that is done
             continue
-        if whole := parameters.keys() - names:
-            used = f"{sorted(names)[0]!r} of {path!r} is used on sharded values and {sorted(whole)[0]!r} on whole ones"
-            nodes = [derived.layouts.partial[f"{path}.{name}" if path else name] for name in names]
-            raise Misfit(schedule, used, _sources(derived, nodes))
-        handle.sync("grad", "all_reduce")
+        handle.sync("grad", "all_reduce", of=sorted(parameters))
         trust_sums(handle.mod)
 
 
@@ -376,7 +379,10 @@ def _local_forward(schedule: Schedule, derived: Derived, path: str, calls: dict[
     """Make the forward of a module; identical ones share their graphs in ``calls``."""
     layers, module = layer_paths(schedule), schedule.mod.get_submodule(path)
     below = {name: f"{path}.{name}" if path else name for name, _ in module.named_modules() if name}
-    splits = {name: derived.layouts.splits.get(full) for name, full in below.items() if full in layers}
+    split = derived.layouts.splits  # a layer may be made of layers, as an adapter is
+    splits = {
+        name: split.get(full) for name, full in below.items() if full in layers and not _is_inside_any(full, split.keys())
+    }
     called = {str(node.target) for node in derived.layouts.graph.find_nodes(op="call_module")}
     kept = {name for name, full in below.items() if full in called or name in splits}  # dropouts get wrappers, for one
     opened = frozenset(name for name in below if name not in kept and not _is_inside_any(name, kept))

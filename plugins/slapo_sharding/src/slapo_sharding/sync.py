@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -63,7 +63,8 @@ class SyncPrimitive(Primitive):
         axis: Dimension of the tensor to gather, scatter or reduce-scatter along; may be negative.
         backward: For ``all_gather``: ``"split"`` where what follows is replicated or declares its own syncs (default after
             the module), ``"reduce_scatter"`` where each rank goes on to use its own shard (default before the module).
-        of: For ``bwd_post``: paths below this module of those whose inputs are meant, instead of the module's own.
+        of: For ``bwd_post``: paths below this module of those whose inputs are meant, instead of the module's own. For
+            ``grad``: names of the module's own parameters that are meant, instead of all.
         tensor_parallel_output_grad: The established name of ``backward``: True where the output's gradient is partial, as in a
             tensor-parallel region, which is ``"reduce_scatter"``; False where it is whole, which is ``"split"``.
 
@@ -109,7 +110,8 @@ class SyncPrimitive(Primitive):
         if (sync.fn is None and schedule.world_size <= 1) or sync.op == _NOTHING:
             return
         if mode == "grad":
-            own = {} if _summed_by_plan(schedule) else trainable(module)
+            own = _asked(schedule, of)
+            own = {} if _are_summed_by_plan(own) else own
             for name, parameter in own.items():
                 seen = name == "bias" and "weight" in own  # its parts are equal where the loss is a mean of values
                 label = f"{schedule.path}.{name}" if schedule.path else name
@@ -144,8 +146,8 @@ def _make(
     if mode not in _MODES:
         raise error(f"no mode {mode!r}; available: {', '.join(_MODES)}")
     if mode == "grad":
-        _check_grad(schedule, op, error)
-    if of is not None:
+        _check_grad(schedule, op, of, error)
+    elif of is not None:
         _check_members(schedule, mode, op, of, error)
     if not isinstance(op, str):
         return Sync(mode, "function", fn=op, takes_kwargs=_takes_kwargs(mode, op, error))
@@ -237,20 +239,29 @@ def _check_gather(schedule: Schedule, mode: str, op: str, error: Callable[[str],
         raise error("the attention module counts local heads already; shard with gathered=True before gathering")
 
 
-def _summed_by_plan(schedule: Schedule) -> bool:
-    """Return whether a plan sums the module's gradients already, so that asking for it changes nothing."""
-    return all(sums_gradient(parameter, by_plan=True) for parameter in trainable(schedule.mod).values())
+def _asked(schedule: Schedule, of: Sequence[str] | None) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of the module itself that are meant, by name."""
+    return {name: parameter for name, parameter in trainable(schedule.mod).items() if of is None or name in of}
 
 
-def _check_grad(schedule: Schedule, op: Any, error: Callable[[str], ScheduleError]) -> None:
-    own = trainable(schedule.mod)
+def _are_summed_by_plan(parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Return whether a plan sums these gradients already, so that asking for it changes nothing."""
+    return all(sums_gradient(parameter, by_plan=True) for parameter in parameters.values())
+
+
+def _check_grad(schedule: Schedule, op: Any, of: Sequence[str] | None, error: Callable[[str], ScheduleError]) -> None:
+    own = _asked(schedule, of)
+    if isinstance(of, str) or (of is not None and not own.keys() >= {*of}):
+        raise error(
+            f"of is {of!r}; give names of trainable parameters of the module itself: {', '.join(trainable(schedule.mod))}"
+        )
     if op != "all_reduce":
         raise error(f"grad takes all_reduce, not {op!r}; sum the gradients")
     if applied_cut(schedule.mod) is not None:
         raise error("the module is sharded, so the gradients of its parameters are right already; leave this sync out")
     if not own:
         raise error("the module itself has no trainable parameters; take one inside of it")
-    if _summed_by_plan(schedule):
+    if _are_summed_by_plan(own):
         return
     if any(map(sums_gradient, own.values())):
         raise error("the gradients of its parameters are summed already; sync them once")
