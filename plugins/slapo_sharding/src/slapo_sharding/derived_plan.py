@@ -344,10 +344,11 @@ def _sum_gradients(schedule: Schedule, derived: Derived, from_graph: Mapping[str
         names_of.setdefault(path, set()).add(own)
     for path, names in names_of.items():
         handle = schedule[path] if path else schedule
-        parameters = {name: each for name, each in trainable(handle.mod).items() if name in names}
+        own = trainable(handle.mod)
+        parameters = {name: each for name, each in own.items() if name in names}
         if not parameters or any(map(sums_gradient, parameters.values())):  # frozen, or tied to one that is done
             continue
-        handle.sync("grad", "all_reduce", of=sorted(parameters))
+        handle.sync("grad", "all_reduce", **({"of": sorted(parameters)} if own.keys() > parameters.keys() else {}))
         trust_sums(handle.mod)
 
 
