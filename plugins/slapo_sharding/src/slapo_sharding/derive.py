@@ -123,6 +123,7 @@ class _Search:
         self.tried: set[fx.Node] = set()
         self.adapted: set[fx.Node] = set()
         self.reasons: dict[str, str] = {}
+        self.gave_way: dict[frozenset[str], dict[str, Split]] = {}  # to layers at fault, those that were left whole instead
         self.as_one: dict[str, str] = {}  # why layers that are tried as fused do not fit unfused
 
     def run(self) -> Derived:
@@ -175,9 +176,11 @@ class _Search:
         if weights and any(other not in err.layouts.weights for other in given):
             self._try_next(weights, str(err))
             return
-        if beside := self._lighter_beside(err, behind):
+        if (err.sources not in self.gave_way) and (beside := self._lighter_beside(err, behind)):
             kinds = {kind(path) for path in beside}
-            for path in [path for path in self.candidates if kind(path) in kinds]:
+            others = {path: split for path, split in self.candidates.items() if kind(path) in kinds}
+            self.gave_way[err.sources] = others
+            for path in others:
                 del self.candidates[path]
                 self.reasons[path] = str(err)
             return
@@ -196,6 +199,16 @@ class _Search:
                 self.as_one[path] = f"{err}; in {len(blocks)} parts: "
             else:
                 self.reasons[path] = (self.as_one[path] if self.candidates.pop(path).blocks else "") + str(err)
+                self._take_back(path)
+
+    def _take_back(self, path: str) -> None:
+        """Split the layers again that gave way to one that now stays whole itself."""
+        for sources, others in self.gave_way.items():
+            if path in sources:
+                self.candidates.update(others)
+                for other in others:
+                    self.reasons.pop(other, None)
+                others.clear()
 
     def _adapt(self, node: fx.Node, layouts: Layouts) -> bool:
         """Let a node, and those of the same line in identical modules, cut whole values and add up partial results."""

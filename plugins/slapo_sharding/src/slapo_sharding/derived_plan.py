@@ -22,7 +22,7 @@ from .borders import marked
 from .branches import find_branches
 from .derive import Derived, derive
 from .draws import MixedDraws, forks
-from .flat_graphs import flat_graph, layer_paths, trace_flat
+from .flat_graphs import TakenName, flat_graph, layer_paths, trace_flat
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import LayoutError, Layouts
 from .left_whole import REMEDY, LeftWhole, Misfit, tell
@@ -69,30 +69,35 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_mo
     if schedule.world_size <= 1:
         return
     whole = LeftWhole()
+    try:
+        derived = _carried_out(schedule, whole, sequence_parallel, splits_more)
+    except (ScheduleError, TraceError) as err:
+        may_help = isinstance(err, TraceError | TakenName) or bool(whole.layers)
+        if sequence_parallel or not may_help or not split_parts(schedule, _apply_to_part):
+            raise
+        what = "tensor_parallel: the parts of %s are split each for themselves, as there is no plan for all of it: %s"
+        get_logger().warning(what, schedule.path or type(schedule.mod).__name__, err)
+        return
+    if [path for path in whole.opaque if split_parts(schedule[path], _apply_to_part)]:
+        split = {path for path, module in schedule.mod.named_modules() if split_of(module)}
+        derived.reasons = {path: reason for path, reason in derived.reasons.items() if path not in split}
+    if not splits_more and not any(map(is_part, schedule.mod.parameters())):
+        raise _nothing_split(schedule, derived, sequence_parallel)
+    tell(schedule, derived, whole.layers)
+
+
+def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, splits_more: bool) -> Derived:
+    """Carry out the first plan that can be; fill ``whole`` with what the ones before could not be carried out with."""
     while True:
         try:
             with attempt(schedule):
-                derived = carry_out(schedule, whole, sequence_parallel, splits_more or bool(whole.opaque))
+                return carry_out(schedule, whole, sequence_parallel, splits_more or bool(whole.opaque))
         except Misfit as err:
             if sequence_parallel or not whole.add_layers(schedule.mod, err):
                 raise
         except TraceError as err:
-            if sequence_parallel:
+            if sequence_parallel or not whole.add_opaque(schedule, err):
                 raise
-            if not whole.add_opaque(schedule, err):
-                if not split_parts(schedule, _apply_to_part):
-                    raise
-                what = "tensor_parallel: the parts of %s are split each for themselves, as its forward cannot be a graph: %s"
-                get_logger().warning(what, schedule.path or type(schedule.mod).__name__, err)
-                return
-        else:
-            if [path for path in whole.opaque if split_parts(schedule[path], _apply_to_part)]:
-                split = {path for path, module in schedule.mod.named_modules() if split_of(module)}
-                derived.reasons = {path: reason for path, reason in derived.reasons.items() if path not in split}
-            if not splits_more and not any(map(is_part, schedule.mod.parameters())):
-                raise _nothing_split(schedule, derived, sequence_parallel)
-            tell(schedule, derived, whole.layers)
-            return
 
 
 def _apply_to_part(schedule: Schedule) -> None:

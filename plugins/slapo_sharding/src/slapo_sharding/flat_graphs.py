@@ -29,6 +29,10 @@ _OF_LAYERS = (
 """Modules of torch that call layers as other code does: with hooks on these they take no faster path."""
 
 
+class TakenName(ScheduleError):
+    """Error of a part that has a name which a graph uses itself."""
+
+
 def trace_flat(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
     """Return the graph of the module, in which it is known what sizes are computed from attributes.
 
@@ -68,7 +72,7 @@ def _check_names(schedule: Schedule) -> None:
     for name in (*module._modules, *module._parameters, *module._buffers):
         if name == "meta" or (hasattr(fx.GraphModule, name) and not hasattr(nn.Module, name)):
             what = f"the {type(module).__name__} calls a part of it {name!r}, as every traced module calls something of its own"
-            raise _error(schedule, f"{what}; rename it, or give plan=")
+            raise TakenName(f"{what}; rename it, or give plan=", path=schedule.path, primitive="tensor_parallel")
 
 
 def layer_paths(schedule: Schedule) -> list[str]:

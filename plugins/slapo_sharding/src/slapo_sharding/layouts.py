@@ -23,6 +23,7 @@ from slapo_core.tracing.graph_ops import expect
 
 from ._torch_private import layouts_kept
 from .branches import Branches
+from .function_probe import check_backward
 from .fused_parts import Fused
 from .layout_adaptation import may_reduce, with_parts
 from .local_sizes.arguments import is_size, leaves, places_of, to_divide
@@ -280,7 +281,7 @@ class Layouts(fx.Interpreter):
             return _Result()
         try:
             value = self._whole(n, args, kwargs) if n.op == "call_module" else getattr(self, n.op)(n.target, args, kwargs)
-        except NotImplementedError:  # values decide the shapes
+        except (NotImplementedError, RuntimeError):  # values decide the shapes, or gradients, which a dry run has none of
             return _Result()
         return pytree.tree_map_only(torch.Tensor, as_meta, value)
 
@@ -326,7 +327,10 @@ class Layouts(fx.Interpreter):
         if n.target is torch.cat:  # an empty tensor fits every layout
             args = ([value for value in args[0] if value.numel()], *args[1:])
         try:
-            return getattr(self, n.op)(n.target, args, kwargs)
+            value = getattr(self, n.op)(n.target, args, kwargs)
+            if function_name(n) == "apply":
+                check_backward(n, args, kwargs, value)
+            return value
         except RuntimeError:
             if function_name(n) != "matmul" or kwargs or min(each.dim() for each in args) < 2:
                 raise
