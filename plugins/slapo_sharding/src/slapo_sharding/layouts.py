@@ -22,6 +22,7 @@ from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.graph_ops import expect
 
 from ._torch_private import layouts_kept
+from .function_gradients import check_parts, is_autograd_function
 from .fused_parts import Fused
 from .layout_adaptation import may_reduce, with_parts
 from .local_sizes.arguments import is_size, leaves, places_of, to_divide
@@ -298,7 +299,10 @@ class Layouts(fx.Interpreter):
         if n.target is torch.cat:  # an empty tensor fits every layout
             args = ([value for value in args[0] if value.numel()], *args[1:])
         try:
-            return getattr(self, n.op)(n.target, args, kwargs)
+            value = getattr(self, n.op)(n.target, args, kwargs)
+            if is_autograd_function(n.target):
+                check_parts(n.target, args, kwargs, value, self.mesh.size())
+            return value
         except RuntimeError:
             if function_name(n) != "matmul" or kwargs or min(each.dim() for each in args) < 2:
                 raise

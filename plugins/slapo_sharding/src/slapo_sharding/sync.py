@@ -246,7 +246,7 @@ def _check_grad(schedule: Schedule, op: Any, error: Callable[[str], ScheduleErro
     own = trainable(schedule.mod)
     if op != "all_reduce":
         raise error(f"grad takes all_reduce, not {op!r}; sum the gradients")
-    if applied_cut(schedule.mod) is not None:
+    if (applied := applied_cut(schedule.mod)) is not None and not applied.keeps_own:
         raise error("the module is sharded, so the gradients of its parameters are right already; leave this sync out")
     if not own:
         raise error("the module itself has no trainable parameters; take one inside of it")
