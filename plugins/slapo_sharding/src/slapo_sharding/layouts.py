@@ -23,7 +23,7 @@ from slapo_core.tracing.graph_ops import expect
 
 from ._torch_private import layouts_kept
 from .branches import Branches
-from .function_probe import check_backward
+from .function_gradients import check_parts, is_autograd_function
 from .fused_parts import Fused
 from .layout_adaptation import may_reduce, with_parts
 from .local_sizes.arguments import is_size, leaves, places_of, to_divide
@@ -328,8 +328,8 @@ class Layouts(fx.Interpreter):
             args = ([value for value in args[0] if value.numel()], *args[1:])
         try:
             value = getattr(self, n.op)(n.target, args, kwargs)
-            if function_name(n) == "apply":
-                check_backward(n, args, kwargs, value)
+            if is_autograd_function(n.target):
+                check_parts(n.target, args, kwargs, value, self.mesh.size())
             return value
         except RuntimeError:
             if function_name(n) != "matmul" or kwargs or min(each.dim() for each in args) < 2:

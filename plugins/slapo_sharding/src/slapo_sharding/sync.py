@@ -257,8 +257,7 @@ def _check_grad(schedule: Schedule, op: Any, of: Sequence[str] | None, error: Ca
         )
     if op != "all_reduce":
         raise error(f"grad takes all_reduce, not {op!r}; sum the gradients")
-    applied = applied_cut(schedule.mod)
-    if applied is not None and (applied.cut.output != "whole" or own.keys() & applied.cut.dims.keys()):
+    if (applied := applied_cut(schedule.mod)) is not None and not applied.keeps_own:
         raise error("the module is sharded, so the gradients of its parameters are right already; leave this sync out")
     if not own:
         raise error("the module itself has no trainable parameters; take one inside of it")

@@ -1,0 +1,154 @@
+"""Autograd functions of a model's own between layers: split where forward and backward work on parts, else left whole."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core import build, create_schedule
+from slapo_core.testing import run_distributed
+
+pytestmark = pytest.mark.multiproc
+WIDTH = 8
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        z = x.sigmoid()
+        return grad * (z + x * z * (1 - z))
+
+
+class ClippedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.norm()
+
+
+class ScaledByWidth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / math.sqrt(x.size(-1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad / math.sqrt(grad.size(-1))
+
+
+class LearnedStep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, step)
+        return (x / step).round() * step
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, step = ctx.saved_tensors
+        return grad, (grad * ((x / step).round() - x / step)).sum()
+
+
+class SizedStep(LearnedStep):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given, step = LearnedStep.backward(ctx, grad)
+        return given, step / math.sqrt(grad.numel())
+
+
+class Mlp(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), function
+        self.step = nn.Parameter(torch.tensor(0.25)) if issubclass(function, LearnedStep) else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = (self.up(x),) if self.step is None else (self.up(x), self.step)
+        return self.down(self.function.apply(*given))  # type: ignore[no-untyped-call, no-any-return]
+
+
+class TwoMlps(nn.Module):
+    """One with a function, and one without, which is always split."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.own = Mlp(function)
+        self.plain = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.own(x)
+        return x + self.plain(x)
+
+
+def compared(rank: int, function: type[torch.autograd.Function]) -> tuple[bool, bool]:
+    """Compare outputs and gradients; return whether each MLP is split."""
+    torch.manual_seed(0)
+    expected = TwoMlps(function)
+    model = copy.deepcopy(expected)
+    sch = create_schedule(model, example_inputs=(torch.randn(2, 4, WIDTH),))
+    sch.tensor_parallel()
+    build(sch)
+    for rows in (2, 3):
+        x = torch.randn(rows, 4, WIDTH, generator=torch.Generator().manual_seed(rows))
+        for each in (expected, model):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        torch.testing.assert_close(model(x), expected(x))
+        found = sch.full_state("grad")
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+    return model.own.up.weight.shape[0] < 4 * WIDTH, model.plain[0].weight.shape[0] < 4 * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("function", "is_split"),
+    [(Swish, True), (LearnedStep, True), (ClippedGradient, False), (ScaledByWidth, False), (SizedStep, False)],
+)
+def test_a_function_is_split_where_its_backward_works_on_parts(function: type[Any], is_split: bool) -> None:
+    assert run_distributed(compared, 2, function) == [(is_split, True)] * 2
+
+
+class Gated(nn.Module):
+    """A factor of its own between sharded layers, in a module whose norm communicates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(4 * WIDTH)
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, gate = self.up(x).tensor_split(2, -1)
+        return self.down(self.norm(x * gate.sigmoid() * self.factor))  # type: ignore[no-any-return]
+
+
+def gradients_of_the_factor(rank: int) -> None:
+    torch.manual_seed(0)
+    expected = nn.Sequential(Gated(), nn.LayerNorm(WIDTH))
+    model = copy.deepcopy(expected)
+    sch = create_schedule(model, example_inputs=(torch.randn(2, 4, WIDTH),))
+    sch.tensor_parallel()
+    build(sch)
+    x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+    for each in (expected, model):
+        each(x).square().mean().backward()
+    found = sch.full_state("grad")
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+    assert model[0].up.weight.shape[0] == 4 * WIDTH
+
+
+def test_a_modules_own_factor_beside_a_norm_over_all_of_its_width() -> None:
+    run_distributed(gradients_of_the_factor, 2)
