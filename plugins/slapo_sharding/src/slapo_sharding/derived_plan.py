@@ -334,20 +334,25 @@ def _local_forward(schedule: Schedule, derived: Derived, path: str, calls: dict[
     """Make the forward of a module; identical ones share their graphs in ``calls``."""
     layers, module = layer_paths(schedule), schedule.mod.get_submodule(path)
     below = {name: f"{path}.{name}" if path else name for name, _ in module.named_modules() if name}
-    splits = {name: derived.layouts.splits.get(full) for name, full in below.items() if full in layers}
+    split = derived.layouts.splits  # a layer may be made of layers, as an adapter is
+    splits = {
+        name: split.get(full) for name, full in below.items() if full in layers and not _is_inside_any(full, split.keys())
+    }
     called = {str(node.target) for node in derived.layouts.graph.find_nodes(op="call_module")}
     kept = {name for name, full in below.items() if full in called or name in splits}  # dropouts get wrappers, for one
     opened = frozenset(name for name in below if name not in kept and not _is_inside_any(name, kept))
     start = len(path) + 1 if path else 0
     parameters = {name[start:]: split for name, split in derived.parameters.items() if is_inside(name, path)}
     shared = frozenset(name[start:] for name in derived.layouts.shared if is_inside(name, path))
+    by_use = frozenset(name[start:] for name in derived.layouts.summed_by_use if is_inside(name, path))
     cuts_inputs = cuts_from_outside(derived.layouts, path)
-    plan = Plan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared, cuts_inputs)
+    plan = Plan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared, cuts_inputs, by_use)
     alike = (
         type(module),
         kind(path),
         opened,
         cuts_inputs,
+        by_use,
         *(tuple(sorted((n, repr(each)) for n, each in of.items())) for of in (splits, parameters)),
     )
     return LocalForward(module, plan, None if calls is None else calls.setdefault(alike, {}))

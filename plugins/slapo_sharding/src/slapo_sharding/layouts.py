@@ -83,6 +83,8 @@ class Layouts(fx.Interpreter):
         parameters: Name of each parameter that forwards use themselves and that is split, to how.
         shared: Layers and parameters that are whole, and whose results may meet sharded values.
         cuts_inputs: Whether arguments of the graph that have gradients may be cut as parameters are.
+        summed_by_use: Names of whole parameters that are used on whole values as well: each use on sharded ones has a sum of
+            its own.
 
     Attributes:
         splits: How each layer is split; those not in it stay whole.
@@ -117,9 +119,10 @@ class Layouts(fx.Interpreter):
         parameters: Mapping[str, ParameterSplit] | None = None,
         shared: Collection[str] = (),
         cuts_inputs: bool = False,
+        summed_by_use: Collection[str] = (),
     ) -> None:
         super().__init__(graph_module, graph=graph)
-        self.cuts_inputs = cuts_inputs
+        self.cuts_inputs, self.summed_by_use = cuts_inputs, summed_by_use
         self.adapted, self.gives_parts, self.opaque = adapted, gives_parts, opaque
         self.extra_traceback = False  # errors are read by the search
         self.traced, self.mesh, self.is_layer = graph_module, mesh, is_layer
@@ -322,7 +325,12 @@ class Layouts(fx.Interpreter):
         if path in self.opaque:
             raise ValueError(f"{path!r}, which cannot be traced, needs all of a value that is sharded")
         if not self.is_layer(module):
-            self._note_partial(n, None, [f"{path}.{name}" for name, _ in module.named_parameters()])
+            names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+            if any(name in self.summed_by_use for name in names):
+                raise ValueError(
+                    f"the parameters of {path!r} are used on whole values as well, and their gradient is summed once"
+                )
+            self._note_partial(n, None, names)
             return self._whole(n, args, kwargs)
         if not self.is_layer(module, "partial"):
             raise ValueError(f"the layer {path!r}, which cannot be split along its input, needs all of a value that is sharded")
@@ -376,7 +384,7 @@ class Layouts(fx.Interpreter):
             if not has_gradient(other) or self._counts_once(n, other):
                 continue
             names = parameters_of(other)
-            if names and not any(name.rpartition(".")[0] in self.holders for name in names):
+            if names and not any(name.rpartition(".")[0] in self.holders or name in self.summed_by_use for name in names):
                 self._note_partial(n, other, names)
             elif n in self.adapted:
                 self.summed_gradients.setdefault(n, set()).add(other)
