@@ -63,7 +63,7 @@ LEFT_WHOLE = {
     "gpt_bigcode": Whole("attention", "one key head serves all queries", "modeling_gpt_bigcode.py:"),
     "led": Whole("", "its attention is to windows that overlap in memory", "modeling_led.py:"),
     "mamba": Whole("attention and MLP", "its scan mixes all channels with those of the input projection", "modeling_mamba.py:"),
-    "mobilebert": Whole("", "a scale of all widths follows the layers of its bottlenecks", "bottleneck.input stays whole"),
+    "mobilebert": Whole("", "a scale of all widths follows the layers of its bottlenecks", "bottleneck stays whole"),
     "qwen2_moe": Whole("", "the gate of its shared expert has one output", "modeling_qwen2_moe.py:"),
     "squeezebert": Whole("attention and MLP", "its layers are convolutions", "none of its layers can be split"),
     "xlnet": Whole("attention", NONE),  # split by the heads of its parameters, which no step of a layer shows

@@ -91,19 +91,6 @@ class Misleading(nn.Module):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) + self.mlp(x)
 
 
-class SharedScale(nn.Module):
-    """A parameter that is used on sharded values and on whole ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.mlp = nn.Parameter(torch.linspace(0.5, 2.0, 8)), GatedMlp()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x):
-        pieces = self.up(x).unflatten(-1, (-1, 8)) * self.scale
-        return self.down(torch.tanh(pieces.flatten(-2))) + (x.unflatten(-1, (-1, 8)) * self.scale).flatten(-2) + self.mlp(x)
-
-
 class SharedNorm(nn.Module):
     """A norm that is called with pieces of sharded values and of whole ones."""
 
@@ -117,19 +104,6 @@ class SharedNorm(nn.Module):
         return self.down(torch.tanh(pieces.flatten(-2))) + self.norm(x.unflatten(-1, (-1, 8))).flatten(-2) + self.mlp(x)
 
 
-class TiedScale(nn.Module):
-    """A parameter with two names, used on sharded values by the one and on whole values by the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.mlp = SharedScale(), GatedMlp()
-        self.outer = self.inner.scale
-
-    def forward(self, x):
-        pieces = self.inner.up(x).unflatten(-1, (-1, 8)) * self.inner.scale.exp()
-        return self.inner.down(torch.tanh(pieces.flatten(-2))) * (1 + self.outer.sum()) + self.mlp(x)
-
-
 LEFT = {
     "draws": (
         Drawing,
@@ -139,17 +113,6 @@ LEFT = {
     "decides": (DecidingBeside, {"attn.c_attn", "attn.c_proj"}, r"part.decide .*the forward .*\(\S+left_whole.py:\d+\)"),
     "counts calls": (Counting, {"attn.c_attn", "attn.c_proj"}, r"part.inner.* assigns to its attribute 'calls'"),
     "misleads": (Misleading, {"mlp.up", "mlp.down"}, r"part.q_proj .*num_kv_heads of the attention module is 3"),
-    "shared scale": (
-        SharedScale,
-        {"mlp.up", "mlp.down"},
-        r"part.up .*part.scale' is used on sharded values, and on whole ones in 'blocks.0.part' \(\S+left_whole.py:\d+\)",
-    ),
-    "shared norm": (SharedNorm, {"mlp.up", "mlp.down"}, r"part.up .*norm.bias' is used on sharded values, and on whole ones"),
-    "tied scale": (
-        TiedScale,
-        {"mlp.up", "mlp.down"},
-        r"part.inner .*' is used on sharded values, and on whole ones in 'blocks.0.part' ",
-    ),
 }
 
 
@@ -190,6 +153,13 @@ def test_the_rest_is_split_and_a_warning_says_what_is_not(name: str) -> None:
         assert re.match(f"tensor_parallel: blocks.0.{message}", told[0]), told
         beside = paths and message.startswith("part.up")  # then the layer that would take its output in is named, too
         assert [each.split()[1] for each in told[1:]] == ["blocks.0.part.down"] * bool(beside), told
+
+
+def test_a_norm_of_sharded_and_of_whole_values_leaves_what_shards_them_whole() -> None:
+    for found, told in run_distributed(left, 2, SharedNorm):
+        assert found == {"mlp.up", "mlp.down"}
+        assert [each.split()[1] for each in told] == ["blocks.0.part.down", "blocks.0.part.up"]
+        assert "the parameters of 'blocks.0.part.norm' are used on whole values as well" in told[1]
 
 
 def beside(rank: int, kinds: list[type[nn.Module]]) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from slapo_core.tracing.calls import function_name
 from slapo_core.wrapping import is_opaque
 
 from .branches import Branches
@@ -23,6 +24,7 @@ from .layout_adaptation import may_cut, may_reduce, needs_statistics
 from .layouts import LayoutError, Layouts
 from .local_sizes.owners import is_inside
 from .local_sizes.sharded_norms import norm_of
+from .mixed_parameters import mixed_parameters
 from .repeated_blocks import kind
 from .splits import ParameterSplit, Split
 
@@ -117,6 +119,7 @@ class _Search:
         self.candidates = {path: Split("sharded") for path, module in named.items() if is_layer(module, "sharded")}
         self.tables = {path for path, module in named.items() if is_table(module)}
         self.shared: set[str] = set()
+        self.summed_by_use: set[str] = set()
         self.options = options  # of each parameter, those left to try
         self.all_tables = frozenset(self.tables)
         self.filled: dict[fx.Node, int] = {}
@@ -138,12 +141,16 @@ class _Search:
                 parameters=parameters,
                 shared=self.shared,
                 dealt=self.dealt,
+                summed_by_use=self.summed_by_use,
             )
             try:
                 layouts.check()
             except LayoutError as err:
                 self.retreat(err)
             else:
+                if not (mixed := mixed_parameters(layouts)) <= self.summed_by_use:
+                    self.summed_by_use |= mixed
+                    continue
                 more = cut_parameters(layouts, self.traced) if self.options else {}
                 if not (more := {name: split for name, split in more.items() if name not in self.reasons}):
                     return Derived(layouts, self.reasons)
@@ -250,13 +257,15 @@ class _Search:
         """Return the layers to leave whole instead of those at fault, where they have fewer numbers.
 
         They are the first of a pair whose reduced output is the whole value that met sharded ones: with the first whole, the
-        second is split as the layer at fault is. So an adapter gives way to the layer that it stands beside.
+        second is split as the layer at fault is. So an adapter gives way to the layer that it stands beside. In an attention
+        one that is as large gives way as well: with it whole, the heads are split.
         """
         splits, sources = err.layouts.splits, err.layouts.sources
         seconds = [node for node in behind if node.op == "call_module" and splits.get(str(node.target)) == Split("reduced")]
         firsts = {path for node in seconds for other in node.all_input_nodes for path in sources.get(other, ())}
         firsts &= self.candidates.keys() - err.sources
-        return firsts if self._numbers(firsts) < self._numbers(err.sources) else set()
+        ours, theirs = self._numbers(firsts), self._numbers(err.sources)
+        return firsts if ours < theirs or (ours == theirs and function_name(err.node) in _ATTENTION) else set()
 
     def _lightest(self, err: LayoutError) -> set[str]:
         """Return the places of the layers to leave whole first, where heavier ones meet them: keys of one head, say.
@@ -272,8 +281,10 @@ class _Search:
         return {place for place, number in numbers.items() if number == min(numbers.values()) < max(numbers.values())}
 
     def _numbers(self, paths: Collection[str]) -> int:
+        """Return how many numbers the matrices of layers have, or these layers' parameters if none is a matrix."""
         named = self.traced.named_parameters(remove_duplicate=False)
-        return sum(each.numel() for name, each in named if any(is_inside(name, path) for path in paths))
+        found = [each for name, each in named if any(is_inside(name, path) for path in paths)]
+        return sum(each.numel() for each in [each for each in found if each.dim() > 1] or found)
 
 
 def _can_adapt(node: fx.Node, layouts: Layouts) -> bool:
@@ -304,6 +315,8 @@ def _behind(nodes: list[fx.Node]) -> list[fx.Node]:
             found += [more for more in node.all_input_nodes if more not in found]
     return found
 
+
+_ATTENTION = ("scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum")
 
 _FILLS = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full")
 

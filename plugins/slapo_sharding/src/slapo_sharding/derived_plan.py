@@ -39,7 +39,6 @@ from .local_sizes.owners import (
 )
 from .localise import Count, Difference, counts, difference, localise
 from .parameter_splits import split_parameters
-from .parameter_uses import ParameterUses
 from .parts_alone import split_parts
 from .plan import tied_or_vocabulary
 from .repeated_blocks import kind
@@ -337,23 +336,16 @@ def _sum_gradients(schedule: Schedule, derived: Derived, from_graph: Mapping[str
         start = len(path) + 1 if path else 0
         forward.partial = frozenset(name[start:] for name in partial if is_inside(name, path))
     names_of: dict[str, set[str]] = {}
-    uses = ParameterUses(derived.layouts)
     for name in sorted(derived.layouts.partial.keys() & partial):
-        if (whole := uses.on_whole(name)) is not None:
-            where = f"{whole.meta.get('module')!r} ({whole.meta.get('source')})"
-            sharded = [each for node in uses.on_sharded(name) for each in (node, *node.all_input_nodes)]
-            raise Misfit(
-                schedule, f"{name!r} is used on sharded values, and on whole ones in {where}", _sources(derived, sharded)
-            )
         path, _, own = name.rpartition(".")
         names_of.setdefault(path, set()).add(own)
     for path, names in names_of.items():
         handle = schedule[path] if path else schedule
-        own = trainable(handle.mod)
-        parameters = {name: each for name, each in own.items() if name in names}
+        held = trainable(handle.mod)
+        parameters = {name: each for name, each in held.items() if name in names}
         if not parameters or any(map(sums_gradient, parameters.values())):  # frozen, or tied to one that is done
             continue
-        handle.sync("grad", "all_reduce", **({"of": sorted(parameters)} if own.keys() > parameters.keys() else {}))
+        handle.sync("grad", "all_reduce", **({"of": sorted(parameters)} if held.keys() > parameters.keys() else {}))
         trust_sums(handle.mod)
 
 
@@ -395,13 +387,15 @@ def _local_forward(schedule: Schedule, derived: Derived, path: str, calls: dict[
     start = len(path) + 1 if path else 0
     parameters = {name[start:]: split for name, split in derived.parameters.items() if is_inside(name, path)}
     shared = frozenset(name[start:] for name in derived.layouts.shared if is_inside(name, path))
+    by_use = frozenset(name[start:] for name in derived.layouts.summed_by_use if is_inside(name, path))
     cuts_inputs = cuts_from_outside(derived.layouts, path)
-    plan = Plan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared, cuts_inputs)
+    plan = Plan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared, cuts_inputs, by_use)
     alike = (
         type(module),
         kind(path),
         opened,
         cuts_inputs,
+        by_use,
         *(tuple(sorted((n, repr(each)) for n, each in of.items())) for of in (splits, parameters)),
     )
     return LocalForward(module, plan, None if calls is None else calls.setdefault(alike, {}))

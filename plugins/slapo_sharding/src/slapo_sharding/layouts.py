@@ -86,6 +86,8 @@ class Layouts(fx.Interpreter):
         shared: Layers and parameters that are whole, and whose results may meet sharded values.
         cuts_inputs: Whether arguments of the graph that have gradients may be cut as parameters are.
         dealt: Branches of which each rank runs some.
+        summed_by_use: Names of whole parameters that are used on whole values as well: each use on sharded ones has a sum of
+            its own.
 
     Attributes:
         splits: How each layer is split; those not in it stay whole.
@@ -123,9 +125,10 @@ class Layouts(fx.Interpreter):
         shared: Collection[str] = (),
         cuts_inputs: bool = False,
         dealt: Collection[Branches] = (),
+        summed_by_use: Collection[str] = (),
     ) -> None:
         super().__init__(graph_module, graph=graph)
-        self.cuts_inputs = cuts_inputs
+        self.cuts_inputs, self.summed_by_use = cuts_inputs, summed_by_use
         self.dealt = {each.joint: each for each in dealt}
         self.branch_of = {node: each for each in dealt for node in each.inside}
         self.adapted, self.gives_parts, self.opaque = adapted, gives_parts, opaque
@@ -316,8 +319,9 @@ class Layouts(fx.Interpreter):
             raise ValueError("a replicated value is changed with a sharded one")
         if n in self.adapted and (n.op != "call_module" or norm_of(self.fetch_attr(str(n.target))) is not None):
             value = self._adapted_node(n, args, kwargs)
-            self._note_mixed(n)
-            return value
+            if n.op != "call_module" or n in self.norms:
+                self._note_mixed(n)
+                return value
         self._note_mixed(n)
         if n.op == "call_module":
             return self._module(n, args, kwargs)
@@ -354,7 +358,12 @@ class Layouts(fx.Interpreter):
         if path in self.opaque:
             raise ValueError(f"{path!r}, which cannot be traced, needs all of a value that is sharded")
         if not self.is_layer(module):
-            self._note_partial(n, None, [f"{path}.{name}" for name, _ in module.named_parameters()])
+            names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+            if any(name in self.summed_by_use for name in names):
+                raise ValueError(
+                    f"the parameters of {path!r} are used on whole values as well, and their gradient is summed once"
+                )
+            self._note_partial(n, None, names)
             return self._whole(n, args, kwargs)
         if not self.is_layer(module, "partial"):
             raise ValueError(f"the layer {path!r}, which cannot be split along its input, needs all of a value that is sharded")
@@ -408,7 +417,7 @@ class Layouts(fx.Interpreter):
             if not has_gradient(other) or self._counts_once(n, other):
                 continue
             names = parameters_of(other) if n not in self.branch_of else ()
-            if names and not any(name.rpartition(".")[0] in self.holders for name in names):
+            if names and not any(name.rpartition(".")[0] in self.holders or name in self.summed_by_use for name in names):
                 self._note_partial(n, other, names)
             elif n in self.adapted or n in self.branch_of:
                 self.summed_gradients.setdefault(n, set()).add(other)

@@ -54,6 +54,7 @@ class Plan(NamedTuple):
         parameters: Path of each parameter below the module that its forward uses itself and that is split, to how.
         shared: Paths of the whole layers and parameters below the module whose results meet sharded values.
         cuts_inputs: Whether whole arguments with gradients are cut, which modules around it make from parameters.
+        summed_by_use: Paths of the whole parameters below the module that whole values meet too, here or elsewhere.
     """
 
     path: str
@@ -64,6 +65,7 @@ class Plan(NamedTuple):
     parameters: Mapping[str, ParameterSplit]
     shared: frozenset[str]
     cuts_inputs: bool
+    summed_by_use: frozenset[str]
 
 
 class LocalForward(Hidden):
@@ -248,6 +250,7 @@ class LocalForward(Hidden):
             shared=plan.shared,
             cuts_inputs=plan.cuts_inputs,
             dealt=self._dealt(graph, whole),
+            summed_by_use=plan.summed_by_use,
         )
         layouts.check()
         self._check_results(layouts)
