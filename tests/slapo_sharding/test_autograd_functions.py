@@ -152,3 +152,50 @@ def gradients_of_the_factor(rank: int) -> None:
 
 def test_a_modules_own_factor_beside_a_norm_over_all_of_its_width() -> None:
     run_distributed(gradients_of_the_factor, 2)
+
+
+class Force(nn.Module):
+    """Gradient of an energy, as in models of molecules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return force
+
+
+class WithForce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.force = Force()
+        self.plain = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(x + self.force(x))  # type: ignore[no-any-return]
+
+
+def split_with_a_force(rank: int, kind: type[nn.Module]) -> bool:
+    torch.manual_seed(0)
+    expected = kind()
+    model = copy.deepcopy(expected)
+    sch = create_schedule(model, example_inputs=(torch.randn(2, 4, WIDTH),))
+    sch.tensor_parallel()
+    build(sch)
+    x = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(0))
+    for each in (expected, model):
+        each(x).square().mean().backward()
+    found = sch.full_state("grad")
+    for name, parameter in expected.named_parameters():
+        if parameter.grad is not None:  # the last bias of an energy moves no force
+            torch.testing.assert_close(found[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+    energy = model.energy if kind is Force else model.force.energy
+    return energy[0].weight.shape[0] < 4 * WIDTH
+
+
+@pytest.mark.parametrize("kind", [Force, WithForce])
+def test_the_parts_of_a_module_that_asks_for_gradients_are_split(kind: type[nn.Module]) -> None:
+    assert run_distributed(split_with_a_force, 2, kind) == [True, True]

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from slapo_core.errors import TraceError
 from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.graph_ops import expect
 
@@ -169,6 +170,13 @@ class Layouts(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.target is expect and n.args[1] == "shape" and not self.gives_parts:
             return None  # of the unmodified model, which is not what runs
+        if n.target is torch.autograd.grad:
+            raise TraceError(
+                "the forward asks for gradients by torch.autograd.grad, of which it is not known what each rank has a part of; "
+                "keep the module that does it whole",
+                source=n.meta.get("source"),
+                failing_module=n.meta.get("module"),
+            )
         args, kwargs = self.fetch_args_kwargs_from_env(n) if n.op not in ("placeholder", "get_attr") else ((), {})
         if n in self.branch_of or n in self.dealt:
             return self._dealt(n, args, kwargs)
