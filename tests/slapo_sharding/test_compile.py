@@ -17,6 +17,7 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_sharding import plugin
+from tests.slapo_sharding.test_handwritten import net, tokens
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
@@ -69,6 +70,29 @@ def test_one_graph(make: str):
 @pytest.mark.parametrize("make", ["llama", "gpt2"])
 def test_one_graph_through_inductor(make: str):
     assert run_distributed(_compiled, 2, make, "inductor", timeout=280) == [[1, 0], [1, 0]]
+
+
+def _of_several_lengths(rank: int, kind: str) -> None:
+    """Compile a block around a module that runs from graphs, and call it with other shapes."""
+    expected, model = net(kind), net(kind)
+    sch = create_schedule(model, example_inputs=(tokens(2, 8),))
+    sch.tensor_parallel()
+    for index in range(2):
+        sch[f"blocks.{index}"].compile(backend="aot_eager")
+    build(sch)
+    for number, shape in enumerate(((2, 8), (2, 8), (2, 12), (3, 6))):
+        given = tokens(*shape, seed=number)
+        for each in (expected, model):
+            each.zero_grad()
+            each(given).square().mean().backward()
+        torch.testing.assert_close(model(given), expected(given), atol=1e-5, rtol=1e-4)
+        for name, gradient in sch.full_state("grad").items():
+            torch.testing.assert_close(gradient, expected.get_parameter(name).grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["SplitByWidth", pytest.param("ListOfHeads", marks=pytest.mark.slow)])
+def test_compiled_code_by_hand_runs_with_other_shapes(kind: str):
+    run_distributed(_of_several_lengths, 2, kind, timeout=200)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

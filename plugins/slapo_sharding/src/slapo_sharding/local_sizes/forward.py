@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -159,7 +160,13 @@ class LocalForward(Hidden):
             TraceError: see ``__call__``.
         """
         call = Call(self._parameters, self._module, args, kwargs)
-        return call, *(self._find(call) or self._trace(call, args, kwargs))
+        make = self._uncompiled_make if "torch._dynamo" in sys.modules else self._make
+        return call, *(self._find(call) or make(call, args, kwargs))
+
+    @cached_property
+    def _uncompiled_make(self) -> Callable[..., tuple[Guard, Variant]]:
+        """The method as a call that ``torch.compile`` of a module around this one does not look into."""
+        return torch.compiler.disable(self._make)  # type: ignore[no-any-return]
 
     def _find(self, call: Call) -> tuple[Guard, Variant] | None:
         recent, graded = self._recent, _graded(call)
@@ -170,12 +177,16 @@ class LocalForward(Hidden):
             if found[0].problem(self._module, call) is None:
                 self._recent = graded, *found
                 return found
-        for guard, variant in self._shared.get(key, ()):
+        return None
+
+    def _make(self, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant]:
+        """Take the graph that an identical module has for the call, or trace it."""
+        for guard, variant in self._shared.get((_graded(call), call.key), ()):
             if guard.problem(self._module, call) is None:
                 with unobserved():
                     self._check_parts()
                 return self._keep(call, _copied(guard), variant)
-        return None
+        return self._trace(call, args, kwargs)
 
     def _trace(self, call: Call, args: Any, kwargs: Any) -> tuple[Guard, Variant]:
         plan, whole = self._plan, self._whole
