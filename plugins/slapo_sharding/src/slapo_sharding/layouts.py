@@ -22,6 +22,7 @@ from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.graph_ops import expect
 
 from ._torch_private import layouts_kept
+from .convolutions import channel_dim
 from .fused_parts import Fused
 from .layout_adaptation import may_reduce, with_parts
 from .local_sizes.arguments import is_size, leaves, places_of, to_divide
@@ -232,7 +233,7 @@ class Layouts(fx.Interpreter):
             self.sources[n] = frozenset((str(n.target),))
             self._found(str(n.target), split)
             whole = as_meta(n.meta["val"])
-            dim = whole.dim() - 1
+            dim = channel_dim(self.fetch_attr(str(n.target))) % whole.dim()
             if split.blocks:
                 return self._fused(n, whole, split.blocks, dim)
             try:
@@ -332,13 +333,18 @@ class Layouts(fx.Interpreter):
                 )
             self._note_partial(n, None, names)
             return self._whole(n, args, kwargs)
-        if not self.is_layer(module, "partial"):
+        keeps = self.is_layer(module, "kept") and _has_tensors(module)
+        if not keeps and not self.is_layer(module, "partial"):
             raise ValueError(f"the layer {path!r}, which cannot be split along its input, needs all of a value that is sharded")
         x = args[0] if args else next(iter(kwargs.values()))
-        if x.placements != (Shard(x.dim() - 1),) or module in self.left_whole:
+        dim = channel_dim(module) % x.dim()
+        if x.placements != (Shard(dim),) or module in self.left_whole:
             along = ", ".join(str(getattr(placement, "dim", placement)) for placement in x.placements)
             given = f"the layer {path!r} is given a value of shape {list(x.shape)} that is split along dimension {along}"
             raise ValueError(f"{given} and not, as it would have to be, whole or split along its last one,")
+        if keeps:
+            self._found(path, Split("kept"))
+            return self._shard(as_meta(n.meta["val"]), dim)
         self._found(path, Split("reduced"))
         self.sources.pop(n)
         return as_meta(n.meta["val"])
@@ -360,7 +366,8 @@ class Layouts(fx.Interpreter):
         whole = fused.whole
         if function_name(n) == "size":
             return whole.size(*args[1:], **kwargs)
-        found, dim, self.sized[n] = fused.part(n, args, kwargs)
+        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        found, dim, self.sized[n] = fused.part(n, args, kwargs, module if isinstance(module, nn.GLU) else None)
         value = pytree.tree_map_only(torch.Tensor, lambda part: self._shard(part, dim), found)
         if n.target is operator.getitem:
             self.divided[n] = places_of((args, kwargs), self.sized[n])
@@ -440,6 +447,10 @@ class Layouts(fx.Interpreter):
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
         return as_meta(value) if isinstance(value, torch.Tensor) else value
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(each is not None for each in (*module._parameters.values(), *module._buffers.values()))
 
 
 def _sharded(value: Any) -> Iterator[Any]:
