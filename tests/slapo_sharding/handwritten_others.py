@@ -1,4 +1,4 @@
-"""Attention whose heads are not equal parts of a layer, and MLPs of convolutions.
+"""Attention whose heads are not equal parts of a layer.
 
 Every module takes ``[batch, length, 32]`` and gives the same shape.
 """
@@ -44,15 +44,4 @@ class LoopedHeads(nn.Module):
         return torch.cat([(a @ b.mT).softmax(-1) @ c for a, b, c in zip(q, k, v, strict=True)], dim=-1)
 
 
-class ConvMlp(nn.Module):
-    """An MLP of convolutions, as VITS and Conformer have it."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv1d(D, 4 * D, 3, padding=1), nn.Conv1d(4 * D, D, 1)
-
-    def forward(self, x):
-        return self.conv2(torch.relu(self.conv1(x.transpose(1, 2)))).transpose(1, 2)
-
-
-WHOLE = (LoopedHeads, ThreeHeads, ConvMlp)
+WHOLE = (LoopedHeads, ThreeHeads)

@@ -64,8 +64,11 @@ LEFT_WHOLE = {
     "led": Whole("", "its attention is to windows that overlap in memory", "modeling_led.py:"),
     "mamba": Whole("attention and MLP", "its scan mixes all channels with those of the input projection", "modeling_mamba.py:"),
     "mobilebert": Whole("", "a scale of all widths follows the layers of its bottlenecks", "bottleneck stays whole"),
+    "poolformer": Whole("attention", NONE),
     "qwen2_moe": Whole("", "the gate of its shared expert has one output", "modeling_qwen2_moe.py:"),
-    "squeezebert": Whole("attention and MLP", "its layers are convolutions", "none of its layers can be split"),
+    "resnet": Whole("attention", NONE),
+    "segformer": Whole("", "its first attention has one head", "q_proj stays whole"),
+    "squeezebert": Whole("attention and MLP", "its layers are grouped convolutions", "none of its layers can be split"),
     "xlnet": Whole("attention", NONE),  # split by the heads of its parameters, which no step of a layer shows
 }
 """Families of which more than single tables stays whole."""
@@ -109,6 +112,9 @@ ALONG_REFUSED = {
     "mamba": Refused("nothing but its vocabulary is split", "nothing of the MambaForCausalLM can be split"),
     "led": Refused("it takes the width from the shape of its input", "is invalid for input of size"),
     "olmoe": _EXPERTS,
+    "poolformer": Refused("it has no sequence", _NO_LAYERS),
+    "resnet": Refused("it has no sequence", _NO_LAYERS),
+    "segformer": Refused("the lists of its blocks are given images", _NO_LAYERS),
     "squeezebert": Refused("its layers are given [batch, width, sequence]", _NO_LAYERS),
     "swin": Refused("its windows are cut by the height and width of the image", "the length of the whole sequence at view"),
     "vit": _TOKENS,

@@ -16,7 +16,6 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_sharding import plugin
-from tests.slapo_sharding import test_tensor_parallel_families as tensor
 from tests.slapo_sharding.split_families import ALONG_REFUSED, LEFT_WHOLE, LEFT_WHOLE_ALONG, NONE
 from tests.slapo_sharding.test_sequence_parallel import Model, token_ids
 
@@ -120,8 +119,7 @@ def test_the_readme_lists_what_is_refused_and_what_stays_whole() -> None:
     page = (Path(__file__).parents[2] / "plugins/slapo_sharding/README.md").read_text(encoding="utf-8")
     part = page.partition("## Families that are refused, or split in part\n")[2].partition("\n## ")[0]
     rows = {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in part.splitlines() if line.startswith("|")}
-    listed = {(name, "refused", "refused", why) for name, (why, _) in tensor.REFUSED.items()}
-    listed |= {(name, "yes", "refused", why) for name, (why, _) in ALONG_REFUSED.items()}
+    listed = {(name, "yes", "refused", why) for name, (why, _) in ALONG_REFUSED.items()}
     listed |= {(name, left.what, left.why) for name, left in LEFT_WHOLE.items() if left.what and left.why != NONE}
     listed |= {(name, f"{left.what}, with sequence parallelism", left.why) for name, left in LEFT_WHOLE_ALONG.items()}
     titles = {("family", "tensor parallelism", "sequence parallelism", "why"), ("family", "stays whole", "why")}

@@ -12,10 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from .norms import is_batch_norm, is_group_norm
 from .rules import Cut, ShardingRule, computes_as, forward_with
 
 _PLAIN: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def channel_dim(module: nn.Module) -> int:
+    """Return the dimension of the channels of a convolution, or of a norm of channels; -1, that of the width, of others."""
+    if isinstance(module, _PLAIN + _TRANSPOSED):
+        return -1 - len(module.kernel_size)  # type: ignore[arg-type]
+    return 1 if is_batch_norm(module) or is_group_norm(module) else -1
 
 
 def without_bias(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

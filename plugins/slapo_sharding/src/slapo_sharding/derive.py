@@ -18,6 +18,7 @@ from slapo_core.tracing.calls import function_name
 from slapo_core.wrapping import is_opaque
 
 from .branches import Branches
+from .convolutions import channel_dim
 from .direct_parameters import cut_parameters, direct_parameters, fused_splits
 from .fused_parts import fused_sizes
 from .layout_adaptation import may_cut, may_reduce, needs_statistics
@@ -26,6 +27,7 @@ from .local_sizes.owners import is_inside
 from .local_sizes.sharded_norms import norm_of
 from .mixed_parameters import mixed_parameters
 from .repeated_blocks import kind
+from .residual_streams import residual_streams
 from .splits import ParameterSplit, Split
 
 
@@ -117,6 +119,10 @@ class _Search:
             self.calls.setdefault(str(node.target), []).append(node)
         named = {path: module for path in self.calls if (module := traced.get_submodule(path)) not in left_whole}
         self.candidates = {path: Split("sharded") for path, module in named.items() if is_layer(module, "sharded")}
+        self.reasons: dict[str, str] = {}
+        for path in residual_streams(traced, is_layer, self.candidates):
+            del self.candidates[path]
+            self.reasons[path] = "it adds to the values between blocks"
         self.tables = {path for path, module in named.items() if is_table(module)}
         self.shared: set[str] = set()
         self.summed_by_use: set[str] = set()
@@ -125,7 +131,6 @@ class _Search:
         self.filled: dict[fx.Node, int] = {}
         self.tried: set[fx.Node] = set()
         self.adapted: set[fx.Node] = set()
-        self.reasons: dict[str, str] = {}
         self.gave_way: dict[frozenset[str], dict[str, Split]] = {}  # to layers at fault, those that were left whole instead
         self.as_one: dict[str, str] = {}  # why layers that are tried as fused do not fit unfused
 
@@ -200,7 +205,8 @@ class _Search:
         self._try_next(err.sources & self.options.keys(), str(err), err.layouts)
         places = {_place(path) for path in err.sources}
         for path in [path for path in self.candidates if _place(path) in places]:
-            blocks = fused_sizes(self.calls[path]) if len(err.sources) == 1 and not self.candidates[path].blocks else ()
+            dim = channel_dim(self.traced.get_submodule(path))
+            blocks = fused_sizes(self.calls[path], dim) if len(err.sources) == 1 and not self.candidates[path].blocks else ()
             if blocks:
                 self.candidates[path] = Split("sharded", blocks)
                 self.as_one[path] = f"{err}; in {len(blocks)} parts: "

@@ -314,14 +314,14 @@ def _splits(schedule: Schedule, path: str, split: Split, scattered: int | None) 
 
 def _split(schedule: Schedule, split: Split, scattered: int | None) -> bool:
     """Split a layer; whether the gradient of its input then is partial."""
-    cut = rules_of(schedule).layer_cut(schedule.mod, "sharded" if split.output == "sharded" else "partial")
+    cut = rules_of(schedule).layer_cut(schedule.mod, "partial" if split.output == "reduced" else split.output)
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
     name = cut.main(schedule.mod)
     schedule.shard(name, axis=cut.dims[name], blocks=blocks)
     if scattered is not None:
         schedule.sync("fwd_post", "reduce_scatter", axis=scattered)
-    elif split.output != "sharded":
+    elif split.output == "reduced":
         schedule.sync("fwd_post", "all_reduce")
     return cut.input == "replicated"
 

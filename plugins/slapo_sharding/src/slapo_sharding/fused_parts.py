@@ -6,7 +6,8 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.nn import functional as F
 
 from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.graph_ops import expect
@@ -29,17 +30,25 @@ class Fused:
     def __init__(self, whole: torch.Tensor, sizes: tuple[int, ...], dim: int) -> None:
         self.whole, self.sizes, self.dim = whole, sizes, dim
 
-    def part(self, n: fx.Node, args: Any, kwargs: Any) -> tuple[Any, int, tuple[int, ...]]:
+    def part(self, n: fx.Node, args: Any, kwargs: Any, glu: nn.GLU | None = None) -> tuple[Any, int, tuple[int, ...]]:
         """Return what a node takes out: whole tensors, the dimension that is sharded, and the sizes that have to be divided.
+
+        The node calls ``glu``, where one is given.
 
         Raises:
             ValueError: it is no split or chunk, no slice, and no view with the parts as a dimension.
         """
         name, whole, sizes, dim = function_name(n), self.whole, self.sizes, self.dim
+        if glu is not None:
+            name, args, kwargs = "glu", (self, glu.dim), {}
         if name in _SPLITS:
             parts = getattr(whole, name)(*args[1:], **kwargs)
             if tuple(part.shape[dim] for part in parts) == sizes:
                 return parts, dim, () if name == "chunk" else tuple(dict.fromkeys(sizes))
+        elif name == "glu":
+            value = F.glu(whole, *args[1:], **kwargs)
+            if len(sizes) == 2 and value.shape[dim] == sizes[0] == sizes[1]:
+                return value, dim, ()
         elif name in _VIEWS:
             value = getattr(whole, name)(*args[1:], **kwargs)
             if value.dim() > whole.dim() and value.shape[dim] == len(sizes):
@@ -66,16 +75,23 @@ def _parts(call: fx.Node, dim: int) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in ordered) if tiles and None not in bounds else ()
     if len(users) != 1:
         return ()
-    name = function_name(users[0])
+    name = "glu" if _calls_glu(users[0]) else function_name(users[0])
     if name in _SPLITS:
         parts = [user.meta["val"].shape for user in users[0].users]
         whole = sum(shape[dim] for shape in parts) == value.shape[dim]
         return tuple(shape[dim] for shape in parts) if whole and len(parts) > 1 else ()
+    if name == "glu" and users[0].meta["val"].shape[dim] * 2 == value.shape[dim]:
+        return (value.shape[dim] // 2,) * 2
     if name in _VIEWS:
         shape = users[0].meta["val"].shape
         number = shape[dim] if len(shape) > value.dim() else 0
         return (value.shape[dim] // number,) * number if number > 1 else ()
     return ()
+
+
+def _calls_glu(node: fx.Node) -> bool:
+    root = node.graph.owning_module
+    return node.op == "call_module" and root is not None and isinstance(root.get_submodule(str(node.target)), nn.GLU)
 
 
 def slice_bounds(index: Any, value: torch.Tensor, dim: int = -1) -> tuple[int, int] | None:

@@ -24,12 +24,13 @@ from slapo_core.tracing.graph_ops import expect
 
 from ._torch_private import layouts_kept
 from .branches import Branches
+from .convolutions import channel_dim
 from .function_gradients import check_parts, is_autograd_function
 from .fused_parts import Fused
 from .layout_adaptation import may_reduce, with_parts
 from .local_sizes.arguments import is_size, leaves, places_of, to_divide
 from .local_sizes.sharded_norms import norm_of
-from .node_values import as_meta, batched_product, has_gradient, parameters_of
+from .node_values import as_meta, batched_product, gives_numbers, has_gradient, has_tensors, parameters_of
 from .splits import ParameterSplit, Split
 
 UNEVEN = "not divisible by"
@@ -255,7 +256,7 @@ class Layouts(fx.Interpreter):
             self.sources[n] = frozenset(branches.splits(self.mesh.size()))
             return self._note(n, self._shard(as_meta(n.meta["val"]), branches.dim))
         branches = self.branch_of[n]
-        if n in branches.entries or _gives_numbers(n):
+        if n in branches.entries or gives_numbers(n):
             self._note_uses(n, branches.given(n))
         if n in branches.shared:
             self._note_partial(n, None, branches.shared[n])
@@ -268,7 +269,7 @@ class Layouts(fx.Interpreter):
             self.sources[n] = frozenset((str(n.target),))
             self._found(str(n.target), split)
             whole = as_meta(n.meta["val"])
-            dim = whole.dim() - 1
+            dim = channel_dim(self.fetch_attr(str(n.target))) % whole.dim()
             if split.blocks:
                 return self._fused(n, whole, split.blocks, dim)
             try:
@@ -373,13 +374,18 @@ class Layouts(fx.Interpreter):
                 )
             self._note_partial(n, None, names)
             return self._whole(n, args, kwargs)
-        if not self.is_layer(module, "partial"):
+        keeps = self.is_layer(module, "kept") and has_tensors(module)
+        if not keeps and not self.is_layer(module, "partial"):
             raise ValueError(f"the layer {path!r}, which cannot be split along its input, needs all of a value that is sharded")
         x = args[0] if args else next(iter(kwargs.values()))
-        if x.placements != (Shard(x.dim() - 1),) or module in self.left_whole:
+        dim = channel_dim(module) % x.dim()
+        if x.placements != (Shard(dim),) or module in self.left_whole:
             along = ", ".join(str(getattr(placement, "dim", placement)) for placement in x.placements)
             given = f"the layer {path!r} is given a value of shape {list(x.shape)} that is split along dimension {along}"
             raise ValueError(f"{given} and not, as it would have to be, whole or split along its last one,")
+        if keeps:
+            self._found(path, Split("kept"))
+            return self._shard(as_meta(n.meta["val"]), dim)
         self._found(path, Split("reduced"))
         self.sources.pop(n)
         return as_meta(n.meta["val"])
@@ -401,7 +407,8 @@ class Layouts(fx.Interpreter):
         whole = fused.whole
         if function_name(n) == "size":
             return whole.size(*args[1:], **kwargs)
-        found, dim, self.sized[n] = fused.part(n, args, kwargs)
+        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        found, dim, self.sized[n] = fused.part(n, args, kwargs, module if isinstance(module, nn.GLU) else None)
         value = pytree.tree_map_only(torch.Tensor, lambda part: self._shard(part, dim), found)
         if n.target is operator.getitem:
             self.divided[n] = places_of((args, kwargs), self.sized[n])
@@ -413,7 +420,7 @@ class Layouts(fx.Interpreter):
 
     def _note_mixed(self, n: fx.Node) -> None:
         """Ranks that use a replicated value each on their own shard have each a part of its gradient."""
-        if _gives_numbers(n):
+        if gives_numbers(n):
             self._note_uses(n, n.all_input_nodes)
 
     def _note_uses(self, n: fx.Node, given: Iterable[fx.Node]) -> None:
@@ -481,12 +488,6 @@ class Layouts(fx.Interpreter):
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
         return as_meta(value) if isinstance(value, torch.Tensor) else value
-
-
-def _gives_numbers(node: fx.Node) -> bool:
-    """Return whether a node gives tensors that may have gradients."""
-    given = (part for part in pytree.tree_leaves(node.meta.get("val")) if isinstance(part, torch.Tensor))
-    return any(part.is_floating_point() or part.is_complex() for part in given)
 
 
 def _sharded(value: Any) -> Iterator[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 
 def as_meta(value: torch.Tensor) -> torch.Tensor:
@@ -33,3 +34,14 @@ def batched_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     batch = "abcdefgh"[: max(x.dim(), y.dim()) - 2]
     left, right = (batch[len(batch) - each.dim() + 2 :] for each in (x, y))
     return torch.einsum(f"{left}ij,{right}jk->{batch}ik", x, y)
+
+
+def gives_numbers(node: fx.Node) -> bool:
+    """Return whether a node gives tensors that may have gradients."""
+    given = (part for part in pytree.tree_leaves(node.meta.get("val")) if isinstance(part, torch.Tensor))
+    return any(part.is_floating_point() or part.is_complex() for part in given)
+
+
+def has_tensors(module: nn.Module) -> bool:
+    """Return whether a module holds parameters or buffers itself."""
+    return any(each is not None for each in (*module._parameters.values(), *module._buffers.values()))

@@ -17,6 +17,7 @@ from slapo_core.schedule import Schedule
 from slapo_core.wrapping import as_layer
 from slapo_training.model_tensors import is_wrapper
 
+from .convolutions import channel_dim
 from .parametrized import adapted, computed_by
 from .projections import projection_rule
 from .rules import Cut, ShardingRule, applied_cut, tensor_of
@@ -57,15 +58,22 @@ class Rulebook:
         return (cut for cut in (rule.cuts if rule is not None else ()) if (cut.input, cut.output) == (input, output))
 
     def layer_cut(self, module: nn.Module, output: str) -> Cut | None:
-        """The way to split along the last dimension: ``"sharded"`` from a whole input, ``"partial"`` from a sharded one."""
-        given = {"sharded": ("replicated", "indices"), "partial": ("sharded",)}[output]
-        return next((cut for each in given for cut in self.ways(module, each, output) if cut.dim == -1), None)
+        """Return the way to split along the width or the channels.
+
+        Args:
+            module: The layer.
+            output: ``"sharded"`` from a whole input, ``"partial"`` from a sharded one, or ``"kept"``: both are sharded.
+        """
+        given = {"sharded": ("replicated", "indices"), "partial": ("sharded",), "kept": ("sharded",)}[output]
+        made = "sharded" if output == "kept" else output
+        dim = channel_dim(as_layer(module))
+        return next((cut for each in given for cut in self.ways(module, each, made) if cut.dim == dim), None)
 
     def is_layer(self, module: nn.Module, output: str | None = None) -> bool:
-        """Return whether a module can be split such that its output is this; None asks for either way."""
-        ways = {"sharded": ("replicated", "sharded"), "partial": ("sharded", "partial")}
-        asked = ways.values() if output is None else [ways[output]]
-        return any(cut.dim == -1 for way in asked for cut in self.ways(module, *way))
+        """Return whether a module can be split such that its output is this, see ``layer_cut``; None asks for any way."""
+        ways = {"sharded": ("replicated", "sharded"), "partial": ("sharded", "partial"), "kept": ("sharded", "sharded")}
+        asked, dim = ways.values() if output is None else [ways[output]], channel_dim(as_layer(module))
+        return any(cut.dim == dim for way in asked for cut in self.ways(module, *way))
 
     def stack_cut(self, module: nn.Module) -> Cut | None:
         """The way to split what is columns and rows in one, as stacked experts are: a whole input, a partial output."""

@@ -11,12 +11,12 @@ class Split:
     """Split of a layer.
 
     Args:
-        output: What the layer returns: ``"sharded"`` along the last dimension (its input is replicated) or ``"reduced"`` (its
-            input is sharded along the last dimension, the partial results are summed).
+        output: What the layer returns: ``"sharded"`` along the width or the channels (its input is replicated), ``"reduced"``
+            (its input is sharded so, the partial results are summed), or ``"kept"`` (its input is sharded so as well).
         blocks: Sizes of the parts of a fused layer's output, each split for itself.
     """
 
-    output: Literal["sharded", "reduced"]
+    output: Literal["sharded", "reduced", "kept"]
     blocks: tuple[int, ...] = ()
 
 

@@ -166,7 +166,7 @@ class LocalForward(Hidden):
     @cached_property
     def _uncompiled_make(self) -> Callable[..., tuple[Guard, Variant]]:
         """The method as a call that ``torch.compile`` of a module around this one does not look into."""
-        return torch.compiler.disable(self._make)  # type: ignore[no-any-return]
+        return torch.compiler.disable(self._make)  # type: ignore[no-any-return, no-untyped-call]
 
     def _find(self, call: Call) -> tuple[Guard, Variant] | None:
         recent, graded = self._recent, _graded(call)
@@ -253,7 +253,9 @@ class LocalForward(Hidden):
         candidates = {path: split for path, split in plan.splits.items() if split is not None and split.output == "sharded"}
         left = [whole.get_submodule(path) for path, split in plan.splits.items() if split is None]
         adapted = [node for node in graph.nodes if node.op.startswith("call")]
-        is_layer: Callable[..., bool] = lambda module, *_: id(module) in layers  # noqa: E731
+        kept = [split is not None and split.output == "kept" for split in plan.splits.values()]
+        keeps = {id(whole.get_submodule(path)) for path, each in zip(plan.splits, kept, strict=True) if each}
+        is_layer: Callable[..., bool] = lambda module, way="": id(module) in (keeps if way == "kept" else layers)  # noqa: E731
         layouts = Layouts(
             *(whole, mesh_of(plan.ranks), candidates, {}, is_layer, left, graph, adapted),
             gives_parts=True,
