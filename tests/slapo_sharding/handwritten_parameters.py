@@ -289,9 +289,25 @@ class ScaleAndShift(nn.Module):
         return self.down(torch.tanh(pieces.flatten(-2))) + self.shift
 
 
+class SpatialGate(nn.Module):
+    """A gate by chunk behind an activation, and a product over the length with a matrix of its own, as in gMLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out, self.norm = nn.Linear(D, 8 * D), nn.Linear(4 * D, D), nn.LayerNorm(4 * D)
+        generator = torch.Generator().manual_seed(1)
+        self.mix, self.bias = nn.Parameter(torch.randn(32, 32, generator=generator) * 0.2), nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        n = x.shape[1]
+        u, v = torch.nn.functional.gelu(self.inner(x)).chunk(2, dim=-1)
+        v = torch.einsum("bnd,mn->bmd", self.norm(v), self.mix[:n, :n].tril()) + self.bias[:n, None]
+        return self.out(u * v)
+
+
 PARAMETERS = (
     *(MatmulMlp, EinsumAttention, BatchedExperts, FusedMatmul, FusedLinear, Addmm, GatedMatmul, StackedGate, Lists),
     *(LayerThenParameter, WeightsFirst, PerHead, Tensordot, LowRank, NormBetween, TiedProducts, GivenToModules),
-    *(LongConvolution, FourierFilter, ScaleAndShift),
+    *(LongConvolution, FourierFilter, ScaleAndShift, SpatialGate),
 )
 """All of these can be split on 2 ranks and on 4."""

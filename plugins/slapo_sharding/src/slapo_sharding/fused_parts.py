@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.graph_ops import expect
 
 from .local_sizes.arguments import leaves
+from .node_values import has_tensors
+
+if TYPE_CHECKING:
+    from .layouts import Layouts
 
 _SPLITS = ("split", "chunk", "tensor_split")
 _VIEWS = ("view", "reshape")
@@ -60,6 +66,26 @@ class Fused:
         raise ValueError("the parts of a fused output are not taken out one by one")
 
 
+def keeps_parts(layouts: Layouts, n: fx.Node, fused: Fused) -> bool:
+    """Return whether a node does the same to every number along the dimension of the parts, as an activation does.
+
+    Args:
+        layouts: The dry run.
+        n: The node.
+        fused: The output that it is given.
+    """
+    (given,) = n.all_input_nodes if len(n.all_input_nodes) == 1 else (n,)
+    if not _keeps_shape(n, given) or (n.op == "call_module" and has_tensors(layouts.fetch_attr(str(n.target)))):
+        return False
+    sharded = layouts._shard(fused.whole, fused.dim)
+    args, kwargs = map_arg((n.args, n.kwargs), lambda _: sharded)
+    try:
+        value = layouts._whole(n, args, kwargs) if n.op == "call_module" else layouts._call(n, args, kwargs)
+    except (RuntimeError, ValueError):
+        return False
+    return isinstance(value, DTensor) and value.placements == (Shard(fused.dim),)
+
+
 def fused_sizes(calls: list[fx.Node], dim: int = -1) -> tuple[int, ...]:
     """Return the sizes of the parts that the model takes out of outputs along ``dim``; empty when it uses these as one."""
     found = {_parts(call, dim % call.meta["val"].dim()) for call in calls}
@@ -86,7 +112,14 @@ def _parts(call: fx.Node, dim: int) -> tuple[int, ...]:
         shape = users[0].meta["val"].shape
         number = shape[dim] if len(shape) > value.dim() else 0
         return (value.shape[dim] // number,) * number if number > 1 else ()
-    return ()
+    return _parts(users[0], dim) if _keeps_shape(users[0], call) else ()
+
+
+def _keeps_shape(node: fx.Node, given: fx.Node) -> bool:
+    """Return whether a node gives a value of the shape of the only one that it is given, as an activation does."""
+    one, other = node.meta.get("val"), given.meta.get("val")
+    is_alone = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and node.all_input_nodes == [given]
+    return is_alone and one.shape == other.shape  # type: ignore[union-attr]
 
 
 def _calls_glu(node: fx.Node) -> bool:

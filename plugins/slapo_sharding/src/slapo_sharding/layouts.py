@@ -26,7 +26,7 @@ from ._torch_private import layouts_kept
 from .branches import Branches
 from .convolutions import channel_dim
 from .function_gradients import check_parts, is_autograd_function
-from .fused_parts import Fused
+from .fused_parts import Fused, keeps_parts
 from .layout_adaptation import may_reduce, with_parts
 from .local_sizes.arguments import is_size, leaves, places_of, to_divide
 from .local_sizes.sharded_norms import norm_of
@@ -321,6 +321,8 @@ class Layouts(fx.Interpreter):
             raise ValueError("a sharded value is a result of the model")
         fused = next((value for value in _sharded((args, kwargs)) if isinstance(value, Fused)), None)
         if fused is not None and self._adds_bias(n, fused):
+            return self._fused(n, as_meta(n.meta["val"]), fused.sizes, fused.dim)
+        if fused is not None and keeps_parts(self, n, fused):
             return self._fused(n, as_meta(n.meta["val"]), fused.sizes, fused.dim)
         if fused is not None:
             return self._part(n, fused, args, kwargs)
