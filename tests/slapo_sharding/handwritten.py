@@ -37,6 +37,7 @@ from tests.slapo_sharding.handwritten_projections import (
     Temperature,
     ViewThenUnbind,
 )
+from tests.slapo_sharding.handwritten_scans import SCANS
 
 
 class RelativeTable(OneEach):
@@ -470,6 +471,7 @@ SPLIT: dict[str, Callable[[], nn.Module]] = {
         *NORMS,
         *KEYS,
         *BRANCHES,
+        *SCANS,
     )
 }
 """All of these can be split on 2 ranks and on 4."""

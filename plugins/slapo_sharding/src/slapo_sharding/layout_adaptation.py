@@ -120,6 +120,9 @@ def _is_for_parts(layouts: Layouts, node: fx.Node) -> bool:
     """Return whether a whole value has its gradient from added-up values and shared layers alone, and parameters beside."""
     if node in layouts.reduced or node in layouts.norms or str(node.target) in layouts.shared:
         return True
+    split = layouts.splits.get(str(node.target)) if node.op == "call_module" else None
+    if split is not None and split.output == "reduced":
+        return True
     if node.op in ("placeholder", "get_attr") or (node.op == "call_module" and _is_opaque(layouts, str(node.target))):
         return False
     if any(other.op == "get_attr" and str(other.target) in layouts.shared for other in node.all_input_nodes):

@@ -270,9 +270,9 @@ class Layouts(fx.Interpreter):
             self._found(str(n.target), split)
             whole = as_meta(n.meta["val"])
             dim = channel_dim(self.fetch_attr(str(n.target))) % whole.dim()
-            if split.blocks:
-                return self._fused(n, whole, split.blocks, dim)
             try:
+                if split.blocks:
+                    return self._fused(n, whole, split.blocks, dim)
                 return self._note(n, self._shard(whole, dim))
             except ValueError as err:
                 raise LayoutError(self, n, str(err)) from err

@@ -93,6 +93,7 @@ class LocalForward(Hidden):
         for each in self._whole.modules():  # what is hooked to the modules later is not hooked to these
             each.__dict__.update({name: copy.copy(each.__dict__[name]) for name in HOOKS if name in each.__dict__})
         self._results: set[int] | None = None
+        self._summed_inputs: set[str] = set()
         self._reset({} if shared is None else shared)
 
     @property
@@ -138,7 +139,7 @@ class LocalForward(Hidden):
         memo[id(self)] = copied
         copied._module, copied._whole = copy.deepcopy(self._module, memo), copy.deepcopy(self._whole, memo)
         copied._plan, copied.partial = self._plan, self.partial
-        copied._results, copied.num_summed = self._results, self.num_summed
+        copied._results, copied._summed_inputs, copied.num_summed = self._results, self._summed_inputs, self.num_summed
         copied._reset({})
         return copied
 
@@ -286,17 +287,18 @@ class LocalForward(Hidden):
         return found
 
     def _check_results(self, layouts: Layouts) -> None:
-        """Compare the results that are parts, which no other module uses, and the summed gradients with the first graph's.
+        """Compare results that are parts, which no other module uses, and inputs with summed gradients with the first graph's.
 
         Raises:
             TraceError: other results are parts, or a gradient is a part that nobody sums.
         """
         (output,) = layouts.graph.find_nodes(op="output")
         parts = {place for place, each in enumerate(leaves(output.args)) if each in layouts.local}
-        summed = sum(map(len, layouts.summed_gradients.values()))
+        summed = [other for found in layouts.summed_gradients.values() for other in found]
+        given = {str(other.target) for other in summed if other.op == "placeholder"}
         if self._results is None:
-            self._results, self.num_summed = parts, summed
-        if parts != self._results or summed > self.num_summed:
+            self._results, self._summed_inputs, self.num_summed = parts, given, len(summed)
+        if parts != self._results or not given <= self._summed_inputs:
             raise TraceError("it gives parts of other results, or sums other gradients, than in the example")
         if self.partial is not None and (missing := layouts.partial.keys() - self.partial):
             raise TraceError(f"the gradient of {min(missing)!r} is a part that was whole in the example")
