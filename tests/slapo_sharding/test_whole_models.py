@@ -27,6 +27,7 @@ WHOLE: dict[type[Any], set[str]] = {
     UNet: {*("stem", "pool", "upsample", "out"), *(f"{block}{n}.skip" for block in ("down", "mid", "up") for n in (1, 2))},
     Detr: {"", "conv", "linear_class", "bbox_embed.layers.*"},
     Mixer: {"stem.proj", "head"},
+    Mamba: {"embedding"},
 }
 """Modules with matrices of which nothing is split, or that keep some themselves beside layers."""
 
@@ -88,12 +89,3 @@ def test_what_is_split_is_right_and_what_is_not_is_named(kind: type[Any]) -> Non
         names = {message.removeprefix("tensor_parallel: ").partition(" stays whole")[0] for message in told}
         assert names == set()
         assert all(".py:" in message for message in told)
-
-
-def nothing(rank: int) -> None:
-    create_schedule(Mamba(), example_inputs=Mamba.inputs(2, 8, 0)).tensor_parallel()
-
-
-def test_a_selective_scan_cannot_be_split() -> None:
-    with pytest.raises(Exception, match=r"nothing of the Mamba can be split: .*whole_models.py:\d+.*; layers are split where"):
-        run_distributed(nothing, 2)

@@ -196,6 +196,8 @@ class _Search:
                 del self.candidates[path]
                 self.reasons[path] = str(err)
             return
+        if self._adapt(err.node, err.layouts, of_layers=True):
+            return
         if lightest := self._lightest(err):
             for path in [path for path in (*self.candidates, *self.options) if _place(path) in lightest]:
                 (self.candidates if path in self.candidates else self.options).pop(path)
@@ -223,10 +225,10 @@ class _Search:
                     self.reasons.pop(other, None)
                 others.clear()
 
-    def _adapt(self, node: fx.Node, layouts: Layouts) -> bool:
+    def _adapt(self, node: fx.Node, layouts: Layouts, of_layers: bool = False) -> bool:
         """Let a node, and those of the same line in identical modules, cut whole values and add up partial results."""
         module = kind(node.meta.get("module", ""))
-        if not self.adapts or module in self.unadapted or node in self.adapted or not _can_adapt(node, layouts):
+        if not self.adapts or module in self.unadapted or node in self.adapted or not _can_adapt(node, layouts, of_layers):
             return False
         if layouts.sources[node] & self.all_tables and needs_statistics(layouts, node):
             return False  # of what an embedding gives all would be split along the width
@@ -293,7 +295,7 @@ class _Search:
         return sum(each.numel() for each in [each for each in found if each.dim() > 1] or found)
 
 
-def _can_adapt(node: fx.Node, layouts: Layouts) -> bool:
+def _can_adapt(node: fx.Node, layouts: Layouts, of_layers: bool) -> bool:
     """Return whether a node may be given parts of whole values, sum their gradients, and add up its result, on sharded ones.
 
     Parameters, constants and what is made of these may meet sharded activations, and any whole value sharded parameters. Where
@@ -310,7 +312,7 @@ def _can_adapt(node: fx.Node, layouts: Layouts) -> bool:
         return bool(whole)
     if not whole:
         return may_reduce(layouts, node)
-    return all(may_cut(layouts, other) for other in whole)
+    return all(may_cut(layouts, other, of_layers) for other in whole)
 
 
 def _behind(nodes: list[fx.Node]) -> list[fx.Node]:

@@ -110,18 +110,24 @@ def _meets_activations(layouts: Layouts, n: fx.Node) -> bool:
     return any(other in layouts.sources and other not in layouts.weights for other in n.all_input_nodes)
 
 
-def may_cut(layouts: Layouts, node: fx.Node) -> bool:
-    """Return whether ranks may cut a whole value: a parameter, a constant, or one that is there for their parts."""
+def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
+    """Return whether ranks may cut a whole value: a parameter, a constant, or one that is there for their parts.
+
+    Args:
+        layouts: The dry run.
+        node: Gives the value.
+        of_layers: Count the results that row layers add up among the latter.
+    """
     is_given = layouts.cuts_inputs and node.op == "placeholder"
-    return is_given or not has_gradient(node) or bool(parameters_of(node)) or _is_for_parts(layouts, node)
+    return is_given or not has_gradient(node) or bool(parameters_of(node)) or _is_for_parts(layouts, node, of_layers)
 
 
-def _is_for_parts(layouts: Layouts, node: fx.Node) -> bool:
+def _is_for_parts(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
     """Return whether a whole value has its gradient from added-up values and shared layers alone, and parameters beside."""
     if node in layouts.reduced or node in layouts.norms or str(node.target) in layouts.shared:
         return True
     split = layouts.splits.get(str(node.target)) if node.op == "call_module" else None
-    if split is not None and split.output == "reduced":
+    if of_layers and split is not None and split.output == "reduced":
         return True
     if node.op in ("placeholder", "get_attr") or (node.op == "call_module" and _is_opaque(layouts, str(node.target))):
         return False
@@ -129,7 +135,7 @@ def _is_for_parts(layouts: Layouts, node: fx.Node) -> bool:
         return True
     tuples = [other for other in node.all_input_nodes if other.op.startswith("call") and _gives_tensors(other)]
     found = [*tuples, *(other for other in node.all_input_nodes if has_gradient(other) and not parameters_of(other))]
-    return bool(found) and all(_is_for_parts(layouts, other) for other in found)
+    return bool(found) and all(_is_for_parts(layouts, other, of_layers) for other in found)
 
 
 def _gives_tensors(node: fx.Node) -> bool:
