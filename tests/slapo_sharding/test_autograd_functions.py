@@ -199,3 +199,49 @@ def split_with_a_force(rank: int, kind: type[nn.Module]) -> bool:
 @pytest.mark.parametrize("kind", [Force, WithForce])
 def test_the_parts_of_a_module_that_asks_for_gradients_are_split(kind: type[nn.Module]) -> None:
     assert run_distributed(split_with_a_force, 2, kind) == [True, True]
+
+
+class Scaling(torch.autograd.Function):
+    """Scales its gradient by its length, or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mixes: bool) -> torch.Tensor:
+        ctx.mixes = mixes
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad / grad.norm() if ctx.mixes else grad * 2, None
+
+
+class ScalingMlp(nn.Module):
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.mixes = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), mixes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(Scaling.apply(self.up(x), self.mixes))  # type: ignore[no-any-return]
+
+
+def sharded_by_hand(rank: int, mixes: bool) -> None:
+    torch.manual_seed(0)
+    expected = ScalingMlp(mixes)
+    model = copy.deepcopy(expected)
+    sch = create_schedule(model)
+    sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    build(sch)
+    x = torch.randn(3, WIDTH)
+    for each in (expected, model):
+        each(x).square().mean().backward()
+    found = sch.full_state("grad")
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
+def test_a_function_between_layers_that_are_sharded_by_hand() -> None:
+    run_distributed(sharded_by_hand, 2, False)
+    with pytest.raises(
+        Exception, match=r"Scaling needs all of it, or its backward all of the gradient, and each rank has a part"
+    ):
+        run_distributed(sharded_by_hand, 2, True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 no_functions = torch._C.DisableTorchFunction
 """A context in which no code but torch's own sees torch functions."""
@@ -32,3 +36,28 @@ def saving() -> Any:
 def is_batched(x: torch.Tensor) -> bool:
     """Whether ``x`` is many tensors that ``vmap`` computes with at once."""
     return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+@contextmanager
+def watched_functions(told: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
+    """Call ``told(function, args, result)`` after each call of an autograd function in the block, but for recomputation.
+
+    A function is met below ``Function.apply``, which models keep bound, as ``swish = Swish.apply``.
+    """
+    plain = vars(_SingleLevelFunction).get("apply")
+
+    def apply(cls: Any, *args: Any) -> Any:
+        call = plain.__get__(None, cls) if plain else super(_SingleLevelFunction, cls).apply
+        result = call(*args)
+        if not issubclass(cls, CheckpointFunction):
+            told(cls, args, result)
+        return result
+
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if plain is None:
+            del _SingleLevelFunction.apply
+        else:
+            _SingleLevelFunction.apply = plain  # type: ignore[attr-defined]

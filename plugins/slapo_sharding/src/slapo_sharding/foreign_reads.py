@@ -29,8 +29,8 @@ from slapo_core.parameters import facts, is_part
 from slapo_core.tracing.calls import SHAPES, is_metadata, name_of
 from slapo_core.wrapping import is_taken_apart
 
-from . import failures, own_gradients, same_weights, sharded_values
-from ._torch_autograd import no_functions
+from . import failures, same_weights
+from ._torch_autograd import no_functions, watched_functions
 from .followed import makes_new, tensors_in
 from .moves import OFF
 from .own_gradients import OwnGradients
@@ -44,7 +44,6 @@ from .whole_forward import Rerun
 _HARMLESS = frozenset(("untyped_storage", "data_ptr"))
 _ASKS = frozenset(("requires_grad_", "requires_grad"))
 _TYPES = frozenset(("to", "type_as"))
-_LOOKING = (sharded_values.__file__, own_gradients.__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODES = ((True, True), (True, False), (False, True), (False, False))
 
@@ -126,7 +125,8 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if any(build.is_first(module) for build in builds):
         same_weights.check(module)
     comparison = WholeComparison([root for build in builds if (root := build.root()) is not None], _told, _plain_call)
-    with _eager(), with_graph(), _Reads(module, is_whole, comparison) as reads:
+    reads = _Reads(module, is_whole, comparison)
+    with _eager(), with_graph(), reads, watched_functions(reads.applied):
         token = _reads.set(reads)
         try:
             result = reads.inside(module, args, kwargs)
@@ -223,6 +223,12 @@ class _Reads(TorchFunctionMode):
 
         return [module.register_forward_hook(check, prepend=True)]
 
+    def applied(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Look at what an autograd function of the model's own has made of sharded values."""
+        if not self.paused and not is_ours() and split_of(self.running[-1]) is None:
+            with no_functions():
+                self.values.applied(function, args, result)
+
     def explained(self, err: Exception) -> BuildError | None:
         """Return what to raise instead: an error that names the innermost module, where sizes did not fit."""
         return BuildError(self.failed[1]) if self.failed is not None and self.failed[0] is err else None
@@ -315,5 +321,7 @@ def _is_harmless(func: Any) -> bool:
 
 
 def _source() -> str:
-    frames = (f"{frame.f_code.co_filename}:{line}" for frame, line in walk_stack(sys._getframe(1)))
-    return next((line for line in frames if not line.startswith((_TORCH, __file__, *_LOOKING, "<"))), "an unknown line")
+    """Return the line of the model's own code that runs now: engines and checks around it may look at what it calls, too."""
+    frames = ((frame, f"{frame.f_code.co_filename}:{line}") for frame, line in walk_stack(sys._getframe(1)))
+    theirs = (line for frame, line in frames if not str(frame.f_globals.get("__name__")).startswith("slapo_"))
+    return next((line for line in theirs if not line.startswith((_TORCH, "<"))), "an unknown line")

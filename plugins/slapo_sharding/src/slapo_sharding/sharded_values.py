@@ -31,11 +31,12 @@ from slapo_core.logger import get_logger
 from slapo_core.parameters import ShardSpec
 from slapo_core.tracing.calls import is_metadata, name_of
 
-from ._torch_private import is_transformed, surroundings
+from ._torch_private import is_transformed, mesh_of, surroundings
 from .attention import counts_locally
 from .collectives import Group, num_ranks
 from .equal_draws import Draw
 from .followed import Followed, Layout, plain, sharded, tensors_in
+from .function_gradients import check_parts
 from .fused_parts import slice_bounds
 from .questions import GIVEN_SIZES, PICKS, SAME, Outcome, Question, Slice, ask
 from .rules import AppliedCut, split_of
@@ -215,6 +216,28 @@ class ShardedValues:
             get_logger().debug("what %s returns is not followed: %s", name, err)
         return result
 
+    def applied(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
+        """An autograd function has returned: its backward on parts has to give parts of what it gives on all."""
+        given = self._of(tensors_in(args))
+        values = [each for each in given if isinstance(each, Followed) and not each.is_part_of_sum and not each.layout.blocks]
+        if not values or len(values) < len(given):
+            return
+        value, ranks = values[0], values[0].layout.ranks
+
+        def stand_in(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            known = self.known.get(leaf)
+            like = value if known is None and leaf.shape == value.layout.shape else None
+            layout = known.layout if isinstance(known, Followed) else plain(leaf) if like is None else like.layout
+            return layout.empty(mesh_of(ranks))
+
+        try:
+            check_parts(function.apply, *pytree.tree_map(stand_in, (args, {}, result)), ranks)
+        except ValueError:
+            name = function.__name__
+            self._lose(result, self._mixed(value, f"{name} needs all of it, or its backward all of the gradient"))
+
     def call_of(self, module: nn.Module, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a torch function that is part of the forward of a module that is split, where a graph has that forward.
 
@@ -349,5 +372,5 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def is_ours() -> bool:
     """Whether the code that calls the torch function is of the collectives and the like: they know what they do."""
     names = (str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe(1)))
-    watching = (__name__, f"{__package__}.foreign_reads", f"{__package__}.own_gradients")
+    watching = (__name__, *(f"{__package__}.{name}" for name in ("foreign_reads", "own_gradients", "_torch_autograd")))
     return next(name for name in names if name not in watching and not name.startswith("torch.")).startswith(f"{__package__}.")
