@@ -58,6 +58,6 @@ def watched_functions(told: Callable[[Any, tuple[Any, ...], Any], None]) -> Iter
         yield
     finally:
         if plain is None:
-            del _SingleLevelFunction.apply
+            del _SingleLevelFunction.apply  # type: ignore[attr-defined]
         else:
             _SingleLevelFunction.apply = plain  # type: ignore[attr-defined]

@@ -233,7 +233,8 @@ class ShardedValues:
             return layout.empty(mesh_of(ranks))
 
         try:
-            check_parts(function.apply, *pytree.tree_map(stand_in, (args, {}, result)), ranks)
+            given_all, made = pytree.tree_map(stand_in, (args, result))
+            check_parts(function.apply, given_all, {}, made, ranks)
         except ValueError:
             name = function.__name__
             self._lose(result, self._mixed(value, f"{name} needs all of it, or its backward all of the gradient"))
