@@ -16,7 +16,9 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_sharding import plugin
+from tests.slapo_sharding.handwritten import SPLIT, D, Net
 from tests.slapo_sharding.split_families import ALONG_REFUSED, LEFT_WHOLE, LEFT_WHOLE_ALONG, NONE
+from tests.slapo_sharding.test_handwritten import tokens
 from tests.slapo_sharding.test_sequence_parallel import Model, token_ids
 
 pytestmark = pytest.mark.multiproc
@@ -113,6 +115,36 @@ def test_a_length_that_the_ranks_do_not_divide_names_the_module_and_the_remedy()
     odd = f"sync('blocks.0'): fwd_pre scatter: the sequence of 7 in [3, 7, 16] {remedy}"
     token = f"sync('model.layers.0'): fwd_pre scatter: the sequence of 1 in [3, 1, 16] {remedy}"
     assert run_distributed(_other_lengths, 2) == [[odd, odd, token]] * 2
+
+
+class Routed(nn.Module):
+    """Attention, and experts that are given the tokens of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.gate = SPLIT["SplitByWidth"](), nn.Linear(D, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 4 * D), nn.ReLU(), nn.Linear(4 * D, D)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows_of = (x + self.attention(x)).view(-1, D)
+        chosen, out = self.gate(rows_of).argmax(-1), torch.zeros_like(rows_of)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            out[rows] += expert(rows_of[rows])
+        return out.view_as(x)
+
+
+def _routed(rank: int) -> str:
+    sch = create_schedule(Net(Routed), example_inputs=(tokens(2, 8),))
+    with pytest.raises(ScheduleError) as caught:
+        sch.tensor_parallel(sequence_parallel=True)
+    return str(caught.value)
+
+
+def test_a_forward_in_which_values_decide_shapes() -> None:
+    first, second = run_distributed(_routed, 2)
+    assert first == second
+    assert "the sequence cannot be split: values decide the shape of what where gives (" in first
 
 
 def test_the_readme_lists_what_is_refused_and_what_stays_whole() -> None:

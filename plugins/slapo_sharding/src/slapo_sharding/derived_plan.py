@@ -271,6 +271,9 @@ def _unfit(schedule: Schedule, derived: Derived) -> Difference | None:
 
 
 def _split_sequence(derived: Derived) -> Layouts:
+    if derived.layouts.decided_by_values:  # a trace of it on real tensors would send what ranks do not agree on
+        node = derived.layouts.decided_by_values[0]
+        raise CannotSplit(f"values decide the shape of what {node.name} gives ({node.meta.get('source')})")
     try:
         return split_sequence(derived.layouts)
     except CannotSplit as err:

@@ -108,6 +108,7 @@ class Layouts(fx.Interpreter):
         branch_of: Nodes of such branches, to these.
         reduced: Nodes whose results are parts of a sum, or of a mean, that is added up at once, to ``"sum"`` or ``"avg"``.
         norms: Norms and variances along the sharded dimension, whose statistics are summed over the ranks.
+        decided_by_values: Nodes the shapes of whose results follow from values.
         once: Nodes whose results are added up, and the places of the whole values that are to count once in the sum.
     """
 
@@ -153,6 +154,7 @@ class Layouts(fx.Interpreter):
         self.reduced: dict[fx.Node, str] = {}
         self.norms: set[fx.Node] = set()
         self.once: dict[fx.Node, int] = {}
+        self.decided_by_values: list[fx.Node] = []
         # what a dry run with the sequence split fills in
         self.parts: dict[fx.Node, Any] = {}
         self.crossings: Mapping[tuple[str, str], Any] = {}
@@ -293,7 +295,8 @@ class Layouts(fx.Interpreter):
             return _Result()
         try:
             value = self._whole(n, args, kwargs) if n.op == "call_module" else getattr(self, n.op)(n.target, args, kwargs)
-        except (NotImplementedError, RuntimeError):  # values decide the shapes, or gradients, which a dry run has none of
+        except (NotImplementedError, RuntimeError) as err:  # the latter where it asks for gradients
+            self.decided_by_values += [n] if isinstance(err, NotImplementedError) else []
             return _Result()
         return pytree.tree_map_only(torch.Tensor, as_meta, value)
 
