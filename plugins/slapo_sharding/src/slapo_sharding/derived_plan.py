@@ -25,7 +25,7 @@ from .draws import MixedDraws, forks
 from .flat_graphs import TakenName, flat_graph, layer_paths, trace_flat
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import LayoutError, Layouts
-from .left_whole import REMEDY, LeftWhole, Misfit, tell
+from .left_whole import REMEDY, LeftWhole, Misfit, tell, without_advice
 from .local_sizes.forward import Calls, LocalForward, Plan
 from .local_sizes.owners import (
     SharedParameter,
@@ -75,7 +75,7 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_mo
         if sequence_parallel or not may_help or not split_parts(schedule, _apply_to_part):
             raise
         what = "tensor_parallel: the parts of %s are split each for themselves, as there is no plan for all of it: %s"
-        get_logger().warning(what, schedule.path or type(schedule.mod).__name__, err)
+        get_logger().warning(what, schedule.path or type(schedule.mod).__name__, without_advice(err))
         return
     if [path for path in whole.opaque if split_parts(schedule[path], _apply_to_part)]:
         split = {path for path, module in schedule.mod.named_modules() if split_of(module)}

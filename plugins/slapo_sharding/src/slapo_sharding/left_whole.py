@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,11 @@ REMEDY = (
 
 
 _NONE = "none of its layers can be split"
+
+
+def without_advice(err: Exception) -> str:
+    """Return the sentence of an error of a trace without what ``leaf_modules`` of ``trace()`` would do."""
+    return re.sub(r"; (trace again|keep)\b[^(]*leaf_modules(, or avoid the question)?", "", str(err))
 
 
 class Misfit(ScheduleError):
@@ -75,10 +81,10 @@ class LeftWhole:
             return False
         model, rules = schedule.mod, rules_of(schedule)
         alike = [other for other, _ in model.named_modules() if kind(other) == kind(inside) and other not in self.opaque]
-        self.opaque.update(dict.fromkeys(alike, str(err)))
+        self.opaque.update(dict.fromkeys(alike, without_advice(err)))
         inner = [(other, model.get_submodule(other)) for other in alike]
         held = [f"{other}.{name}" for other, module in inner for name, _ in module.named_modules() if name]
-        self.layers.update({name: str(err) for name in held if rules.is_layer(model.get_submodule(name))})
+        self.layers.update({name: without_advice(err) for name in held if rules.is_layer(model.get_submodule(name))})
         return bool(alike)
 
     def modules(self, model: nn.Module) -> set[nn.Module]:
