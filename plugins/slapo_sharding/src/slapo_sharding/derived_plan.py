@@ -255,10 +255,11 @@ def _with_branches(schedule: Schedule, derived: Derived, rederive: Callable[...,
 def _unfit(schedule: Schedule, derived: Derived) -> Difference | None:
     """Return which module has to run from a graph and cannot; None where all can. Identical modules are traced once."""
     kinds = {kind(path): path for path, must in owners(derived.layouts).items() if must}
+    layers = layer_paths(schedule)
     for path in kinds.values():
         if not path:
             return Difference("the whole model would have to run from one graph", path)
-        forward = _local_forward(schedule, derived, path)
+        forward = _local_forward(schedule, derived, path, layers)
         try:
             summed = forward.try_on(
                 schedule.root_module, ".".join(filter(None, (schedule.path, path))), schedule.example_inputs
@@ -369,16 +370,18 @@ def _local_forwards(schedule: Schedule, derived: Derived) -> dict[str, tuple[Loc
     Returns:
         By path the forward, and whether the module cannot do without it.
     """
-    made, calls = {}, dict[Any, Calls]()
+    made, calls, layers = {}, dict[Any, Calls](), layer_paths(schedule)
     for path, must in owners(derived.layouts).items():
         if not any(each in derived.copied for each in schedule.mod.get_submodule(path).modules()):
-            made[path] = _local_forward(schedule, derived, path, calls), must
+            made[path] = _local_forward(schedule, derived, path, layers, calls), must
     return made
 
 
-def _local_forward(schedule: Schedule, derived: Derived, path: str, calls: dict[Any, Calls] | None = None) -> LocalForward:
+def _local_forward(
+    schedule: Schedule, derived: Derived, path: str, layers: Collection[str], calls: dict[Any, Calls] | None = None
+) -> LocalForward:
     """Make the forward of a module; identical ones share their graphs in ``calls``."""
-    layers, module = layer_paths(schedule), schedule.mod.get_submodule(path)
+    module = schedule.mod.get_submodule(path)
     below = {name: f"{path}.{name}" if path else name for name, _ in module.named_modules() if name}
     split = derived.layouts.splits  # a layer may be made of layers, as an adapter is
     splits = {
