@@ -20,9 +20,15 @@ from .arguments import own, same
 from .case import Case, ConformanceError
 from .patches import Patches
 
+
+def _set_default_device(device: torch.device) -> None:
+    """Set the default device; for the CPU without a mode, which would stay on the stack of function modes."""
+    torch.set_default_device(None if device == torch.device("cpu") else device)
+
+
 SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "the default device": (torch.get_default_device, torch.set_default_device),
+    "the default device": (torch.get_default_device, _set_default_device),
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
     "whether algorithms are deterministic": (
         torch.are_deterministic_algorithms_enabled,
