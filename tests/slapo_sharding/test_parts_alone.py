@@ -167,3 +167,42 @@ def test_parts_of_what_cannot_be_a_graph_are_split() -> None:
                 f"tensor_parallel: the parts of {kind} are split each for themselves, as there is no plan for all of it: "
             )
             assert [each.startswith(expected) for each in told] == [True] * (kind != "MeasuringModel"), told
+
+
+class Alone(nn.Module):
+    """A module in no list that keeps a number, with layers that make no pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second, self.seen = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = float(x.std())
+        return self.second(self.norm(self.first(x).softmax(1)))
+
+
+class WithAlone(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone = Alone()
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.alone(self.embedding(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def alone(rank: int) -> list[str]:
+    sch = create_schedule(WithAlone(), example_inputs=(BATCHES[0],))
+    with warnings_told() as told:
+        sch.tensor_parallel()
+    assert is_part(sch.mod.blocks[1].attn.c_attn.weight)
+    assert not any(map(is_part, sch.mod.alone.parameters()))
+    return list(told)
+
+
+def test_a_module_in_no_list_is_named_too() -> None:
+    start = "tensor_parallel: alone stays whole on every rank: "
+    for told in run_distributed(alone, 2):
+        assert [each.startswith(start) and "asks for the values of a tensor" in each for each in told] == [True], told

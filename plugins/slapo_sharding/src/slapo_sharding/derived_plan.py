@@ -25,7 +25,7 @@ from .draws import MixedDraws, forks
 from .flat_graphs import TakenName, flat_graph, layer_paths, trace_flat
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import LayoutError, Layouts
-from .left_whole import REMEDY, LeftWhole, Misfit, tell, without_advice
+from .left_whole import REMEDY, LeftWhole, Misfit, tell, tell_of_opaque, without_advice
 from .local_sizes.forward import Calls, LocalForward, Plan
 from .local_sizes.owners import (
     SharedParameter,
@@ -83,6 +83,7 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_mo
     if not splits_more and not any(map(is_part, schedule.mod.parameters())):
         raise _nothing_split(schedule, derived, sequence_parallel)
     tell(schedule, derived, whole.layers)
+    tell_of_opaque(schedule, whole)
 
 
 def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, splits_more: bool) -> Derived:

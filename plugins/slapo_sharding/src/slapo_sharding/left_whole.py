@@ -93,6 +93,15 @@ class LeftWhole:
         return {named[path] for path in self.layers if path in named}
 
 
+def tell_of_opaque(schedule: Schedule, whole: LeftWhole) -> None:
+    """Say of modules that cannot be traced and are in no list that all layers in them stay whole; others are told with these."""
+    for path, reason in whole.opaque.items():
+        inside = [schedule.mod.get_submodule(each) for each in whole.layers if is_inside(each, path)]
+        full = join(schedule.path, path)
+        if kind(full) == full and inside and not any(map(split_of, inside)):
+            _say(schedule, path, reason)
+
+
 def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) -> None:
     """Say what stays whole: loudly attentions, sizes that do not divide and modules without a split, once for all alike.
 
