@@ -94,7 +94,7 @@ class LeftWhole:
 
 
 def tell_of_opaque(schedule: Schedule, whole: LeftWhole) -> None:
-    """Say of modules that cannot be traced and are in no list that all layers in them stay whole; others are told with these."""
+    """Say that all layers stay whole in modules that cannot be traced and are in no list; others are told with these."""
     for path, reason in whole.opaque.items():
         inside = [schedule.mod.get_submodule(each) for each in whole.layers if is_inside(each, path)]
         full = join(schedule.path, path)
