@@ -134,6 +134,18 @@ class Gated(nn.Module):
         return self.down(self.norm(x * gate.sigmoid() * self.factor))  # type: ignore[no-any-return]
 
 
+def compare_gradients(sch: Any, expected: nn.Module, x: torch.Tensor) -> None:
+    """Compare all gradients of one step of a schedule's model with those of the unmodified model."""
+    for each in (expected, sch.mod):
+        each(x).square().mean().backward()
+    found = sch.full_state("grad")
+    for name, parameter in expected.named_parameters():
+        if parameter.grad is not None:  # the last bias of an energy moves no force
+            torch.testing.assert_close(found[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+        else:
+            assert found[name] is None or not found[name].any()
+
+
 def gradients_of_the_factor(rank: int) -> None:
     torch.manual_seed(0)
     expected = nn.Sequential(Gated(), nn.LayerNorm(WIDTH))
@@ -141,12 +153,7 @@ def gradients_of_the_factor(rank: int) -> None:
     sch = create_schedule(model, example_inputs=(torch.randn(2, 4, WIDTH),))
     sch.tensor_parallel()
     build(sch)
-    x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0))
-    for each in (expected, model):
-        each(x).square().mean().backward()
-    found = sch.full_state("grad")
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+    compare_gradients(sch, expected, torch.randn(3, 5, WIDTH))
     assert model[0].up.weight.shape[0] == 4 * WIDTH
 
 
@@ -185,13 +192,7 @@ def split_with_a_force(rank: int, kind: type[nn.Module]) -> bool:
     sch = create_schedule(model, example_inputs=(torch.randn(2, 4, WIDTH),))
     sch.tensor_parallel()
     build(sch)
-    x = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(0))
-    for each in (expected, model):
-        each(x).square().mean().backward()
-    found = sch.full_state("grad")
-    for name, parameter in expected.named_parameters():
-        if parameter.grad is not None:  # the last bias of an energy moves no force
-            torch.testing.assert_close(found[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+    compare_gradients(sch, expected, torch.randn(3, 4, WIDTH))
     energy = model.energy if kind is Force else model.force.energy
     return energy[0].weight.shape[0] < 4 * WIDTH
 
@@ -231,12 +232,7 @@ def sharded_by_hand(rank: int, mixes: bool) -> None:
     sch["up"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     build(sch)
-    x = torch.randn(3, WIDTH)
-    for each in (expected, model):
-        each(x).square().mean().backward()
-    found = sch.full_state("grad")
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad)
+    compare_gradients(sch, expected, torch.randn(3, WIDTH))
 
 
 def test_a_function_between_layers_that_are_sharded_by_hand() -> None:

@@ -28,13 +28,13 @@ def swap_turns(start: Any, weights: Any) -> None:
 
 
 def saving() -> Any:
-    """What is told of tensors that autograd saves now, inside of a checkpoint, say; None outside of all."""
+    """Return the hook for tensors that autograd saves now, inside of a checkpoint, say; None outside of all."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
 
 def is_batched(x: torch.Tensor) -> bool:
-    """Whether ``x`` is many tensors that ``vmap`` computes with at once."""
+    """Return whether ``x`` is many tensors that ``vmap`` computes with at once."""
     return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
 
 

@@ -6,7 +6,6 @@ the tensors that it alone uses need to be on one rank only. So the result put to
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ from torch import fx, nn
 
 from slapo_core.tracing.calls import function_name
 
-from .node_values import has_gradient
+from .node_values import gives_tensors, has_gradient
 from .repeated_blocks import kind
 from .splits import ParameterSplit
 
@@ -81,7 +80,6 @@ def find_branches(graph: fx.Graph, root: nn.Module, ranks: int, without: Collect
 class _Finder:
     def __init__(self, graph: fx.Graph, root: nn.Module, without: Collection[str]) -> None:
         self._graph, self._root, self._without = graph, root, without
-        self._places = {node: place for place, node in enumerate(graph.nodes)}
         self._memories: dict[Any, set[fx.Node]] = {}
         self._uses: dict[int, set[fx.Node]] = {}
         self._names: dict[fx.Node, list[str]] = {}
@@ -132,7 +130,7 @@ class _Finder:
 
     def _entries(self, nodes: tuple[frozenset[fx.Node], ...]) -> frozenset[fx.Node]:
         inside = frozenset[fx.Node]().union(*nodes)
-        lists = {other for node in inside for other in node.all_input_nodes if other not in inside and _is_list(other)}
+        lists = {other for node in inside for other in node.all_input_nodes if other not in inside and gives_tensors(other)}
         return frozenset(node for node in lists if inside.issuperset(node.users))
 
     def _tensors(
@@ -169,7 +167,7 @@ class _Finder:
                 written = self._memories[node.all_input_nodes[place].meta.get("memory")]
                 if any(other not in branches.inside or other.op == "get_attr" for other in written):
                     return False
-            if any(_is_list(other) for other in branches.given(node)):
+            if any(gives_tensors(other) for other in branches.given(node)):
                 return False
         uses = [{other for node in each for other in self._outside(node, branches)} for each in branches.nodes]
         return all(other in each for other in set[fx.Node]().union(*uses) for each in uses)
@@ -194,9 +192,3 @@ def _arguments(joint: fx.Node) -> tuple[list[fx.Node], int]:
     if not is_plain or not isinstance(result, torch.Tensor) or not isinstance(dim, int):
         return [], 0
     return [*values], dim % result.dim()
-
-
-def _is_list(node: fx.Node) -> bool:
-    """Return whether a node gives several tensors."""
-    taken = [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
-    return node.meta.get("val") is None and any(isinstance(user.meta.get("val"), torch.Tensor) for user in taken)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from contextlib import suppress
 from functools import partial
 from itertools import islice, product
@@ -16,7 +15,7 @@ from slapo_core.tracing.calls import function_name
 
 from .local_sizes.arguments import leaves, with_leaves
 from .local_sizes.sharded_norms import norm_in, norm_of, spread_in
-from .node_values import as_meta, has_gradient, parameters_of
+from .node_values import as_meta, gives_tensors, has_gradient, parameters_of
 
 if TYPE_CHECKING:
     from .layouts import Layouts
@@ -133,15 +132,9 @@ def _is_for_parts(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
         return False
     if any(other.op == "get_attr" and str(other.target) in layouts.shared for other in node.all_input_nodes):
         return True
-    tuples = [other for other in node.all_input_nodes if other.op.startswith("call") and _gives_tensors(other)]
+    tuples = [other for other in node.all_input_nodes if other.op.startswith("call") and gives_tensors(other)]
     found = [*tuples, *(other for other in node.all_input_nodes if has_gradient(other) and not parameters_of(other))]
     return bool(found) and all(_is_for_parts(layouts, other, of_layers) for other in found)
-
-
-def _gives_tensors(node: fx.Node) -> bool:
-    """Return whether a node gives several tensors, as a split does."""
-    taken = (user.meta.get("val") for user in node.users if user.target is operator.getitem)
-    return "val" not in node.meta and any(isinstance(value, torch.Tensor) for value in taken)
 
 
 def _is_opaque(layouts: Layouts, path: str) -> bool:

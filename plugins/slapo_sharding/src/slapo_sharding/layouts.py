@@ -295,8 +295,8 @@ class Layouts(fx.Interpreter):
             return _Result()
         try:
             value = self._whole(n, args, kwargs) if n.op == "call_module" else getattr(self, n.op)(n.target, args, kwargs)
-        except (NotImplementedError, RuntimeError) as err:  # the latter where it asks for gradients
-            self.decided_by_values += [n] if isinstance(err, NotImplementedError) else []
+        except NotImplementedError:
+            self.decided_by_values.append(n)
             return _Result()
         return pytree.tree_map_only(torch.Tensor, as_meta, value)
 
@@ -406,7 +406,7 @@ class Layouts(fx.Interpreter):
             raise ValueError("the layer is called with a sharded input and with a whole one")
 
     def _part(self, n: fx.Node, fused: Fused, args: Any, kwargs: Any) -> Any:
-        """What is taken out of a fused output: by split or chunk, as a slice, or as one of the leading parts of a view."""
+        """Return what a node takes out of a fused output: by split or chunk, as a slice, or as a leading part of a view."""
         if not args or args[0] is not fused:
             raise ValueError("the parts of a fused output are used together")
         whole = fused.whole

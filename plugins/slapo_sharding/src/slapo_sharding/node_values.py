@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
@@ -45,3 +47,9 @@ def gives_numbers(node: fx.Node) -> bool:
 def has_tensors(module: nn.Module) -> bool:
     """Return whether a module holds parameters or buffers itself."""
     return any(each is not None for each in (*module._parameters.values(), *module._buffers.values()))
+
+
+def gives_tensors(node: fx.Node) -> bool:
+    """Return whether a node gives several tensors, as a split does."""
+    taken = (user.meta.get("val") for user in node.users if user.target is operator.getitem and user.args[0] is node)
+    return node.meta.get("val") is None and any(isinstance(value, torch.Tensor) for value in taken)

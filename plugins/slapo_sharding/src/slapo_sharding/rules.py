@@ -97,7 +97,7 @@ class AppliedCut:
 
     @property
     def keeps_own(self) -> bool:
-        """Whether the module takes and returns whole values, and its own tensors are whole too: only inner ones are cut."""
+        """True if the module takes and returns whole values and its own tensors are whole too: only inner ones are cut."""
         return self.cut.input == self.cut.output == "whole" and all("." in name for name in self.cut.dims)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedCut:

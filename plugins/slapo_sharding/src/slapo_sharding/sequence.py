@@ -1,4 +1,4 @@
-"""Where the sequence is split between the layers of a model, found by trying, as the plan for the layers was.
+"""Split of the sequence between the layers of a model, found by trying, as the plan for the layers was.
 
 What enters the repeated layers is scattered, what row-parallel layers return is reduce-scattered. Where the dry run then meets
 an operation that needs all of the sequence, the value is gathered at the outermost module that it enters unchanged, or where
@@ -99,7 +99,7 @@ class _Search:
             raise CannotSplit(str(err)) from err
 
     def _keep_whole(self, places: Iterable[Place]) -> bool:
-        """What is between these gathers and the end of their modules runs on all of the sequence, on every rank."""
+        """Run all between these gathers and the end of their modules on the whole sequence, on every rank."""
         new = [place for place in places if place[0] not in self.plan.whole]
         for place in new:
             self._add(place, Crossing("all_gather", "split"))

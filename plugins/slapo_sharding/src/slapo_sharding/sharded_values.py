@@ -69,7 +69,7 @@ class ShardedValues:
         self.error = error
         self.device = device
         self.unasked = group
-        """Who has yet to say what it draws from for values that are the same on all of them."""
+        """Ranks whose random state for values that are the same on all of them was not compared yet; None once it was."""
         self.known: Any = WeakIdKeyDictionary()
         """Tensor to what it is: an error if it is mixed, None if it may be anything; others are the same on every rank."""
 
@@ -145,7 +145,7 @@ class ShardedValues:
         return x
 
     def _start_part(self, module: nn.Module, sync: Sync, x: torch.Tensor) -> torch.Tensor:
-        """What a sync cut along a dimension, of the sequence say."""
+        """Track the part that a sync has cut along a dimension, of the sequence say."""
         assert sync.axis is not None
         self.known[x] = Followed(sharded(x, sync.axis % x.dim(), num_ranks(sync.group)), module, sync.group)
         return x
