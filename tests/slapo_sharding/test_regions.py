@@ -1,4 +1,4 @@
-"""``tensor_parallel()`` of a model whose forward switches autocast or gradients: it is split, and the process keeps its modes."""
+"""``tensor_parallel()`` of a model whose forward switches autocast or gradients: it is split, and the modes are kept."""
 
 from __future__ import annotations
 

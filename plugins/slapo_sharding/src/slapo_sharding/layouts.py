@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from slapo_core.errors import TraceError
 from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.graph_ops import expect
-from slapo_core.tracing.regions import preserved
 
 from ._torch_private import layouts_kept
 from .branches import Branches
@@ -168,7 +167,7 @@ class Layouts(fx.Interpreter):
         Raises:
             LayoutError: an operation does not fit, or a sharded value is a result of the whole graph.
         """
-        with torch.no_grad(), torch.device("meta"), layouts_kept(), preserved():
+        with torch.no_grad(), torch.device("meta"), layouts_kept():
             self.run()
 
     def run_node(self, n: fx.Node) -> Any:

@@ -7,8 +7,6 @@ copied nodes (with their ``meta``) leaves these nodes out and calls ``write_regi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,17 +47,6 @@ def leave(before: State) -> None:
             torch.set_autocast_dtype(kind, *dtype)
             if not enabled:
                 torch.clear_autocast_cache()
-
-
-@contextmanager
-def preserved() -> Iterator[None]:
-    """Restore gradient mode and autocast on leaving: a graph that fails inside a region does not run its ``leave``."""
-    before = current()
-    try:
-        yield
-    finally:
-        if current() != before:
-            leave(before)
 
 
 def is_region_node(node: fx.Node) -> bool:

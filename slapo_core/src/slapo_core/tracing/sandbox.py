@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from . import _torch_private as private
-from .regions import preserved
 from .structures import Snapshot, contents, fingerprint, put_back, tensors
 
 _TABLES = (dict, list)
@@ -78,7 +77,7 @@ class Sandbox:
         try:
             with torch.random.fork_rng(devices), torch.inference_mode(False), torch.set_grad_enabled(grad), private.quiet():
                 self._swap(modules)
-                with preserved(), self.watch:
+                with self.watch:
                     yield
         finally:
             Sandbox.open_now -= 1

@@ -122,8 +122,12 @@ class Variant(Hidden):
         """Call the function of the graph; gradients and autocast are switched afterwards as before, whatever it raises."""
         if not self.switches:
             return function(module, *args, **inputs)
-        with regions.preserved():
+        before = regions.current()
+        try:
             return function(module, *args, **inputs)
+        finally:
+            if regions.current() != before:  # an error inside a region
+                regions.leave(before)
 
     def compile(self) -> Callable[..., Any]:
         """The function of the graph, which is made where it is not there."""
