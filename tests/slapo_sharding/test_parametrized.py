@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
+from slapo_core.build import build
 from slapo_core.parameters import shard_spec
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
@@ -61,6 +62,26 @@ class Factors(nn.Module):
         return left[:, :4] * values[:4], right[:4]
 
 
+class Limited(nn.Module):
+    """Bounds the norm of the whole, far above that of random numbers."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * (100 / weight.norm()).clamp(max=1)
+
+
+class Watching(nn.Module):
+    """Returns the weight as it is, and keeps its largest element for later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.tensor(0.0))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.largest = weight.detach().abs().max()
+        return weight
+
+
 class Scaled(nn.Module):
     """Learns itself."""
 
@@ -86,13 +107,15 @@ KINDS: dict[str, Callable[[nn.Module], object]] = {
     "elementwise bias": registered(Bounded, "bias"),
     "rounded": registered(Rounded),
     "factors": registered(Factors),
+    "limited": registered(Limited),
+    "watching": registered(Watching),
     "learnt": registered(Scaled),
     "older weight norm": nn.utils.weight_norm,
     "weight norm of inputs": partial(nn.utils.weight_norm, dim=1),
     "older spectral norm": nn.utils.spectral_norm,
     "pruned": partial(prune.l1_unstructured, name="weight", amount=0.3),
 }
-AXES = {"weight norm": {0}, "elementwise bias": {0}, "mixed": {1}, "elementwise": {0, 1}}
+AXES = {"weight norm": {0}, "elementwise bias": {0, 1}, "mixed": {1}, "elementwise": {0, 1}}
 AXES |= {
     "factors": {0, 1},
     "learnt": {0, 1},
@@ -136,6 +159,7 @@ def apart(kind: str, both: bool, plan: dict[str, str] | None) -> tuple[float, se
     x = torch.randn(4, 8)
     schedule = create_schedule(model, example_inputs=(x,))
     schedule.tensor_parallel(plan)
+    build(schedule)
     for either in (model, whole):
         either(x).square().sum().backward()
     found: dict[str, Any] = schedule.full_state("grad")

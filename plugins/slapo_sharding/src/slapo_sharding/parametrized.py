@@ -21,6 +21,8 @@ from .computing_hooks import computing_hooks, follows, sources_of
 from .rules import Cut, ShardingRule
 
 _LIST = "parametrizations"
+_CASES = ((True, 1.0), (True, 1e-2), (True, 1e2), (False, 1.0))
+"""Modes and sizes of the random numbers: a bound on a norm of the whole shows on one side of it alone."""
 
 
 def computed_by(module: nn.Module) -> str | None:
@@ -65,10 +67,10 @@ def _functions(module: nn.Module) -> Mapping[str, nn.Module]:
 
 def _adapted_cut(module: nn.Module, functions: Mapping[str, Any], cut: Cut) -> Cut | None:
     split = functions.keys() & cut.dims.keys()
-    adds_late = cut.late_bias and "bias" in functions
-    if adds_late or functions.keys() & cut.parts.keys() or not all(_follows(functions[name], cut.dims[name]) for name in split):
+    if functions.keys() & cut.parts.keys() or not all(_follows(functions[name], cut.dims[name]) for name in split):
         return None
-    return replace(cut, dims={source: dim for name, dim in cut.dims.items() for source in sources(module, name)})
+    dims = {source: dim for name, dim in cut.dims.items() for source in sources(module, name)}
+    return replace(cut, dims=dims, shown=cut.shown or bool(split))
 
 
 def _follows(functions: Any, dim: int) -> bool:
@@ -80,12 +82,12 @@ def _follows(functions: Any, dim: int) -> bool:
         shapes = {name: parameter.shape for name, parameter in own.named_parameters(recurse=False)}
         if [*shapes] != [name for name, _ in own.named_parameters()]:  # the functions learn, too
             return False
-        return all(_follows_once(own.train(training), shapes, dim) for training in (True, False))
+        return all(_follows_once(own.train(training), shapes, dim, scale) for training, scale in _CASES)
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):  # it takes no part, or has no numbers yet
         return False
 
 
-def _follows_once(functions: nn.Module, shapes: Mapping[str, torch.Size], dim: int) -> bool:
+def _follows_once(functions: nn.Module, shapes: Mapping[str, torch.Size], dim: int, scale: float) -> bool:
     from torch.func import functional_call  # noqa: PLC0415  it imports torch.distributed.tensor
 
     generator = torch.Generator().manual_seed(0)
@@ -93,8 +95,11 @@ def _follows_once(functions: nn.Module, shapes: Mapping[str, torch.Size], dim: i
     def numbers(shape: torch.Size) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    given = {name: numbers(shape).requires_grad_() for name, shape in shapes.items()}
-    whole = functional_call(copy.deepcopy(functions), given)
+    given = {name: (numbers(shape) * scale).requires_grad_() for name, shape in shapes.items()}
+    used = copy.deepcopy(functions)
+    whole = functional_call(used, given)
+    if any(not torch.equal(*each) for each in zip(used.buffers(), functions.buffers(), strict=True)):  # it keeps statistics
+        return False
     weights = numbers(whole.shape)
     wanted = torch.autograd.grad(whole, [*given.values()], weights)
     sizes = {whole.shape[dim], *(shape[dim] for shape in shapes.values())}
