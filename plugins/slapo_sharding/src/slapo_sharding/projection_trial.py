@@ -13,7 +13,6 @@ from torch import nn
 
 from .rules import Cut, applied_cut, holder_of, tensor_of
 
-_SHARES = (2, 3, 4)
 _INPUTS = (((2, 3), 1.0), ((5,), 1e5))
 """Shapes and sizes of inputs: what clips large values is seen."""
 _LARGE = 1e2
@@ -44,11 +43,13 @@ class Trial:
 
     Args:
         module: The projection; it stays as it is.
+        ranks: How many parts it is to be split into; fewer are tried where it cannot be, which ``shard`` refuses.
         inputs: Width of its input.
         outputs: Width of its output.
     """
 
-    def __init__(self, module: nn.Module, inputs: int, outputs: int) -> None:
+    def __init__(self, module: nn.Module, ranks: int, inputs: int, outputs: int) -> None:
+        self.shares = (2, ranks, 3)
         self.generator = torch.Generator().manual_seed(0)
         self.widths = {"sharded": outputs, "partial": inputs}
         self.real = copy.deepcopy(module).cpu().double().requires_grad_(False)
@@ -176,10 +177,10 @@ class Trial:
         return None
 
     def _holds(self, cut: Cut) -> bool:
-        """Return whether outputs and all gradients of parts are those of the whole, for each number of ranks that fits."""
+        """Return whether outputs and all gradients of parts are those of the whole, for two parts and for as many as ranks."""
         sizes = [self.tensors[name].shape[dim] for name, dim in cut.dims.items()] + [self.widths[cut.output]]
-        shares = [number for number in _SHARES if all(size % number == 0 for size in sizes)]
-        cases = product(shares[:1] + shares[-1:], _INPUTS, (True, False), (self.probe, self.large, self.real))
+        shares = [number for number in self.shares if all(size % number == 0 for size in sizes)]
+        cases = product({*shares[:2]}, _INPUTS, (True, False), (self.probe, self.large, self.real))
         return bool(shares) and all(self._holds_once(cut, *case) for case in cases)
 
     def _holds_once(
