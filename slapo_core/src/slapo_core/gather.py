@@ -76,7 +76,7 @@ def _from_stage(parameter: torch.Tensor, read: Read, program: Program | None, ra
 def _broadcast(full: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
     """Return what the source has, as it is now: a forward may have changed a buffer's shape; None where it has nothing."""
     inner, context = full.__tensor_flatten__() if hasattr(full, "__tensor_flatten__") else ((), None)  # quantised
-    told: list[Any] = [None if full is None else (type(full), full.shape, full.stride(), full.dtype, inner, context)]
+    told: list[Any] = [None if full is None else (inner and type(full), full.shape, full.stride(), full.dtype, inner, context)]
     dist.broadcast_object_list(told, source, group=group, device=device)
     if told[0] is None:
         return None
