@@ -99,7 +99,21 @@ class Rulebook:
         if (found := self._first(module)) is not None:
             return _cut(*found, module, name, dim)
         kinds = ", ".join(dict.fromkeys(rule.kind for rule, _ in self.rules))
-        raise LookupError(f"is in a {type(module).__name__}, which no sharding rule covers; there are rules for {kinds}")
+        raise LookupError(f"is in a {described(module)}, which no sharding rule covers; there are rules for {kinds}")
+
+
+def described(module: nn.Module) -> str:
+    """Return the class of a module as errors name it, with its package if torch has another one of that name.
+
+    Example:
+        >>> described(nn.Linear(2, 2))
+        'Linear'
+    """
+    cls = type(module)
+    known: type = getattr(nn, cls.__name__, cls)
+    kind = cls.__name__ if cls is known else f"{cls.__module__}.{cls.__name__}"
+    wrapped = [(name, type(each).__name__) for name, each in module._parameters.items() if is_wrapper(each)]
+    return kind + "".join(f" whose {name!r} is a {each}" for name, each in wrapped[:1])
 
 
 def _cut(rule: ShardingRule, owner: str, module: nn.Module, name: str, dim: int) -> Cut:
