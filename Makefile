@@ -48,6 +48,7 @@ gpu:
 	$(PYTHON_GPU) -m benchmarks.gpu.checkpoint
 	$(PYTHON_GPU) -m benchmarks.gpu.stages
 	$(PYTHON_GPU) -m benchmarks.gpu.blocks
+	$(PYTHON_GPU) -m benchmarks.handwritten --device cuda
 	$(PYTHON_GPU) -m benchmarks.gpu.engines
 	$(PYTHON_GPU) -m benchmarks.gpu.kernels
 

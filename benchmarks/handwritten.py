@@ -1,28 +1,47 @@
 """Attention that people write by hand, split by ``tensor_parallel()``, against the same code written for two ranks.
 
-Run ``python -m benchmarks.handwritten``; it prints a section for ``benchmarks/README.md``. Two gloo processes train the same
-blocks in both ways, by turns in every round, each as often first as the other. The attention takes its sizes from whole values
-(``B, T, C = x.shape`` and ``view(B, T, heads, C // heads)``), so ours runs from a graph with sizes of parts; the peer has these
-sizes in its code and calls two autograd functions. A third way is code that needs no sizes of heads and is split alike: what is
-between it and ours is the cost of the graph alone. A ratio is taken within each round; the table has the median.
+Run ``python -m benchmarks.handwritten``; it prints a section for ``benchmarks/README.md``, on a GPU with ``--device cuda``.
+One process is rank 0 of two in torch's fake process group: it does all that a rank computes and waits for no message, so what
+shows is the cost of the code. The attention takes its sizes from whole values (``B, T, C = x.shape`` and ``view(B, T, heads,
+C // heads)``), so ours runs from a graph with sizes of parts; the peer has these sizes in its code and calls two autograd
+functions. A third way is code that needs no sizes of heads and is split alike: what is between it and ours is the cost of the
+graph alone. All ways take a step in every round, each as often first as the others, and a ratio is taken within each round;
+the table has medians. On a CPU time is that of the process, which others on the machine do not add to.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.sharding import Column, Row, _Copy
 from slapo_core import build, create_schedule
-from slapo_core.testing import run_distributed
 
-LAYERS, HEADS, BATCH, SEQUENCE = 4, 8, 4, 128
-ROUNDS = {256: 90, 512: 30, 1024: 12}
+LAYERS, HEADS = 4, 8
+
+
+class Sizes(NamedTuple):
+    """Of the input, and how many rounds are measured at each width."""
+
+    device: str
+    dtype: torch.dtype
+    batch: int
+    sequence: int
+    rounds: dict[int, int]
+
+
+SIZES = {
+    "cpu": Sizes("cpu", torch.float32, 4, 128, {256: 300, 512: 100, 1024: 40, 2048: 12}),
+    "cuda": Sizes("cuda", torch.bfloat16, 8, 2048, {1024: 60, 2048: 60, 4096: 40}),
+}
 
 
 class Attention(nn.Module):
@@ -84,27 +103,33 @@ def models(width: int) -> list[nn.Module]:
 
 
 def step(model: nn.Module, x: torch.Tensor) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    loss = model(x).square().mean()
-    loss.backward()
-    taken = time.perf_counter() - start
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.sub_(parameter.grad, alpha=0.01)
-            parameter.grad = None
+    """Run a forward and a backward; return its seconds."""
+    clock = time.perf_counter if x.is_cuda else time.process_time
+    start = clock()
+    model(x).square().mean().backward()
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    taken = clock() - start
+    model.zero_grad()
     return taken
 
 
-def times(rank: int, width: int, rounds: int) -> list[list[float]]:
-    """Return the steps of all ways in each round, after a warm-up in which their outputs are compared."""
-    torch.set_num_threads(1)
-    x = torch.randn(BATCH, SEQUENCE, width, generator=torch.Generator().manual_seed(1))
+def times(width: int, rounds: int, sizes: Sizes) -> list[list[float]]:
+    """Return the steps of all ways in each round, after a warm-up in which their outputs and gradients are compared."""
+    x = torch.randn(sizes.batch, sizes.sequence, width, generator=torch.Generator().manual_seed(1))
     ways = models(width)
-    for _ in range(3):
-        for model in ways:
-            step(model, x)
-    torch.testing.assert_close(ways[0](x), ways[1](x), atol=1e-4, rtol=1e-4)
+    outputs, gradients = [], []
+    for model in ways:
+        outputs.append(model(x))
+        outputs[-1].square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-4, rtol=1e-4)
+    x = x.to(sizes.device, sizes.dtype)
+    ways = [model.to(sizes.device, sizes.dtype) for model in ways]
+    for model in ways * 3:
+        step(model, x)
     found = []
     for number in range(rounds):
         taken = {index % 3: step(ways[index % 3], x) for index in range(number, number + 3)}
@@ -112,20 +137,31 @@ def times(rank: int, width: int, rounds: int) -> list[list[float]]:
     return found
 
 
+def table(sizes: Sizes) -> list[str]:
+    """Return the rows of the section; there may be no process group."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    rows = [
+        f"## Attention written by hand: {LAYERS} layers, {HEADS} heads, [{sizes.batch}, {sizes.sequence}] tokens, rank 0 of 2, "
+        f"{str(sizes.dtype).removeprefix('torch.')}, {sizes.device}\n",
+        "| width | written for 2 ranks (ms) | `tensor_parallel()` (ms) | ratio, median (quartiles) | to code without sizes |",
+        "|---|---|---|---|---|",
+    ]
+    for width, rounds in sizes.rounds.items():
+        found = times(width, rounds, sizes)
+        low, middle, high = statistics.quantiles([each[0] / each[1] for each in found], n=4)
+        graph = statistics.median(each[0] / each[2] for each in found)
+        ours, by_hand, _ = (1000 * statistics.median(each) for each in zip(*found, strict=True))
+        rows.append(f"| {width} | {by_hand:.1f} | {ours:.1f} | **{middle:.3f}** ({low:.3f} to {high:.3f}) | {graph:.3f} |")
+    dist.destroy_process_group()
+    return rows
+
+
 def main() -> None:
     """Print the section."""
-    print(f"## Attention written by hand: {LAYERS} layers, {HEADS} heads, [{BATCH}, {SEQUENCE}] tokens, tp=2, fp32\n")
-    print("| width | written for 2 ranks (ms) | `tensor_parallel()` (ms) | ratio, median (quartiles) | to code without sizes |")
-    print("|---|---|---|---|---|")
-    for width, rounds in ROUNDS.items():
-        ranks = run_distributed(times, 2, width, rounds, timeout=500)
-        slowest = [[max(pair) for pair in zip(*both, strict=True)] for both in zip(*ranks, strict=True)]
-        low, middle, high = statistics.quantiles([each[0] / each[1] for each in slowest], n=4)
-        graph = statistics.median(each[0] / each[2] for each in slowest)
-        ours, by_hand, _ = (1000 * statistics.median(each) for each in zip(*slowest, strict=True))
-        ratio = f"**{middle:.3f}** ({low:.3f} to {high:.3f})"
-        print(f"| {width} | {by_hand:.1f} | {ours:.1f} | {ratio} | {graph:.3f} |", flush=True)
-    print()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=SIZES, default="cpu")
+    torch.set_num_threads(1)
+    print("\n".join(table(SIZES[parser.parse_args().device])) + "\n")
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ class Shampoo(Plain):
     def update(self, p: nn.Parameter, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
         for dim in range(g.ndim):
             rows = g.movedim(dim, 0).reshape(g.shape[dim], -1)
-            kept = state.setdefault(f"factor_{dim}", 1e-2 * torch.eye(g.shape[dim]))
+            kept = state.setdefault(f"factor_{dim}", 1e-2 * torch.eye(g.shape[dim], device=g.device))
             kept.add_(rows @ rows.T)
             values, vectors = torch.linalg.eigh(kept)
             root = vectors @ torch.diag(values.clamp(min=1e-6) ** (-0.5 / g.ndim)) @ vectors.T

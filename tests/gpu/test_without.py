@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import handwritten
 from benchmarks.gpu import checkpoint, stages, step
 from benchmarks.gpu.timing import Sizes, table
 from slapo_core.testing import run_distributed
 
+from .test_handwritten import beside_whole
 from .test_ranks import beside_reference
 from .test_training import CASES, beside_one_process
 
@@ -32,7 +35,15 @@ def test_training_on_ranks_that_share_a_device(tmp_path: Path) -> None:
             assert max(worst.values()) < CASES[name].limit, (name, worst)
 
 
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_modules_written_by_hand_on_ranks_that_share_a_device(tmp_path: Path) -> None:
+    kinds = ["SplitByWidth", "RelativeTable", "ListOfHeads"]
+    assert run_distributed(beside_whole, 2, str(tmp_path / "store"), kinds, "cpu") == [{}, {}]
+
+
 def test_benchmarks() -> None:
     tables = [step.compare("bf16", 2, TINY), *(stages.compare(name, TINY) for name in stages.MODELS)]
     tables.append(table("recomputed", checkpoint.steps_of(TINY), TINY))
     assert all("engine" in found or "stages" in found or "checkpoint()" in found for found in tables)
+    assert len(handwritten.table(handwritten.Sizes("cpu", torch.bfloat16, 2, 8, {16: 2}))) == 4
