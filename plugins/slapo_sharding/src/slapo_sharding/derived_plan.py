@@ -39,8 +39,8 @@ from .local_sizes.owners import (
 )
 from .localise import Count, Difference, counts, difference, localise
 from .parameter_splits import split_parameters
-from .parts_alone import split_parts
 from .parametrized import registrations
+from .parts_alone import split_parts
 from .plan import tied_or_vocabulary
 from .repeated_blocks import kind
 from .rulebook import rules_of
