@@ -68,7 +68,8 @@ class Adapted(nn.Module):
         self.base.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.b(self.a(x))
+        out: torch.Tensor = self.base(x) + self.b(self.a(x))
+        return out if torch.is_grad_enabled() and out.requires_grad else out.contiguous()  # as bitsandbytes' ask
 
 
 class Block(nn.Module):
@@ -108,6 +109,8 @@ def beside_one_process(rank: int, layout: dict[str, int], options: dict[str, Any
     with warnings_told() as told:
         if mesh["tp"].size() > 1:
             sch.tensor_parallel()
+    if mesh["pp"].size() > 1:
+        sch["blocks.0"].cut_pipeline_stage()
     num_split = sum(map(is_part, model.parameters()))
     engine: Any = slapo.build(sch, "torch", optimizer=SGD, **options)
     optimizer, worst = SGD([each for each in plain.parameters() if each.requires_grad]), 0.0
@@ -119,12 +122,18 @@ def beside_one_process(rank: int, layout: dict[str, int], options: dict[str, Any
         worst = max(worst, abs(engine.train_batch(*part).item() - expected.item()))
     found = sch.full_state("param")
     trained = {name: value for name, value in plain.named_parameters() if value.requires_grad}
+    frozen = {name: value for name, value in plain.named_parameters() if isinstance(value.data, Int8)}
+    assert frozen
+    assert all(torch.equal(found[name].numbers, value.data.numbers) for name, value in frozen.items())
     worst = max([worst, *(float((found[name] - value.detach()).abs().max()) for name, value in trained.items())])
     engine.close()
     return worst, num_split, list(told)
 
 
-@pytest.mark.parametrize(("layout", "options"), [({"tp": 2}, {}), ({"dp": 2}, {"data_parallel": "fsdp"}), ({"dp": 2}, {})])
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [({"tp": 2}, {}), ({"dp": 2}, {"data_parallel": "fsdp"}), ({"dp": 2}, {}), ({"pp": 2}, {"microbatches": 2})],
+)
 def test_all_else_trains_as_in_one_process(layout: dict[str, int], options: dict[str, Any]) -> None:
     for worst, num_split, told in run_distributed(beside_one_process, 2, layout, options):
         assert worst < 1e-5

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_core import ScheduleError, create_schedule
+from slapo_core import ScheduleError, build, create_schedule
 from slapo_core.parameters import ShardSpec, successor
 from slapo_core.testing import run_distributed
 
@@ -71,3 +73,35 @@ def test_two_parameters_of_one_name_are_an_error(kind: str) -> None:
 def test_another_kind_is_an_error() -> None:
     with pytest.raises(ScheduleError, match="kind is 'gradient'; give 'param', 'grad' or 'buffer'"):
         create_schedule(nn.Linear(2, 2)).full_state("gradient")
+
+
+class Growing(nn.Linear):
+    """Keeps the size of each column from its first forward on, as observers for each channel do."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("sizes", torch.zeros(0))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.sizes = self.weight.detach().abs().amax(0)
+        return super().forward(input)
+
+
+def grown(rank: int) -> bool:
+    mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(Growing(), Growing())
+    expected = [each.weight.detach().abs().amax(0) for each in model]
+    sch = create_schedule(model, mesh=mesh, example_inputs=torch.ones(2, 4))
+    sch["0"].cut_pipeline_stage()
+    sgd = partial(torch.optim.SGD, lr=0.0)
+    engine: Any = build(sch, "torch", optimizer=sgd, microbatches=2, loss_fn=lambda out, labels: out.mean())
+    engine.train_batch(torch.ones(2, 4), labels=torch.ones(2))
+    found: Any = sch.full_state("buffer")
+    engine.close()
+    return all(torch.equal(found[f"{number}.sizes"], each) for number, each in enumerate(expected))
+
+
+@pytest.mark.multiproc
+def test_a_buffer_whose_shape_a_stage_has_changed_is_sent_as_it_is() -> None:
+    assert run_distributed(grown, 2) == [True, True]

@@ -12,9 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
+from slapo_core.build import build
 from slapo_core.parameters import shard_spec
 from slapo_core.schedule import Schedule, create_schedule
 from slapo_core.testing import run_distributed
+from slapo_sharding.layers import LINEAR
+from slapo_sharding.parametrized import adapted
 from tests.slapo_torch.layouts import message_of
 
 
@@ -61,6 +64,34 @@ class Factors(nn.Module):
         return left[:, :4] * values[:4], right[:4]
 
 
+class Limited(nn.Module):
+    """Bounds the norm of the whole, far above that of random numbers."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * (100 / weight.norm()).clamp(max=1)
+
+
+class Watching(nn.Module):
+    """Returns the weight as it is, and keeps its largest element for later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.tensor(0.0))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.largest = weight.detach().abs().max()
+        return weight
+
+
+class Grouped(nn.Module):
+    """Divides each eight elements in a row by the largest of them."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        groups = weight.reshape(-1, 8)
+        return (groups / groups.abs().amax(1, keepdim=True)).reshape(weight.shape)
+
+
 class Scaled(nn.Module):
     """Learns itself."""
 
@@ -86,13 +117,15 @@ KINDS: dict[str, Callable[[nn.Module], object]] = {
     "elementwise bias": registered(Bounded, "bias"),
     "rounded": registered(Rounded),
     "factors": registered(Factors),
+    "limited": registered(Limited),
+    "watching": registered(Watching),
     "learnt": registered(Scaled),
     "older weight norm": nn.utils.weight_norm,
     "weight norm of inputs": partial(nn.utils.weight_norm, dim=1),
     "older spectral norm": nn.utils.spectral_norm,
     "pruned": partial(prune.l1_unstructured, name="weight", amount=0.3),
 }
-AXES = {"weight norm": {0}, "elementwise bias": {0}, "mixed": {1}, "elementwise": {0, 1}}
+AXES = {"weight norm": {0}, "elementwise bias": {0, 1}, "mixed": {1}, "elementwise": {0, 1}}
 AXES |= {
     "factors": {0, 1},
     "learnt": {0, 1},
@@ -136,6 +169,7 @@ def apart(kind: str, both: bool, plan: dict[str, str] | None) -> tuple[float, se
     x = torch.randn(4, 8)
     schedule = create_schedule(model, example_inputs=(x,))
     schedule.tensor_parallel(plan)
+    build(schedule)
     for either in (model, whole):
         either(x).square().sum().backward()
     found: dict[str, Any] = schedule.full_state("grad")
@@ -203,3 +237,58 @@ def test_asking_for_what_does_not_follow_is_refused_by_name_and_changes_nothing(
         for kind, said in found.items():
             name = "'bias'" if "bias" in kind else "'weight'"
             assert all(f"{name} is computed by " in sentence for sentence in said), (kind, said)
+
+
+def test_groups_that_the_ranks_would_cut_are_seen() -> None:
+    layer = nn.Linear(16, 8)
+    registered(Grouped)(layer)
+    outputs = [{cut.output for cut in adapted(LINEAR, layer, ranks).cuts} for ranks in (2, 4)]
+    assert outputs == [{"sharded", "partial"}, {"sharded"}]
+
+
+ATTENTIONS: dict[str, Callable[[Any], object]] = {
+    "elementwise": lambda attn: parametrize.register_parametrization(attn, "in_proj_weight", Bounded()),
+    "weight norm": lambda attn: parametrizations.weight_norm(attn, "in_proj_weight"),
+    "pruned": lambda attn: prune.l1_unstructured(attn, "in_proj_weight", 0.3),
+    "bias": lambda attn: parametrize.register_parametrization(attn, "in_proj_bias", Bounded()),
+    "output": lambda attn: parametrize.register_parametrization(attn.out_proj, "weight", Bounded()),
+    "output whole": lambda attn: parametrizations.spectral_norm(attn.out_proj),
+}
+
+
+class Attending(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attn = nn.MultiheadAttention(16, 4, batch_first=True)
+        nn.init.normal_(self.attn.in_proj_bias)
+        ATTENTIONS[kind](self.attn)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(x, x, x, need_weights=False)[0]
+        out: torch.Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+def attentions(rank: int) -> dict[str, tuple[float, set[str]]]:
+    found = {}
+    for kind in ATTENTIONS:
+        model, whole, x = Attending(kind), Attending(kind), torch.randn(2, 3, 16)
+        schedule = create_schedule(model, example_inputs=(x,))
+        schedule.tensor_parallel()
+        build(schedule)
+        for each in (model, whole):
+            each(x).square().sum().backward()
+        grads: dict[str, Any] = schedule.full_state("grad")
+        worst = max(float((grads[name] - each.grad).abs().max()) for name, each in whole.named_parameters())  # type: ignore[operator]
+        found[kind] = worst, {name.split(".")[0] for name, each in model.named_parameters() if shard_spec(each) is not None}
+    return found
+
+
+@pytest.mark.multiproc
+def test_attention_is_split_by_what_its_projections_are_computed_from() -> None:
+    for found in run_distributed(attentions, 2):
+        for kind, (worst, split) in found.items():
+            assert worst < 1e-4, kind
+            assert split == ({"up", "down"} if kind == "output whole" else {"attn", "up", "down"}), kind

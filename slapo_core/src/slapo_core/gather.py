@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +31,8 @@ def full_state(module: nn.Module, program: Program | None, kind: str) -> State:
     read: Read = (lambda tensor: tensor.grad) if kind == "grad" else (lambda tensor: tensor)
     named = dict(module.named_buffers() if kind == "buffer" else module.named_parameters())
     owners, keys = _owners(program), original_keys(named.items())
-    state: State = {}
-    for name, tensor in named.items():
-        full = _from_stage(tensor, read, program, owners.get(name, 0)) if program and owners else over_group(tensor, read)
-        state.update(dict.fromkeys(keys[name], full))
-    return state
+    full = {name: _from_stage(tensor, read, program, owners.get(name, 0 if owners else None)) for name, tensor in named.items()}
+    return {key: full[name] for name in named for key in keys[name]}
 
 
 def original_keys(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
@@ -55,8 +53,7 @@ def original_keys(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[
 def _refuse_parts(module: nn.Module, program: Program | None) -> None:
     """Nobody sums the gradients of whole parameters here, so they must be whole as well."""
     held = {name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta}
-    whole = {name: parameter for name, parameter in held.items() if parameter.requires_grad and not is_part(parameter)}
-    wrong, _ = compare_gradients(held, whole)
+    wrong, _ = compare_gradients(held, {name: each for name, each in held.items() if each.requires_grad and not is_part(each)})
     agree(ScheduleError(wrong, primitive="full_state") if wrong else None, program.mesh if program is not None else None)
 
 
@@ -64,24 +61,31 @@ def _owners(program: Program | None) -> dict[str, int]:
     """Current name of a parameter or buffer to the rank of the first stage that has it; empty where every rank has all."""
     if program is None or program.axis_size("pp") == 1:
         return {}
-    stages = reversed(program.stages)
-    walks = [(stage.index, walk) for stage in stages for walk in (stage.module.named_parameters, stage.module.named_buffers)]
+    walks = [(s.index, walk) for s in reversed(program.stages) for walk in (s.module.named_parameters, s.module.named_buffers)]
     return {name: program.rank_of(index) for index, walk in walks for name, _ in walk(remove_duplicate=False)}
 
 
-def _from_stage(parameter: torch.Tensor, read: Read, program: Program, rank: int) -> torch.Tensor | None:
-    assert program.mesh is not None
+def _from_stage(parameter: torch.Tensor, read: Read, program: Program | None, rank: int | None) -> Any:
+    if rank is None or program is None or program.mesh is None:  # every rank has it
+        return over_group(parameter, read)
     group = program.mesh.get_group("pp")
     full = over_group(parameter, read) if dist.get_rank(group) == rank else None
-    source = dist.get_global_rank(group, rank)
-    device = torch.device(program.mesh.device_type)
-    present = torch.tensor(full is not None, dtype=torch.uint8, device=device)
-    dist.broadcast(present, source, group=group)
-    if not present.item():
+    return _broadcast(full, group, dist.get_global_rank(group, rank), torch.device(program.mesh.device_type))
+
+
+def _broadcast(full: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+    """Return what the source has, as it is now: a forward may have changed a buffer's shape; None where it has nothing."""
+    inner, context = full.__tensor_flatten__() if hasattr(full, "__tensor_flatten__") else ((), None)  # quantised
+    told: list[Any] = [None if full is None else (inner and type(full), full.shape, full.stride(), full.dtype, inner, context)]
+    dist.broadcast_object_list(told, source, group=group, device=device)
+    if told[0] is None:
         return None
-    shape = spec.full_shape if (spec := shard_spec(parameter)) else tuple(parameter.shape)
-    buffer = full.contiguous() if full is not None else torch.empty(shape, dtype=parameter.dtype, device=device)
-    dist.broadcast(buffer, source, group=group)
+    cls, shape, stride, dtype, inner, context = told[0]
+    if inner:
+        parts = {name: _broadcast(getattr(full, name, None), group, source, device) for name in inner}
+        return cls.__tensor_unflatten__(parts, context, shape, stride) if full is None else full
+    buffer = full.contiguous() if full is not None else torch.empty(shape, dtype=dtype, device=device)
+    dist.broadcast(buffer.flatten().view(torch.uint8), source, group=group)  # bytes, as there is no float8 in gloo
     return buffer
 
 
@@ -99,9 +103,8 @@ def over_group(parameter: torch.Tensor, read: Read) -> torch.Tensor | None:
 
 def gather_parts(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """Return the full tensor from the parts of all ranks. Collective over the group of the shards."""
-    mine = local.contiguous()
-    if missing := max(spec.sizes) - spec.sizes[spec.rank]:
-        mine = nn.functional.pad(mine, [0, 0] * (mine.dim() - 1 - spec.dim) + [0, missing])
+    missing = max(spec.sizes) - spec.sizes[spec.rank]
+    mine = nn.functional.pad(local, [0, 0] * (local.dim() - 1 - spec.dim) + [0, missing]) if missing else local.contiguous()
     shards = [torch.empty_like(mine) for _ in range(spec.num_shards)]
     dist.all_gather(shards, mine, group=spec.group)
     return spec.assemble(shards)

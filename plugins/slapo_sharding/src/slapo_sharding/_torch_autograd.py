@@ -14,7 +14,7 @@ no_functions = torch._C.DisableTorchFunction
 """A context in which no code but torch's own sees torch functions."""
 
 
-versions_kept = torch.autograd._unsafe_preserve_version_counter
+versions_kept = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 """A context after which one or several tensors count as not written to in place, whatever was set to what it was."""
 
 

@@ -16,6 +16,7 @@ from slapo_training.gradient_hooks import carry_hooks, cut_attributes
 from . import attention, column_forward, lasting, same_weights
 from .computing_hooks import is_computing
 from .copies import has_copies, sum_copies
+from .parametrized import sources
 from .rules import AppliedCut, Cut, applied_cut, record_cut, tensor_of
 from .syncing import Sync
 
@@ -123,4 +124,5 @@ def needs_forward(module: nn.Module, cut: Cut) -> bool:
 
 def has_late_bias(module: nn.Module, cut: Cut) -> bool:
     """Return whether there is a bias that the reducing sync has to add."""
-    return cut.late_bias and tensor_of(module, "bias") is not None
+    held = (tensor_of(module, source) for source in sources(module, "bias"))
+    return cut.late_bias and any(each is not None for each in held)

@@ -37,6 +37,7 @@ UNEVEN = "not divisible by"
 """Words in the reason for which a size or number of heads stays whole."""
 
 _SPLITTING = ("view", "reshape", "unflatten")
+_OF_GRADIENTS = ("is_grad_enabled", "requires_grad", "is_leaf")
 
 
 class LayoutError(Exception):
@@ -171,8 +172,8 @@ class Layouts(fx.Interpreter):
             self.run()
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.target is expect and n.args[1] == "shape" and not self.gives_parts:
-            return None  # of the unmodified model, which is not what runs
+        if n.target is expect and (n.args[1] in _OF_GRADIENTS or (n.args[1] == "shape" and not self.gives_parts)):
+            return None  # of a run with gradients, or of the unmodified model, neither of which runs here
         if n.target is torch.autograd.grad:
             raise TraceError(
                 "the forward asks for gradients by torch.autograd.grad, of which it is not known what each rank has a part of; "

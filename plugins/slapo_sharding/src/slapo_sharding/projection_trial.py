@@ -13,9 +13,10 @@ from torch import nn
 
 from .rules import Cut, applied_cut, holder_of, tensor_of
 
-_SHARES = (2, 3, 4)
 _INPUTS = (((2, 3), 1.0), ((5,), 1e5))
 """Shapes and sizes of inputs: what clips large values is seen."""
+_LARGE = 1e2
+"""Factor of weights in one more case: a bound on a norm of them is seen."""
 _TOLERANCE = 1e-5
 NAMES = (("in_features", "infeatures", "in_dim", "input_size"), ("out_features", "outfeatures", "out_dim", "output_size"))
 """Attributes that hold the width of the input, and of the output."""
@@ -42,11 +43,13 @@ class Trial:
 
     Args:
         module: The projection; it stays as it is.
+        ranks: How many parts it is to be split into; fewer are tried where it cannot be, which ``shard`` refuses.
         inputs: Width of its input.
         outputs: Width of its output.
     """
 
-    def __init__(self, module: nn.Module, inputs: int, outputs: int) -> None:
+    def __init__(self, module: nn.Module, ranks: int, inputs: int, outputs: int) -> None:
+        self.shares = (2, ranks, 3)
         self.generator = torch.Generator().manual_seed(0)
         self.widths = {"sharded": outputs, "partial": inputs}
         self.real = copy.deepcopy(module).cpu().double().requires_grad_(False)
@@ -56,6 +59,10 @@ class Trial:
         for each in named.values():
             each.copy_(self._drawn(each))
         self.x = self._numbers(*_INPUTS[0][0], inputs)
+        self.large = copy.deepcopy(self.probe)
+        for each in (*self.large.parameters(), *self.large.buffers()):
+            if each.is_floating_point() and each.dim() > 1:
+                each.mul_(_LARGE)
 
     def is_needed(self) -> bool:
         """Return whether the module does more than call layers: it uses other tensors, or changes itself."""
@@ -68,9 +75,10 @@ class Trial:
             return False
         if not all(torch.equal(found, copy.deepcopy(self.probe)(self.x)) for _ in range(2)):  # it draws numbers
             return False
-        kept = dict(module.named_buffers())
-        if not all(torch.equal(kept[name], each) for name, each in self.probe.named_buffers()):
-            return False
+        (trained := copy.deepcopy(self.probe).train())(self.x)
+        for used in (module, trained):  # it keeps statistics
+            if not all(torch.equal(*each) for each in zip(used.buffers(), self.probe.buffers(), strict=True)):
+                return False
         layers = {layer for layer in called if type(layer) is nn.Linear and layer is not module}
         loose = [name for name in self.tensors if holder_of(module, name)[0] not in layers]
         return any(self._matters(name) for name in loose) or repr(_plain(module)) != before
@@ -169,10 +177,10 @@ class Trial:
         return None
 
     def _holds(self, cut: Cut) -> bool:
-        """Return whether outputs and all gradients of parts are those of the whole, for each number of ranks that fits."""
+        """Return whether outputs and all gradients of parts are those of the whole, for two parts and for as many as ranks."""
         sizes = [self.tensors[name].shape[dim] for name, dim in cut.dims.items()] + [self.widths[cut.output]]
-        shares = [number for number in _SHARES if all(size % number == 0 for size in sizes)]
-        cases = product(shares[:1] + shares[-1:], _INPUTS, (True, False), (self.probe, self.real))
+        shares = [number for number in self.shares if all(size % number == 0 for size in sizes)]
+        cases = product({*shares[:2]}, _INPUTS, (True, False), (self.probe, self.large, self.real))
         return bool(shares) and all(self._holds_once(cut, *case) for case in cases)
 
     def _holds_once(

@@ -25,8 +25,8 @@ _PLAIN = (int, float, bool, str, type(None), tuple, list, dict, torch.Size)
 _known: dict[Hashable, tuple[Cut, ...]] = {}
 
 
-def projection_rule(module: nn.Module) -> ShardingRule | None:
-    """Return the rule for a module that is a projection; None for any other.
+def projection_rule(module: nn.Module, ranks: int) -> ShardingRule | None:
+    """Return the rule for a module that is a projection, over so many ranks; None for any other.
 
     A module that only calls layers is none: these are split for themselves.
     """
@@ -36,9 +36,9 @@ def projection_rule(module: nn.Module) -> ShardingRule | None:
     sizes = _sizes(module)
     if sizes is None or _has_hooks(module) or not _takes_one_value(module):
         return None
-    key = _signature(module)
+    key = ranks, _signature(module)
     if key not in _known:
-        _known[key] = _cuts(module, *sizes)
+        _known[key] = _cuts(module, ranks, *sizes)
     return ShardingRule(KIND, lambda each: each is module, _known[key]) if _known[key] else None
 
 
@@ -48,10 +48,10 @@ def is_projection(module: nn.Module) -> bool:
     return _own_sizes(module) is not None and any(each is not None and each.dim() > 1 for each in held)
 
 
-def _cuts(module: nn.Module, inputs: int, outputs: int) -> tuple[Cut, ...]:
+def _cuts(module: nn.Module, ranks: int, inputs: int, outputs: int) -> tuple[Cut, ...]:
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(io.StringIO()):
-            trial = Trial(module, inputs, outputs)
+            trial = Trial(module, ranks, inputs, outputs)
             is_projection = trial.is_needed() and (_own_sizes(module) is not None or not trial.mixes_rows())
             return tuple(trial.cuts()) if is_projection else ()
     except Exception:  # whatever a stranger's forward does on random numbers

@@ -28,10 +28,11 @@ class Rulebook:
 
     Args:
         rules: Each with who it is from.
+        ranks: How many ranks modules are split over; trials cut as many parts.
     """
 
-    def __init__(self, rules: Sequence[tuple[ShardingRule, str]]) -> None:
-        self.rules = rules
+    def __init__(self, rules: Sequence[tuple[ShardingRule, str]], ranks: int) -> None:
+        self.rules, self.ranks = rules, max(ranks, 2)
 
     def find(self, module: nn.Module) -> ShardingRule | None:
         """The rule for a module, or None."""
@@ -44,13 +45,15 @@ class Rulebook:
             return None  # what a part of such a weight is, its class alone could say
         found = next(self._matching(module), None)
         if found is None or not found[0].cuts:
-            shown = projection_rule(module)
+            shown = projection_rule(module, self.ranks)
             found = found if shown is None else (shown, __package__)
         return found
 
     def _matching(self, module: nn.Module) -> Iterator[tuple[ShardingRule, str]]:
         layer = as_layer(module)
-        return ((adapted(rule, layer), owner) for rule, owner in self.rules if _ask(rule, owner, rule.matches, layer))
+        return (
+            (adapted(rule, layer, self.ranks), owner) for rule, owner in self.rules if _ask(rule, owner, rule.matches, layer)
+        )
 
     def ways(self, module: nn.Module, input: str, output: str) -> Iterator[Cut]:
         """The cuts of a module that is given and returns such values; none without a rule."""
@@ -96,12 +99,26 @@ class Rulebook:
         if (found := self._first(module)) is not None:
             return _cut(*found, module, name, dim)
         kinds = ", ".join(dict.fromkeys(rule.kind for rule, _ in self.rules))
-        raise LookupError(f"is in a {type(module).__name__}, which no sharding rule covers; there are rules for {kinds}")
+        raise LookupError(f"is in a {described(module)}, which no sharding rule covers; there are rules for {kinds}")
+
+
+def described(module: nn.Module) -> str:
+    """Return the class of a module as errors name it, with its package if torch has another one of that name.
+
+    Example:
+        >>> described(nn.Linear(2, 2))
+        'Linear'
+    """
+    cls = type(module)
+    known: type = getattr(nn, cls.__name__, cls)
+    kind = cls.__name__ if cls is known else f"{cls.__module__}.{cls.__name__}"
+    wrapped = [(name, type(each).__name__) for name, each in module._parameters.items() if is_wrapper(each)]
+    return kind + "".join(f" whose {name!r} is a {each}" for name, each in wrapped[:1])
 
 
 def _cut(rule: ShardingRule, owner: str, module: nn.Module, name: str, dim: int) -> Cut:
     cut = next((cut for cut in rule.cuts if cut.dims.get(name) == dim), None)
-    if cut is None and (computed := computed_by(module)):
+    if cut is None and (computed := next(filter(None, map(computed_by, module.modules())), None)):
         raise LookupError(f"cannot be split along {dim}: {computed}, and a part of it does not follow from parts")
     if cut is None:
         held = {*module._parameters, *module._buffers}
@@ -133,7 +150,7 @@ def _ask(rule: ShardingRule, owner: str, question: Callable[..., Any], *args: An
         raise PluginError(f"sharding rule {rule.kind!r} of {owner} failed: {reason(error)}", owner=owner) from error
 
 
-_books: WeakKeyDictionary[Registry, Rulebook] = WeakKeyDictionary()
+_books: WeakKeyDictionary[Registry, dict[int, Rulebook]] = WeakKeyDictionary()
 
 
 def rules_of(schedule: Schedule) -> Rulebook:
@@ -142,11 +159,11 @@ def rules_of(schedule: Schedule) -> Rulebook:
     Raises:
         PluginError: a plugin's hook fails, or a rule cannot be imported or is not one.
     """
-    registry = schedule.registry
-    book = _books.get(registry)
-    if book is None:
-        book = _books[registry] = Rulebook([*reversed(_added.get(registry, {}).values()), *_load(registry)])
-    return book
+    registry, ranks = schedule.registry, schedule.world_size
+    books = _books.setdefault(registry, {})
+    if ranks not in books:
+        books[ranks] = Rulebook([*reversed(_added.get(registry, {}).values()), *_load(registry)], ranks)
+    return books[ranks]
 
 
 _added: WeakKeyDictionary[Registry, dict[type[nn.Module], tuple[ShardingRule, str]]] = WeakKeyDictionary()

@@ -32,7 +32,7 @@ from .plan import (
     vocabulary,
 )
 from .repeated_blocks import kind
-from .rulebook import rules_of
+from .rulebook import described, rules_of
 from .rules import Cut
 from .stacks import fork_stack, split_stack
 from .syncing import trainable
@@ -288,7 +288,7 @@ def _steps(schedule: Schedule, plan: Mapping[str, str] | None) -> dict[str, str]
         if wrapper := next(_without_rule(schedule, steps), None):
             module = schedule.mod.get_submodule(wrapper)
             hint = "give example_inputs to create_schedule, from which a plan is derived, or plan="
-            why = f"a {type(module).__name__}, which no sharding rule covers"
+            why = f"a {described(module)}, which no sharding rule covers"
             if computed := computed_by(module):
                 why = f"whose {computed}, and a part of it does not follow from parts"
             raise error(f"the published plan splits {wrapper!r}, {why}; {hint}")
@@ -391,7 +391,7 @@ STYLES: dict[str, Callable[[Schedule], bool]] = {
 def _cut(schedule: Schedule, input: str, output: str) -> Cut:
     for cut in rules_of(schedule).ways(schedule.mod, input, output):
         return cut
-    message = f"no sharding rule splits a {type(schedule.mod).__name__} this way; take it out of the plan"
+    message = f"no sharding rule splits a {described(schedule.mod)} this way; take it out of the plan"
     if computed := computed_by(schedule.mod):
         message = f"its {computed}, and a part of it does not follow from parts; take the layer out of the plan"
     raise ScheduleError(message, path=schedule.path, primitive="tensor_parallel")

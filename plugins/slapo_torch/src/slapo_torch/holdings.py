@@ -165,7 +165,10 @@ class Holdings:
             for module in tree.modules():
                 for name, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) not in mine and not parameter.is_meta:
-                        empty.setdefault(id(parameter), successor(parameter, parameter.detach().to("meta")))
+                        empty.setdefault(
+                            id(parameter),
+                            successor(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")),
+                        )
                         module._parameters[name] = empty[id(parameter)]  # type: ignore[assignment]
 
     def clip(self, largest: float) -> torch.Tensor:

@@ -13,6 +13,7 @@ from slapo_core.inputs import by_position
 from slapo_core.program import Boundary, Stage
 from slapo_training.losses import CountedLoss, MicroBatchLoss, check_has_gradient, run_stage
 from slapo_training.means import UNKNOWN_REDUCTION, LossReduction, is_label_mean
+from slapo_training.model_tensors import is_wrapper
 
 from .loss_shares import Share
 from .options import Options
@@ -94,7 +95,7 @@ class StageCall(nn.Module):
                 what = "(shape, dtype, requires_grad)"
                 raise BuildError(f"stage {self._index} gives {boundary.name!r} with {what} {real}, but {planned} was planned")
         tables = [table.values() for each in self.module.modules() for table in (each._parameters, each._buffers) if table]
-        held = {_storage(tensor) for table in tables for tensor in table if tensor is not None}
+        held = {_storage(tensor) for table in tables for tensor in table if tensor is not None and not is_wrapper(tensor)}
         return tuple(_copy(tensor, _storage(tensor) in held) for tensor in result)
 
 
