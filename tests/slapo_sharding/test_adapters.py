@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "all": {"target_modules": sorted(PROJECTIONS)},
     "q and v": QV,
     "rank-stabilised": {"target_modules": sorted(PROJECTIONS), "use_rslora": True},
+    "DoRA": {"target_modules": sorted(PROJECTIONS), "use_dora": True},
     "o and down": {"target_modules": sorted(ROWS)},
     "a head that is trained": {**QV, "modules_to_save": ["lm_head"]},
     "biases": {**QV, "lora_bias": True},
@@ -90,6 +91,8 @@ def expected_split(kind: str) -> set[str]:
     found = {name for name in PROJECTIONS if name not in KINDS[kind]["target_modules"]}
     for name in KINDS[kind]["target_modules"]:
         found |= {f"{name}.base_layer", f"{name}.lora_{'A' if name in ROWS else 'B'}.default"}
+        if "use_dora" in KINDS[kind] and name not in ROWS:
+            found.add(f"{name}.lora_magnitude_vector.default")
     return found
 
 
