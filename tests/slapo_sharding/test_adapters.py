@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core.build import build
+from slapo_core.errors import BuildError
 from slapo_core.parameters import shard_spec
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
@@ -168,3 +169,21 @@ def test_adapters_are_saved_and_loaded_as_pefts(
 ) -> None:
     for files in run_distributed(exported, 2, kind, layout, config, str(tmp_path)):
         assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files)
+
+
+def refused(rank: int) -> None:
+    """An adapter of the embedding whose transposed views the head has: copies of it would not be trained."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True))
+    model = get_peft_model(plain, LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True))
+    schedule = create_schedule(model, mesh=mesh_of(tp=2), example_inputs={"input_ids": torch.zeros(1, 4, dtype=torch.long)})
+    schedule.tensor_parallel()
+    with pytest.raises(BuildError, match=r"'[\w.]*lora_embedding_\w\.default' shares memory with '[\w.]*lm_head"):
+        build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+def test_views_of_trained_parameters_are_refused() -> None:
+    run_distributed(refused, 2)
