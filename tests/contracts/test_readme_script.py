@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).parents[2] / "README.md"
+LOSSES = README.parent / "plugins" / "slapo_training" / "README.md"
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -19,13 +20,13 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+def blocks(language: str, page: Path = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def block(words: str) -> str:
+def block(words: str, page: Path = README) -> str:
     """The example that has these words."""
-    (found,) = (code for code in blocks("py") if words in code)
+    (found,) = (code for code in blocks("py", page) if words in code)
     return found
 
 
@@ -91,6 +92,17 @@ def test_the_readmes_own_model_trains_as_the_unmodified_one(mesh: str, tmp_path:
     losses = losses_of(tmp_path, script, stages * replicas * parts)
     assert losses == pytest.approx(expected, abs=2e-4)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_the_readmes_training_loop_takes_the_place_of_its_first_one(tmp_path: Path) -> None:
+    start, _, end = hand_written(tmp_path).partition("adamw = ")
+    script = f"{start}{block('DistributedSampler(')}{end.partition('engine.close()')[2]}".replace("(2, 1, 2)", "(2, 2, 1)")
+    losses = losses_of(tmp_path, script, 4)
+    assert len(losses) == 2
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "weights" / "model.safetensors").exists()
 
 
 def test_ten_lines_take_the_readmes_own_model_there() -> None:
@@ -175,7 +187,7 @@ images, texts = (each.chunk(2)[dist.get_rank()] for each in (images, texts))
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_the_readmes_contrastive_loss_is_that_of_the_whole_batch(tmp_path: Path) -> None:
-    train = block('loss_over="replicas"').replace("engine.train_batch", "loss = engine.train_batch")
+    train = block('loss_over="replicas"', LOSSES).replace("engine.train_batch", "loss = engine.train_batch")
     compared = "if dist.get_rank() == 0:\n    print(0, loss.item())\n    print(1, contrast(model(**whole), None).item())\n"
     ours, expected = losses_of(tmp_path, f"{TOWERS}{train}{compared}dist.destroy_process_group()\n", 2)
     assert ours == pytest.approx(expected, abs=1e-5)

@@ -26,7 +26,7 @@ def train(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None = None) 
 
 
 def test_labels_that_nothing_takes_are_told_with_loss_fn():
-    message = r"^the forward of Linear takes no labels; build with loss_fn=, a function of \(outputs, labels\)"
+    message = r"^the forward of Linear takes input and no 'labels'; build with loss_fn=, a function of \(outputs, labels\)"
     with pytest.raises(slapo.BuildError, match=message):
         train(nn.Linear(2, 1))
 

@@ -109,6 +109,10 @@ def test_what_is_kept_runs_once_and_the_rest_again(policy: Any, again: dict[str,
 def test_a_ratio_of_a_list_is_spread_evenly(ratio: float | None, layers: int, chosen: list[int]) -> None:
     before, sch = scheduled(layers)
     sch["layers"].checkpoint(ratio=ratio)
+    if ratio is not None:
+        sequential = create_schedule(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))))
+        sequential.checkpoint(ratio=ratio)
+        assert [index for index, layer in enumerate(sequential.mod) if "forward" in vars(layer)] == chosen
     assert [index for index, layer in enumerate(sch["layers"].mod) if "forward" in vars(layer)] == chosen
     assert_equivalent(before, sch.mod, X, atol=0, rtol=0)
     sch.undo()

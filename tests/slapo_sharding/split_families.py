@@ -100,7 +100,7 @@ _TOKENS = Refused(
     "16 patches and one more token are not divisible by the number of ranks", "has length 17, not divisible by 2 ranks"
 )
 _EXPERTS = Refused("nothing but its experts is split", "nothing but 'model.layers.0.mlp.experts' and its like is")
-_NO_LAYERS = "no list of layers (nn.ModuleList) is given values of [batch, sequence, width]"
+_NO_LAYERS = "no list of layers (nn.ModuleList, or nn.Sequential of one class) is given values of [batch, sequence, width]"
 
 ALONG_REFUSED = {
     "beit": _TOKENS,

@@ -66,8 +66,10 @@ def _schedule(model: nn.Module, *inputs: Any) -> Schedule:
     return create_schedule(model, plugins=Registry([plugin]), example_inputs=inputs)
 
 
-def _steps(rank: int) -> list[str]:
+def _steps(rank: int, is_sequential: bool) -> list[str]:
     model = Model()
+    if is_sequential:
+        model.blocks = nn.Sequential(*model.blocks)  # type: ignore[assignment]
     before = copy.deepcopy(model)
     sch = _schedule(model, token_ids())
     sch.tensor_parallel(sequence_parallel=True)
@@ -78,9 +80,9 @@ def _steps(rank: int) -> list[str]:
     return [str(child) for child in step.children if ".1." not in str(child)]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_steps_are_those_of_megatron(ranks: int) -> None:
-    assert run_distributed(_steps, ranks)[0] == [
+@pytest.mark.parametrize(("ranks", "is_sequential"), [(2, False), (2, True), pytest.param(4, False, marks=pytest.mark.slow)])
+def test_the_steps_are_those_of_megatron(ranks: int, is_sequential: bool) -> None:
+    assert run_distributed(_steps, ranks, is_sequential)[0] == [
         "sch['blocks.0.make'].shard('weight', axis=0, blocks=[16, 16, 16])",
         "sch['blocks.0.back'].shard('weight', axis=1, blocks=1)",
         "sch['blocks.0.back'].sync('fwd_post', 'reduce_scatter', axis=1)",

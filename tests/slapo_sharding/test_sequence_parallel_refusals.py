@@ -33,7 +33,7 @@ class Odd(Model):
         if why == "used on both":
             self.blocks[1].norm = self.blocks[0].norm
         if why == "a list":
-            self.blocks = nn.Sequential(*self.blocks)  # type: ignore[assignment]
+            self.blocks = nn.Sequential(*self.blocks, nn.Identity())  # type: ignore[assignment]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids) + self.places[: ids.shape[1]]
@@ -80,7 +80,7 @@ def test_what_cannot_be_split_is_refused_and_nothing_changes() -> None:
     assert "the sequence in 'blocks.0' has length 7, not divisible by 2 ranks" in first["odd length"]
     assert "'blocks.0' is given values of shape [8, 3, 16], not [batch, sequence, width]" in first["another order"]
     assert "'blocks.0.norm.weight' is used on a part of the sequence and on all of it" in first["used on both"]
-    assert "no list of layers (nn.ModuleList)" in first["a list"]
+    assert "no list of layers (nn.ModuleList, or nn.Sequential of one class)" in first["a list"]
     for why in ("the length", "neighbours"):
         assert "test_sequence_parallel" in first[why], "the line of the model"
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
+from slapo_core import build, create_schedule, get_logger
 from slapo_core.errors import BuildError
 from slapo_core.parameters import ShardSpec
+from slapo_core.testing import run_distributed
 from slapo_torch.fsdp_units import deal, unit_paths
 from slapo_torch.replica_spec import ReplicaSpec
 
@@ -25,6 +33,51 @@ class Two(nn.Module):
         self.up = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
         self.head = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
         self.up[1].bias = self.up[0].bias
+
+
+class Named(nn.Module):
+    """A model as nanoGPT and x-transformers write theirs: parts by name, layers that are lists, a head that reads the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(8), nn.Linear(8, 8)]) for _ in range(2))
+        self.parts = nn.ModuleDict({"tokens": nn.Embedding(6, 8), "positions": nn.Embedding(4, 8), "layers": layers})
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.parts["tokens"](ids) + self.parts["positions"](torch.arange(ids.shape[1]))
+        for norm, linear in self.parts["layers"]:
+            x = x + F.gelu(linear(norm(x)))
+        return F.cross_entropy((x @ self.parts["tokens"].weight.T).flatten(0, 1), targets.flatten())
+
+
+def _train_named(rank: int) -> tuple[float, list[str]]:
+    """Return how far from the unmodified model's a loss and the weights behind a step are, and the warnings."""
+    torch.manual_seed(0)
+    model, told = Named(), []
+    plain, (ids, targets) = copy.deepcopy(model), torch.randint(6, (2, 4, 4))
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    get_logger().addHandler(handler)
+    schedule = create_schedule(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    engine = build(schedule, "torch", optimizer=sgd, data_parallel="fsdp", microbatches=2, check=False)
+    loss = engine.train_batch(*(each.chunk(2)[rank] for each in (ids, targets)))
+    expected, optimizer = plain(ids, targets), sgd(plain.parameters())
+    expected.backward()
+    optimizer.step()
+    state = schedule.full_state()
+    far = [float((state[name] - parameter).abs().max()) for name, parameter in plain.named_parameters()]
+    return max(abs(float(loss - expected)), *far), told
+
+
+def test_lists_that_never_run_are_no_units() -> None:
+    layers = [f"parts.layers.{layer}.{part}" for layer in range(2) for part in range(2)]
+    assert unit_paths(Named(), None) == layers
+    tables = nn.ModuleDict({"a": nn.Embedding(2, 2), "b": nn.Embedding(2, 2)})
+    assert unit_paths(tables, None) == ["a", "b"]
+    for difference, warnings in run_distributed(_train_named, 2):
+        assert difference < 1e-6
+        assert not warnings
 
 
 def test_units_are_the_layers_of_the_outermost_lists() -> None:

@@ -122,7 +122,16 @@ def test_a_batch_of_a_data_loader() -> None:
             "is a list of 3, but the forward takes idx, targets by position; a sequence",
         ),
         (One, LOSS, ((X, Y, Z),), {}, "is a tuple of 3, but the forward takes x by position beside labels; "),
-        (One, OWN, (X, Y), {}, "2 positional arguments are given, but the forward of One takes x by position"),
+        (
+            One,
+            OWN,
+            (X, Y),
+            {},
+            "2 values are given, but the forward of One takes x; if the last one has labels, build with loss_fn=",
+        ),
+        (One, OWN, (X, Y, Z), {}, "3 positional arguments are given, but the forward of One takes x by position"),
+        (Two, OWN, (DataLoader([X]),), {}, "a DataLoader is given; give one batch of it"),
+        (One, LOSS, (), {"data_iter": iter([X])}, "a list_iterator is given; give one batch of it"),
         (Two, OWN, (X,), {"idx": Y}, "'idx' is given by position and by keyword; give it once"),
     ],
 )

@@ -46,7 +46,8 @@ class CheckpointPrimitive(Primitive):
             ``scaled_dot_product_attention``, so that the cheap rest is recomputed. Operators, one
             or a list, as ``torch.ops.aten.mm``, of all overloads or one, or by name, ``"aten.mm"``, which a schedule that is
             to be saved needs. Or a function as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it.
-        ratio: On a list of modules: the share of them that is checkpointed, spread evenly over the list; all by default.
+        ratio: On a list of modules or an ``nn.Sequential``: the share of them that is checkpointed, spread evenly over the
+            list; all of a list by default.
         budget: Bytes that each checkpointed module, on a list each of its modules, may keep per call: ``2147483648``,
             ``"2GiB"``, or a share from 0.0, its inputs alone, to 1.0, as much as without a checkpoint. The example inputs are
             run on fake tensors, in train mode, and those operators' outputs are kept that cost most to compute again. They
@@ -132,7 +133,7 @@ def _body(wrapper: Checkpointed, traced: fx.GraphModule, nodes: Any) -> nn.Modul
 
 def _chosen(schedule: Schedule, ratio: float | None) -> list[Schedule]:
     """This module; of a list the share of its modules, spread evenly."""
-    children = listed_in(schedule)
+    children = listed_in(schedule, opens_sequential=ratio is not None)
     if children is None:
         if ratio is not None:
             raise _error(schedule, f"a ratio is of a list of modules, and this is a {type(schedule.mod).__name__}")

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slapo_core.errors import ScheduleError, SlapoError
 from slapo_core.tracing.guard import argument_values
+from slapo_core.tracing.regions import current, leave
 from slapo_core.tracing.sandbox import Sandbox
 from slapo_core.tracing.traced_module import guard_of
 
@@ -122,7 +123,7 @@ class _Meter(fx.Interpreter):
         assert guard is not None
         values = argument_values(guard.parameters, (), units.inputs)
         inputs = [values[str(node.target)] for node in units.nodes if node.op == "placeholder"]
-        sandbox = Sandbox(units.root, inputs, fake=True)
+        sandbox, before = Sandbox(units.root, inputs, fake=True), current()
         try:
             with sandbox.open(grad=True), self.watch():
                 self.run(*tree_map_only(torch.Tensor, sandbox.enter_input, inputs))
@@ -131,6 +132,9 @@ class _Meter(fx.Interpreter):
         except Exception as err:  # of the model's code and of fake tensors, which may be any
             what = f"the model does not run on fake tensors, so its FLOPs and memory are not known: {err}"
             raise ScheduleError(f"{what}; use balance='parameters'", primitive="pipeline") from err
+        finally:
+            if current() != before:  # the run failed inside of a region
+                leave(before)
         return self.found
 
     def run_node(self, n: fx.Node) -> Any:

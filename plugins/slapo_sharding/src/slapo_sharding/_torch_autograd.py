@@ -14,6 +14,10 @@ no_functions = torch._C.DisableTorchFunction
 """A context in which no code but torch's own sees torch functions."""
 
 
+versions_kept = torch.autograd._unsafe_preserve_version_counter
+"""A context after which one or several tensors count as not written to in place, whatever was set to what it was."""
+
+
 def swap_turns(start: Any, weights: Any) -> None:
     """Let ``weights`` have its turn in a backward after ``start``, a node of autograd that was recorded before it.
 

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from slapo_core.tracing._torch_private import quiet
+from slapo_core.tracing.regions import current, leave
 
 MOVES = ("redistribution", "placement changes")
 """Words in the error of an operation that cannot be done without sending data."""
@@ -53,8 +54,10 @@ class _Along(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def layouts_kept() -> Iterator[None]:
     """DTensor operations inside never move data: one that would is a ``RuntimeError``. Plain tensors count as replicated.
 
-    Attention is computed from its parts, for which DTensor has rules on every device.
+    Attention is computed from its parts, for which DTensor has rules on every device. Autocast and gradient mode are restored:
+    a graph that fails inside of a region does not leave it.
     """
+    before = current()
     with (
         warnings.catch_warnings(),
         ExplicitRedistributionContext(strict=True),
@@ -65,7 +68,11 @@ def layouts_kept() -> Iterator[None]:
     ):
         warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # nothing is drawn
         warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)  # it is whole
-        yield
+        try:
+            yield
+        finally:
+            if current() != before:
+                leave(before)
 
 
 def mesh_of(size: int) -> DeviceMesh:

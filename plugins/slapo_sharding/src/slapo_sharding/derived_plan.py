@@ -22,7 +22,7 @@ from .borders import marked
 from .branches import find_branches
 from .derive import Derived, derive
 from .draws import MixedDraws, forks
-from .flat_graphs import TakenName, flat_graph, layer_paths, trace_flat
+from .flat_graphs import TakenName, flat_graph, in_graph, layer_paths, trace_flat
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import LayoutError, Layouts
 from .left_whole import REMEDY, LeftWhole, Misfit, tell, tell_of_opaque, without_advice
@@ -39,6 +39,7 @@ from .local_sizes.owners import (
 )
 from .localise import Count, Difference, counts, difference, localise
 from .parameter_splits import split_parameters
+from .parametrized import registrations
 from .parts_alone import split_parts
 from .plan import tied_or_vocabulary
 from .repeated_blocks import kind
@@ -90,7 +91,7 @@ def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, 
     """Carry out the first plan that can be; fill ``whole`` with what the ones before could not be carried out with."""
     while True:
         try:
-            with attempt(schedule):
+            with attempt(schedule), registrations():
                 return carry_out(schedule, whole, sequence_parallel, splits_more or bool(whole.opaque))
         except Misfit as err:
             if sequence_parallel or not whole.add_layers(schedule.mod, err):
@@ -194,16 +195,16 @@ def _derive_from(
     rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
     left = tied_or_vocabulary(schedule.mod, schedule.world_size, rules) | whole.modules(schedule.mod)
     adapts = not copies and not sequence_parallel
-    rederive = partial(
-        derive,
-        is_layer=rules.is_layer,
-        is_table=rules.is_table,
-        left_whole=left,
-        opaque=whole.opaque,
-        whole_parameters={*whole.layers, *layer_paths(schedule)},
-    )
     with widened(schedule.mod, copies, rules):
         wide = trace_flat(schedule, whole) if copies else traced
+        rederive = partial(
+            derive,
+            is_layer=rules.is_layer,
+            is_table=rules.is_table,
+            left_whole=in_graph(left, schedule.mod, wide),
+            opaque=whole.opaque,
+            whole_parameters={*whole.layers, *layer_paths(schedule)},
+        )
         derived = rederive(wide, mesh)
         if adapts:
             unadapted = set[str]()

@@ -12,6 +12,8 @@ from torch.func import functional_call
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slapo_core.tracing.regions import is_region_node
+
 from .layouts import Layouts
 from .local_sizes.owners import is_inside
 from .node_values import as_meta
@@ -44,7 +46,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def draws(module: nn.Module, node: fx.Node) -> bool:
     """Return whether a node draws random numbers, tried on tensors without data."""
-    if not node.op.startswith("call"):
+    if not node.op.startswith("call") or is_region_node(node):
         return False
     inputs = [other.meta.get("val") for other in node.all_input_nodes]
     if not all(isinstance(value, torch.Tensor) for value in inputs):

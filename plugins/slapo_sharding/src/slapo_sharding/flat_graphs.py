@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from torch import fx, nn
@@ -15,8 +15,9 @@ from slapo_core.wrapping import is_opaque
 from .capturing_hooks import recorded_captures
 from .computing_hooks import computing_hooks
 from .left_whole import LeftWhole
+from .local_sizes.owners import is_inside
 from .origins import forget, remembered
-from .parametrized import computed_by
+from .parametrized import computed_by, registrations
 from .rulebook import rules_of
 
 _OF_LAYERS = (
@@ -60,9 +61,12 @@ def _checked(schedule: Schedule, whole: LeftWhole) -> fx.GraphModule:
             raise _error(
                 schedule, f"{path!r} has hooks or a wrapped forward, which hide its layers; call tensor_parallel first"
             )
-    with remembered(schedule.mod, schedule.world_size):
+    with remembered(schedule.mod, schedule.world_size), registrations() as parametrised:
         traced = flat_graph(schedule, layers)
     forget(traced.graph)
+    paths = [path for path, module in schedule.mod.named_modules() if module in parametrised]
+    paths = [path for path in paths if not any(is_inside(path, layer) for layer in layers if layer != path)]
+    whole.layers.update(dict.fromkeys(paths, "a forward around it parametrises its tensors while it runs"))
     return traced
 
 
@@ -80,6 +84,12 @@ def layer_paths(schedule: Schedule) -> list[str]:
     rules, named = rules_of(schedule), schedule.mod.named_modules()
     finds = (rules.is_layer, rules.is_table, rules.stack_cut)
     return [path for path, module in named if path and any(find(module) for find in finds)]
+
+
+def in_graph(modules: Collection[nn.Module], model: nn.Module, traced: fx.GraphModule) -> set[nn.Module]:
+    """Return the modules that a graph has at the paths of some of the model's: it may hold copies."""
+    paths = {path for path, module in model.named_modules(remove_duplicate=False) if module in modules}
+    return {module for path, module in traced.named_modules(remove_duplicate=False) if path in paths}
 
 
 def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:

@@ -8,7 +8,8 @@ none. Which it is, a trial on random numbers tells; of torch's own hooks it is k
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from ._torch_autograd import versions_kept
 from .computing_hooks import computing_hooks, follows, sources_of
 from .rules import Cut, ShardingRule
 
@@ -113,3 +115,20 @@ def _follows_once(functions: nn.Module, shapes: Mapping[str, torch.Size], dim: i
 
 def _half(tensor: torch.Tensor, dim: int, number: int) -> torch.Tensor:
     return tensor.tensor_split(2, dim)[number]
+
+
+@contextmanager
+def registrations() -> Iterator[list[nn.Module]]:
+    """Give the modules of which a forward parametrises a tensor while it runs, as PEFT's for ``target_parameters`` does."""
+    plain, found = parametrize.register_parametrization, list[nn.Module]()
+
+    def register(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        found.append(module)
+        with versions_kept(tuple(module.parameters())):  # it sets them to what they are
+            return plain(module, *args, **kwargs)
+
+    parametrize.register_parametrization = register
+    try:
+        yield found
+    finally:
+        parametrize.register_parametrization = plain

@@ -143,6 +143,8 @@ def is_kept_for_inside(module: nn.Module, tensor: torch.Tensor) -> bool:
 def holds(module: nn.Module, tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a parameter or buffer of the module's own, or of a child whose weights its forward uses."""
     applied = applied_cut(module)
+    if applied is not None and applied.cut.shown:  # whatever it makes of what is inside, and where it puts that meanwhile
+        return any(held is tensor for held in (*module.parameters(), *module.buffers()))
     below = [tensor_of(module, name) for name in (applied.cut.dims if applied is not None else ()) if "." in name]
     return any(held is tensor for held in [*module._parameters.values(), *module._buffers.values(), *below])
 

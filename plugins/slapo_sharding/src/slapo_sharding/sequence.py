@@ -7,7 +7,7 @@ it left the module that made it; what comes out of a module whole is scattered a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -50,10 +50,13 @@ class _Search:
         self.modules = dict(layouts.traced.named_modules())
         self.banned: set[Place] = set()
         self.starts: dict[Place, list[Place]] = {}
-        for blocks in _block_lists(layouts.traced):
-            self._start(blocks)
+        for is_list in (lambda module: isinstance(module, nn.ModuleList), _is_sequence_of_blocks):
+            for blocks in () if self.starts else _block_lists(layouts.traced, is_list):
+                self._start(blocks)
         if not self.starts:
-            raise CannotSplit("no list of layers (nn.ModuleList) is given values of [batch, sequence, width]")
+            raise CannotSplit(
+                "no list of layers (nn.ModuleList, or nn.Sequential of one class) is given values of [batch, sequence, width]"
+            )
 
     def _start(self, blocks: list[str]) -> None:
         """Scatter what enters the first of the layers in a list."""
@@ -62,6 +65,8 @@ class _Search:
         if node is None or not any(path.startswith(f"{block}.") for path in self.layouts.splits for block in blocks):
             return
         shape, size = tuple(node.meta["val"].shape), self.layouts.mesh.size()
+        if len(shape) != 3:
+            return
         if shape[0] not in {length for value in _inputs(self.layouts) for length in value.shape[:1]}:
             raise CannotSplit(f"{node.args[1]!r} is given values of shape {list(shape)}, not [batch, sequence, width]")
         if shape[1] % size:
@@ -232,10 +237,15 @@ def _tensors_of(n: fx.Node) -> Iterator[fx.Node]:
             yield from _tensors_of(other)
 
 
-def _block_lists(root: nn.Module) -> Iterator[list[str]]:
-    """Paths of the layers in each outermost module list."""
+def _block_lists(root: nn.Module, is_list: Callable[[nn.Module], bool]) -> Iterator[list[str]]:
+    """Paths of the layers in each outermost list."""
     found: list[str] = []
     for path, module in root.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in found):
+        if is_list(module) and not any(path.startswith(f"{outer}.") for outer in found):
             found.append(path)
             yield [f"{path}.{name}" for name, _ in module.named_children()]
+
+
+def _is_sequence_of_blocks(module: nn.Module) -> bool:
+    kinds = {type(child) for child in module.children()}
+    return isinstance(module, nn.Sequential) and len(kinds) == 1 < len(module) and all(any(each.children()) for each in module)

@@ -177,12 +177,21 @@ class Sharder:
                 if tensor is None or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
+                self._check_holder(module, name)
                 is_first = module is self.module and name == first
                 spec = step.record.spec if is_first else self._spec(module, cut, name, tensor, sizes)
                 if shard_spec(tensor) is None:
                     step.pieces.append((module, name, tensor, spec))
                 waiting += [(holder, self._cut(holder, other, dim)) for holder, other in self._others(tensor, module, name)]
             self._check_attributes(module, cut, step.record.spec)
+
+    def _check_holder(self, module: nn.Module, name: str) -> None:
+        """Refuse a tensor in a module that others have inside as well: they would use this one's part."""
+        holder, inside = holder_of(module, name)[0], {*module.modules()}
+        outer = (other for other in self.schedule.root_module.modules() if other not in inside)
+        if holder is not module and any(holder in other.children() for other in outer):
+            what = f"is in a {type(holder).__name__} that other modules have inside as well"
+            raise self._error(f"{self._label(module, name)} {what}; leave the layer whole")
 
     def _check_attributes(self, module: nn.Module, cut: Cut, spec: ShardSpec) -> None:
         """Refuse counts beside the parameters' own sizes (groups, heads) that the ranks do not divide."""

@@ -41,15 +41,29 @@ def unit_paths(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     return [path for path, _ in root.named_modules() if path in found]
 
 
-def _layers(module: nn.Module, path: str) -> Iterator[str]:
+def _layers(module: nn.Module, path: str, in_list: bool = False) -> Iterator[str]:
     children = {name: child for name, child in module._modules.items() if child is not None}
-    kinds = [type(child) for child in children.values() if next(child.parameters(), None) is not None]
-    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-    if is_list and any(kinds.count(kind) > 1 for kind in kinds):
-        yield from (join(path, name) for name in children)
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and (in_list or _repeats_a_class(module)):
+        for name, child in children.items():
+            if _never_runs(child):  # layers written as lists of their parts: the parts run
+                yield from _layers(child, join(path, name), in_list=True)
+            else:
+                yield join(path, name)
     else:
         for name, child in children.items():
             yield from _layers(child, join(path, name))
+
+
+def _repeats_a_class(module: nn.Module) -> bool:
+    kinds = [type(child) for child in module.children() if next(child.parameters(), None) is not None]
+    if isinstance(module, nn.ModuleDict) and len(set(kinds)) > 1:
+        # a model's parts by name, whose tables of tokens and positions are no layers; a head may read one
+        kinds = [kind for kind in kinds if not issubclass(kind, nn.Embedding)]
+    return any(kinds.count(kind) > 1 for kind in kinds)
+
+
+def _never_runs(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward
 
 
 def deal(root: nn.Module, paths: Sequence[str], held: Collection[int]) -> dict[str, list[nn.Parameter]]:

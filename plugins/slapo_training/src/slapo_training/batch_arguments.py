@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from slapo_core.errors import BuildError
 from slapo_core.inputs import named_inputs, signature_of
@@ -37,8 +38,18 @@ def arguments_of(model: nn.Module, args: Sequence[Any], given: Mapping[str, Any]
         BuildError: the forward does not take so many arguments, or one is given twice.
     """
     parameters = signature_of(model).parameters
+    for each in (*args, *given.values()):
+        if isinstance(each, DataLoader | Iterator):
+            raise BuildError(f"a {type(each).__name__} is given; give one batch of it, as in: for batch in loader: ...")
     has_labels, needs_labels = options.loss_fn is not None, options.loss_fn is not None and options.loss_over is None
     call = _opened(parameters, tuple(args), dict(given), has_labels, needs_labels)
+    number = sum(each.kind in _POSITIONAL for each in parameters.values())
+    is_open = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
+    if not has_labels and len(call[0]) == number + 1 > 1 and not is_open:
+        raise BuildError(
+            f"{number + 1} values are given, but the forward of {type(model).__name__} takes {', '.join(parameters)}; "
+            "if the last one has labels, build with loss_fn=, a function of (outputs, labels)"
+        )
     if not has_labels or "labels" in call[1]:
         return named_inputs(model, *call)
     args, kwargs, labels = _apart(model, *call, needs_labels)

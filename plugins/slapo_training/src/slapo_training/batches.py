@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
 from slapo_core.errors import BuildError
+from slapo_core.inputs import signature_of
 
 from .batch_rows import Batch as Batch
 from .batch_rows import BatchRows
@@ -48,7 +49,7 @@ def _check_rows_are_tensors(batch: Mapping[str, Any], several: str | None) -> No
         if tensors and not rows:
             raise BuildError(
                 f"{name!r} is a {type(value).__name__} of tensors, which may be one per row; give tensors by name, with the "
-                "batch in dimension 0, or use microbatches=1"
+                "batch in dimension 0, build with loss_fn= if the last one has labels, or use microbatches=1"
             )
         if _length(value) in rows and (not tensors or isinstance(value, list)):
             raise BuildError(
@@ -156,8 +157,8 @@ def check_labels(
         )
     if loss_fn is None and "labels" in batch and not _takes(module, "labels"):
         raise BuildError(
-            f"the forward of {type(module).__name__} takes no labels; build with loss_fn=, a function of (outputs, labels), "
-            "or leave them out of the batch if the model returns its loss without them"
+            f"the forward of {type(module).__name__} takes {', '.join(signature_of(module).parameters)} and no 'labels'; build "
+            "with loss_fn=, a function of (outputs, labels), or give the labels under the forward's own name for them"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -229,11 +229,13 @@ def is_recompiled_with_parent() -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Fake tensors log a traceback of every operator they cannot do."""
+    """Fake tensors log a traceback of every operator they cannot do, and the compiler cannot run on them."""
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True  # a level would empty the caches of all loggers
     try:
-        yield
+        with eager:
+            yield
     finally:
         logger.disabled = before
 

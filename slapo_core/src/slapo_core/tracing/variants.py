@@ -120,13 +120,11 @@ class Variant(Hidden):
         self, function: Callable[..., Any], module: nn.Module, inputs: Mapping[str, Any], args: Sequence[Any] = ()
     ) -> Any:
         """Call the function of the graph; gradients and autocast are switched afterwards as before, whatever it raises."""
-        if not self.switches:
-            return function(module, *args, **inputs)
-        before = regions.current()
+        before = regions.current() if self.switches else None
         try:
             return function(module, *args, **inputs)
         finally:
-            if regions.current() != before:  # an error inside a region
+            if before is not None and regions.current() != before:  # an error inside a region
                 regions.leave(before)
 
     def compile(self) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -329,7 +329,7 @@ def _embed(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
     for node in graph.find_nodes(op="get_attr"):
         if str(node.target) in constants:
             with graph.inserting_before(node):
-                held = graph.call_function(partial(_constant, constants[str(node.target)]))
+                held = graph.call_function(_giving(constants[str(node.target)]))
             node.replace_all_uses_with(held)
             graph.erase_node(node)
 
@@ -339,8 +339,11 @@ def _number(tensor: torch.Tensor) -> int:
     return math.prod(whole_shape(tensor) or tensor.shape)
 
 
-def _constant(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _giving(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def constant() -> torch.Tensor:
+        return tensor
+
+    return constant
 
 
 def _update(target: nn.Module, source: nn.Module, paths: Iterable[str]) -> None:

@@ -107,7 +107,7 @@ class AverageList:
         """
         saved: list[Mapping[str, Any]] = checkpoint.about.get(KEY, [])
         if len(saved) > len(self.items) and ranks.place == 0:
-            told = "the checkpoint has %d moving averages of weights, and the engine takes %d; call slapo.ema before load"
+            told = "moving averages of weights: the checkpoint has %d, and the engine takes %d; call slapo.ema before load"
             get_logger().warning(told, len(saved), len(self.items))
         taken: Taken = [None] * len(self.items)
         for number, (each, facts) in enumerate(zip(self.items, saved, strict=False)):
