@@ -99,8 +99,8 @@ def compare(rank: int, kinds: tuple[str, ...], layout: dict[str, int], sequence_
 
 LAYOUTS = {
     "tp": ({"tp": 2}, False, set()),
-    "tp sequence": ({"tp": 2}, True, {"dora", "vera"}),  # what stays whole beside layers is on all of the sequence
-    "pp": ({"pp": 2}, False, set()),
+    "tp along the sequence": ({"tp": 2}, True, {"vera"}),  # its matrices are used by layers of both
+    "pp": ({"pp": 2}, False, {"prompt encoder"}),  # saving it runs a part that one stage alone has
     "fsdp": ({"dp": 2}, False, {"prompt", "prompt encoder"}),  # saving them runs a part whose weights are gathered by the model
 }
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core.build import build
+from slapo_core.errors import BuildError
 from slapo_core.parameters import shard_spec
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
@@ -29,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "all": {"target_modules": sorted(PROJECTIONS)},
     "q and v": QV,
     "rank-stabilised": {"target_modules": sorted(PROJECTIONS), "use_rslora": True},
+    "DoRA": {"target_modules": sorted(PROJECTIONS), "use_dora": True},
     "o and down": {"target_modules": sorted(ROWS)},
     "a head that is trained": {**QV, "modules_to_save": ["lm_head"]},
     "biases": {**QV, "lora_bias": True},
@@ -90,6 +92,8 @@ def expected_split(kind: str) -> set[str]:
     found = {name for name in PROJECTIONS if name not in KINDS[kind]["target_modules"]}
     for name in KINDS[kind]["target_modules"]:
         found |= {f"{name}.base_layer", f"{name}.lora_{'A' if name in ROWS else 'B'}.default"}
+        if "use_dora" in KINDS[kind] and name not in ROWS:
+            found.add(f"{name}.lora_magnitude_vector.default")
     return found
 
 
@@ -165,3 +169,21 @@ def test_adapters_are_saved_and_loaded_as_pefts(
 ) -> None:
     for files in run_distributed(exported, 2, kind, layout, config, str(tmp_path)):
         assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files)
+
+
+def refused(rank: int) -> None:
+    """An adapter of the embedding whose transposed views the head has: copies of it would not be trained."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True))
+    model = get_peft_model(plain, LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True))
+    schedule = create_schedule(model, mesh=mesh_of(tp=2), example_inputs={"input_ids": torch.zeros(1, 4, dtype=torch.long)})
+    schedule.tensor_parallel()
+    with pytest.raises(BuildError, match=r"'[\w.]*lora_embedding_\w\.default' shares memory with '[\w.]*lm_head"):
+        build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+def test_views_of_trained_parameters_are_refused() -> None:
+    run_distributed(refused, 2)

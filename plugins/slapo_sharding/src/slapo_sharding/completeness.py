@@ -17,6 +17,7 @@ from .cutting import user_code
 from .foreign_reads import watch
 from .moves import MOVING, OFF, check_moves
 from .rules import AppliedCut, applied_cut, holds, is_kept_for_inside, split_of
+from .shared_memory import check_shared_memory
 from .syncing import REDUCING, Sync, sums_gradient, syncs_of
 
 _LONGEST = 200  # of a step's arguments, which may be a whole plan
@@ -35,6 +36,7 @@ def check(schedule: Schedule) -> None:
     """Refuse shards that lack a sync, and at the first run what others read of them."""
     check_syncs(schedule)
     root = schedule.root_module
+    check_shared_memory(root)
     watch(root, (module for module in root.modules() if _is_cut(module) or _is_synced(module)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .rules import Cut, applied_cut, holder_of, tensor_of
+from .summed_norms import given_norms, norms_over, recorded_norms
 
 _INPUTS = (((2, 3), 1.0), ((5,), 1e5))
 """Shapes and sizes of inputs: what clips large values is seen."""
@@ -36,6 +37,22 @@ def _part_of_sum(module: Any, x: torch.Tensor, ranks: int, *args: Any, **kwargs:
     found: torch.Tensor = forward(module, x, *args, **kwargs)
     part: torch.Tensor = found - added * ((ranks - 1) / ranks)
     return part
+
+
+def part_with_norms(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward of a row-parallel projection that divides by norms of its weights: those of the parts of all ranks."""
+    with norms_over(applied_cut(module).spec.group):  # type: ignore[union-attr]
+        return type(module).forward(module, x, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def part_of_sum_with_norms(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward of a row-parallel projection that divides by norms of its weights, and adds something to its product."""
+    with norms_over(applied_cut(module).spec.group):  # type: ignore[union-attr]
+        return part_of_sum(module, x, *args, **kwargs)
+
+
+_ADDING = (part_of_sum, part_of_sum_with_norms)
+_WITH_NORMS = (part_with_norms, part_of_sum_with_norms)
 
 
 class Trial:
@@ -63,6 +80,7 @@ class Trial:
         for each in (*self.large.parameters(), *self.large.buffers()):
             if each.is_floating_point() and each.dim() > 1:
                 each.mul_(_LARGE)
+        self.norms: list[torch.Tensor] = []
 
     def is_needed(self) -> bool:
         """Return whether the module does more than call layers: it uses other tensors, or changes itself."""
@@ -89,27 +107,47 @@ class Trial:
 
     def cuts(self) -> Iterator[Cut]:
         """Yield the ways to split the module."""
-        for output, dims_of, names in (("sharded", self._column_dim, NAMES[1]), ("partial", self._row_dim, NAMES[0])):
-            dims = {name: dim for name in self.tensors if (dim := dims_of(name)) is not None}
-            main = [name for name, dim in dims.items() if self.tensors[name].shape[dim] == self.widths[output]]
-            if not main:
-                continue
-            main.sort(key=lambda name: -self.tensors[name].numel())
-            ordered = {name: dims[name] for name in dict.fromkeys([main[0], *dims])}
-            summed = tuple(name for name, _ in self.probe.named_parameters() if name not in dims and self._matters(name))
-            cut = Cut(
-                ordered,
-                "replicated" if output == "sharded" else "sharded",
-                output,  # type: ignore[arg-type]
-                tuple(name for name in names if type(getattr(self.probe, name, None)) is int),
-                part_of_sum if output == "partial" and bool(self._run(torch.zeros_like(self.x)).any()) else None,
-                fusable=output == "sharded"
-                and all(each.shape[dims[name]] == self.widths[output] for name, each in self.tensors.items() if name in dims),
-                summed=tuple(name for name in summed if self.tensors.get(name, self.x).is_floating_point()),
-                shown=True,
-            )
-            if self._holds(cut):
+        for output, names in (("sharded", NAMES[1]), ("partial", NAMES[0])):
+            cut = self._cut(output, names)
+            if cut is None and output == "partial" and (norms := self._norms(self.probe, self.x)):
+                self.norms = norms  # constants: parts of the weight leave them as they are
+                cut = self._cut(output, names)
+            if cut is not None:
                 yield cut
+
+    def _cut(self, output: str, names: Sequence[str]) -> Cut | None:
+        dims_of = self._column_dim if output == "sharded" else self._row_dim
+        dims = {name: dim for name in self.tensors if (dim := dims_of(name)) is not None}
+        main = [name for name, dim in dims.items() if self.tensors[name].shape[dim] == self.widths[output]]
+        if not main:
+            return None
+        main.sort(key=lambda name: -self.tensors[name].numel())
+        ordered = {name: dims[name] for name in dict.fromkeys([main[0], *dims])}
+        summed = tuple(name for name, _ in self.probe.named_parameters() if name not in dims and self._matters(name))
+        cut = Cut(
+            ordered,
+            "replicated" if output == "sharded" else "sharded",
+            output,  # type: ignore[arg-type]
+            tuple(name for name in names if type(getattr(self.probe, name, None)) is int),
+            self._forward(output),
+            fusable=output == "sharded"
+            and all(each.shape[dims[name]] == self.widths[output] for name, each in self.tensors.items() if name in dims),
+            summed=tuple(name for name in summed if self.tensors.get(name, self.x).is_floating_point()),
+            shown=True,
+        )
+        return cut if self._holds(cut) else None
+
+    def _forward(self, output: str) -> Callable[..., Any] | None:
+        adds = output == "partial" and bool(self._run(torch.zeros_like(self.x)).any())
+        if self.norms:
+            return part_of_sum_with_norms if adds else part_with_norms
+        return part_of_sum if adds else None
+
+    def _norms(self, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        with recorded_norms(found), torch.no_grad():
+            module(x)
+        return found
 
     def _drawn(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return other numbers of the same kind: positive ones for what may be a scale, integers in the range there is."""
@@ -127,7 +165,7 @@ class Trial:
         module = _copied(self.probe)
         for name, tensor in (changed or {}).items():
             _put(module, name, tensor)
-        with torch.no_grad():
+        with torch.no_grad(), given_norms(self.norms):
             found: torch.Tensor = module(x)
         return found
 
@@ -193,11 +231,15 @@ class Trial:
         weights = self._numbers(*out.shape)
         wanted = _gradients(out, whole, x, weights)
         parts, columns = [], cut.output == "sharded"
-        for rank in range(ranks):
-            module = self._part(cut, ranks, rank, source)
-            module.train(training)
-            own = x.detach() if columns else _share(x.detach(), -1, ranks, rank).clone()
-            part = module(own.requires_grad_())
+        modules = [self._part(cut, ranks, rank, source).train(training) for rank in range(ranks)]
+        given_parts = [x.detach() if columns else _share(x.detach(), -1, ranks, rank).clone() for rank in range(ranks)]
+        norms: list[torch.Tensor] = []
+        if cut.forward in _WITH_NORMS:
+            of_ranks = [self._norms(*each) for each in zip(modules, given_parts, strict=True)]
+            norms = [torch.stack(each).square().sum(0).sqrt() for each in zip(*of_ranks, strict=True)]
+        for rank, (module, own) in enumerate(zip(modules, given_parts, strict=True)):
+            with given_norms(norms):
+                part = module(own.requires_grad_())
             grads = _gradients(part, module, own, _share(weights, -1, ranks, rank) if columns else weights)
             parts.append((part, grads))
         outs = [part for part, _ in parts]
@@ -219,7 +261,7 @@ class Trial:
             _put(module, name, _share(whole, dim, ranks, rank).clone())
         for name in cut.attributes:
             setattr(module, name, self.widths[cut.output] // ranks)
-        if cut.forward is part_of_sum:
+        if cut.forward in _ADDING:
             module.__dict__["forward"] = types.MethodType(lambda own, x: _part_of_sum(own, x, ranks), module)
         return _trained(module)
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slapo_core.hookspecs import hookimpl
 
 from .rules import split_of
+from .shared_memory import note_shared_memory
 
 if TYPE_CHECKING:
     from slapo_core.schedule import Schedule
@@ -26,7 +27,8 @@ _whole: Any = WeakIdKeyDictionary()
 
 @hookimpl
 def slapo_after_create(schedule: Schedule) -> None:
-    """Record the sizes of the unmodified model."""
+    """Record the sizes of the unmodified model, and which of its tensors share memory."""
+    note_shared_memory(schedule.mod)
     for module in schedule.mod.modules():
         if module not in _whole:
             _whole[module] = [(in_config, dict(_sizes(holder))) for in_config, holder in _holders(module)]
