@@ -305,7 +305,50 @@ class SpatialGate(nn.Module):
         return self.out(u * v)
 
 
+class ExpandedMask(nn.Module):
+    """Windows of timm's Swin: a mask expanded to all heads is added to a table of them, and the size of a head follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = H, D // H
+        self.make_projections()
+        self.table = nn.Parameter(torch.randn(3, H))
+        self.register_buffer("index", torch.arange(16).view(4, 4) % 3)
+        self.register_buffer("mask", -9 * torch.eye(4).flip(0)[None])
+
+    def make_projections(self) -> None:
+        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def projected(self, x):
+        B, N, _ = x.shape
+        return self.qkv(x).reshape(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def forward(self, x):
+        whole, mask = x.shape, self.mask
+        x = x.reshape(-1, 4, x.shape[-1])
+        B, N, _ = x.shape
+        q, k, v = self.projected(x)
+        bias = self.table[self.index.view(-1)].view(N, N, -1).permute(2, 0, 1).contiguous().unsqueeze(0)
+        mask = mask.view(1, 1, 1, N, N).expand(B, -1, self.num_heads, -1, -1)
+        bias = bias + mask.reshape(-1, self.num_heads, N, N)
+        return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).reshape(whole))
+
+
+class ExpandedMaskApart(ExpandedMask):
+    """The same with a projection each, by names from which a shard step knows that they make heads."""
+
+    def make_projections(self) -> None:
+        self.q_proj, self.k_proj, self.v_proj, self.proj = (nn.Linear(D, D) for _ in range(4))
+
+    def projected(self, x):
+        B, N, _ = x.shape
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        return [each(x).reshape(B, N, self.num_heads, -1).transpose(1, 2) for each in layers]
+
+
 PARAMETERS = (
+    ExpandedMask,
+    ExpandedMaskApart,
     *(MatmulMlp, EinsumAttention, BatchedExperts, FusedMatmul, FusedLinear, Addmm, GatedMatmul, StackedGate, Lists),
     *(LayerThenParameter, WeightsFirst, PerHead, Tensordot, LowRank, NormBetween, TiedProducts, GivenToModules),
     *(LongConvolution, FourierFilter, ScaleAndShift, SpatialGate),

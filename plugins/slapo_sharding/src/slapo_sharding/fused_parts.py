@@ -58,7 +58,8 @@ class Fused:
         elif name in _VIEWS:
             value = getattr(whole, name)(*args[1:], **kwargs)
             if value.dim() > whole.dim() and value.shape[dim] == len(sizes):
-                return value, dim + 1, () if -1 in leaves(args[1:]) else (value.shape[dim + 1],)
+                follows = leaves(args[1:])[dim + 1 :][:1] == [-1]  # from the number of all elements
+                return value, dim + 1, () if follows else (value.shape[dim + 1],)
         elif n.target is operator.getitem and (bounds := slice_bounds(args[1], whole, dim)) is not None:
             starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
             if bounds in zip(starts, starts[1:], strict=False):
