@@ -5,6 +5,8 @@ Every module takes ``[batch, length, 32]`` and gives the same shape.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -346,7 +348,43 @@ class ExpandedMaskApart(ExpandedMask):
         return [each(x).reshape(B, N, self.num_heads, -1).transpose(1, 2) for each in layers]
 
 
+@dataclass
+class Notes:
+    """What an attention tells of a call beside its output."""
+
+    scores: torch.Tensor
+    kind: str = ""
+
+
+class Telling(nn.Module):
+    """An attention that returns notes, in which the module around it writes, as x-transformers' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = (each.view(B, T, H, C // H).transpose(1, 2) for each in self.qkv(x).split(C, dim=2))
+        scores = (q @ k.mT) * (C // H) ** -0.5
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, C)), Notes(scores.detach())
+
+
+class Told(nn.Module):
+    """What is around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Telling()
+
+    def forward(self, x):
+        out, notes = self.attention(x)
+        notes.kind = "self"
+        return out
+
+
 PARAMETERS = (
+    Told,
     ExpandedMask,
     ExpandedMaskApart,
     *(MatmulMlp, EinsumAttention, BatchedExperts, FusedMatmul, FusedLinear, Addmm, GatedMatmul, StackedGate, Lists),

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from slapo_core.tracing.graph_ops import expect
+from slapo_core.tracing.graph_ops import expect, set_state
 
 from .layouts import Layouts
 from .local_sizes.owners import is_inside
@@ -155,8 +155,8 @@ def _at(node: fx.Node, reason: str) -> Difference:
 
 
 def _is_result_of(node: fx.Node, apart: Collection[str]) -> bool:
-    """Return whether a node calls one of these modules, or takes something out of its result."""
-    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+    """Return whether a node calls one of these modules, or takes something out of its result, or notes something in it."""
+    while node.target in (operator.getitem, set_state) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.op == "call_module" and str(node.target) in apart
 
