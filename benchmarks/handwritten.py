@@ -29,7 +29,7 @@ LAYERS, HEADS = 4, 8
 
 
 class Sizes(NamedTuple):
-    """Of the input, and how many rounds are measured at each width."""
+    """Size of the input, and the number of rounds at each width."""
 
     device: str
     dtype: torch.dtype

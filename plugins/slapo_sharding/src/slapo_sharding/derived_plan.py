@@ -91,7 +91,7 @@ def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, 
     """Carry out the first plan that can be; fill ``whole`` with what the ones before could not be carried out with."""
     while True:
         try:
-            with attempt(schedule), registrations():
+            with attempt(schedule), registrations():  # which an attempt that fails would take for writes
                 return carry_out(schedule, whole, sequence_parallel, splits_more or bool(whole.opaque))
         except Misfit as err:
             if sequence_parallel or not whole.add_layers(schedule.mod, err):

@@ -115,7 +115,7 @@ def _choices(found: list[Count]) -> Iterator[list[Count]]:
 
 
 def _may_do(layouts: Layouts, values: Mapping[Place, int], size: int) -> bool:
-    """Whether every size that has to be divided may be, as far as it is known where it comes from; a trace is dearer."""
+    """Return False where a size that has to be divided is known not to come from these attributes; a trace costs more."""
     return all(may_be(node, whole, whole // size, values) for node, sizes in layouts.sized.items() for whole in sizes)
 
 

@@ -152,7 +152,7 @@ class _Search:
         return False
 
     def _end(self, layouts: SequenceLayouts, n: fx.Node) -> Place | None:
-        """Where a whole value left the module that was given a gathered one, or the last module on its way."""
+        """Return the place where a whole value left the module that was given a gathered one, or the last module on its way."""
         nearest = None
         while True:
             place = next(self._upstream(n), None)
@@ -175,7 +175,7 @@ class _Search:
         return False
 
     def _candidates(self, n: fx.Node, value: fx.Node) -> list[Place]:
-        """Where a value that ``n`` needs whole may be gathered, the better places first."""
+        """Return the places at which a value that ``n`` needs whole may be gathered, the better ones first."""
         enters = [(str(n.target), "fwd_pre")] if n.op == "call_module" and n.all_input_nodes[0] is value else []
         chain = [*enters, *self._upstream(value)]
         leaves = [place for place in chain if place[1] == "fwd_post"]

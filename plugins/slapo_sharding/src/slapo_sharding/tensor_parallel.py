@@ -385,7 +385,7 @@ STYLES: dict[str, Callable[[Schedule], bool]] = {
     "packed_rowwise": partial(_rowwise, blocks=2),
     "moe_tp_experts": _experts,
 }
-"""What a style does to a module, which says whether the gradient of the module's input then is partial and not yet summed."""
+"""Steps of each style; they return whether the gradient of the module's input then is partial and not yet summed."""
 
 
 def _cut(schedule: Schedule, input: str, output: str) -> Cut:

@@ -56,7 +56,7 @@ class Holdings:
         return any(parameter.requires_grad and id(parameter) not in self._known for parameter in self._stage.parameters())
 
     def sparse_gradient(self, clips: bool) -> BuildError | None:
-        """What would break off ``reduce_ties`` or ``clip`` on this rank while the others wait in it."""
+        """Return the error that would end ``reduce_ties`` or ``clip`` on this rank alone, while the others wait in it."""
         for _, tie, parameter in self._mine:
             if _is_sparse(parameter):
                 return BuildError(
@@ -103,7 +103,7 @@ class Holdings:
         agree(error, mesh)
 
     def num_unchecked(self, used: Collection[int] = ()) -> int:
-        """How many whole parameters have their first gradient now, which ``check_gradients`` is to compare.
+        """Return the number of whole parameters that have their first gradient now, for ``check_gradients`` to compare.
 
         Args:
             used: Ids of those that will have one once the replicas have reduced it.

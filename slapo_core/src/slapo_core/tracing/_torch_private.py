@@ -329,5 +329,5 @@ def intercept(module_call: _Handler, apply: _Handler, read: _Handler, ask_mode: 
 
 
 def _put_back(cls: type, name: str, former: Any) -> None:
-    """What a class had under a name before it was replaced; None: nothing of its own."""
+    """Give a class back what it had under a name before that was replaced; None: nothing of its own."""
     delattr(cls, name) if former is None else setattr(cls, name, former)
