@@ -58,9 +58,7 @@ LEFT_WHOLE = {
         "attention", "heads and batch are one dimension, along which positions are repeated", "modeling_deberta_v2.py:"
     ),
     "deepseek_v3": Whole("", "norms lie between its projections", "kv_b_proj stays whole"),
-    "falcon": Whole("attention", "one key head serves all queries", "modeling_falcon.py:"),
     "fnet": Whole("attention", NONE),
-    "gpt_bigcode": Whole("attention", "one key head serves all queries", "modeling_gpt_bigcode.py:"),
     "led": Whole("", "its attention is to windows that overlap in memory", "modeling_led.py:"),
     "mamba": Whole("attention and MLP", "its scan mixes all channels with those of the input projection", "modeling_mamba.py:"),
     "mobilebert": Whole("", "a scale of all widths follows the layers of its bottlenecks", "bottleneck stays whole"),
@@ -83,6 +81,7 @@ LEFT_WHOLE_ON_FOUR = {
 LEFT_WHOLE_ALONG = {
     "deepseek_v3": Whole("attention", "norms lie between its projections", "modeling_deepseek_v3.py:"),
     "deberta": Whole("attention", "biases of all heads are parameters outside of its projection", "modeling_deberta.py:"),
+    "gpt_bigcode": Whole("attention", "one key head serves all queries", "modeling_gpt_bigcode.py:"),
     "mpt": Whole("attention", "its position biases (ALiBi) are computed for all heads", "modeling_mpt.py:"),
     "olmo2": Whole("attention", "its norms are of all heads at once", "modeling_olmo2.py:"),
 }

@@ -176,6 +176,46 @@ def test_correctness_08_one_key_head_in_a_fused_projection():
     assert run_distributed(_fused, 2) == [(2, 1, 16)] * 2
 
 
+class _OneKey(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.fused, self.out = 4, nn.Linear(16, 24), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.fused(x).split([self.heads * 4, 4, 4], -1)
+        q = q.unflatten(-1, (self.heads, 4)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, k[:, None], v[:, None], enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def _by_blocks(rank: int) -> tuple[int, list[str]]:
+    model = nn.Sequential(_OneKey())
+    before, sch = copy.deepcopy(model), _schedule(model)
+    refused = []
+    for options in ({"copied": [3]}, {"copied": [0, 1, 2]}, {"copied": [1, 2], "gathered": True}, {"copied": 1}):
+        with pytest.raises(ScheduleError) as caught:
+            sch["0.fused"].shard("weight", axis=0, blocks=[16, 4, 4], **options)
+        refused.append(str(caught.value))
+    with pytest.raises(ScheduleError, match="a block has size 1, not divisible by 2 ranks"):
+        sch["0.fused"].shard("weight", axis=0, blocks=[16, 7, 1], copied=[1])
+    sch["0.fused"].shard("weight", axis=0, blocks=[16, 4, 4], copied=[1, 2]).sync("bwd_post", "all_reduce")
+    sch["0.out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    model[0].heads //= 2
+    build(sch)
+    assert_equivalent(before, model, torch.randn(2, 5, 16, requires_grad=True))
+    return model[0].fused.out_features, refused
+
+
+def test_blocks_that_every_rank_holds_whole():
+    (width, refused), other = run_distributed(_by_blocks, 2)
+    assert (width, refused) == other
+    assert width == 16 // 2 + 4 + 4
+    given = ["[3]", "[0, 1, 2]", "1"]
+    places = [f"copied is {each}; give places of some of the 3 blocks, counted from 0" for each in given]
+    expected = [*places[:2], "copied is for a layer whose output stays sharded; leave it out", places[2]]
+    assert [message.removeprefix("shard('0.fused'): ") for message in refused] == expected
+
+
 def _compiled(rank: int) -> None:
     """Without a graph break, the sum over copies in the backward."""
     model = _llama(6, 3)

@@ -20,7 +20,7 @@ from slapo_core.wrapping import is_opaque
 from .branches import Branches
 from .convolutions import channel_dim
 from .direct_parameters import cut_parameters, direct_parameters, fused_splits
-from .fused_parts import fused_sizes
+from .fused_sizes import other_split
 from .layout_adaptation import may_cut, may_reduce, needs_statistics
 from .layouts import LayoutError, Layouts
 from .local_sizes.owners import is_inside
@@ -208,10 +208,10 @@ class _Search:
         places = {_place(path) for path in err.sources}
         for path in [path for path in self.candidates if _place(path) in places]:
             dim = channel_dim(self.traced.get_submodule(path))
-            blocks = fused_sizes(self.calls[path], dim) if len(err.sources) == 1 and not self.candidates[path].blocks else ()
-            if blocks:
-                self.candidates[path] = Split("sharded", blocks)
-                self.as_one[path] = f"{err}; in {len(blocks)} parts: "
+            other = other_split(self.candidates[path], self.calls[path], dim) if len(err.sources) == 1 else None
+            if other is not None:
+                self.candidates[path] = other
+                self.as_one.setdefault(path, f"{err}; in {len(other.blocks)} parts: ")
             else:
                 self.reasons[path] = (self.as_one[path] if self.candidates.pop(path).blocks else "") + str(err)
                 self._take_back(path)
@@ -306,8 +306,8 @@ def _can_adapt(node: fx.Node, layouts: Layouts, of_layers: bool) -> bool:
         return norm_of(module) is not None and not is_opaque(module)
     if node.op not in ("call_function", "call_method"):
         return False
-    whole = [other for other in node.all_input_nodes if other not in layouts.sources]
-    activations = [other for other in node.all_input_nodes if other in layouts.sources and other not in layouts.weights]
+    whole = [other for other in node.all_input_nodes if other not in layouts.sources or other in layouts.copies]
+    activations = [other for other in node.all_input_nodes if other not in whole and other not in layouts.weights]
     if not activations:
         return bool(whole)
     if not whole:

@@ -324,7 +324,7 @@ def _split(schedule: Schedule, split: Split, scattered: int | None) -> bool:
     assert cut is not None
     blocks = list(split.blocks) or (1 if cut.fusable else None)
     name = cut.main(schedule.mod)
-    schedule.shard(name, axis=cut.dims[name], blocks=blocks)
+    schedule.shard(name, axis=cut.dims[name], blocks=blocks, **({"copied": list(split.copied)} if split.copied else {}))
     if scattered is not None:
         schedule.sync("fwd_post", "reduce_scatter", axis=scattered)
     elif split.output == "reduced":

@@ -11,7 +11,7 @@ from torch import fx, nn
 from slapo_core.tracing.calls import function_name
 from slapo_core.tracing.graph_ops import expect
 
-from .fused_parts import fused_sizes
+from .fused_sizes import fused_sizes
 from .layout_adaptation import dim_cut
 from .layouts import Layouts
 from .splits import ParameterSplit

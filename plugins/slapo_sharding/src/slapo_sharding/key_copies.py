@@ -23,7 +23,7 @@ from slapo_core.tracing.graph_ops import expect
 from . import attention
 from ._torch_private import mesh_of
 from .derive import Derived
-from .fused_parts import fused_sizes
+from .fused_sizes import fused_sizes
 from .localise import literals
 from .rulebook import Rulebook
 from .rules import Cut

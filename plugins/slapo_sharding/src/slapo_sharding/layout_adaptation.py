@@ -106,7 +106,7 @@ def needs_statistics(layouts: Layouts, n: fx.Node) -> bool:
 
 def _meets_activations(layouts: Layouts, n: fx.Node) -> bool:
     """Return whether a node is given sharded values that are not made from parameters alone."""
-    return any(other in layouts.sources and other not in layouts.weights for other in n.all_input_nodes)
+    return any(other in layouts.sources.keys() - layouts.copies - layouts.weights for other in n.all_input_nodes)
 
 
 def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
@@ -123,7 +123,7 @@ def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
 
 def _is_for_parts(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
     """Return whether a whole value has its gradient from added-up values and shared layers alone, and parameters beside."""
-    if node in layouts.reduced or node in layouts.norms or str(node.target) in layouts.shared:
+    if node in layouts.copies or node in layouts.reduced or node in layouts.norms or str(node.target) in layouts.shared:
         return True
     split = layouts.splits.get(str(node.target)) if node.op == "call_module" else None
     if of_layers and split is not None and split.output == "reduced":

@@ -26,11 +26,11 @@ from ._torch_private import layouts_kept
 from .branches import Branches
 from .convolutions import channel_dim
 from .function_gradients import check_parts, is_autograd_function
-from .fused_parts import Fused, keeps_parts
+from .fused_parts import Fused, of_parts
 from .layout_adaptation import may_reduce, with_parts
-from .local_sizes.arguments import is_size, leaves, places_of, to_divide
+from .local_sizes.arguments import is_size, leaves, to_divide
 from .local_sizes.sharded_norms import norm_of
-from .node_values import as_meta, batched_product, gives_numbers, has_gradient, has_tensors, parameters_of
+from .node_values import as_meta, by_heads, gives_numbers, gives_tensors, has_gradient, has_tensors, parameters_of
 from .splits import ParameterSplit, Split
 
 UNEVEN = "not divisible by"
@@ -111,6 +111,9 @@ class Layouts(fx.Interpreter):
         norms: Norms and variances along the sharded dimension, whose statistics are summed over the ranks.
         decided_by_values: Nodes the shapes of whose results follow from values.
         once: Nodes whose results are added up, and the places of the whole values that are to count once in the sum.
+        held: Nodes of ``divided``, to what of the sizes at some places every rank has whole.
+        expected: Nodes that take parts out of fused outputs, to the leaves of their arguments on one rank.
+        copies: Nodes whose values every rank has whole, with a part of their gradient: parts of fused outputs.
     """
 
     def __init__(
@@ -155,6 +158,9 @@ class Layouts(fx.Interpreter):
         self.reduced: dict[fx.Node, str] = {}
         self.norms: set[fx.Node] = set()
         self.once: dict[fx.Node, int] = {}
+        self.copies: set[fx.Node] = set()
+        self.held: dict[fx.Node, dict[int, int]] = {}
+        self.expected: dict[fx.Node, list[Any]] = {}
         self.decided_by_values: list[fx.Node] = []
         # what a dry run with the sequence split fills in
         self.parts: dict[fx.Node, Any] = {}
@@ -184,11 +190,12 @@ class Layouts(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n) if n.op not in ("placeholder", "get_attr") else ((), {})
         if n in self.branch_of or n in self.dealt:
             return self._dealt(n, args, kwargs)
-        if not any(True for _ in _sharded((args, kwargs))):
+        is_sharded = any(True for _ in _sharded((args, kwargs)))
+        if not is_sharded and self.copies.isdisjoint(n.all_input_nodes):
             return self._replicated(n, args, kwargs)
         self.sources[n] = frozenset[str]().union(*(self.sources.get(other, frozenset()) for other in n.all_input_nodes))
         try:
-            value = self._sharded_node(n, args, kwargs)
+            value = self._sharded_node(n, args, kwargs) if is_sharded else self._copied_node(n, args, kwargs)
         except ValueError as err:
             raise LayoutError(self, n, str(err)) from err
         except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
@@ -211,7 +218,7 @@ class Layouts(fx.Interpreter):
         (placement,) = value.placements
         if not isinstance(placement, Shard) or value.shape[placement.dim] != sum(blocks):
             raise LayoutError(self, n, "the parts of a fused projection are used together")
-        return self._fused(n, as_meta(n.meta["val"]), blocks, placement.dim)
+        return self._fused(n, Fused(as_meta(n.meta["val"]), blocks, placement.dim))
 
     def _unfit(self, n: fx.Node) -> str:
         value, given = n.meta.get("val"), n.all_input_nodes[0].meta.get("val")
@@ -275,7 +282,7 @@ class Layouts(fx.Interpreter):
             dim = channel_dim(self.fetch_attr(str(n.target))) % whole.dim()
             try:
                 if split.blocks:
-                    return self._fused(n, whole, split.blocks, dim)
+                    return self._fused(n, Fused(whole, split.blocks, dim, split.copied))
                 return self._note(n, self._shard(whole, dim))
             except ValueError as err:
                 raise LayoutError(self, n, str(err)) from err
@@ -314,22 +321,40 @@ class Layouts(fx.Interpreter):
             raise LayoutError(self, n, str(err)) from err
         return value
 
-    def _fused(self, n: fx.Node, whole: torch.Tensor, blocks: tuple[int, ...], dim: int) -> Fused:
-        self.local[n] = tuple(self._shard(whole, dim).to_local().shape)
-        return Fused(whole, blocks, dim)
+    def _fused(self, n: fx.Node, fused: Fused) -> Fused:
+        self.local[n] = tuple(fused.local(self.mesh.size()).shape)
+        return fused
+
+    def _taken(self, n: fx.Node, value: Any) -> Any:
+        """Return one of the parts of a value: sharded, whole on every rank, or of parts itself."""
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and has_gradient(n):
+            self.copies.add(n)
+        return self._fused(n, value) if isinstance(value, Fused) else value
+
+    def _copied_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Run a node on values that every rank has whole, with a part of their gradient."""
+        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        if n.op == "output" or (module is not None and (str(n.target) in self.opaque or self.is_layer(module))):
+            raise ValueError("a part of a fused output that every rank has whole is used for all heads together")
+        if module is not None:
+            self._note_partial(n, None, [f"{n.target}.{name}" for name, _ in module.named_parameters()])
+        self._note_mixed(n)
+        value, given = self._replicated(n, args, kwargs), self.sources.pop(n)
+        if has_gradient(n) or gives_tensors(n):
+            self.copies.add(n)
+            self.sources[n] = given
+        return value
 
     def _sharded_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         if n.op == "output" and self.gives_parts:
             return args[0]
         if n.op == "output":
             raise ValueError("a sharded value is a result of the model")
+        if n.target is operator.getitem and isinstance(args[0], list):
+            return self._taken(n, args[0][args[1]])
         fused = next((value for value in _sharded((args, kwargs)) if isinstance(value, Fused)), None)
-        if fused is not None and self._adds_bias(n, fused):
-            return self._fused(n, as_meta(n.meta["val"]), fused.sizes, fused.dim)
-        if fused is not None and keeps_parts(self, n, fused):
-            return self._fused(n, as_meta(n.meta["val"]), fused.sizes, fused.dim)
         if fused is not None:
-            return self._part(n, fused, args, kwargs)
+            return self._taken(n, of_parts(self, n, fused, args, kwargs))
         if n.meta.get("mutates") and not isinstance(args[0], DTensor):
             raise ValueError("a replicated value is changed with a sharded one")
         if n in self.adapted and (n.op != "call_module" or norm_of(self.fetch_attr(str(n.target))) is not None):
@@ -351,15 +376,7 @@ class Layouts(fx.Interpreter):
                 check_parts(n.target, args, kwargs, value, self.mesh.size())
             return value
         except RuntimeError:
-            if function_name(n) != "matmul" or kwargs or min(each.dim() for each in args) < 2:
-                raise
-            return batched_product(*args)
-
-    def _adds_bias(self, n: fx.Node, fused: Fused) -> bool:
-        others = [other for other in n.all_input_nodes if other in self.blocks]
-        if not others or function_name(n) not in ("add", "iadd", "add_"):
-            return False
-        return all(self.blocks[other] == fused.sizes for other in others) and n.meta["val"].shape == fused.whole.shape
+            return by_heads(function_name(n), args, kwargs)
 
     def _adapted_node(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         try:
@@ -405,24 +422,6 @@ class Layouts(fx.Interpreter):
     def _found(self, path: str, split: Split) -> None:
         if self.splits.setdefault(path, split) != split:
             raise ValueError("the layer is called with a sharded input and with a whole one")
-
-    def _part(self, n: fx.Node, fused: Fused, args: Any, kwargs: Any) -> Any:
-        """Return what a node takes out of a fused output: by split or chunk, as a slice, or as a leading part of a view."""
-        if not args or args[0] is not fused:
-            raise ValueError("the parts of a fused output are used together")
-        whole = fused.whole
-        if function_name(n) == "size":
-            return whole.size(*args[1:], **kwargs)
-        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        found, dim, self.sized[n] = fused.part(n, args, kwargs, module if isinstance(module, nn.GLU) else None)
-        value = pytree.tree_map_only(torch.Tensor, lambda part: self._shard(part, dim), found)
-        if n.target is operator.getitem:
-            self.divided[n] = places_of((args, kwargs), self.sized[n])
-        elif self.sized[n]:
-            local = self._shard(whole, fused.dim).to_local()
-            parts = [part.to_local().shape for part in value] if isinstance(value, list | tuple) else value.to_local().shape
-            self._note_divided(n, ((local, *args[1:]), kwargs), parts)
-        return value
 
     def _note_mixed(self, n: fx.Node) -> None:
         """Ranks that use a replicated value each on their own shard have each a part of its gradient."""

@@ -15,11 +15,11 @@ from itertools import chain, combinations
 from typing import NamedTuple
 
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from slapo_core.tracing.graph_ops import expect, set_state
 
 from .layouts import Layouts
+from .local_sizes.arguments import leaves
 from .local_sizes.owners import is_inside
 from .origins import Place, may_be, numbers
 
@@ -136,7 +136,9 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
         if whole.target is expect:
             continue  # of a value that is compared itself
         expected, given = literals(whole.args, whole.kwargs), literals(part.args, part.kwargs)
-        if whole not in layouts.sized and expected != given:
+        if whole in layouts.expected:
+            expected = literals(layouts.expected[whole])
+        if (whole not in layouts.sized or whole in layouts.expected) and expected != given:
             return _at(whole, f"{whole.name} is given {given} instead of {expected}")
         value, found = whole.meta.get("val"), part.meta.get("val")
         if value is None:
@@ -163,4 +165,4 @@ def _is_result_of(node: fx.Node, apart: Collection[str]) -> bool:
 
 def literals(*given: object) -> list[object]:
     """The numbers and words a node is given: a count that turned local must not scale a value."""
-    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, (bool, int, float, str))]
+    return [leaf for leaf in leaves(given) if isinstance(leaf, (bool, int, float, str))]

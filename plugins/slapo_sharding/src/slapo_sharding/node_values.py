@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 
@@ -31,11 +34,29 @@ def parameters_of(node: fx.Node) -> list[str]:
     return [name for names in found for name in names] if all(found) else []
 
 
-def batched_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return a product of matrices in batches that are repeated, for which DTensor has rules where it is an einsum."""
-    batch = "abcdefgh"[: max(x.dim(), y.dim()) - 2]
-    left, right = (batch[len(batch) - each.dim() + 2 :] for each in (x, y))
-    return torch.einsum(f"{left}ij,{right}jk->{batch}ik", x, y)
+def by_heads(name: str, args: Any, kwargs: Any) -> DTensor | torch.Tensor:
+    """Return the result of a product or an attention for which DTensor has no rule, though ranks need no more than they have.
+
+    Products of matrices in batches that are repeated have one as an einsum; of an attention, one whole head of keys and values
+    may serve all query heads of a rank.
+
+    Raises:
+        RuntimeError: it is neither.
+    """
+    if name == "matmul" and not kwargs and min(each.dim() for each in args) > 1:
+        batch = "abcdefgh"[: max(each.dim() for each in args) - 2]
+        left, right = (batch[len(batch) - each.dim() + 2 :] for each in args)
+        return torch.einsum(f"{left}ij,{right}jk->{batch}ik", *args)
+    if name != "scaled_dot_product_attention" or len(args) < 3:
+        raise RuntimeError("DTensor has no rule")
+    query, key, value, *_ = args
+    is_split = isinstance(query, DTensor) and query.placements == (Shard(query.dim() - 3),)
+    if not is_split or any(isinstance(each, DTensor) or each.shape[-3] != 1 for each in (key, value)):
+        raise RuntimeError("more than one head of keys")
+    local = query.to_local()
+    repeated = (each.expand(*each.shape[:-3], local.shape[-3], *each.shape[-2:]) for each in (key, value))
+    result = F.scaled_dot_product_attention(local, *repeated)
+    return DTensor.from_local(result, query.device_mesh, query.placements, run_check=False)
 
 
 def gives_numbers(node: fx.Node) -> bool:

@@ -96,7 +96,7 @@ class SequenceLayouts(Layouts):
                     raise MixedUse(self, node_of, f"{name!r} is used on a part of the sequence and on all of it")
 
     def _used_whole(self, node: fx.Node) -> list[str]:
-        if node in self.local or node in self.parts or str(node.target) in self.splits:
+        if node in self.local or node in self.parts or node in self.copies or str(node.target) in self.splits:
             return []
         if node.op == "call_module" and not any(other in self.local for other in node.all_input_nodes):
             module = self.traced.get_submodule(str(node.target))

@@ -44,6 +44,8 @@ class ShardPrimitive(Primitive):
         axis: Dimension to split; of the one with most dimensions, when several are named.
         blocks: Parts of a fused projection (q, k and v), each split for itself: how many equal ones, or their sizes. Default:
             one block; for ``c_attn`` of GPT-2 and other attention that keeps ``split_size``, blocks of that size.
+        copied: Places among the blocks of those that every rank holds whole, as the keys and values of one head that serves all
+            query heads: ``blocks=[512, 64, 64], copied=[1, 2]``. Their gradients are summed, so that they stay equal.
         gathered: The output is gathered at once (``sync("fwd_post", "all_gather", axis=-1)``), so heads and fused blocks may
             be split anyhow, and the attention module goes on counting all heads.
         uneven: A size that the group size does not divide is dealt out all the same, as by ``torch.chunk``: the last ranks get
@@ -65,12 +67,13 @@ class ShardPrimitive(Primitive):
         axis: int,
         blocks: Blocks = None,
         *,
+        copied: Sequence[int] = (),
         gathered: bool = False,
         uneven: bool = False,
     ) -> ShardStep:
         """Plan the step."""
         with _untraced(schedule):
-            return Sharder(schedule, name, axis, blocks, gathered=gathered, uneven=uneven).plan()
+            return Sharder(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
 
     @staticmethod
     def apply(
@@ -79,6 +82,7 @@ class ShardPrimitive(Primitive):
         axis: int,
         blocks: Blocks = None,
         *,
+        copied: Sequence[int] = (),
         gathered: bool = False,
         uneven: bool = False,
     ) -> None:
@@ -86,7 +90,7 @@ class ShardPrimitive(Primitive):
         with _untraced(schedule) as is_other:
             step = schedule.checked
             if is_other:
-                step = Sharder(schedule, name, axis, blocks, gathered=gathered, uneven=uneven).plan()
+                step = Sharder(schedule, name, axis, blocks, copied=copied, gathered=gathered, uneven=uneven).plan()
             carry_out(schedule, step)
 
 

@@ -37,7 +37,7 @@ from .collectives import Group, num_ranks
 from .equal_draws import Draw
 from .followed import Followed, Layout, plain, sharded, tensors_in
 from .function_gradients import check_parts
-from .fused_parts import slice_bounds
+from .fused_sizes import index_bounds
 from .questions import GIVEN_SIZES, PICKS, SAME, Outcome, Question, Slice, ask
 from .rules import AppliedCut, split_of
 from .sums import REDUCE, part_of_sum
@@ -313,7 +313,7 @@ class ShardedValues:
             return bool(blocks) and name in GIVEN_SIZES | PICKS
         dim = fused.layout.dim
         starts = [sum(blocks[:index]) for index in range(len(blocks) + 1)]
-        bounds = slice_bounds(args[1], args[0]) if name == "__getitem__" else None
+        bounds = index_bounds(args[1], args[0]) if name == "__getitem__" else None
         sizes = tuple(tensor.shape[dim] for tensor in tensors if tensor.dim() > dim)
         if name in _SPLITS and set(sizes) != {starts[-1]}:
             if sizes != blocks:

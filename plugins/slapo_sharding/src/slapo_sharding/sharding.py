@@ -35,6 +35,7 @@ class Sharder:
         axis: int,
         blocks: Blocks,
         *,
+        copied: Sequence[int] = (),
         gathered: bool = False,
         uneven: bool = False,
     ) -> None:
@@ -44,7 +45,7 @@ class Sharder:
         names = (name,) if isinstance(name, str) or not isinstance(name, Iterable) else tuple(name)
         self.names = tuple(each for name in names for each in (sources(self.module, name) if isinstance(name, str) else [name]))
         self.axis = axis
-        self.blocks = blocks
+        self.blocks, self.copied = blocks, copied
         self.gathered = gathered
         self.uneven = uneven
         self.heads: tuple[dealing.Ranges, ...] | None = None
@@ -68,7 +69,9 @@ class Sharder:
         if applied is not None:
             return ShardStep(self.module, self._follow(applied, cut, first))
         sizes = self._sizes(cut, first, dim)
-        owner = self._counting(cut, sizes)
+        if self.copied:
+            self._copy_blocks(cut, sizes)
+        owner = None if self.copied else self._counting(cut, sizes)
         spec = self._spec(self.module, cut, first, self._held(first), sizes)
         late = self.size > 1 and has_late_bias(self.module, cut)
         step = ShardStep(self.module, AppliedCut(cut, spec, late, self.names, self.gathered))
@@ -252,6 +255,20 @@ class Sharder:
         except LookupError as err:
             raise self._error(f"{err.args[0]}; use fewer ranks, or gathered=True and an all_gather of the output") from err
         return None if attention.counts_local_heads(owner) else owner
+
+    def _copy_blocks(self, cut: Cut, sizes: tuple[int, ...]) -> None:
+        """See that blocks may be held whole by every rank, and deal out the others."""
+        if (cut.input, cut.output) != ("replicated", "sharded") or self.gathered:
+            raise self._error("copied is for a layer whose output stays sharded; leave it out")
+        if not isinstance(self.copied, Iterable) or not {*self.copied} < {*range(len(sizes))}:
+            raise self._error(f"copied is {self.copied!r}; give places of some of the {len(sizes)} blocks, counted from 0")
+        if bad := [size for place, size in enumerate(sizes) if place not in self.copied and size % self.size]:
+            raise self._error(f"a block has size {bad[0]}, not divisible by {self.size} ranks; use fewer ranks")
+        dealt = [
+            (((0, size),),) * self.size if place in self.copied else dealing.chunks(size, self.size)
+            for place, size in enumerate(sizes)
+        ]
+        self.heads = dealing.side_by_side(sizes, dealt)
 
     def _check_forward(self, module: nn.Module, cut: Cut) -> None:
         """A forward of our own goes to the innermost place, which must be free; what the user put there would see a part."""

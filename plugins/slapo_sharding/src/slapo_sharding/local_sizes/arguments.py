@@ -35,6 +35,17 @@ def is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def local_size(size: int, ranks: int, held: int = 0) -> int:
+    """Return a size, or a place, of a whole value as one of the ranks counts it.
+
+    Args:
+        size: In the whole value; below 0 it counts from the end.
+        ranks: Number of ranks.
+        held: What of it every rank has whole.
+    """
+    return -local_size(-size, ranks, held) if size < 0 else (size - held) // ranks + held
+
+
 def places_of(given: Any, sizes: Collection[int]) -> tuple[int, ...]:
     """Return the places of integers that are one of some sizes, among the leaves."""
     return tuple(place for place, value in enumerate(leaves(given)) if is_size(value) and value in sizes)

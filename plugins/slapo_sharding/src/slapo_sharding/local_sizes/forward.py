@@ -229,7 +229,7 @@ class LocalForward(Hidden):
             for name, value in module._parameters.items():
                 if value is not None and is_part(value) and f"{path}.{name}" not in plan.parameters:
                     expected = whole._parameters[name]
-                    if split is None or expected is None or _number(value) * plan.ranks != expected.numel():
+                    if split is None or expected is None or _number(value) != split.local_number(expected, plan.ranks):
                         raise TraceError(f"{name!r} of the layer {path!r} has the shape {tuple(value.shape)} on this rank")
 
         for path, own in plan.parameters.items():

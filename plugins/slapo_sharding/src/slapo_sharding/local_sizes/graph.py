@@ -14,7 +14,7 @@ from slapo_core.tracing.calls import function_name
 from ..branches import Branches
 from ..collectives import Group, all_reduce, all_reduce_grad, apply, num_ranks
 from ..layouts import Layouts
-from .arguments import leaves, with_leaves
+from .arguments import is_size, leaves, local_size, with_leaves
 from .sharded_norms import mean_of, norm_in, norm_of, spread_in
 
 
@@ -50,7 +50,8 @@ def make_local(layouts: Layouts, group: Group) -> None:
         if places := layouts.divided.get(node):
             with graph.inserting_before(node):
                 values = leaves((node.args, node.kwargs))
-                new = {place: _beside(node, operator.floordiv, values[place], ranks) for place in places}
+                held = layouts.held.get(node, {})
+                new = {place: _divided(node, values[place], ranks, held.get(place, 0)) for place in places}
             node.args, node.kwargs = with_leaves((node.args, node.kwargs), new)
         if node in layouts.norms:
             with graph.inserting_after(node):
@@ -196,6 +197,13 @@ def _read_whole(layouts: Layouts, node: fx.Node) -> None:
     with layouts.graph.inserting_after(node):
         whole = _beside(node, operator.mul, node, layouts.mesh.size())
     node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+
+
+def _divided(node: fx.Node, size: Any, ranks: int, held: int) -> Any:
+    """Return a node for a size on one rank, or this size itself."""
+    if held or (is_size(size) and size < 0):
+        return _made(node, local_size, size, ranks, held) if isinstance(size, fx.Node) else local_size(size, ranks, held)
+    return _beside(node, operator.floordiv, size, ranks)
 
 
 def _beside(node: fx.Node, function: Any, value: Any, ranks: int) -> Any:
