@@ -216,6 +216,39 @@ def test_what_a_forward_caches_is_gone_after_the_trace() -> None:
     torch.testing.assert_close(traced(X), model(X))
 
 
+def sliced(self: Any, x: torch.Tensor) -> torch.Tensor:
+    length = x.shape[0]
+    if self.kept is not None and self.kept.shape[-1] >= length:
+        return x[0] + self.kept[:length, :length]
+    self.kept = torch.ones(length, length).triu(1)
+    return x[0] + self.kept
+
+
+def test_a_cache_that_is_sliced() -> None:
+    model = Forward(lambda self, x: sliced(self, x))
+    model.kept = None
+    traced = trace_module(model, (torch.ones(4, 4),))
+    torch.testing.assert_close(traced(torch.ones(4, 4)), model(torch.ones(4, 4)))
+
+
+def flipped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.kept = torch.arange(4.0) if self.kept is None else self.kept[[3, 2, 1, 0]]
+    return x + self.kept
+
+
+def shifted(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.kept = torch.arange(4.0) if self.kept is None else self.kept[1:]
+    return x + self.kept[:1]
+
+
+@pytest.mark.parametrize("function", [flipped, shifted])
+def test_a_cache_that_is_read_otherwise(function: Any) -> None:
+    model = Forward(function)
+    model.kept = None
+    with pytest.raises(TraceError, match="its attribute 'kept' or changes it"):
+        trace_module(model, (X,))
+
+
 def test_a_number_that_changes_inside_a_module_kept_whole() -> None:
     model = Forward(lambda self, x: self.inner(x) * self.inner.calls)
     model.inner = Forward(lambda self, x: setattr(self, "calls", self.calls + 1) or x)

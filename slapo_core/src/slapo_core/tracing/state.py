@@ -6,6 +6,7 @@ same but for filling the caches, with constants and not by chance, and leaves th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,7 +103,7 @@ class Repeat:
                 skipped, place = nodes[place:found], found + 1
                 self.known[node] = nodes[found]
             else:
-                earlier = node.meta.get("earlier") or self.known.get(node.meta.get("alias"))
+                earlier = node.meta.get("earlier") or self.known.get(node.meta.get("alias") or _all_of(node))
                 if earlier is None:
                     return False
                 skipped, self.known[node] = [earlier], earlier
@@ -116,6 +117,14 @@ class Repeat:
             return False
         arguments: Any = map_arg((other.args, other.kwargs), lambda node: self.known.get(node, node))
         return bool(fingerprint((one.args, one.kwargs), id) == fingerprint(arguments, id))
+
+
+def _all_of(node: fx.Node) -> Any:
+    """Return the node of which a node takes a slice that leaves nothing out, as of a cached mask: ``mask[:n, :n]``."""
+    if node.target is not operator.getitem or node.meta["val"].shape != node.args[0].meta["val"].shape:  # type: ignore[union-attr]
+        return None
+    slices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return node.args[0] if all(isinstance(each, slice) and each.step in (None, 1) for each in slices) else None
 
 
 def _is_constant(node: fx.Node) -> bool:
