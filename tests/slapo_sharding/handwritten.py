@@ -37,6 +37,7 @@ from tests.slapo_sharding.handwritten_projections import (
     Temperature,
     ViewThenUnbind,
 )
+from tests.slapo_sharding.handwritten_reused import REUSED
 from tests.slapo_sharding.handwritten_scans import SCANS
 
 
@@ -467,7 +468,7 @@ SPLIT: dict[str, Callable[[], nn.Module]] = {
         *(RelativeTable, Sinks, HeadNorms, OwnHeadNorms, RotaryComplex, RotaryHalves, Cross, Windows, Axial, BuiltMask),
         *(FoldedHeads, FoldedWeights, LinearAttention, ChannelAttention, GatedMlp, GatedBySplit, GatedByUnflatten),
         *(ParallelBlock, Nested, Talking, LengthFirst, Gated, HeadScale, BiasOfPairs, SqueezedHeads, FactoredMlp),
-        *(*PARAMETERS, *NORMS, *KEYS, *BRANCHES, *SCANS),
+        *(*PARAMETERS, *NORMS, *KEYS, *BRANCHES, *SCANS, *REUSED),
     )
 }
 """All of these can be split on 2 ranks and on 4."""

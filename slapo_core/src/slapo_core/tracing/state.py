@@ -99,16 +99,13 @@ class Repeat:
         for node in second.graph.nodes:
             same = first.constants.get(str(node.target)) is second.constants.get(str(node.target))
             found = next((i for i in range(place, len(nodes)) if same and self._alike(nodes[i], node)), None)
-            if found is not None:
-                skipped, place = nodes[place:found], found + 1
-                self.known[node] = nodes[found]
-            else:
-                earlier = node.meta.get("earlier") or self.known.get(node.meta.get("alias") or _all_of(node))
-                if earlier is None:
-                    return False
-                skipped, self.known[node] = [earlier], earlier
-            if not all(map(_is_constant, skipped)):
+            if found is not None and all(map(_is_constant, nodes[place:found])):
+                place, self.known[node] = found + 1, nodes[found]
+                continue
+            earlier = node.meta.get("earlier") or self.known.get(node.meta.get("alias") or _all_of(node))
+            if earlier is None or not _is_constant(earlier):
                 return False
+            self.known[node] = earlier
         return True
 
     def _alike(self, one: fx.Node, other: fx.Node) -> bool:

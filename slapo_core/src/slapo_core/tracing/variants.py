@@ -386,13 +386,21 @@ def with_dropped(module: TracedModule) -> TracedModule:
     return copied
 
 
-def on_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module and all in it, with weights on the meta device."""
-    copied = shallow_copy(module)
+def on_meta(module: nn.Module, memo: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
+    """Return a copy of a module and all in it, with weights on the meta device.
+
+    Args:
+        module: The module.
+        memo: Modules copied so far: one that has two names is one module still.
+    """
+    memo = {} if memo is None else memo
+    if module in memo:
+        return memo[module]
+    copied = memo[module] = shallow_copy(module)
     for name, weight in copied._parameters.items():
         copied._parameters[name] = weight if weight is None else nn.Parameter(_empty(weight), weight.requires_grad)
     copied._buffers.update({name: None if buffer is None else _empty(buffer) for name, buffer in copied._buffers.items()})
-    copied._modules.update({name: child and on_meta(child) for name, child in copied._modules.items()})
+    copied._modules.update({name: child and on_meta(child, memo) for name, child in copied._modules.items()})
     return copied
 
 
