@@ -189,8 +189,8 @@ class _Search:
             self._try_next(weights, str(err))
             return
         if (err.sources not in self.gave_way) and (beside := self._lighter_beside(err, behind)):
-            kinds = {kind(path) for path in beside}
-            others = {path: split for path, split in self.candidates.items() if kind(path) in kinds}
+            places = {_place(path) for path in beside}
+            others = {path: split for path, split in self.candidates.items() if _place(path) in places}
             self.gave_way[err.sources] = others
             for path in others:
                 del self.candidates[path]

@@ -22,7 +22,7 @@ from .borders import marked
 from .branches import find_branches
 from .derive import Derived, derive
 from .draws import MixedDraws, forks
-from .flat_graphs import TakenName, flat_graph, in_graph, layer_paths, trace_flat
+from .flat_graphs import TakenName, called_paths, flat_graph, in_graph, layer_paths, trace_flat
 from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
 from .layouts import LayoutError, Layouts
 from .left_whole import REMEDY, LeftWhole, Misfit, tell, tell_of_opaque, without_advice
@@ -203,7 +203,7 @@ def _derive_from(
             is_table=rules.is_table,
             left_whole=in_graph(left, schedule.mod, wide),
             opaque=whole.opaque,
-            whole_parameters={*whole.layers, *layer_paths(schedule)},
+            whole_parameters={*whole.layers, *called_paths(wide)},
         )
         derived = rederive(wide, mesh)
         if adapts:

@@ -86,6 +86,11 @@ def layer_paths(schedule: Schedule) -> list[str]:
     return [path for path, module in named if path and any(find(module) for find in finds)]
 
 
+def called_paths(traced: fx.GraphModule) -> set[str]:
+    """Return the paths of the modules that are calls in a flat graph; forwards may use the weights of others themselves."""
+    return {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
+
+
 def in_graph(modules: Collection[nn.Module], model: nn.Module, traced: fx.GraphModule) -> set[nn.Module]:
     """Return the modules that a graph has at the paths of some of the model's: it may hold copies."""
     paths = {path for path, module in model.named_modules(remove_duplicate=False) if module in modules}

@@ -236,7 +236,7 @@ def _divide(layouts: Layouts, n: fx.Node, given: Any, held: dict[int, int]) -> N
     values, ranks = leaves(given), layouts.mesh.size()
     changed = {place: each for place, each in held.items() if local_size(values[place], ranks, each) != values[place]}
     layouts.sized[n] = tuple(dict.fromkeys(values[place] for place in changed))
-    layouts.divided[n], layouts.held[n] = tuple(changed), changed
+    layouts.divided[n] = changed
     layouts.expected[n] = [
         local_size(each, ranks, changed[place]) if place in changed else each for place, each in enumerate(values)
     ]

@@ -31,10 +31,9 @@ def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
         ValueError: none of these fit.
     """
     given, nodes = leaves((args, kwargs)), leaves((n.args, n.kwargs))
-    allowed = partial(may_cut, layouts) if _meets_activations(layouts, n) else parameters_of
+    is_fused = bool(layouts.blocks_of(n))
+    allowed = partial(may_cut, layouts) if _meets_activations(layouts, n) and not is_fused else parameters_of
     is_cut = [isinstance(node, fx.Node) and bool(allowed(node)) for node in nodes]
-    if any(other in layouts.blocks for other in n.all_input_nodes):
-        is_cut = [False] * len(given)
     shards = [each for each in given if isinstance(each, DTensor)]
     sizes = {each.shape[part.dim] for each in shards for part in each.placements if isinstance(part, Shard)}
     whole = {
@@ -142,7 +141,9 @@ def _is_opaque(layouts: Layouts, path: str) -> bool:
 
 
 def dim_cut(layouts: Layouts, node: fx.Node, other: fx.Node) -> int | None:
-    """Return along which dimension a node's argument is cut; None where it is used whole."""
+    """Return along which dimension a node's argument is cut; None where it is used whole, or cut block by block."""
+    if layouts.blocks_of(node):
+        return None
     values = leaves((node.args, node.kwargs))
     found = {dim for place, dim in layouts.cut.get(node, {}).items() if values[place] is other}
     return found.pop() if len(found) == 1 else None

@@ -100,7 +100,7 @@ class Layouts(fx.Interpreter):
             of its gradient.
         mixed: The nodes that use such parameters, each with the value that is made from them, or None, and their names.
         sized: Nodes that would not do the same to a shard with the arguments they have, and the sizes among these to divide.
-        divided: Nodes of this kind, and the places of these sizes among the leaves of their arguments.
+        divided: Nodes of this kind, to the places of these sizes among the leaves, with what of each all ranks have whole.
         cut: Nodes of which whole values are cut, by their places among the leaves of the arguments, and along which dimension.
         summed_gradients: Nodes that use whole values each on a rank's part, and these values: their gradients are to be summed.
         weights: Nodes that are made from split parameters alone.
@@ -111,7 +111,6 @@ class Layouts(fx.Interpreter):
         norms: Norms and variances along the sharded dimension, whose statistics are summed over the ranks.
         decided_by_values: Nodes the shapes of whose results follow from values.
         once: Nodes whose results are added up, and the places of the whole values that are to count once in the sum.
-        held: Nodes of ``divided``, to what of the sizes at some places every rank has whole.
         expected: Nodes that take parts out of fused outputs, to the leaves of their arguments on one rank.
         copies: Nodes whose values every rank has whole, with a part of their gradient: parts of fused outputs.
     """
@@ -148,18 +147,16 @@ class Layouts(fx.Interpreter):
         self.partial: dict[str, fx.Node] = {}
         self.mixed: list[tuple[fx.Node, fx.Node | None, list[str]]] = []
         self.sized: dict[fx.Node, tuple[int, ...]] = {}
-        self.divided: dict[fx.Node, tuple[int, ...]] = {}
+        self.divided: dict[fx.Node, dict[int, int]] = {}
         self.cut: dict[fx.Node, dict[int, int]] = {}
         self.summed_gradients: dict[fx.Node, set[fx.Node]] = {}
         self.parameters, self.shared = parameters or {}, shared
         self.holders = {name.rpartition(".")[0] for name, split in self.parameters.items() if split.owner is None}
-        self.weights: set[fx.Node] = set()
+        self.weights, self.copies = set[fx.Node](), set[fx.Node]()
         self.blocks: dict[fx.Node, tuple[int, ...]] = {}
         self.reduced: dict[fx.Node, str] = {}
         self.norms: set[fx.Node] = set()
         self.once: dict[fx.Node, int] = {}
-        self.copies: set[fx.Node] = set()
-        self.held: dict[fx.Node, dict[int, int]] = {}
         self.expected: dict[fx.Node, list[Any]] = {}
         self.decided_by_values: list[fx.Node] = []
         # what a dry run with the sequence split fills in
@@ -209,8 +206,8 @@ class Layouts(fx.Interpreter):
         """Note what is made from parameters alone, and take the result of a fused projection for what it is."""
         if n.op.startswith("call") and n.all_input_nodes and {*n.all_input_nodes} <= self.weights:
             self.weights.add(n)
-        blocks = next((self.blocks[other] for other in n.all_input_nodes if other in self.blocks), None)
-        if blocks is None or not isinstance(value, DTensor):
+        blocks = self.blocks_of(n)
+        if not blocks or not isinstance(value, DTensor):
             return value
         if n in self.weights:
             self.blocks[n] = blocks
@@ -219,6 +216,10 @@ class Layouts(fx.Interpreter):
         if not isinstance(placement, Shard) or value.shape[placement.dim] != sum(blocks):
             raise LayoutError(self, n, "the parts of a fused projection are used together")
         return self._fused(n, Fused(as_meta(n.meta["val"]), blocks, placement.dim))
+
+    def blocks_of(self, n: fx.Node) -> tuple[int, ...]:
+        """Return the sizes of the parts of a fused parameter, or of what is made from it, that a node is given."""
+        return next((self.blocks[other] for other in n.all_input_nodes if other in self.blocks), ())
 
     def _unfit(self, n: fx.Node) -> str:
         value, given = n.meta.get("val"), n.all_input_nodes[0].meta.get("val")
@@ -244,7 +245,7 @@ class Layouts(fx.Interpreter):
     def _note_divided(self, n: fx.Node, given: Any, expected: Any) -> None:
         found = to_divide(given, self.sized[n], self.mesh.size(), lambda other: self._gives(n, other, expected))
         if found is not None:
-            self.divided[n] = found
+            self.divided[n] = dict.fromkeys(found, 0)
 
     def _gives(self, n: fx.Node, given: Any, expected: Any) -> bool:
         """Return whether a node gives tensors of these shapes with other arguments."""

@@ -217,7 +217,8 @@ def _read_weights(schedule: Schedule, derived: Derived) -> Iterable[str]:
     """Return the layers that are not called, but whose weights are used, one for all alike."""
     graph, rules = derived.layouts.graph, rules_of(schedule)
     called = {str(node.target) for node in graph.find_nodes(op="call_module")}
-    read = {str(node.target).rpartition(".")[0] for node in graph.find_nodes(op="get_attr")} - called
+    read = {str(node.target) for node in graph.find_nodes(op="get_attr")} - derived.parameters.keys()
+    read = {name.rpartition(".")[0] for name in read} - called
     layers = (path for path in sorted(read, reverse=True) if rules.is_layer(schedule.mod.get_submodule(path)))
     return {kind(path): path for path in layers}.values()
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 
-from torch import fx
-
 from .layouts import Layouts
-from .node_values import has_gradient, parameters_of
+from .node_values import gives_gradient, has_gradient, parameters_of
 
 
 def mixed_parameters(layouts: Layouts) -> set[str]:
@@ -34,11 +31,7 @@ def _used_whole(layouts: Layouts) -> Iterator[str]:
         if node.op == "call_module" and str(node.target) not in layouts.splits and (node, None) not in partial:
             module = layouts.traced.get_submodule(str(node.target))
             yield from (f"{node.target}.{name}" for name, each in module.named_parameters() if each.requires_grad)
-        if node.op == "output" or (_gives_gradient(node) and not parameters_of(node)):
+        if node.op == "output" or (gives_gradient(node) and not parameters_of(node)):
             for other in node.all_input_nodes:
                 if has_gradient(other) and (node, other) not in partial and other not in layouts.weights:
                     yield from parameters_of(other)
-
-
-def _gives_gradient(node: fx.Node) -> bool:
-    return has_gradient(node) or any(user.target is operator.getitem and has_gradient(user) for user in node.users)

@@ -24,13 +24,18 @@ def has_gradient(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
+def gives_gradient(node: fx.Node) -> bool:
+    """Return whether a value has a gradient, or one of several, as those of a split."""
+    return has_gradient(node) or any(user.target is operator.getitem and has_gradient(user) for user in node.users)
+
+
 def parameters_of(node: fx.Node) -> list[str]:
     """Names of the parameters a value is made from, if it is made from nothing else that has a gradient; else empty."""
     if node.op == "get_attr":
         return [str(node.target)]
     if node.op in ("placeholder", "call_module"):
         return []
-    found = [parameters_of(other) for other in node.all_input_nodes if has_gradient(other)]
+    found = [parameters_of(other) for other in node.all_input_nodes if gives_gradient(other)]
     return [name for names in found for name in names] if all(found) else []
 
 

@@ -50,8 +50,7 @@ def make_local(layouts: Layouts, group: Group) -> None:
         if places := layouts.divided.get(node):
             with graph.inserting_before(node):
                 values = leaves((node.args, node.kwargs))
-                held = layouts.held.get(node, {})
-                new = {place: _divided(node, values[place], ranks, held.get(place, 0)) for place in places}
+                new = {place: _divided(node, values[place], ranks, held) for place, held in places.items()}
             node.args, node.kwargs = with_leaves((node.args, node.kwargs), new)
         if node in layouts.norms:
             with graph.inserting_after(node):
@@ -84,8 +83,10 @@ def _keep_own(branches: Branches, ranks: int, group: Group) -> None:
     joint.replace_all_uses_with(held, delete_user_cb=lambda user: user is not held)
 
 
-def part(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """Return this rank's part of a whole tensor; its gradient is zero elsewhere."""
+def part(x: torch.Tensor, dim: int, group: Group, blocks: tuple[int, ...] = ()) -> torch.Tensor:
+    """Return this rank's part of a whole tensor, or of each of its blocks; its gradient is zero elsewhere."""
+    if blocks:
+        return torch.cat([part(block, dim, group) for block in torch.split(x, blocks, dim)], dim)
     size = x.size(dim) // num_ranks(group)
     return x.narrow(dim, size * (0 if group is None else group.rank()), size)
 
@@ -160,7 +161,7 @@ def _take_parts(layouts: Layouts, node: fx.Node, uses: Iterable[int], group: Gro
             summed[value] = _summed(node, value, group)
         new[place] = summed[value]
     for place, dim in layouts.cut.get(node, {}).items():
-        new[place] = _made(node, part, new.get(place, values[place]), dim, group)
+        new[place] = _made(node, part, new.get(place, values[place]), dim, group, layouts.blocks_of(node))
     if (at := layouts.once.get(node)) is not None:
         new[at] = _made(node, once, values[at], group)
     if new:
