@@ -383,12 +383,48 @@ class Told(nn.Module):
         return out
 
 
+class WeightRead(nn.Module):
+    """A projection whose weight is read and whose bias is computed, and a network for the position biases, as in SwinV2."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D)
+        self.q_bias, self.v_bias = nn.Parameter(torch.randn(D) * 0.1), nn.Parameter(torch.randn(D) * 0.1)
+        self.scale = nn.Parameter(torch.full((H, 1, 1), 10.0).log())
+        self.position = nn.Sequential(nn.Linear(1, 16), nn.ReLU(), nn.Linear(16, H, bias=False))
+
+    def forward(self, x):
+        b, n, c = x.shape
+        bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
+        q, k, v = F.linear(x, self.qkv.weight, bias).reshape(b, n, 3, H, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.scale.clamp(max=4.6).exp()
+        offsets = (torch.arange(n)[:, None] - torch.arange(n)).unsqueeze(-1) / n
+        scores = scores + self.position(offsets).sigmoid().mul(16).permute(2, 0, 1).unsqueeze(0)
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, c))
+
+
+class MemoryKeys(nn.Module):
+    """Keys and values in a parameter beside those of the input, as in x-transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.o = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+        self.memory = nn.Parameter(torch.randn(2, H, 3, D // H))
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q = self.q(x).view(b, n, H, -1).transpose(1, 2)
+        own = self.kv(x).view(b, n, 2, H, -1).permute(2, 0, 3, 1, 4)
+        k, v = (torch.cat((each.expand(b, -1, -1, -1), new), 2) for each, new in zip(self.memory, own, strict=True))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c))
+
+
 PARAMETERS = (
     Told,
     ExpandedMask,
     ExpandedMaskApart,
     *(MatmulMlp, EinsumAttention, BatchedExperts, FusedMatmul, FusedLinear, Addmm, GatedMatmul, StackedGate, Lists),
     *(LayerThenParameter, WeightsFirst, PerHead, Tensordot, LowRank, NormBetween, TiedProducts, GivenToModules),
-    *(LongConvolution, FourierFilter, ScaleAndShift, SpatialGate),
+    *(LongConvolution, FourierFilter, ScaleAndShift, SpatialGate, WeightRead, MemoryKeys),
 )
 """All of these can be split on 2 ranks and on 4."""

@@ -26,7 +26,9 @@ def has_gradient(node: fx.Node) -> bool:
 
 def gives_gradient(node: fx.Node) -> bool:
     """Return whether a value has a gradient, or one of several, as those of a split."""
-    return has_gradient(node) or any(user.target is operator.getitem and has_gradient(user) for user in node.users)
+    return has_gradient(node) or any(
+        user.target is operator.getitem and user.args[0] is node and has_gradient(user) for user in node.users
+    )
 
 
 def parameters_of(node: fx.Node) -> list[str]:

@@ -86,7 +86,7 @@ def _keep_own(branches: Branches, ranks: int, group: Group) -> None:
 def part(x: torch.Tensor, dim: int, group: Group, blocks: tuple[int, ...] = ()) -> torch.Tensor:
     """Return this rank's part of a whole tensor, or of each of its blocks; its gradient is zero elsewhere."""
     if blocks:
-        return torch.cat([part(block, dim, group) for block in torch.split(x, blocks, dim)], dim)
+        return torch.cat([part(block, dim, group) for block in torch.split(x, [*blocks], dim)], dim)
     size = x.size(dim) // num_ranks(group)
     return x.narrow(dim, size * (0 if group is None else group.rank()), size)
 
