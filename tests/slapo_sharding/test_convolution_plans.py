@@ -142,6 +142,8 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "next": ConvNext,
     "mb": lambda: MbConv(lambda channels: nn.Identity()),
     "mb batch": lambda: MbConv(nn.BatchNorm2d),
+    "mb instance": lambda: MbConv(lambda channels: nn.InstanceNorm2d(channels, affine=True, track_running_stats=True)),
+    "mb slopes": lambda: MbConv(lambda channels: nn.Sequential(nn.BatchNorm2d(channels), nn.PReLU(channels))),
     "mb pooled": PooledMbConv,
     "unet": UnetBlock,
     "chunk": lambda: Conformer("chunk"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .norms import is_batch_norm, is_group_norm
+from .norms import is_by_channel
 from .rules import Cut, ShardingRule, computes_as, forward_with
 
 _PLAIN: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -20,10 +20,10 @@ _TRANSPOSED: tuple[type[nn.Module], ...] = (nn.ConvTranspose1d, nn.ConvTranspose
 
 
 def channel_dim(module: nn.Module) -> int:
-    """Return the dimension of the channels of a convolution, or of a norm of channels; -1, that of the width, of others."""
+    """Return the dimension of the channels of a convolution, or of what treats each for itself; -1, the width, of others."""
     if isinstance(module, _PLAIN + _TRANSPOSED):
         return -1 - len(module.kernel_size)  # type: ignore[arg-type]
-    return 1 if is_batch_norm(module) or is_group_norm(module) else -1
+    return 1 if is_by_channel(module) else -1
 
 
 def without_bias(module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rules for norms that treat channels, or groups of channels, each for itself, on an input that is sharded along its channels.
+"""Rules for norms and activations that treat channels, or groups of these, each for itself, on an input sharded along channels.
 
 ``LayerNorm`` and its kin look at all of the last dimension and stay whole.
 """
@@ -21,8 +21,23 @@ def is_batch_norm(module: Any) -> bool:
 
 
 def is_group_norm(module: Any) -> bool:
-    """A GroupNorm."""
+    """Return whether a module is a GroupNorm."""
     return computes_as(module, nn.GroupNorm)
+
+
+def is_instance_norm(module: Any) -> bool:
+    """Return whether a module is an InstanceNorm with weights."""
+    return computes_as(module, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d) and module.affine
+
+
+def is_channel_prelu(module: Any) -> bool:
+    """Return whether a module is a PReLU with a slope for each channel."""
+    return computes_as(module, nn.PReLU) and module.num_parameters > 1
+
+
+def is_by_channel(module: Any) -> bool:
+    """Return whether a module is covered by one of these rules: its channels are dimension 1."""
+    return any(matches(module) for matches in (is_batch_norm, is_group_norm, is_instance_norm, is_channel_prelu))
 
 
 BATCH_NORM = ShardingRule(
@@ -33,4 +48,12 @@ GROUP_NORM = ShardingRule(
     is_group_norm,
     (Cut({"weight": 0, "bias": 0}, "sharded", "sharded", ("num_channels", "num_groups"), fusable=False, dim=1),),
 )
-RULES = (BATCH_NORM, GROUP_NORM)
+INSTANCE_NORM = ShardingRule(
+    "InstanceNorm", is_instance_norm, (Cut(_STATE, "sharded", "sharded", ("num_features",), fusable=False, dim=1),)
+)
+PRELU = ShardingRule(
+    "PReLU",
+    is_channel_prelu,
+    (Cut({"weight": 0}, "sharded", "sharded", ("num_parameters",), fusable=False, dim=1),),
+)
+RULES = (BATCH_NORM, GROUP_NORM, INSTANCE_NORM, PRELU)
