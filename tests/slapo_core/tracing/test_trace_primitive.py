@@ -167,6 +167,21 @@ def test_a_cached_function_that_several_graphs_call(names: list[str]) -> None:
     assert_same(model, trace(model, example_inputs=(X,)), {"x": X})
 
 
+class Placeholder:
+    """Stands for what is not installed, as in MONAI."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError("not installed")
+
+
+missing = Placeholder()
+
+
+def test_a_placeholder_among_the_globals_is_not_touched() -> None:
+    model = Outer()
+    assert_same(model, trace(model, example_inputs={"x": X}), {"x": X})
+
+
 @pytest.mark.parametrize("tracer", ["fx", "export"])
 def test_the_other_tracers(tracer: str) -> None:
     model = Outer()

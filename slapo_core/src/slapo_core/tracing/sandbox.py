@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from . import _torch_private as private
 from .structures import Snapshot, contents, fingerprint, put_back, tensors
 
 _TABLES = (dict, list)
+_METHODS = (staticmethod, classmethod, MethodType)
 
 
 class Sandbox:
@@ -124,7 +125,8 @@ def _forget_results(modules: list[nn.Module]) -> Callable[[], None]:
     hooks = [hook for module in modules for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
     functions = [*(value for space in map(vars, [*classes, *modules]) for value in space.values()), *hooks]
     near += {id(value.__globals__): value.__globals__ for value in functions if isinstance(value, FunctionType)}.values()
-    values = [getattr(value, "__func__", value) for space in [*near, *map(vars, modules)] for value in space.values()]
+    values = [value for space in [*near, *map(vars, modules)] for value in space.values()]
+    values = [value.__func__ if isinstance(value, _METHODS) else value for value in values]
     cells = [cell for value in [*values, *hooks] if isinstance(value, FunctionType) for cell in value.__closure__ or ()]
     inner = [cell.cell_contents for cell in cells if cell != CellType()]  # of a decorator around the cache, say
     tables = [value for space in near for name, value in space.items() if type(value) in _TABLES and name[:2] != "__"]
