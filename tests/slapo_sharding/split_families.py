@@ -61,7 +61,7 @@ LEFT_WHOLE = {
     "fnet": Whole("attention", NONE),
     "led": Whole("", "its attention is to windows that overlap in memory", "modeling_led.py:"),
     "mamba": Whole("attention and MLP", "its scan mixes all channels with those of the input projection", "modeling_mamba.py:"),
-    "mobilebert": Whole("", "a scale of all widths follows the layers of its bottlenecks", "bottleneck stays whole"),
+    "mobilebert": Whole("", "a scale of all widths follows the layers of its bottlenecks", ".bottleneck"),
     "poolformer": Whole("attention", NONE),
     "qwen2_moe": Whole("", "the gate of its shared expert has one output", "modeling_qwen2_moe.py:"),
     "resnet": Whole("attention", NONE),
@@ -70,6 +70,9 @@ LEFT_WHOLE = {
     "xlnet": Whole("attention", NONE),  # split by the heads of its parameters, which no step of a layer shows
 }
 """Families of which more than single tables stays whole."""
+
+ALONG_ON_TWO = {"gpt_oss"}
+"""Those of which nothing but the experts is split along the sequence on four ranks."""
 
 LEFT_WHOLE_ON_FOUR = {
     "gpt_oss": Whole(
@@ -81,8 +84,6 @@ LEFT_WHOLE_ON_FOUR = {
 LEFT_WHOLE_ALONG = {
     "deepseek_v3": Whole("attention", "norms lie between its projections", "modeling_deepseek_v3.py:"),
     "deberta": Whole("attention", "biases of all heads are parameters outside of its projection", "modeling_deberta.py:"),
-    "gpt_bigcode": Whole("attention", "one key head serves all queries", "modeling_gpt_bigcode.py:"),
-    "mpt": Whole("attention", "its position biases (ALiBi) are computed for all heads", "modeling_mpt.py:"),
     "olmo2": Whole("attention", "its norms are of all heads at once", "modeling_olmo2.py:"),
 }
 """Those of which it does with sequence parallelism alone, for which no published plan is used."""
@@ -107,7 +108,6 @@ ALONG_REFUSED = {
     "convnext": Refused("it has no sequence", _NO_LAYERS),
     "ctrl": Refused("its attention takes the length from one of three inputs", "the length of the whole sequence at view"),
     "dinov2": _TOKENS,
-    "gpt_oss": _EXPERTS,
     "mamba": Refused("nothing but its vocabulary is split", "nothing of the MambaForCausalLM can be split"),
     "led": Refused("it takes the width from the shape of its input", "is invalid for input of size"),
     "olmoe": _EXPERTS,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import fx, nn
@@ -29,6 +30,8 @@ from .mixed_parameters import mixed_parameters
 from .repeated_blocks import kind
 from .residual_streams import residual_streams
 from .splits import ParameterSplit, Split
+
+Adapts = Literal["", "parameters", "all"]
 
 
 @dataclass
@@ -69,7 +72,7 @@ def derive(
     is_layer: Callable[..., bool],
     is_table: Callable[[nn.Module], bool],
     left_whole: Collection[nn.Module] = (),
-    adapts: bool = False,
+    adapts: Adapts = "",
     opaque: Collection[str] = (),
     unadapted: Collection[str] = (),
     whole_parameters: Collection[str] = (),
@@ -85,14 +88,15 @@ def derive(
         is_table: Whether a module is an embedding that can be split along its output. Such are split where it helps: a table
             of position biases has one column per head.
         left_whole: Modules that are not split, whatever they are.
-        adapts: Whether whole values may be cut, and their gradients summed, where they meet sharded ones.
+        adapts: Which whole values may be cut where they meet sharded ones: parameters and constants, or all, with their
+            gradients summed.
         opaque: Paths of modules that cannot be traced.
         unadapted: Kinds of the modules in whose forwards no whole values are cut.
         whole_parameters: Names of parameters that are not split, and paths of modules that hold no others.
         dealt: Branches of which each rank runs some, if their results fit.
     """
     own = {name for each in dealt for names in each.parameters for name in names}
-    options = direct_parameters(traced, {*whole_parameters, *own}) if adapts else {}
+    options = direct_parameters(traced, {*whole_parameters, *own}) if adapts == "all" else {}
     return _Search(traced, mesh, is_layer, is_table, left_whole, adapts, opaque, unadapted, options, dealt).run()
 
 
@@ -104,7 +108,7 @@ class _Search:
         is_layer: Callable[..., bool],
         is_table: Callable[..., bool],
         left_whole: Collection[nn.Module],
-        adapts: bool,
+        adapts: Adapts,
         opaque: Collection[str],
         unadapted: Collection[str],
         options: dict[str, list[ParameterSplit]],
@@ -147,6 +151,7 @@ class _Search:
                 shared=self.shared,
                 dealt=self.dealt,
                 summed_by_use=self.summed_by_use,
+                cuts_only=self.adapts == "parameters",
             )
             try:
                 layouts.check()
@@ -281,7 +286,7 @@ class _Search:
         Ranks then use what these layers give each on its part, with its gradient summed.
         """
         module = kind(err.node.meta.get("module", ""))
-        if not self.adapts or module in self.unadapted or err.sources & self.all_tables:
+        if self.adapts != "all" or module in self.unadapted or err.sources & self.all_tables:
             return set()
         numbers: dict[str, int] = {}
         for path in err.sources:
@@ -303,7 +308,7 @@ def _can_adapt(node: fx.Node, layouts: Layouts, of_layers: bool) -> bool:
     """
     if node.op == "call_module":
         module = layouts.fetch_attr(str(node.target))
-        return norm_of(module) is not None and not is_opaque(module)
+        return norm_of(module) is not None and not is_opaque(module) and not layouts.cuts_only
     if node.op not in ("call_function", "call_method"):
         return False
     whole = [other for other in node.all_input_nodes if other not in layouts.sources or other in layouts.copies]
@@ -311,7 +316,7 @@ def _can_adapt(node: fx.Node, layouts: Layouts, of_layers: bool) -> bool:
     if not activations:
         return bool(whole)
     if not whole:
-        return may_reduce(layouts, node)
+        return not layouts.cuts_only and may_reduce(layouts, node)
     return all(may_cut(layouts, other, of_layers) for other in whole)
 
 

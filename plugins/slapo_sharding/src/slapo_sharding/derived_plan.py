@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
-from typing import Any
 
 from torch import fx, nn
 
@@ -17,35 +15,26 @@ from slapo_core.steps import attempt
 from slapo_core.wrapping import is_opaque
 
 from . import attention, column_inputs
-from ._torch_private import mesh_of
 from .borders import marked
-from .branches import find_branches
-from .derive import Derived, derive
+from .derive import Derived
 from .draws import MixedDraws, forks
-from .flat_graphs import TakenName, called_paths, flat_graph, in_graph, layer_paths, trace_flat
-from .key_copies import KeyCopies, key_copies, narrow, unshown, widened
-from .layouts import LayoutError, Layouts
+from .flat_graphs import TakenName, flat_graph, layer_paths
 from .left_whole import REMEDY, LeftWhole, Misfit, tell, tell_of_opaque, without_advice
-from .local_sizes.forward import Calls, LocalForward, Plan
+from .local_forwards import local_forwards
+from .local_sizes.forward import LocalForward
 from .local_sizes.owners import (
     SharedParameter,
-    adapting,
     communicates,
-    cuts_from_outside,
     is_inside,
-    num_summed,
-    owners,
     partial_parameters,
 )
 from .localise import Count, Difference, counts, difference, localise
 from .parameter_splits import split_parameters
 from .parametrized import registrations
 from .parts_alone import split_parts
-from .plan import tied_or_vocabulary
-from .repeated_blocks import kind
+from .plan_search import find_plan
 from .rulebook import rules_of
 from .rules import split_of
-from .sequence import CannotSplit, split_sequence
 from .sharding import Sharder
 from .splits import Split
 from .stacks import fork_stack, split_stack
@@ -93,12 +82,18 @@ def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, 
         try:
             with attempt(schedule), registrations():  # which an attempt that fails would take for writes
                 return carry_out(schedule, whole, sequence_parallel, splits_more or bool(whole.opaque))
-        except Misfit as err:
-            if sequence_parallel or not whole.add_layers(schedule.mod, err):
+        except (ScheduleError, TraceError) as err:
+            if sequence_parallel and whole.adapts:
+                whole.adapts = False
+            elif sequence_parallel or not _leave_out(schedule, whole, err):
                 raise
-        except TraceError as err:
-            if sequence_parallel or not whole.add_opaque(schedule, err):
-                raise
+
+
+def _leave_out(schedule: Schedule, whole: LeftWhole, err: Exception) -> bool:
+    """Let what a plan could not be carried out with stay whole; return whether there is anything more to leave out."""
+    if isinstance(err, Misfit):
+        return whole.add_layers(schedule.mod, err)
+    return isinstance(err, TraceError) and whole.add_opaque(schedule, err)
 
 
 def _apply_to_part(schedule: Schedule) -> None:
@@ -130,7 +125,7 @@ def carry_out(
     size = schedule.world_size
     borders = _borders(schedule) if sequence_parallel else []
     with marked(borders):
-        derived = _derive(schedule, whole, sequence_parallel)
+        derived = find_plan(schedule, whole, sequence_parallel)
     if accept is not None:
         accept(derived)
     stacks = _stacks(schedule, derived) if accept is None else []
@@ -142,7 +137,7 @@ def carry_out(
     found = counts(layouts, schedule.mod, size)
     for count in found:
         schedule.touch(count.module)
-    forwards = _local_forwards(schedule, derived)
+    forwards = local_forwards(schedule, derived)
     for path in stacks:
         split_stack(schedule[path])
     columns = [path for path, split in derived.splits.items() if _splits(schedule, path, split, layouts.scattered.get(path))]
@@ -167,123 +162,6 @@ def _nothing_split(schedule: Schedule, derived: Derived, sequence_parallel: bool
     reasons = "; ".join(dict.fromkeys(derived.reasons.values())) or "it has no layers with a sharding rule"
     along = "the sequence cannot be split: " if sequence_parallel else ""
     return _error(schedule, f"{along}nothing of the {type(schedule.mod).__name__} can be split: {reasons}; {REMEDY}")
-
-
-def _derive(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool) -> Derived:
-    """The plan: with key heads in copies, if the attention can be split so; with fewer and fewer such modules until it is."""
-    traced = trace_flat(schedule, whole)
-    copies = key_copies(schedule.mod, traced, schedule.world_size)
-    while copies:
-        try:
-            derived, failed = _derive_from(schedule, traced, copies, whole, sequence_parallel)
-        except (TraceError, CannotSplit) as err:
-            get_logger().debug("tensor_parallel: no key heads in copies: %s", err)
-            break
-        if not failed:
-            return derived
-        copies = [each for each in copies if type(each.owner) not in {type(other.owner) for other in failed}]
-    try:
-        return _derive_from(schedule, traced, [], whole, sequence_parallel)[0]
-    except CannotSplit as err:
-        raise _error(schedule, f"the sequence cannot be split: {err}; leave out sequence_parallel") from err
-
-
-def _derive_from(
-    schedule: Schedule, traced: fx.GraphModule, copies: list[KeyCopies], whole: LeftWhole, sequence_parallel: bool
-) -> tuple[Derived, list[KeyCopies]]:
-    """The plan, and those modules for which it is not one."""
-    rules, mesh = rules_of(schedule), mesh_of(schedule.world_size)
-    left = tied_or_vocabulary(schedule.mod, schedule.world_size, rules) | whole.modules(schedule.mod)
-    adapts = not copies and not sequence_parallel
-    with widened(schedule.mod, copies, rules):
-        wide = trace_flat(schedule, whole) if copies else traced
-        rederive = partial(
-            derive,
-            is_layer=rules.is_layer,
-            is_table=rules.is_table,
-            left_whole=in_graph(left, schedule.mod, wide),
-            opaque=whole.opaque,
-            whole_parameters={*whole.layers, *called_paths(wide)},
-        )
-        derived = rederive(wide, mesh)
-        if adapts:
-            unadapted = set[str]()
-            rederive_adapted = partial(rederive, wide, mesh, adapts=True, unadapted=unadapted)
-            derived = _adapted(schedule, derived, rederive_adapted, unadapted)
-            derived = _with_branches(schedule, derived, rederive_adapted, {*whole.layers, *whole.opaque})
-        failed = unshown(copies, traced, wide, derived, rederive)
-        derived.reasons = {**whole.layers, **derived.reasons}
-        derived.copied = [each.owner for each in copies]
-        if not failed:
-            if sequence_parallel and derived.splits:
-                derived.layouts = _split_sequence(derived)
-            narrow(derived, copies)
-    return derived, failed
-
-
-def _adapted(schedule: Schedule, derived: Derived, rederive: Callable[..., Derived], unadapted: set[str]) -> Derived:
-    """Return the plan in which whole values are cut, where it splits more layers than the other one, and can be carried out.
-
-    Where a module that would have to run from a graph cannot, none are cut in this one; its kind is added to ``unadapted``.
-    """
-    while len(adapted := rederive()) > len(derived):
-        unfit = _unfit(schedule, adapted)
-        if unfit is None:
-            return adapted
-        get_logger().debug("tensor_parallel: no whole values are cut in %r: %s", unfit.module, unfit.reason)
-        found = {kind(module) for module in adapting(adapted.layouts, unfit.module)} - unadapted
-        if not found:
-            break
-        unadapted |= found
-    return derived
-
-
-def _with_branches(schedule: Schedule, derived: Derived, rederive: Callable[..., Derived], whole: Collection[str]) -> Derived:
-    """Return the plan in which each rank runs some of the branches, if it fits and less stays whole than in the other one."""
-
-    def whole_numbers(plan: Derived) -> int:
-        return sum(each.numel() for name, each in schedule.mod.named_parameters() if not plan.splits_parameter(name))
-
-    found = find_branches(derived.layouts.graph, schedule.mod, schedule.world_size, whole)
-    found = [each for each in found if not all(map(derived.splits_parameter, each.splits(1)))]
-    if not found or whole_numbers(dealt := rederive(dealt=found)) >= whole_numbers(derived):
-        return derived
-    if (unfit := _unfit(schedule, dealt)) is not None:
-        get_logger().debug("tensor_parallel: no branches are dealt out in %r: %s", unfit.module, unfit.reason)
-        return derived
-    return dealt
-
-
-def _unfit(schedule: Schedule, derived: Derived) -> Difference | None:
-    """Return which module has to run from a graph and cannot; None where all can. Identical modules are traced once."""
-    kinds = {kind(path): path for path, must in owners(derived.layouts).items() if must}
-    layers = layer_paths(schedule)
-    for path in kinds.values():
-        if not path:
-            return Difference("the whole model would have to run from one graph", path)
-        forward = _local_forward(schedule, derived, path, layers)
-        try:
-            summed = forward.try_on(
-                schedule.root_module, ".".join(filter(None, (schedule.path, path))), schedule.example_inputs
-            )
-        except TraceError as err:
-            return Difference(str(err), path)
-        if summed != num_summed(derived.layouts, path):
-            return Difference("it would sum other gradients than planned", path)
-    return None
-
-
-def _split_sequence(derived: Derived) -> Layouts:
-    if derived.layouts.decided_by_values:  # a trace of it on real tensors would send what ranks do not agree on
-        node = derived.layouts.decided_by_values[0]
-        raise CannotSplit(f"values decide the shape of what {node.name} gives ({node.meta.get('source')})")
-    try:
-        return split_sequence(derived.layouts)
-    except CannotSplit as err:
-        path = str(err.__cause__.node.target) if isinstance(err.__cause__, LayoutError) else ""
-        if path not in derived.reasons:
-            raise
-        raise CannotSplit(f"{err}; this layer is not split because of this: {derived.reasons[path]}") from err
 
 
 def _stacks(schedule: Schedule, derived: Derived) -> list[str]:
@@ -364,53 +242,6 @@ def _fork(schedule: Schedule, derived: Derived, from_graph: Collection[str]) -> 
         raise Misfit(schedule, f"{err}; set that rate to 0", _sources(derived, [err.node])) from err
     for path, outside in found:
         (schedule[path] if path else schedule).fork_rng(**({"outside": True} if outside else {}))
-
-
-def _local_forwards(schedule: Schedule, derived: Derived) -> dict[str, tuple[LocalForward, bool]]:
-    """Make forwards with sizes of parts for modules that count whole ones; none is put in place.
-
-    Returns:
-        By path the forward, and whether the module cannot do without it.
-    """
-    made, calls, layers = {}, dict[Any, Calls](), layer_paths(schedule)
-    for path, must in owners(derived.layouts).items():
-        if not any(each in derived.copied for each in schedule.mod.get_submodule(path).modules()):
-            made[path] = _local_forward(schedule, derived, path, layers, calls), must
-    return made
-
-
-def _local_forward(
-    schedule: Schedule, derived: Derived, path: str, layers: Collection[str], calls: dict[Any, Calls] | None = None
-) -> LocalForward:
-    """Make the forward of a module; identical ones share their graphs in ``calls``."""
-    module = schedule.mod.get_submodule(path)
-    below = {name: f"{path}.{name}" if path else name for name, _ in module.named_modules() if name}
-    split = derived.layouts.splits  # a layer may be made of layers, as an adapter is
-    splits = {
-        name: split.get(full) for name, full in below.items() if full in layers and not _is_inside_any(full, split.keys())
-    }
-    called = {str(node.target) for node in derived.layouts.graph.find_nodes(op="call_module")}
-    kept = {name for name, full in below.items() if full in called or name in splits}  # dropouts get wrappers, for one
-    opened = frozenset(name for name in below if name not in kept and not _is_inside_any(name, kept))
-    start = len(path) + 1 if path else 0
-    parameters = {name[start:]: split for name, split in derived.parameters.items() if is_inside(name, path)}
-    shared = frozenset(name[start:] for name in derived.layouts.shared if is_inside(name, path))
-    by_use = frozenset(name[start:] for name in derived.layouts.summed_by_use if is_inside(name, path))
-    cuts_inputs = cuts_from_outside(derived.layouts, path)
-    plan = Plan(path, splits, opened, schedule.world_size, schedule.group, parameters, shared, cuts_inputs, by_use)
-    alike = (
-        type(module),
-        kind(path),
-        opened,
-        cuts_inputs,
-        by_use,
-        *(tuple(sorted((n, repr(each)) for n, each in of.items())) for of in (splits, parameters)),
-    )
-    return LocalForward(module, plan, None if calls is None else calls.setdefault(alike, {}))
-
-
-def _is_inside_any(path: str, others: Collection[str]) -> bool:
-    return any(path.startswith(f"{other}.") for other in others)
 
 
 def _count_locally(

@@ -16,6 +16,7 @@ from slapo_core.tracing.calls import function_name
 
 from .fused_sizes import SPLITS, VIEWS, index_bounds, index_items, keeps_shape, moves
 from .local_sizes.arguments import is_size, leaves, local_size
+from .local_sizes.divided import note_divided
 from .node_values import as_meta, has_tensors
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _split(layouts: Layouts, n: fx.Node, fused: Fused, args: Any, kwargs: Any) -
     if name != "chunk":
         ranks = layouts.mesh.size()
         layouts.sized[n] = tuple(divided)
-        layouts._note_divided(n, ((fused.local(ranks), *args[1:]), kwargs), [_local(part, ranks).shape for part in value])
+        note_divided(layouts, n, ((fused.local(ranks), *args[1:]), kwargs), [_local(part, ranks).shape for part in value])
     elif fused.copied:
         raise ValueError(_OTHERWISE)
     return value

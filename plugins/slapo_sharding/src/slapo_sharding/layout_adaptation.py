@@ -53,6 +53,8 @@ def with_parts(layouts: Layouts, n: fx.Node, args: Any, kwargs: Any) -> Any:
         else:
             layouts.cut[n] = cut
             return value
+    if layouts.cuts_only:
+        raise ValueError("the operation needs all of a value that is sharded")
     for place, each in whole.items():  # what DTensor takes for a part of a sum, beside others, is added up with these
         part = DTensor.from_local(each, layouts.mesh, [Partial()], run_check=False)
         with suppress(RuntimeError):
@@ -117,12 +119,14 @@ def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
         of_layers: Count the results that row layers add up among the latter.
     """
     is_given = layouts.cuts_inputs and node.op == "placeholder"
-    return is_given or not has_gradient(node) or bool(parameters_of(node)) or _is_for_parts(layouts, node, of_layers)
+    if is_given or not has_gradient(node) or parameters_of(node) or node in layouts.copies:
+        return True
+    return not layouts.cuts_only and _is_for_parts(layouts, node, of_layers)
 
 
 def _is_for_parts(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:
     """Return whether a whole value has its gradient from added-up values and shared layers alone, and parameters beside."""
-    if node in layouts.copies or node in layouts.reduced or node in layouts.norms or str(node.target) in layouts.shared:
+    if node in layouts.reduced or node in layouts.norms or str(node.target) in layouts.shared:
         return True
     split = layouts.splits.get(str(node.target)) if node.op == "call_module" else None
     if of_layers and split is not None and split.output == "reduced":

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from slapo_core.errors import TraceError
 from slapo_core.tracing.calls import function_name
-from slapo_core.tracing.graph_ops import expect
+from slapo_core.tracing.graph_ops import expect, set_state
 
 from ._torch_private import layouts_kept
 from .branches import Branches
@@ -28,7 +28,8 @@ from .convolutions import channel_dim
 from .function_gradients import check_parts, is_autograd_function
 from .fused_parts import Fused, of_parts
 from .layout_adaptation import may_reduce, with_parts
-from .local_sizes.arguments import is_size, leaves, to_divide
+from .local_sizes.arguments import leaves
+from .local_sizes.divided import note_divided, note_sizes
 from .local_sizes.sharded_norms import norm_of
 from .node_values import as_meta, by_heads, gives_numbers, gives_tensors, has_gradient, has_tensors, parameters_of
 from .splits import ParameterSplit, Split
@@ -65,7 +66,12 @@ class LayoutError(Exception):
 
 
 class _Result:
-    """Result of a call that cannot be run without data; only the tensors taken out of it are known."""
+    """Object that is not known, as the result of a call that cannot be run without data; tensors taken out of it are."""
+
+    def __getattr__(self, name: str) -> _Result:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
 
     def __getitem__(self, index: Any) -> _Result:
         return self
@@ -91,6 +97,7 @@ class Layouts(fx.Interpreter):
         dealt: Branches of which each rank runs some.
         summed_by_use: Names of whole parameters that are used on whole values as well: each use on sharded ones has a sum of
             its own.
+        cuts_only: Adapted nodes cut parameters and constants, and do nothing else: there is nothing to send.
 
     Attributes:
         splits: How each layer is split; those not in it stay whole.
@@ -132,9 +139,10 @@ class Layouts(fx.Interpreter):
         cuts_inputs: bool = False,
         dealt: Collection[Branches] = (),
         summed_by_use: Collection[str] = (),
+        cuts_only: bool = False,
     ) -> None:
         super().__init__(graph_module, graph=graph)
-        self.cuts_inputs, self.summed_by_use = cuts_inputs, summed_by_use
+        self.cuts_inputs, self.summed_by_use, self.cuts_only = cuts_inputs, summed_by_use, cuts_only
         self.dealt = {each.joint: each for each in dealt}
         self.branch_of = {node: each for each in dealt for node in each.inside}
         self.adapted, self.gives_parts, self.opaque = adapted, gives_parts, opaque
@@ -175,6 +183,8 @@ class Layouts(fx.Interpreter):
             self.run()
 
     def run_node(self, n: fx.Node) -> Any:
+        if n.target is set_state:
+            return None  # no node reads what lies in an object
         if n.target is expect and (n.args[1] in _OF_GRADIENTS or (n.args[1] == "shape" and not self.gives_parts)):
             return None  # of a run with gradients, or of the unmodified model, neither of which runs here
         if n.target is torch.autograd.grad:
@@ -199,7 +209,7 @@ class Layouts(fx.Interpreter):
             raise LayoutError(self, n, self._unfit(n)) from err
         value = self._note(n, self._with_blocks(n, value))
         if isinstance(value, DTensor) and n.op != "call_module":
-            self._note_sizes(n, value, args, kwargs)
+            note_sizes(self, n, value, args, kwargs)
         return value
 
     def _with_blocks(self, n: fx.Node, value: Any) -> Any:
@@ -228,33 +238,6 @@ class Layouts(fx.Interpreter):
             if value.dim() == given.dim() + 1 and number * size == given.shape[-1] and number % self.mesh.size():
                 return f"{number} heads, or whatever has size {size} here, are {UNEVEN} {self.mesh.size()} ranks"
         return "the operation needs all of a value that is sharded"
-
-    def _note_sizes(self, n: fx.Node, value: DTensor, args: Any, kwargs: Any) -> None:
-        if n in self.sized or n in self.norms or not any(map(is_size, pytree.tree_leaves((args, kwargs)))):
-            return
-        local = pytree.tree_map_only(DTensor, DTensor.to_local, (args, kwargs))
-        expected = value.to_local().shape
-        if self._gives(n, local, expected):
-            return
-        given = {int(part) for part in pytree.tree_leaves((args, kwargs)) if is_size(part)}
-        self.sized[n] = tuple(
-            whole for whole, part in zip(value.shape, expected, strict=True) if whole != part and whole in given
-        )
-        self._note_divided(n, local, expected)
-
-    def _note_divided(self, n: fx.Node, given: Any, expected: Any) -> None:
-        found = to_divide(given, self.sized[n], self.mesh.size(), lambda other: self._gives(n, other, expected))
-        if found is not None:
-            self.divided[n] = dict.fromkeys(found, 0)
-
-    def _gives(self, n: fx.Node, given: Any, expected: Any) -> bool:
-        """Return whether a node gives tensors of these shapes with other arguments."""
-        try:
-            value = getattr(self, n.op)(n.target, *given)
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            return False
-        shapes = [part.shape for part in value] if isinstance(value, list | tuple) else value.shape
-        return bool(shapes == expected)
 
     def _dealt(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         """Run a node of a branch on whole values; what joins the branches has a part of them on each rank."""
@@ -295,11 +278,13 @@ class Layouts(fx.Interpreter):
                 self.sources[n] = frozenset()
                 self.sized[n] = (known.shape[self.filled[n]],)
                 value = self._shard(as_meta(known), self.filled[n])
-                self._note_divided(n, (args, kwargs), value.to_local().shape)
+                note_divided(self, n, (args, kwargs), value.to_local().shape)
                 return self._note(n, value)
             return as_meta(known)
         if n.op == "placeholder":
             return n.meta.get("val")
+        if n.target in (getattr, operator.getitem) and args[0] is None:  # of an object that the forward is given
+            return _Result()
         if n.op == "call_module" and str(n.target) in self.opaque:
             return _Result()
         try:
@@ -440,7 +425,7 @@ class Layouts(fx.Interpreter):
             names = parameters_of(other) if n not in self.branch_of else ()
             if names and not any(name.rpartition(".")[0] in self.holders or name in self.summed_by_use for name in names):
                 self._note_partial(n, other, names)
-            elif n in self.adapted or n in self.branch_of:
+            elif (n in self.adapted and not self.cuts_only) or n in self.branch_of:
                 self.summed_gradients.setdefault(n, set()).add(other)
             else:
                 raise ValueError(f"the whole value {other.name!r} gets a part of its gradient only")
@@ -479,7 +464,7 @@ class Layouts(fx.Interpreter):
         for part in _sharded(value):
             if isinstance(part, DTensor) and isinstance(placement := part.placements[0], Partial):
                 is_sum = type(placement) is Partial and placement.reduce_op in ("sum", "avg")
-                if part is value and is_sum and n in self.adapted and may_reduce(self, n):
+                if part is value and is_sum and n in self.adapted and not self.cuts_only and may_reduce(self, n):
                     self.sources.pop(n)
                     self.reduced[n] = placement.reduce_op
                     return part.to_local()

@@ -60,10 +60,12 @@ class LeftWhole:
     Args:
         layers: Path of a layer to why it is not split.
         opaque: Path of a module that cannot be traced to why; the layers inside stay whole.
+        adapts: Whether whole values may be cut where they meet sharded ones; what meets such values stays whole otherwise.
     """
 
     layers: dict[str, str] = field(default_factory=dict)
     opaque: dict[str, str] = field(default_factory=dict)
+    adapts: bool = True
 
     def add_layers(self, model: nn.Module, err: Misfit) -> bool:
         """Add the layers at fault with those at the same place in other blocks; return whether there was one to add."""

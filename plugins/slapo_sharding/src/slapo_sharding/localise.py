@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.tracing.graph_ops import expect, set_state
+from slapo_core.tracing.graph_ops import expect, rebuild, set_state
 
 from .layouts import Layouts
 from .local_sizes.arguments import leaves
@@ -128,7 +128,7 @@ def difference(layouts: Layouts, local: fx.GraphModule, apart: Collection[str] =
         apart: Paths of modules that are one call in it.
     """
     ours = [node for node in layouts.graph.nodes if node.op.startswith("call")]
-    theirs = [node for node in local.graph.nodes if node.op.startswith("call") and not _is_result_of(node, apart)]
+    theirs = [node for node in local.graph.nodes if node.op.startswith("call") and not _is_part_of_call(node, apart)]
     ours = [node for node in ours if not any(is_inside(node.meta.get("module", ""), path) for path in apart)]
     for whole, part in zip(ours, theirs, strict=False):
         if (whole.op, str(whole.target)) != (part.op, str(part.target)):
@@ -156,8 +156,13 @@ def _at(node: fx.Node, reason: str) -> Difference:
     return Difference(f"{reason} ({node.meta.get('source')})", node.meta.get("module", ""))
 
 
-def _is_result_of(node: fx.Node, apart: Collection[str]) -> bool:
-    """Return whether a node calls one of these modules, or takes something out of its result, or notes something in it."""
+def _is_part_of_call(node: fx.Node, apart: Collection[str]) -> bool:
+    """Return whether a node calls one of these modules, or makes an object for the call, as a cache of keys.
+
+    What takes something out of the result, or notes something in it, belongs to the call, too.
+    """
+    if node.target is rebuild:
+        return any(user.op == "call_module" and str(user.target) in apart for user in node.users)
     while node.target in (operator.getitem, set_state) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.op == "call_module" and str(node.target) in apart

@@ -77,7 +77,7 @@ class SequenceLayouts(Layouts):
 
     def __init__(self, layouts: Layouts, plan: Plan) -> None:
         given = (layouts.traced, layouts.mesh, layouts.candidates, layouts.filled, layouts.is_layer, layouts.left_whole)
-        super().__init__(*given, adapted=layouts.adapted, opaque=layouts.opaque)
+        super().__init__(*given, adapted=layouts.adapted, opaque=layouts.opaque, cuts_only=layouts.cuts_only)
         self.plan, self.crossings = plan, plan.crossings
         self.gathered: dict[fx.Node, frozenset[Place]] = {}
         self.flattened: set[fx.Node] = set()
