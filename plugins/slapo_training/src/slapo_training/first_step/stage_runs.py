@@ -121,14 +121,14 @@ class StageRuns:
         Raises:
             RunFailedError: on a rank that failed; raised on all.
         """
-        program = self._program
-        if program.replan is None or len(program.stages) == 1:
+        program, replan = self._program, self._program.replan
+        if replan is None or len(program.stages) == 1:
             return Planned(program, rows)
         with self.failing_together(), torch.enable_grad(), self._around(True):
-            program = program.replan(True, rows.batch)
+            program = replan(True, rows.batch)
         if not has_backward and any(asks_for_gradients(stage.module) for stage in program.stages):
             with self.failing_together(), torch.no_grad(), self._around(False):
-                program = self._program.replan(True, rows.batch)
+                program = replan(True, rows.batch)
         return Planned(program, rows)
 
     def __call__(self, planned: Planned, state: StateSnapshot, behind: Behind | None = None, fixed: bool = False) -> Run:
