@@ -5,6 +5,11 @@ model, batch = MODELS["llava"](), batch_of("llava", [1, 2, 0, 1], seed=0)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -30,6 +35,9 @@ from transformers import (
     SmolVLMForConditionalGeneration,
 )
 
+Batch = dict[str, torch.Tensor]
+
+SGD = partial(torch.optim.SGD, lr=0.1)
 IMAGE, START, END, LENGTH = 60, 61, 62, 24
 IMAGES = ([1, 2, 0, 1], [2, 0, 1, 0], [1, 1, 1, 1], [0, 0, 2, 1])
 """Number of images in each row, by batch."""
@@ -177,3 +185,28 @@ def joined(shares: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     most = max((each.shape[1] for each in whole.get("pixel_values", []) if each.dim() == 5), default=0)
     padded = [F.pad(each, (0, 0) * 3 + (0, most - each.shape[1])) for each in whole.get("pixel_values", []) if most]
     return {name: torch.cat(padded if padded and name == "pixel_values" else each) for name, each in whole.items()}
+
+
+def assert_trains_alike(
+    engine: Any, sch: Any, reference: nn.Module, batches: Iterable[tuple[Batch, Batch]], atol: float = 2e-5
+) -> None:
+    """Compare the losses of an engine's steps and the weights behind them with those of the unmodified model.
+
+    Args:
+        engine: Of the optimizer ``SGD``; it is closed at the end.
+        sch: The schedule of the engine.
+        reference: The unmodified model, in training mode.
+        batches: For each step what this rank gives, and what all give.
+        atol: Absolute tolerance of the weights.
+    """
+    optimizer = SGD(reference.parameters())
+    for given, whole in batches:
+        expected = reference(**whole).loss
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(engine.train_batch(**given)) == pytest.approx(expected.item(), abs=1e-5)
+    weights = dict(reference.named_parameters(remove_duplicate=False))
+    for name, value in sch.full_state().items():
+        torch.testing.assert_close(value, weights[name].detach(), atol=atol, rtol=1e-4)
+    engine.close()

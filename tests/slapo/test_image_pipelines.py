@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import build, create_schedule
@@ -16,9 +14,8 @@ from slapo_core.errors import BuildError, ScheduleError
 from slapo_core.testing import run_distributed
 from tests.slapo_pipeline.staged import assert_same, cut, expected_of, loss_of
 
-from .image_models import IMAGES, MODELS, batch_of
+from .image_models import IMAGES, MODELS, SGD, assert_trains_alike, batch_of
 
-SGD = partial(torch.optim.SGD, lr=0.1)
 CUTS = {**dict.fromkeys(MODELS, "model.language_model.layers.0"), "smol": "model.text_model.layers.0"}
 
 
@@ -67,18 +64,8 @@ def train(rank: int, kind: str, target: str, layout: tuple[int, int], options: d
     if tp > 1:
         sch.tensor_parallel()
     sch[CUTS[kind]].cut_pipeline_stage()
-    engine, optimizer = build(sch, target, optimizer=SGD, **options), SGD(reference.parameters())
-    for seed, images in enumerate(IMAGES):
-        batch = batch_of(kind, images, seed)
-        expected = reference(**batch).loss
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert float(engine.train_batch(**batch)) == pytest.approx(expected.item(), abs=1e-5)
-    weights = dict(reference.named_parameters())
-    for name, value in sch.full_state().items():
-        torch.testing.assert_close(value, weights[name].detach(), atol=2e-5, rtol=1e-4)
-    engine.close()
+    batches = [batch_of(kind, images, seed) for seed, images in enumerate(IMAGES)]
+    assert_trains_alike(build(sch, target, optimizer=SGD, **options), sch, reference, zip(batches, batches, strict=True))
 
 
 def train_each(rank: int, cases: list[tuple[Any, ...]]) -> None:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import build, create_schedule
 from slapo_core.testing import run_distributed
 
-from .image_models import IMAGES, TRAINED, batch_of, joined
+from .image_models import IMAGES, SGD, TRAINED, assert_trains_alike, batch_of, joined
 
 pytestmark = pytest.mark.multiproc
-
-SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 def train(rank: int, kind: str, target: str, layout: dict[str, int], options: dict[str, Any]) -> None:
@@ -29,19 +25,12 @@ def train(rank: int, kind: str, target: str, layout: dict[str, int], options: di
     sch = create_schedule(model, mesh=mesh)
     if tp > 1:
         sch.tensor_parallel()
-    engine, optimizer = build(sch, target, optimizer=SGD, **options), SGD(reference.parameters())
+    batches = []
     for seed, images in enumerate(IMAGES):
         rows = len(images) // dp
         shares = [batch_of(kind, images[rows * each : rows * (each + 1)], 2 * seed + each) for each in range(dp)]
-        expected = reference(**joined(shares)).loss
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert float(engine.train_batch(**shares[mesh["dp"].get_local_rank()])) == pytest.approx(expected.item(), abs=1e-5)
-    weights = dict(reference.named_parameters(remove_duplicate=False))
-    for name, value in sch.full_state().items():
-        torch.testing.assert_close(value, weights[name].detach(), atol=2e-5, rtol=1e-4)
-    engine.close()
+        batches.append((shares[mesh["dp"].get_local_rank()], joined(shares)))
+    assert_trains_alike(build(sch, target, optimizer=SGD, **options), sch, reference, batches)
 
 
 ENGINES = ("torch", "deepspeed", "megatron")
@@ -95,18 +84,9 @@ def split(rank: int, kind: str) -> None:
     )
     sch.tensor_parallel()
     assert sum(each.numel() for each in vision.parameters()) < 0.7 * whole
-    engine, optimizer = build(sch, "torch", optimizer=SGD), SGD(reference.parameters())
-    for seed, images in enumerate(IMAGES[:2]):
-        batch = batch_of(kind, images, seed)
-        expected = reference(**batch).loss
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert float(engine.train_batch(**batch)) == pytest.approx(expected.item(), abs=1e-5)
-    weights = dict(reference.named_parameters(remove_duplicate=False))
-    for name, value in sch.full_state().items():
-        torch.testing.assert_close(value, weights[name].detach(), atol=3e-5, rtol=1e-4)
-    engine.close()
+    batches = [batch_of(kind, images, seed) for seed, images in enumerate(IMAGES[:2])]
+    engine = build(sch, "torch", optimizer=SGD)
+    assert_trains_alike(engine, sch, reference, zip(batches, batches, strict=True), atol=3e-5)
 
 
 @pytest.mark.parametrize(

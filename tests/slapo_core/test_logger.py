@@ -14,7 +14,9 @@ from slapo_core.testing import run_distributed
 @pytest.fixture
 def name() -> Iterator[str]:
     yield "SlapoTest"
-    logging.getLogger("SlapoTest").handlers.clear()
+    logger = logging.getLogger("SlapoTest")
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
 
 
 def test_a_line_is_printed_once_however_often_the_logger_is_asked_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,3 +41,12 @@ def line_of_rank(rank: int) -> str:
 @pytest.mark.multiproc
 def test_the_rank_is_shown_in_a_process_group() -> None:
     assert run_distributed(line_of_rank, 2) == [f"INFO Slapo: [rank {rank}] hello" for rank in range(2)]
+
+
+@pytest.mark.parametrize("how", ["argument", "method"])
+def test_a_level_lasts_until_another_one_is_given(name: str, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    get_logger(name, logging.DEBUG) if how == "argument" else get_logger(name).setLevel("DEBUG")
+    get_logger(name).debug("shown")
+    get_logger(name, logging.WARNING)
+    get_logger(name).info("hidden")
+    assert capsys.readouterr().err.endswith("shown\n")

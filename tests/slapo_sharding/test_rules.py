@@ -267,6 +267,6 @@ def test_the_hook_is_typed_documented_and_its_example_runs():
 def test_what_is_on_the_plugin_s_page_runs():
     page = Path(__file__).parents[2] / "plugins/slapo_sharding/README.md"
     sources = re.findall(r"```py\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(sources) == 3
+    assert len(sources) == 4
     for source in sources:
         exec(source, {"__name__": __name__})  # noqa: S102  the page is ours

@@ -30,10 +30,12 @@ def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger
 
     Args:
         name: Name of the logger.
-        level: What it lets through from now on, 20 is ``INFO``.
+        level: The lowest level that is shown from now on. The default, 20, is ``INFO``, and leaves a level alone that was set
+            before: all of Slapo asks for its logger again and again.
     """
     logger = logging.getLogger(name)
-    logger.setLevel(level)
+    if level != logging.INFO or logger.level == logging.NOTSET:
+        logger.setLevel(level)
     if not any(isinstance(handler, ConsoleHandler) for handler in logger.handlers):
         handler = ConsoleHandler(sys.stderr)
         handler.setFormatter(RankFormatter("%(levelname)s %(name)s: %(rank)s%(message)s"))

@@ -44,11 +44,6 @@ class Primitive(ABC):
         """Change the module. ``None`` lets calls chain; any other value is what the user's call returns."""
 
     @staticmethod
-    def is_verifiable() -> bool:
-        """Whether the step can be compared with the unmodified model."""
-        return True
-
-    @staticmethod
     def init_metadata() -> Any:
         """The value ``schedule.metadata.primitives[name]`` starts with, once per module."""
         return None

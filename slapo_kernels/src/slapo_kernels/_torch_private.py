@@ -11,6 +11,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from slapo_core.tracing._torch_private import in_function_transform
+
 
 def is_dry_run(tensor: object = None) -> bool:
     """Whether operations are recorded or tensors without numbers, as while a model is traced."""
@@ -43,7 +45,7 @@ def will_run(node: Node) -> bool:
 
 def is_transformed() -> bool:
     """Whether torch.func or forward-mode automatic differentiation is at work."""
-    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+    return in_function_transform() or forward_ad._current_level >= 0
 
 
 def is_fsdp_hook(hook: object) -> bool:

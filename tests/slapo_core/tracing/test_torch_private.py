@@ -263,3 +263,9 @@ def test_functions_of_vmap_are_intercepted_and_then_no_more() -> None:
         assert torch.equal(many(torch.ones(3)), torch.full((3,), 2.0))
     many(torch.ones(3))
     assert seen == [double]
+
+
+def test_a_transform_is_seen_inside_of_it_alone() -> None:
+    seen: list[bool] = []
+    torch.func.vmap(lambda x: seen.append(private.in_function_transform()) or x)(torch.ones(2))
+    assert (seen, private.in_function_transform()) == ([True], False)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from slapo_core.tracing._torch_private import quiet
+from slapo_core.tracing._torch_private import in_function_transform, quiet
 from slapo_core.tracing.regions import current, leave
 
 MOVES = ("redistribution", "placement changes")
@@ -83,17 +83,12 @@ def mesh_of(size: int) -> DeviceMesh:
     return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("rules of slapo",), _init_backend=False, _rank=0)
 
 
-def is_transformed() -> bool:
-    """Return whether code runs inside of a transform like ``vmap``; all ranks run the same code."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def surroundings(device: torch.device) -> tuple[Any, ...] | None:
     """Return the global state that a torch function's result may depend on; None where it may depend on anything.
 
     It may under a ``TorchDispatchMode``, and inside of transforms like ``vmap``.
     """
-    if torch._C._len_torch_dispatch_stack() or is_transformed():
+    if torch._C._len_torch_dispatch_stack() or in_function_transform():
         return None
     kind = device.type
     casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

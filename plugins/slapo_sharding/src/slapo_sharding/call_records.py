@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from slapo_core.agreement import gather
+from slapo_core.tracing._torch_private import in_function_transform
 from slapo_core.tracing.calls import is_metadata, model_source, name_of
 
-from ._torch_private import is_transformed
 from .collectives import Group
 from .followed import tensors_in
 
@@ -42,7 +42,7 @@ class CallRecords:
     def __call__(self, func: Any, result: Any) -> None:
         """Add what a function returned, or what a layer is given."""
         name = name_of(func)
-        if is_metadata(func, name) or is_transformed():
+        if is_metadata(func, name) or in_function_transform():
             return
         line = model_source() or "an unknown line"
         for x in tensors_in(result):

@@ -18,9 +18,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slapo_core.agreement import gather
 from slapo_core.errors import BuildError
 from slapo_core.parameters import facts, is_part
+from slapo_core.tracing._torch_private import in_function_transform
 
 from ._torch_autograd import no_functions
-from ._torch_private import is_transformed, no_modes
+from ._torch_private import no_modes
 from .collectives import Group
 from .moves import OFF
 from .rules import split_of
@@ -53,7 +54,7 @@ def check(model: nn.Module) -> None:
         BuildError: they differ; on every rank, with the first weight that does.
     """
     group, _ = sharers(model)
-    if group is None or is_transformed() or dist.get_backend(group) == "fake":
+    if group is None or in_function_transform() or dist.get_backend(group) == "fake":
         return
     with no_functions(), no_modes(), torch.no_grad():
         digests = {name: digest for name, parameter in model.named_parameters() if (digest := _known(parameter))}

@@ -29,9 +29,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slapo_core.errors import BuildError
 from slapo_core.logger import get_logger
 from slapo_core.parameters import ShardSpec
+from slapo_core.tracing._torch_private import in_function_transform
 from slapo_core.tracing.calls import is_metadata, name_of
 
-from ._torch_private import is_transformed, mesh_of, surroundings
+from ._torch_private import mesh_of, surroundings
 from .attention import counts_locally
 from .collectives import Group, num_ranks
 from .equal_draws import Draw
@@ -254,7 +255,7 @@ class ShardedValues:
 
     def _run_whole(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the function with what is the same on every rank; what is drawn for it first has to be, too."""
-        draw = Draw() if self.unasked is not None and not is_transformed() else None
+        draw = Draw() if self.unasked is not None and not in_function_transform() else None
         result = func(*args, **kwargs)
         if draw is not None and draw.has_drawn:
             if not draw.is_alike(self.unasked, self.device):
@@ -264,7 +265,7 @@ class ShardedValues:
 
     def _run(self, value: Followed, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the function with this rank's parts."""
-        draw = None if is_transformed() else Draw()
+        draw = None if in_function_transform() else Draw()
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, ValueError) as err:

@@ -18,11 +18,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 
-def in_function_transform() -> bool:
-    """Return whether a transform of ``torch.func``, as ``vmap`` is, runs now."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def nll_mean_of(loss: torch.Tensor) -> tuple[int, int] | None:
     """Over how many labels a loss is a mean, and the label it leaves out, as ``cross_entropy`` and ``nll_loss`` keep it for
     their backward, or as another's ``grad_fn.label_mean`` says, its labels and the one left out.

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import BuildError
+from slapo_core.tracing._torch_private import in_function_transform
 
-from ._torch_private import in_function_transform, nll_mean_of, nll_means_behind
+from ._torch_private import nll_mean_of, nll_means_behind
 
 _LOSSES: tuple[Callable[..., Any], ...] = (F.cross_entropy, F.nll_loss)
 EQUAL_PARTS = (

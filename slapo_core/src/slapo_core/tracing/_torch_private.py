@@ -30,6 +30,11 @@ not_compiled: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-
 """Keeps ``torch.compile`` off a function and what it calls. Dynamo is imported by the first call."""
 
 
+def in_function_transform() -> bool:
+    """Return whether a transform of ``torch.func``, such as ``vmap``, runs now."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 _Handler = Callable[..., Any]
 _GROUPED = torch.ops.aten._grouped_mm.default
 _VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -56,7 +56,7 @@ def trace_fx(
         raise TraceError(f"tracer 'fx' does not go into the rewritten graph of the {variants.label}; use tracer='value'")
     source = former(module, bare=True) if isinstance(module, TracedModule) else module
     parameters = plain_signature(source)
-    concrete, placeholders = _division(module, parameters, example, concrete_args)
+    concrete, placeholders = _division(parameters, example, concrete_args)
     graph, reads, opened = _graph(source, plan, concrete, tracer)
     for node in list(graph.find_nodes(op="placeholder")):
         if str(node.target).removeprefix("*") not in placeholders:
@@ -83,7 +83,7 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _division(module: nn.Module, parameters: Any, example: Any, concrete: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+def _division(parameters: Any, example: Any, concrete: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the arguments that are part of the graph, and the names of those that are inputs."""
     if example is None:
         defaults = {name: each.default for name, each in parameters.parameters.items() if each.default is not each.empty}
