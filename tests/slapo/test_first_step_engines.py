@@ -17,7 +17,7 @@ from slapo_core.logger import get_logger
 from slapo_core.testing import run_distributed
 from tests.first_step_cases import MEANS, MIXING, NO_MEANS, QUIET, Loss, batch
 from tests.slapo.injected import Net, batches
-from tests.slapo_torch.layouts import mesh_of
+from tests.slapo_torch.layouts import mesh_of, message_of
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 TARGETS = ("torch", "deepspeed", "megatron")
@@ -163,6 +163,35 @@ def _later(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.multiproc
+class Asking(InStages):
+    """Asks whether gradients are computed, as forwards with a switch for checkpoints do."""
+
+    checkpoints = False
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        if (torch.is_grad_enabled() and self.checkpoints) or not self.first(x).requires_grad:
+            x = x.clone()
+        return super().forward(x, labels)
+
+
+def _asking_refused(rank: int) -> str:
+    torch.manual_seed(0)
+    rows = batch(8)
+    sch = slapo.create_schedule(
+        Asking(nn.ReLU(), nn.ReLU(), NO_MEANS["sum"]),
+        mesh=mesh_of(pp=2),
+        example_inputs={name: value[:4] for name, value in rows.items()},
+    )
+    sch["early"].cut_pipeline_stage()
+    engine = slapo.build(sch, "torch", optimizer=SGD, microbatches=2)
+    return message_of(lambda: engine.train_batch(**rows))
+
+
+def test_stages_that_ask_for_gradients_are_looked_at_too() -> None:
+    for message in run_distributed(_asking_refused, 2):
+        assert message.startswith("BuildError: the loss is no mean over rows")
+
+
 def test_engines_look_again_where_replicas_first_differ() -> None:
     for found in run_distributed(_later, 2, timeout=120):
         assert len(found) == 7

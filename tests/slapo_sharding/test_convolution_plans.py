@@ -143,6 +143,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "mb": lambda: MbConv(lambda channels: nn.Identity()),
     "mb batch": lambda: MbConv(nn.BatchNorm2d),
     "mb instance": lambda: MbConv(lambda channels: nn.InstanceNorm2d(channels, affine=True, track_running_stats=True)),
+    "mb plain instance": lambda: MbConv(nn.InstanceNorm2d),
     "mb slopes": lambda: MbConv(lambda channels: nn.Sequential(nn.BatchNorm2d(channels), nn.PReLU(channels))),
     "mb pooled": PooledMbConv,
     "unet": UnetBlock,

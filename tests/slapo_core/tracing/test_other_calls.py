@@ -165,6 +165,15 @@ def test_what_cannot_be_traced_for_a_call_runs_the_forward(capsys: Any) -> None:
     assert "asks for the values of a tensor (bool)" in said
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_run_the_forward(capsys: Any) -> None:
+    traced = trace_module(Forward(lambda self, x: x * 2.0), (torch.ones(2, 3),))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for _ in range(2):
+        torch.testing.assert_close(traced(nested).to_padded_tensor(0.0), 2.0 * nested.to_padded_tensor(0.0))
+    assert capsys.readouterr().err.count("it is given a nested tensor") == 1
+
+
 # ---- questions whose answers are part of the graph
 
 

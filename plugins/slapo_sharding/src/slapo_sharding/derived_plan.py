@@ -19,6 +19,7 @@ from .borders import marked
 from .derive import Derived
 from .draws import MixedDraws, forks
 from .flat_graphs import TakenName, flat_graph, layer_paths
+from .layouts import Layouts
 from .left_whole import REMEDY, LeftWhole, Misfit, tell, tell_of_opaque, without_advice
 from .local_forwards import local_forwards
 from .local_sizes.forward import LocalForward
@@ -29,6 +30,7 @@ from .local_sizes.owners import (
     partial_parameters,
 )
 from .localise import Count, Difference, counts, difference, localise
+from .norms import counts_channels_only
 from .parameter_splits import split_parameters
 from .parametrized import registrations
 from .parts_alone import split_parts
@@ -140,6 +142,7 @@ def carry_out(
     forwards = local_forwards(schedule, derived)
     for path in stacks:
         split_stack(schedule[path])
+    _count_channels(schedule, layouts)
     columns = [path for path, split in derived.splits.items() if _splits(schedule, path, split, layouts.scattered.get(path))]
     columns = [path for path in columns if not layouts.summed.get(path)]
     for paths in column_inputs.by_input(layouts.graph, columns):
@@ -156,6 +159,22 @@ def carry_out(
     for path in stacks:
         fork_stack(schedule[path])
     return derived
+
+
+def _count_channels(schedule: Schedule, layouts: Layouts) -> None:
+    """Let norms without weights count the channels of this rank."""
+    calls: dict[str, list[fx.Node]] = {}
+    for node in layouts.graph.find_nodes(op="call_module"):
+        calls.setdefault(str(node.target), []).append(node)
+    for path, nodes in calls.items():
+        module, sharded = schedule.mod.get_submodule(path), [node for node in nodes if node in layouts.local]
+        if not counts_channels_only(module) or not sharded:
+            continue
+        if len(sharded) < len(nodes):
+            sources = {layer for node in sharded for layer in layouts.sources[node]}
+            raise Misfit(schedule, f"{path!r} is given sharded values and whole ones", sources)
+        schedule.touch(module)
+        vars(module)["num_features"] //= schedule.world_size
 
 
 def _nothing_split(schedule: Schedule, derived: Derived, sequence_parallel: bool) -> ScheduleError:

@@ -58,7 +58,7 @@ def _parts(call: fx.Node, dim: int) -> tuple[int, ...]:
     if name == "glu" and user.meta["val"].shape[dim] * 2 == value.shape[dim]:
         return (value.shape[dim] // 2,) * 2
     if name in VIEWS and user.meta["val"].dim() > value.dim():
-        return _in_view(user, dim, value.shape[dim])
+        return _in_view(user, value, dim)
     if name in _MOVES and isinstance(user.meta.get("val"), torch.Tensor):
         return _parts(user, _moved(user, call, dim))
     return _parts(user, dim) if keeps_shape(user, call) else ()
@@ -82,13 +82,17 @@ def _tiles(bounds: list[tuple[int, int] | None], size: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in ordered) if tiles and None not in bounds else ()
 
 
-def _in_view(view: fx.Node, dim: int, width: int) -> tuple[int, ...]:
+def _in_view(view: fx.Node, value: torch.Tensor, dim: int) -> tuple[int, ...]:
     """Return the sizes of parts that are a dimension of a view, or are taken out of it as so many heads each."""
-    number = view.meta["val"].shape[dim]
-    heads = _parts(view, dim)
-    if number > 1 and any(size > 1 for size in heads):
+    shape, width, before = view.meta["val"].shape, value.shape[dim], value.shape[:dim].numel()
+    place = next((place for place in (dim, *range(len(shape))) if shape[:place].numel() == before), None)
+    number = 1 if place is None else shape[place]  # a view may join or divide the dimensions before it
+    if place is None or not 1 < number < width or width % number:
+        return ()
+    heads = _parts(view, place)
+    if any(size > 1 for size in heads):
         return tuple(size * width // number for size in heads)
-    return (width // number,) * number if number > 1 else ()
+    return (width // number,) * number
 
 
 def _halves(part: fx.Node, dim: int) -> tuple[int, ...]:

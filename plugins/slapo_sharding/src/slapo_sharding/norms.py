@@ -26,8 +26,8 @@ def is_group_norm(module: Any) -> bool:
 
 
 def is_instance_norm(module: Any) -> bool:
-    """Return whether a module is an InstanceNorm with weights."""
-    return computes_as(module, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d) and module.affine
+    """Return whether a module is an InstanceNorm."""
+    return computes_as(module, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def is_channel_prelu(module: Any) -> bool:
@@ -56,4 +56,12 @@ PRELU = ShardingRule(
     is_channel_prelu,
     (Cut({"weight": 0}, "sharded", "sharded", ("num_parameters",), fusable=False, dim=1),),
 )
+
+
+def counts_channels_only(module: Any) -> bool:
+    """Return whether a module is a norm of single channels that has nothing but their number, ``num_features``."""
+    held = (*module._parameters.values(), *module._buffers.values())
+    return all(each is None for each in held) and (is_instance_norm(module) or is_batch_norm(module))
+
+
 RULES = (BATCH_NORM, GROUP_NORM, INSTANCE_NORM, PRELU)

@@ -8,8 +8,10 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx, nn
 
 from ..errors import ScheduleError, TraceError
+from . import _torch_private as private
 from .structures import contents, fill, getter
 
 
@@ -44,6 +46,13 @@ def expect(answer: Any, name: str, tensor: torch.Tensor | None = None, *args: An
     """
     if problem := _unexpected(answer, name, tensor, args, kwargs):
         raise TraceError(f"{problem}; trace again for calls like this, or keep what asks whole with leaf_modules")
+
+
+def asks_for_gradients(module: nn.Module) -> bool:
+    """Return whether a graph inside serves calls with gradients alone, or those without, as its forward asks for these."""
+    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    asked = {str(node.args[1]) for graph in graphs for node in graph.find_nodes(op="call_function", target=expect)}
+    return not asked.isdisjoint((*private.MODES, "requires_grad", "is_leaf", "grad_fn"))
 
 
 def _unexpected(answer: Any, name: str, of: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..errors import TraceError
 from . import _torch_private as private
 from .structures import Snapshot, contents, fingerprint, put_back, tensors
 
@@ -58,7 +59,13 @@ class Sandbox:
         return private.fake_like(self.mode, tensor, self.device if tensor.is_meta else None)
 
     def enter_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A stand-in for an input: a change in place does not reach the caller's tensor."""
+        """A stand-in for an input: a change in place does not reach the caller's tensor.
+
+        Raises:
+            TraceError: a nested tensor, which has no shape.
+        """
+        if tensor.is_nested and tensor.layout is not torch.jagged:
+            raise TraceError("it is given a nested tensor, which has no shape that a graph could be made for")
         if self.fake and not self.mode.keeps_values:
             return self.fake_of(tensor)
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)

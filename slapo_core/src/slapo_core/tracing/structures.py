@@ -160,7 +160,8 @@ def is_input(value: Any) -> bool:
 
 
 def _shape(tensor: torch.Tensor) -> Any:
-    return tuple(tensor.shape), tensor.dtype
+    has_shape = not tensor.is_nested or tensor.layout is torch.jagged  # the older kind of nested tensors has none
+    return tuple(tensor.shape) if has_shape else ("nested", tensor.dim()), tensor.dtype
 
 
 def fingerprint(value: Any, tensor: Callable[[torch.Tensor], Any] = _shape, seen: dict[int, int] | None = None) -> Any:

@@ -117,7 +117,7 @@ class RowsCheck:
             return None
 
     def _planned(self, parts: Sequence[Rows]) -> list[Planned]:
-        return [self._runs.planned(each) for each in (joined(parts), *parts)]
+        return [self._runs.planned(each, has_backward=False) for each in (joined(parts), *parts)]
 
     def _comparison(self, plans: Sequence[Planned], state: StateSnapshot) -> LossComparison:
         return LossComparison(self._program, self._options, self._runs, state, plans, self._synced, self._labels_differ)

@@ -16,6 +16,7 @@ from slapo_core.agreement import agree, all_reduce
 from slapo_core.errors import SlapoError
 from slapo_core.inputs import by_position
 from slapo_core.program import Boundary, Program, Stage
+from slapo_core.tracing.graph_ops import asks_for_gradients
 
 from ..losses import CountedLoss
 from ..means import Counted
@@ -110,17 +111,24 @@ class StageRuns:
         self.accumulates, self._failed, self._has_run = accumulates, failed, False
         self._program, self._options, self.device, self._around = program, options, device, around
 
-    def planned(self, rows: Rows) -> Planned:
+    def planned(self, rows: Rows, has_backward: bool = True) -> Planned:
         """Plan the stages for rows of this shape.
+
+        Args:
+            rows: That are to run.
+            has_backward: Whether runs of these have gradients, which a forward may ask for.
 
         Raises:
             RunFailedError: on a rank that failed; raised on all.
         """
-        program = self._program
-        if program.replan is None or len(program.stages) == 1:
+        program, replan = self._program, self._program.replan
+        if replan is None or len(program.stages) == 1:
             return Planned(program, rows)
         with self.failing_together(), torch.enable_grad(), self._around(True):
-            program = program.replan(True, rows.batch)
+            program = replan(True, rows.batch)
+        if not has_backward and any(asks_for_gradients(stage.module) for stage in program.stages):
+            with self.failing_together(), torch.no_grad(), self._around(False):
+                program = replan(True, rows.batch)
         return Planned(program, rows)
 
     def __call__(self, planned: Planned, state: StateSnapshot, behind: Behind | None = None, fixed: bool = False) -> Run:
