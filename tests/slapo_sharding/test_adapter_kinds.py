@@ -43,6 +43,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "norms": ("LNTuningConfig", {"target_modules": ["input_layernorm", "norm"]}),
     "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
     "prompt encoder": ("PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),
+    "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 4}),
+    "adalora": ("AdaLoraConfig", {**ALL, "r": 4, "init_r": 6, "target_r": 4, "total_step": 100}),
 }
 FAST = ("vera", "raw weights")
 
@@ -56,8 +58,16 @@ def adapted(kind: str) -> Any:
     return peft.get_peft_model(model, getattr(peft, name)(task_type="CAUSAL_LM", **settings))
 
 
-def compare(rank: int, kinds: tuple[str, ...], layout: dict[str, int], sequence_parallel: bool, folder: str) -> dict[str, str]:
-    """Two steps beside the unmodified model, then save and load; what is wrong of which kind."""
+def compare(
+    rank: int,
+    kinds: tuple[str, ...],
+    layout: dict[str, int],
+    sequence_parallel: bool,
+    folder: str,
+    target: str = "torch",
+    options: dict[str, Any] | None = None,
+) -> dict[str, str]:
+    """Take two steps beside the unmodified model, then save and load; return what is wrong of which kind."""
     from peft import PeftModel
 
     mesh, wrong = mesh_of(**layout), {}
@@ -71,9 +81,7 @@ def compare(rank: int, kinds: tuple[str, ...], layout: dict[str, int], sequence_
             assert any(map(is_part, model.parameters()))
         if mesh["pp"].size() > 1:
             schedule.pipeline(2)
-        options: dict[str, Any] = {"data_parallel": "fsdp"} if mesh["dp"].size() > 1 else {}
-        options |= {"microbatches": 2} if mesh["pp"].size() > 1 else {}
-        engine: Any = build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
+        engine: Any = build(schedule, target, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **(options or {}))
         sgd = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.1)
         for ids in batches:
             own = ids.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
@@ -98,11 +106,17 @@ def compare(rank: int, kinds: tuple[str, ...], layout: dict[str, int], sequence_
     return wrong
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[dict[str, int], bool, set[str]]] = {
     "tp": ({"tp": 2}, False, set()),
-    "tp along the sequence": ({"tp": 2}, True, {"vera"}),  # its matrices are used by layers of both
+    "tp along the sequence": ({"tp": 2}, True, {"vera", "adalora"}),  # their matrices are used in two places
     "pp": ({"pp": 2}, False, set()),
-    "fsdp": ({"dp": 2}, False, {"prompt", "prompt encoder"}),  # saving them runs a part whose weights are gathered by the model
+    # saving prompts runs a part whose weights are gathered by the model; AdaLoRA's forward uses matrices outside of their layers
+    "fsdp": ({"dp": 2}, False, {"prompt", "prompt encoder", "prefix", "adalora"}),
+}
+OPTIONS = {"pp": {"microbatches": 2}, "fsdp": {"data_parallel": "fsdp"}}
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"zero {stage}": ("deepspeed", {"config": {"zero_optimization": {"stage": stage}}}) for stage in (0, 1, 3)},
+    "megatron": ("megatron", {}),
 }
 
 
@@ -114,5 +128,14 @@ LAYOUTS = {
 def test_steps_are_the_models_and_peft_loads_what_is_saved(layout: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
     shape, sequence_parallel, refused = LAYOUTS[layout]
     kinds = tuple(kind for kind in kinds if kind not in refused)
-    for wrong in run_distributed(compare, 2, kinds, shape, sequence_parallel, str(tmp_path), timeout=280):
+    options = OPTIONS.get(layout)
+    for wrong in run_distributed(compare, 2, kinds, shape, sequence_parallel, str(tmp_path), "torch", options, timeout=280):
+        assert wrong == {}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("engine", [pytest.param(name, marks=() if name == "zero 1" else pytest.mark.slow) for name in ENGINES])
+def test_the_other_engines_train_and_save_them(engine: str, tmp_path: Path) -> None:
+    kinds = ("raw weights", "dora", "saved table and head", "ranks by name", "biases")
+    for wrong in run_distributed(compare, 2, kinds, {"tp": 2}, False, str(tmp_path), *ENGINES[engine], timeout=280):
         assert wrong == {}
