@@ -110,7 +110,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], bool, set[str]]] = {
     "tp": ({"tp": 2}, False, set()),
     "tp along the sequence": ({"tp": 2}, True, {"vera", "adalora"}),  # their matrices are used in two places
     "pp": ({"pp": 2}, False, set()),
-    # saving prompts runs a part whose weights are gathered by the model; AdaLoRA's forward uses matrices outside of their layers
+    # saving prompts runs a part whose weights the model gathers; AdaLoRA's forward uses matrices outside of their layers
     "fsdp": ({"dp": 2}, False, {"prompt", "prompt encoder", "prefix", "adalora"}),
 }
 OPTIONS = {"pp": {"microbatches": 2}, "fsdp": {"data_parallel": "fsdp"}}
