@@ -31,13 +31,14 @@ from .layout_adaptation import may_reduce, with_parts
 from .local_sizes.arguments import leaves
 from .local_sizes.divided import note_divided, note_sizes
 from .local_sizes.sharded_norms import norm_of
-from .node_values import as_meta, by_heads, gives_numbers, gives_tensors, has_gradient, has_tensors, parameters_of
+from .node_values import Unknown, as_meta, by_heads, gives_numbers, gives_tensors, has_gradient, has_tensors, parameters_of
 from .norms import counts_channels_only
 from .splits import ParameterSplit, Split
 
 UNEVEN = "not divisible by"
 """Words in the reason for which a size or number of heads stays whole."""
 
+_BOTH = "the layer is called with a sharded input and with a whole one"
 _SPLITTING = ("view", "reshape", "unflatten")
 _OF_GRADIENTS = ("is_grad_enabled", "requires_grad", "is_leaf")
 
@@ -64,18 +65,6 @@ class LayoutError(Exception):
             if isinstance(value, torch.Tensor) and local is not None:
                 found |= {size for size, part in zip(value.shape, local, strict=True) if size != part}
         return found
-
-
-class _Result:
-    """Object that is not known, as the result of a call that cannot be run without data; tensors taken out of it are."""
-
-    def __getattr__(self, name: str) -> _Result:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __getitem__(self, index: Any) -> _Result:
-        return self
 
 
 class Layouts(fx.Interpreter):
@@ -117,6 +106,8 @@ class Layouts(fx.Interpreter):
         branch_of: Nodes of such branches, to these.
         reduced: Nodes whose results are parts of a sum, or of a mean, that is added up at once, to ``"sum"`` or ``"avg"``.
         norms: Norms and variances along the sharded dimension, whose statistics are summed over the ranks.
+        called_whole: Paths of modules that are given whole values and are not split then.
+        given_parts: Calls of layers that are given sharded values, to the layers that these come from.
         decided_by_values: Nodes the shapes of whose results follow from values.
         once: Nodes whose results are added up, and the places of the whole values that are to count once in the sum.
         expected: Nodes that take parts out of fused outputs, to the leaves of their arguments on one rank.
@@ -167,6 +158,8 @@ class Layouts(fx.Interpreter):
         self.norms: set[fx.Node] = set()
         self.once: dict[fx.Node, int] = {}
         self.expected: dict[fx.Node, list[Any]] = {}
+        self.called_whole: set[str] = set()
+        self.given_parts: dict[fx.Node, frozenset[str]] = {}
         self.decided_by_values: list[fx.Node] = []
         # what a dry run with the sequence split fills in
         self.parts: dict[fx.Node, Any] = {}
@@ -260,6 +253,8 @@ class Layouts(fx.Interpreter):
     def _replicated(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         is_layer = n.op == "call_module" and n not in self.branch_of
         split = self.candidates.get(str(n.target)) if is_layer else None
+        if is_layer and split is None:
+            self._note_whole_call(n, str(n.target))
         if split is not None:
             self.sources[n] = frozenset((str(n.target),))
             self._found(str(n.target), split)
@@ -285,14 +280,14 @@ class Layouts(fx.Interpreter):
         if n.op == "placeholder":
             return n.meta.get("val")
         if n.target in (getattr, operator.getitem) and args[0] is None:  # of an object that the forward is given
-            return _Result()
+            return Unknown()
         if n.op == "call_module" and str(n.target) in self.opaque:
-            return _Result()
+            return Unknown()
         try:
             value = self._whole(n, args, kwargs) if n.op == "call_module" else getattr(self, n.op)(n.target, args, kwargs)
         except NotImplementedError:
             self.decided_by_values.append(n)
-            return _Result()
+            return Unknown()
         return pytree.tree_map_only(torch.Tensor, as_meta, value)
 
     def _parameter(self, n: fx.Node, split: ParameterSplit) -> DTensor:
@@ -395,6 +390,7 @@ class Layouts(fx.Interpreter):
             along = ", ".join(str(getattr(placement, "dim", placement)) for placement in x.placements)
             given = f"the layer {path!r} is given a value of shape {list(x.shape)} that is split along dimension {along}"
             raise ValueError(f"{given} and not, as it would have to be, whole or split along its last one,")
+        self.given_parts[n] = self.sources[n]
         if keeps:
             self._found(path, Split("kept"))
             return self._shard(as_meta(n.meta["val"]), dim)
@@ -408,9 +404,16 @@ class Layouts(fx.Interpreter):
         state = {name: as_meta(value) for name, value in [*module.named_parameters(), *module.named_buffers()]}
         return functional_call(module, state, args, kwargs)
 
+    def _note_whole_call(self, n: fx.Node, path: str) -> None:
+        self.called_whole.add(path)
+        if path in self.splits:
+            of = next(other for other in self.graph.find_nodes(op="call_module", target=path) if other in self.given_parts)
+            self.sources[n] = self.given_parts[of]
+            raise LayoutError(self, n, _BOTH)
+
     def _found(self, path: str, split: Split) -> None:
-        if self.splits.setdefault(path, split) != split:
-            raise ValueError("the layer is called with a sharded input and with a whole one")
+        if self.splits.setdefault(path, split) != split or path in self.called_whole:
+            raise ValueError(_BOTH)
 
     def _note_mixed(self, n: fx.Node) -> None:
         """Ranks that use a replicated value each on their own shard have each a part of its gradient."""

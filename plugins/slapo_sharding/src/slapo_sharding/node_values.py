@@ -12,6 +12,18 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 
+class Unknown:
+    """Object that is not known, as the result of a call that cannot be run without data; tensors taken out of it are."""
+
+    def __getattr__(self, name: str) -> Unknown:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __getitem__(self, index: Any) -> Unknown:
+        return self
+
+
 def as_meta(value: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape without data."""
     if value.is_meta and type(value) is torch.Tensor:
