@@ -200,7 +200,7 @@ def _same(rank: int, kind: str) -> tuple[set[str], list[str]]:
     return whole, told
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_same(kind: str, ranks: int) -> None:
     whole, told = run_distributed(_same, ranks, kind, timeout=120)[0]
