@@ -37,7 +37,7 @@ from tests.slapo_sharding.handwritten_projections import (
     Temperature,
     ViewThenUnbind,
 )
-from tests.slapo_sharding.handwritten_reused import REUSED
+from tests.slapo_sharding.handwritten_reused import REUSED, MakeHeads
 from tests.slapo_sharding.handwritten_scans import SCANS
 
 
@@ -360,16 +360,6 @@ class Talking(OneEach):
     def forward(self, x):
         q, k, v = (self.cut(p(x)) for p in (self.q, self.k, self.v))
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class MakeHeads(nn.Module):
-    def __init__(self, heads):
-        super().__init__()
-        self.heads = heads
-
-    def forward(self, x):
-        b, n, c = x.shape
-        return x.view(b, n, self.heads, c // self.heads).transpose(1, 2)
 
 
 class LengthFirst(nn.Module):

@@ -188,13 +188,8 @@ class FusedHeads(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, n, c))
 
 
-class FusedHeadsIndexed(nn.Module):
-    """The same with one head of keys and values, which are indexed, as in Falcon."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads, self.size = H, D // H
-        self.qkv, self.out = nn.Linear(D, D + 2 * self.size), nn.Linear(D, D)
+class FusedHeadsIndexed(FusedSlices):
+    """The same layer; heads are a dimension of their own before they are indexed, as in Falcon."""
 
     def forward(self, x):
         b, n, c = x.shape

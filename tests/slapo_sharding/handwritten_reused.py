@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.slapo_sharding.handwritten_projections import D, H, OneEach
 
 
-class Splitter(nn.Module):
+class MakeHeads(nn.Module):
     def __init__(self, heads):
         super().__init__()
         self.heads = heads
@@ -26,7 +26,7 @@ class Splitter(nn.Module):
 class SplitterTwice(OneEach):
     """One module makes heads of the queries, and under another name those of a gate, as in x-transformers."""
 
-    def __init__(self, splitter=Splitter):
+    def __init__(self, splitter=MakeHeads):
         super().__init__()
         self.gate, self.to_heads = nn.Linear(D, D, bias=False), splitter(H)
         self.gate_to_heads = self.to_heads

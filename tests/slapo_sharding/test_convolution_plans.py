@@ -205,3 +205,33 @@ def _same(rank: int, kind: str) -> tuple[set[str], list[str]]:
 def test_same(kind: str, ranks: int) -> None:
     whole, told = run_distributed(_same, ranks, kind, timeout=120)[0]
     assert whole <= {"", "dwconv"}, told
+
+
+class Unbatched(nn.Module):
+    """Rows that an InstanceNorm takes for channels, as there is no batch; what it normalises is the width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(C, 4 * C), nn.InstanceNorm1d(4 * C), nn.Linear(4 * C, C)
+        self.first, self.second = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(F.relu(self.norm(self.up(x))))
+        return self.second(F.gelu(self.first(x)))
+
+
+def _unbatched(rank: int) -> set[str]:
+    torch.manual_seed(0)
+    model, x = Unbatched(), torch.randn(4 * C, C)
+    before = copy.deepcopy(model)
+    sch = create_schedule(model, plugins=Registry([plugin]), example_inputs=(x,))
+    sch.tensor_parallel()
+    build(sch)
+    assert_equivalent(before, model, x)
+    return {name for name, each in model.named_parameters() if is_part(each)}
+
+
+def test_a_norm_without_a_batch_stays_whole() -> None:
+    parts = run_distributed(_unbatched, 2)[0]
+    assert "first.weight" in parts
+    assert "up.weight" not in parts

@@ -81,7 +81,7 @@ def of_parts(layouts: Layouts, n: fx.Node, fused: Fused, args: Any, kwargs: Any)
     """Return what a node makes of a fused output: one of the same parts, some of these, or a number.
 
     Raises:
-        ValueError: it does neither keep them nor take them out one by one.
+        ValueError: it neither keeps the parts nor takes them out one by one.
     """
     if _adds_bias(layouts, n, fused):
         return Fused(as_meta(n.meta["val"]), fused.sizes, fused.dim)

@@ -151,7 +151,7 @@ def narrow(derived: Derived, copies: Iterable[KeyCopies]) -> None:
 
 
 def _steps(graph: fx.Graph) -> Iterator[tuple[str, str, list[object]]]:
-    """What a graph does, but for what only moves data."""
+    """Iterate over the steps of a graph, without those that only move data."""
     for node in graph.nodes:
         if node.op.startswith("call") and node.target is not expect and function_name(node) not in _MOVES:
             kwargs = {name: value for name, value in node.kwargs.items() if name != "enable_gqa"}  # it repeats keys itself

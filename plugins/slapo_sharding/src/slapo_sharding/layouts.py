@@ -32,7 +32,7 @@ from .local_sizes.arguments import leaves
 from .local_sizes.divided import note_divided, note_sizes
 from .local_sizes.sharded_norms import norm_of
 from .node_values import Unknown, as_meta, by_heads, gives_numbers, gives_tensors, has_gradient, has_tensors, parameters_of
-from .norms import counts_channels_only
+from .norms import counts_channels_only, has_batch
 from .splits import ParameterSplit, Split
 
 UNEVEN = "not divisible by"
@@ -369,7 +369,8 @@ class Layouts(fx.Interpreter):
     def _module(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
         path = str(n.target)
         module = self.fetch_attr(path)
-        if counts_channels_only(module) and isinstance(args[0], DTensor) and args[0].placements == (Shard(1),):
+        by_channel = counts_channels_only(module) and isinstance(args[0], DTensor) and has_batch(module, args[0].dim())
+        if by_channel and args[0].placements == (Shard(1),):
             return self._shard(as_meta(n.meta["val"]), 1)
         if path in self.opaque:
             raise ValueError(f"{path!r}, which cannot be traced, needs all of a value that is sharded")

@@ -12,6 +12,8 @@ from torch import nn
 from .rules import Cut, ShardingRule, computes_as
 
 _BATCH: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INSTANCE = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
+"""Classes to the number of dimensions of a batch."""
 _STATE = {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0}
 
 
@@ -27,7 +29,7 @@ def is_group_norm(module: Any) -> bool:
 
 def is_instance_norm(module: Any) -> bool:
     """Return whether a module is an InstanceNorm."""
-    return computes_as(module, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    return computes_as(module, *_INSTANCE)
 
 
 def is_channel_prelu(module: Any) -> bool:
@@ -62,6 +64,12 @@ def counts_channels_only(module: Any) -> bool:
     """Return whether a module is a norm of single channels that has nothing but their number, ``num_features``."""
     held = (*module._parameters.values(), *module._buffers.values())
     return all(each is None for each in held) and (is_instance_norm(module) or is_batch_norm(module))
+
+
+def has_batch(module: nn.Module, dims: int) -> bool:
+    """Return whether a norm takes a value of so many dimensions for a batch: an InstanceNorm takes one without, too."""
+    batched = next((size for kind, size in _INSTANCE.items() if isinstance(module, kind)), dims)
+    return dims == batched
 
 
 RULES = (BATCH_NORM, GROUP_NORM, INSTANCE_NORM, PRELU)

@@ -1,4 +1,4 @@
-"""Whether the ranks share out one model: compared at the first run, by some numbers of each weight.
+"""Comparison, at the first run, of some numbers of each weight: ranks must share out one model.
 
 Each process makes its own copy of the model, and one that was seeded with its rank makes another one. The shards would be of
 different models then, and what stays whole would differ from rank to rank, without an error.

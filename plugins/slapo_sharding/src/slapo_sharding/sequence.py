@@ -211,7 +211,7 @@ class _Search:
             self.plan.crossings.pop(other, None)
 
     def _summed_twice(self, layouts: SequenceLayouts) -> bool:
-        """Whether layers below a gather sum gradients of another value: the gather leaves the sum to all of them then."""
+        """Leave the sum of gradients to the layers below a gather where one sums another value's; return whether any does."""
         own = [path for path, summed in layouts.summed.items() if not summed]
         around = [
             place

@@ -162,7 +162,7 @@ class ShardedValues:
         return x
 
     def are_mixed(self, result: Any) -> bool:
-        """Whether there is something among the tensors that a function returned that must not be used."""
+        """Return whether any tensor that a function returned must not be used."""
         return any(isinstance(known, BuildError) for known in self._of(tensors_in(result)))
 
     def _of(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
@@ -306,7 +306,7 @@ class ShardedValues:
                 self.known[tensor] = replace(of, layout=outcome)
 
     def _take_apart(self, name: str, args: Any, result: Any, fused: Followed) -> bool:
-        """What is taken out of a fused output; it has to be a block. Whether it is known what the function does to one."""
+        """Follow what is taken out of a fused output, a block; return whether it is known what the function does to one."""
         blocks, tensors = fused.layout.blocks, list(tensors_in(result))
         if blocks and name in GIVEN_SIZES:
             _check_rows(name, args[0], tensors[0], blocks)

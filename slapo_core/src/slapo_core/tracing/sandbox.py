@@ -34,7 +34,7 @@ class Sandbox:
     """
 
     open_now: ClassVar[int] = 0
-    """How many sandboxes are open in this process."""
+    """Number of sandboxes that are open in this process."""
 
     def __init__(self, root: nn.Module, inputs: Any, *, fake: bool, keeps_values: bool = False, answers: bool = False) -> None:
         self.root, self.fake, self.answers = root, fake, answers

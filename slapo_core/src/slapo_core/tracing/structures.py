@@ -38,12 +38,12 @@ _BY_REFERENCE = (
 
 
 def by_reference(value: Any) -> bool:
-    """Whether a graph may hold this very object: nothing a forward changes."""
+    """Return whether a graph may hold this very object: no forward changes it."""
     return isinstance(value, _BY_REFERENCE) or type(value).__module__ == "numpy"
 
 
 def contents(value: Any) -> dict[Any, Any] | None:
-    """What a container or object consists of, by index, key or attribute; None for a value without parts."""
+    """Return the parts of a container or object by index, key or attribute; None for a value without parts."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, torch.Tensor) or by_reference(value):
