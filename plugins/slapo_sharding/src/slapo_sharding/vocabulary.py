@@ -51,7 +51,8 @@ def vocabulary_in(layouts: Layouts, model: nn.Module, num_shards: int, rules: Ru
     """
     named, calls = dict(model.named_modules()), dict[str, list[fx.Node]]()
     for node in layouts.graph.find_nodes(op="call_module"):
-        calls.setdefault(str(node.target), []).append(node)
+        if node.target not in layouts.splits:
+            calls.setdefault(str(node.target), []).append(node)
     read = {str(node.target).rpartition(".")[0] for node in layouts.graph.find_nodes(op="get_attr")}
     whole = [
         path for path, nodes in calls.items() if _has_rows(named[path]) and all(_is_whole(each, layouts) for each in nodes)
