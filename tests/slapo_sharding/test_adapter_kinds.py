@@ -110,8 +110,11 @@ LAYOUTS: dict[str, tuple[dict[str, int], bool, set[str]]] = {
     "tp": ({"tp": 2}, False, set()),
     "tp along the sequence": ({"tp": 2}, True, {"vera", "adalora"}),  # their matrices are used in two places
     "pp": ({"pp": 2}, False, set()),
-    # saving prompts runs a part whose weights the model gathers; AdaLoRA's forward uses matrices outside of their layers
-    "fsdp": ({"dp": 2}, False, {"prompt", "prompt encoder", "prefix", "adalora"}),
+    "fsdp": (
+        {"dp": 2},
+        False,
+        {"prompt", "prompt encoder", "prefix"},
+    ),  # saving prompts runs a part whose weights the model gathers
 }
 OPTIONS = {"pp": {"microbatches": 2}, "fsdp": {"data_parallel": "fsdp"}}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
