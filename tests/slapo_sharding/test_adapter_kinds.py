@@ -110,11 +110,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], bool, set[str]]] = {
     "tp": ({"tp": 2}, False, set()),
     "tp along the sequence": ({"tp": 2}, True, {"vera", "adalora"}),  # their matrices are used in two places
     "pp": ({"pp": 2}, False, set()),
-    "fsdp": (
-        {"dp": 2},
-        False,
-        {"prompt", "prompt encoder", "prefix"},
-    ),  # saving prompts runs a part whose weights the model gathers
+    # saving prompts runs a part whose weights the model gathers
+    "fsdp": ({"dp": 2}, False, {"prompt", "prompt encoder", "prefix"}),
 }
 OPTIONS = {"pp": {"microbatches": 2}, "fsdp": {"data_parallel": "fsdp"}}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
