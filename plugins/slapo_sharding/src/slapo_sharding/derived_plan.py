@@ -235,15 +235,11 @@ def _split(schedule: Schedule, split: Split, scattered: int | None) -> bool:
 def _split_choices(schedule: Schedule, derived: Derived) -> None:
     """Split layers as wide as split ones, beside which they stand for the model to choose from, and which did not run."""
     for path, split in derived.splits.items():
-        for other in unseen_choices(schedule.mod, derived.layouts, path):
-            applied, module = split_of(schedule.mod.get_submodule(path)), schedule.mod.get_submodule(other)
-            name = applied.cut.main(module) if applied is not None else ""
-            if (
-                applied is None
-                or module.get_parameter(name).shape[applied.spec.dim] != applied.spec.full_shape[applied.spec.dim]
-            ):
-                continue
-            if _splits(schedule, other, split, None):
+        applied = split_of(schedule.mod.get_submodule(path))
+        for other in unseen_choices(schedule.mod, derived.layouts, path) if applied is not None else ():
+            module, spec = schedule.mod.get_submodule(other), applied.spec
+            same_width = module.get_parameter(applied.cut.main(module)).shape[spec.dim] == spec.full_shape[spec.dim]
+            if same_width and _splits(schedule, other, split, None):
                 column_inputs.sum_gradients(schedule, [other])
 
 

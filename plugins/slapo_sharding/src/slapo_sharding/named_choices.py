@@ -1,4 +1,4 @@
-"""Modules that a model chooses from by name, as the adapters of one projection: what holds of one that ran holds of the others."""
+"""Modules that a model chooses from by name, as the adapters of a projection: one that ran stands for the others."""
 
 from __future__ import annotations
 
