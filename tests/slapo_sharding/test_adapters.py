@@ -171,19 +171,40 @@ def test_adapters_are_saved_and_loaded_as_pefts(
         assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files)
 
 
-def refused(rank: int) -> None:
-    """An adapter of the embedding whose transposed views the head has: copies of it would not be trained."""
+def tied_views() -> nn.Module:
+    """An adapter of the embedding whose transposed views the head has."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    torch.manual_seed(0)
     plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True))
-    model = get_peft_model(plain, LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True))
-    schedule = create_schedule(model, mesh=mesh_of(tp=2), example_inputs={"input_ids": torch.zeros(1, 4, dtype=torch.long)})
-    schedule.tensor_parallel()
-    with pytest.raises(BuildError, match=r"'[\w.]*lora_embedding_\w\.default' shares memory with '[\w.]*lm_head"):
-        build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    config = LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True, init_lora_weights=False)
+    return get_peft_model(plain, config)
 
 
-def test_views_of_trained_parameters_are_refused() -> None:
-    run_distributed(refused, 2)
+def views(rank: int) -> None:
+    """Copies of views would not be trained; replicas make none."""
+    ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+    example = {"input_ids": ids, "labels": ids}
+    for layout, config in (({"tp": 2}, {}), ({"dp": 2}, {"data_parallel": "fsdp"})):
+        schedule = create_schedule(tied_views(), mesh=mesh_of(**layout), example_inputs=example)
+        if "tp" in layout:
+            schedule.tensor_parallel()
+        with pytest.raises(BuildError, match=r"'[\w.]*lora_embedding_\w\.default' shares memory with '[\w.]*lm_head"):
+            build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **config)
+    model, reference = tied_views(), tied_views()  # a copy would have no views
+    schedule = create_schedule(model, mesh=mesh_of(dp=2), example_inputs=example)
+    engine: Any = build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    sgd = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.1)
+    for _ in range(3):
+        engine.train_batch(**{name: each.chunk(2)[rank] for name, each in example.items()})
+        reference(**example).loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(schedule.full_state()[name], parameter.detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_views_of_trained_parameters_are_trained_by_whole_replicas_alone() -> None:
+    run_distributed(views, 2)
