@@ -115,7 +115,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], bool, set[str]]] = {
 }
 OPTIONS = {"pp": {"microbatches": 2}, "fsdp": {"data_parallel": "fsdp"}}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"zero {stage}": ("deepspeed", {"config": {"zero_optimization": {"stage": stage}}}) for stage in (0, 1, 3)},
+    **{f"zero {stage}": ("deepspeed", {"config": {"zero_optimization": {"stage": stage}}}) for stage in range(4)},
     "megatron": ("megatron", {}),
 }
 

@@ -85,7 +85,7 @@ def _compare(rank: int, reference: nn.Module, layout: dict[str, int], engine: st
     for step, each in enumerate(ids):
         for one in pair if switch else ():
             one.set_adapter(["default", "other"][step % 2])
-        batch = {name: each for name in example}
+        batch = dict.fromkeys(example, each)
         own = {name: part.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()] for name, part in batch.items()}
         expected = reference(**batch)["loss"]
         assert abs(running.train_batch(**own).item() - expected.item()) < 1e-5

@@ -13,6 +13,7 @@ from torch import nn
 from slapo_core.build import build
 from slapo_core.errors import BuildError
 from slapo_core.parameters import shard_spec
+from slapo_core.random import set_random_seed
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from tests.slapo_torch.layouts import mesh_of
@@ -169,6 +170,41 @@ def test_adapters_are_saved_and_loaded_as_pefts(
 ) -> None:
     for files in run_distributed(exported, 2, kind, layout, config, str(tmp_path)):
         assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files)
+
+
+def masked(rank: int) -> dict[str, bool]:
+    """Whether the mask of each dropout of the first layer's adapters is the same on all ranks."""
+    from peft import LoraConfig, get_peft_model
+
+    set_random_seed(1, tp_rank=rank)
+    model = get_peft_model(llama(), LoraConfig(r=4, lora_dropout=0.5, **KINDS["all"]))
+    ids = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
+    schedule = create_schedule(model, mesh=mesh_of(tp=2), example_inputs={"input_ids": ids})
+    schedule.tensor_parallel()
+    build(schedule)
+    masks: dict[str, torch.Tensor] = {}
+    for name in PROJECTIONS:
+        layer = next(
+            each for path, each in model.named_modules() if path.endswith(f"layers.0.{_place(name)}.lora_dropout.default")
+        )
+        layer.register_forward_hook(lambda _, args, out, name=name: masks.update({name: (out != 0) | (args[0] == 0)}))
+    model(input_ids=ids)
+    found: dict[str, bool] = {}
+    for name in sorted(masks):
+        both = [torch.empty_like(masks[name]) for _ in range(2)]
+        torch.distributed.all_gather(both, masks[name])
+        found[name] = torch.equal(*both)
+    return found
+
+
+def _place(name: str) -> str:
+    return f"{'self_attn' if name in ('q_proj', 'k_proj', 'v_proj', 'o_proj') else 'mlp'}.{name}"
+
+
+@pytest.mark.slow
+def test_masks_of_adapters_differ_where_their_input_is_split() -> None:
+    for found in run_distributed(masked, 2):
+        assert found == {name: name not in ROWS for name in PROJECTIONS}
 
 
 def tied_views() -> nn.Module:
