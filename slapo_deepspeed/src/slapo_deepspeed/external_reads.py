@@ -37,7 +37,8 @@ class ExternalReads:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         coordinator = getattr(model.optimizer, "parameter_offload", model.optimizer).get_param_coordinator()
         for each in module.modules():
-            each._external_params = _Table(coordinator, each._external_params)  # type: ignore[arg-type]
+            table: Any = each._external_params
+            vars(each)["_external_params"] = _Table(coordinator, table)
         self._hooks = [
             module.register_forward_pre_hook(self._before, prepend=True),
             module.register_forward_hook(self._behind, always_call=True),
@@ -57,12 +58,12 @@ class ExternalReads:
     def _before(self, module: nn.Module, args: Any) -> None:
         if module.training in self._awaited and not torch.compiler.is_compiling():
             self._watch = _Watch(self._names)
-            self._watch.__enter__()
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def _behind(self, module: nn.Module, args: Any, output: Any) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
-            watch.__exit__(None, None, None)
+            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class _Watch(TorchFunctionMode):
