@@ -12,11 +12,11 @@ from torch import nn
 
 from slapo_core.build import build
 from slapo_core.errors import BuildError
-from slapo_core.parameters import shard_spec
+from slapo_core.parameters import is_part, shard_spec
 from slapo_core.random import set_random_seed
 from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
-from tests.slapo_torch.layouts import mesh_of
+from slapo_core.testing import assert_equivalent, run_distributed
+from tests.slapo_torch.layouts import gpt2, mesh_of
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -205,6 +205,28 @@ def _place(name: str) -> str:
 def test_masks_of_adapters_differ_where_their_input_is_split() -> None:
     for found in run_distributed(masked, 2):
         assert found == {name: name not in ROWS for name in PROJECTIONS}
+
+
+def fused(rank: int) -> set[str]:
+    """What is split of the first layer of a GPT-2 with adapters, also of its fused projection."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, init_lora_weights=False, fan_in_fan_out=True, target_modules=["c_attn", "c_proj", "c_fc"])
+    model = get_peft_model(gpt2(layers=1), config)
+    before, ids = copy.deepcopy(model), torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(1))
+    schedule = create_schedule(model, mesh=mesh_of(tp=2), example_inputs={"input_ids": ids, "labels": ids})
+    schedule.tensor_parallel()
+    build(schedule)
+    assert_equivalent(before, model, input_ids=ids, labels=ids)
+    layer = model.get_submodule("base_model.model.transformer.h.0")
+    return {name.removesuffix(".weight") for name, each in layer.named_parameters() if is_part(each)}
+
+
+def test_an_adapter_beside_a_fused_projection_is_split_in_its_parts() -> None:
+    for found in run_distributed(fused, 2):
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+            adapter = "lora_A" if name.endswith("c_proj") else "lora_B"
+            assert {f"{name}.base_layer", f"{name}.{adapter}.default"} <= found
 
 
 def tied_views() -> nn.Module:

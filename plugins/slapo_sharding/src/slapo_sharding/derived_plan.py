@@ -235,8 +235,9 @@ def _split(schedule: Schedule, split: Split, scattered: int | None) -> bool:
 def _split_choices(schedule: Schedule, derived: Derived) -> None:
     """Split layers as wide as split ones, beside which they stand for the model to choose from, and which did not run."""
     for path, split in derived.splits.items():
-        applied = split_of(schedule.mod.get_submodule(path))
-        for other in unseen_choices(schedule.mod, derived.layouts, path) if applied is not None else ():
+        for other in unseen_choices(schedule.mod, derived.layouts, path):
+            applied = split_of(schedule.mod.get_submodule(path))
+            assert applied is not None
             module, spec = schedule.mod.get_submodule(other), applied.spec
             same_width = module.get_parameter(applied.cut.main(module)).shape[spec.dim] == spec.full_shape[spec.dim]
             if same_width and _splits(schedule, other, split, None):

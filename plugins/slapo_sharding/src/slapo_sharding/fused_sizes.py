@@ -113,7 +113,9 @@ def keeps_shape(node: fx.Node, given: fx.Node) -> bool:
 
 def adds_alike(node: fx.Node) -> bool:
     """Return whether a node adds values of one shape, as an adapter's output to that of its layer."""
-    shapes = {other.meta["val"].shape for other in (node, *node.all_input_nodes) if isinstance(other.meta.get("val"), torch.Tensor)}
+    shapes = {
+        other.meta["val"].shape for other in (node, *node.all_input_nodes) if isinstance(other.meta.get("val"), torch.Tensor)
+    }
     return function_name(node) in ADDS and len(node.all_input_nodes) > 1 and len(shapes) == 1
 
 

@@ -22,7 +22,7 @@ def unseen_choices(root: nn.Module, layouts: Layouts, path: str) -> Iterator[str
     owner, _, name = path.rpartition(".")
     table = root.get_submodule(owner)
     if path and isinstance(table, nn.ModuleDict):
-        called = called_paths(layouts.traced)
+        called = called_paths(layouts.graph)
         for other, module in table.items():
             if type(module) is type(table[name]) and not _ran(f"{owner}.{other}", called):
                 yield f"{owner}.{other}"

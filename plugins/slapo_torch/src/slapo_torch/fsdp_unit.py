@@ -30,14 +30,14 @@ class Freed(torch.Tensor):
     @staticmethod
     def of(parameter: torch.Tensor) -> Freed:
         """Return one for a parameter of this shape."""
-        made: Freed = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Freed = torch.Tensor._make_wrapper_subclass(
             Freed, parameter.shape, dtype=parameter.dtype, device=parameter.device, requires_grad=parameter.requires_grad
         )
-        made._is_param = True  # type: ignore[attr-defined]  # an nn.Parameter to who asks
+        made._is_param = True  # an nn.Parameter to who asks
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         raise BuildError(f"a parameter of a unit is read where that unit does not run; {REMEDY}")
 
 
