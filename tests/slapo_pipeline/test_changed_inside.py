@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from slapo_core.build import build_program
+from slapo_core.errors import TraceError
 
-from .staged import assert_same, cut
+from .staged import assert_same, assert_same_as_model, cut
 
 
 class Holder:
@@ -87,3 +88,45 @@ def test_users_behind_a_cut_see_the_change(wrap: str, of: str, cuts: tuple[str, 
     expected.sum().backward()
     found.sum().backward()
     assert_same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in before.named_parameters()}, "grad")
+
+
+class Scaled(nn.Module):
+    """Reads a number, a tensor and whether it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.mask = nn.Linear(8, 8), 1.0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x) * self.scale + (0.25 if self.training else 0.0)
+        return x if self.mask is None else x * self.mask
+
+
+class Switched(nn.Module):
+    """Sets what its blocks read for the first of their two calls, as an adapter is switched off for a reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            block.scale, block.mask = number + 2.0, (x > 0).float()
+            block.eval()
+            x = block(x)
+            block.scale, block.mask = 1.0, None
+            block.train()
+            x = block(x)
+        return x.square().mean()
+
+
+def test_attributes_that_the_model_sets_for_one_call_of_a_block() -> None:
+    torch.manual_seed(0)
+    assert_same_as_model(Switched(), {"x": torch.randn(4, 8)}, "blocks.0", "blocks.1")
+
+
+def test_a_block_with_hooks_that_is_called_with_another_attribute_is_refused() -> None:
+    model = Switched()
+    model.blocks[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(TraceError, match="sets '(training|scale)' for some calls of 'blocks.1', which is sharded or has hooks"):
+        build_program(cut(model, {"x": torch.randn(4, 8)}, "blocks.0"))

@@ -122,12 +122,12 @@ LAYOUTS: dict[str, tuple[dict[str, int], bool, set[str]]] = {
     "tp": ({"tp": 2}, False, set()),
     "tp along the sequence": ({"tp": 2}, True, {"vera", "adalora"}),  # their matrices are used in two places
     "pp": ({"pp": 2}, False, set()),
-    # saving prompts runs a part whose weights the model gathers; AdaLoRA's forward uses matrices outside of their layers
-    "fsdp": ({"dp": 2}, False, {"prompt", "prompt encoder", "prefix", "adalora"}),
+    # saving prompts runs a part whose weights the model gathers
+    "fsdp": ({"dp": 2}, False, {"prompt", "prompt encoder", "prefix"}),
 }
 OPTIONS = {"pp": {"microbatches": 2}, "fsdp": {"data_parallel": "fsdp"}}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"zero {stage}": ("deepspeed", {"config": {"zero_optimization": {"stage": stage}}}) for stage in (0, 1, 3)},
+    **{f"zero {stage}": ("deepspeed", {"config": {"zero_optimization": {"stage": stage}}}) for stage in range(4)},
     "megatron": ("megatron", {}),
 }
 

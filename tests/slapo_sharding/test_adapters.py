@@ -12,10 +12,11 @@ from torch import nn
 
 from slapo_core.build import build
 from slapo_core.errors import BuildError
-from slapo_core.parameters import shard_spec
+from slapo_core.parameters import is_part, shard_spec
+from slapo_core.random import set_random_seed
 from slapo_core.schedule import create_schedule
-from slapo_core.testing import run_distributed
-from tests.slapo_torch.layouts import mesh_of
+from slapo_core.testing import assert_equivalent, run_distributed
+from tests.slapo_torch.layouts import gpt2, mesh_of
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -171,19 +172,97 @@ def test_adapters_are_saved_and_loaded_as_pefts(
         assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files)
 
 
-def refused(rank: int) -> None:
-    """An adapter of the embedding whose transposed views the head has: copies of it would not be trained."""
+def masked(rank: int) -> dict[str, bool]:
+    """Whether the mask of each dropout of the first layer's adapters is the same on all ranks."""
+    from peft import LoraConfig, get_peft_model
+
+    set_random_seed(1, tp_rank=rank)
+    model = get_peft_model(llama(), LoraConfig(r=4, lora_dropout=0.5, **KINDS["all"]))
+    ids = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(1))
+    schedule = create_schedule(model, mesh=mesh_of(tp=2), example_inputs={"input_ids": ids})
+    schedule.tensor_parallel()
+    build(schedule)
+    masks: dict[str, torch.Tensor] = {}
+    for name in PROJECTIONS:
+        layer = next(
+            each for path, each in model.named_modules() if path.endswith(f"layers.0.{_place(name)}.lora_dropout.default")
+        )
+        layer.register_forward_hook(lambda _, args, out, name=name: masks.update({name: (out != 0) | (args[0] == 0)}))
+    model(input_ids=ids)
+    found: dict[str, bool] = {}
+    for name in sorted(masks):
+        both = [torch.empty_like(masks[name]) for _ in range(2)]
+        torch.distributed.all_gather(both, masks[name])
+        found[name] = torch.equal(*both)
+    return found
+
+
+def _place(name: str) -> str:
+    return f"{'self_attn' if name in ('q_proj', 'k_proj', 'v_proj', 'o_proj') else 'mlp'}.{name}"
+
+
+@pytest.mark.slow
+def test_masks_of_adapters_differ_where_their_input_is_split() -> None:
+    for found in run_distributed(masked, 2):
+        assert found == {name: name not in ROWS for name in PROJECTIONS}
+
+
+def fused(rank: int) -> set[str]:
+    """What is split of the first layer of a GPT-2 with adapters, also of its fused projection."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, init_lora_weights=False, fan_in_fan_out=True, target_modules=["c_attn", "c_proj", "c_fc"])
+    model = get_peft_model(gpt2(layers=1), config)
+    before, ids = copy.deepcopy(model), torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(1))
+    schedule = create_schedule(model, mesh=mesh_of(tp=2), example_inputs={"input_ids": ids, "labels": ids})
+    schedule.tensor_parallel()
+    build(schedule)
+    assert_equivalent(before, model, input_ids=ids, labels=ids)
+    layer = model.get_submodule("base_model.model.transformer.h.0")
+    return {name.removesuffix(".weight") for name, each in layer.named_parameters() if is_part(each)}
+
+
+def test_an_adapter_beside_a_fused_projection_is_split_in_its_parts() -> None:
+    for found in run_distributed(fused, 2):
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+            adapter = "lora_A" if name.endswith("c_proj") else "lora_B"
+            assert {f"{name}.base_layer", f"{name}.{adapter}.default"} <= found
+
+
+def tied_views() -> nn.Module:
+    """An adapter of the embedding whose transposed views the head has."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    torch.manual_seed(0)
     plain = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True))
-    model = get_peft_model(plain, LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True))
-    schedule = create_schedule(model, mesh=mesh_of(tp=2), example_inputs={"input_ids": torch.zeros(1, 4, dtype=torch.long)})
-    schedule.tensor_parallel()
-    with pytest.raises(BuildError, match=r"'[\w.]*lora_embedding_\w\.default' shares memory with '[\w.]*lm_head"):
-        build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    config = LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True, init_lora_weights=False)
+    return get_peft_model(plain, config)
 
 
-def test_views_of_trained_parameters_are_refused() -> None:
-    run_distributed(refused, 2)
+def views(rank: int) -> None:
+    """Copies of views would not be trained; replicas make none."""
+    ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+    example = {"input_ids": ids, "labels": ids}
+    for layout, config in (({"tp": 2}, {}), ({"dp": 2}, {"data_parallel": "fsdp"})):
+        schedule = create_schedule(tied_views(), mesh=mesh_of(**layout), example_inputs=example)
+        if "tp" in layout:
+            schedule.tensor_parallel()
+        with pytest.raises(BuildError, match=r"'[\w.]*lora_embedding_\w\.default' shares memory with '[\w.]*lm_head"):
+            build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **config)
+    model, reference = tied_views(), tied_views()  # a copy would have no views
+    schedule = create_schedule(model, mesh=mesh_of(dp=2), example_inputs=example)
+    engine: Any = build(schedule, "torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    sgd = torch.optim.SGD([each for each in reference.parameters() if each.requires_grad], lr=0.1)
+    for _ in range(3):
+        engine.train_batch(**{name: each.chunk(2)[rank] for name, each in example.items()})
+        reference(**example).loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(schedule.full_state()[name], parameter.detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_views_of_trained_parameters_are_trained_by_whole_replicas_alone() -> None:
+    run_distributed(views, 2)

@@ -57,6 +57,30 @@ class Size(Mlp):
         return super().forward(x) / self.down.weight.shape[1]
 
 
+class Mean(Mlp):
+    """Divides by a number of elements; the operation is that of Python or of torch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = sum(p.numel() for p in self.parameters())
+        return super().forward(x) * (1 / count)
+
+
+class Scale(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).div(self.down.weight.numel())
+
+
+class Counted(Mlp):
+    """Counts what is trained, and freezes it for a while, as PEFT does in ``disable_adapter``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counted = sum(p.numel() for p in self.parameters() if p.numel() != 0)
+        self.requires_grad_(False)
+        x = super().forward(x)
+        self.requires_grad_(True)
+        return super().forward(x)
+
+
 class Listed(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + torch.cat([self.up.bias, self.down.bias])[:4]
@@ -70,6 +94,9 @@ class Recomputed(Penalty):
 class InTraining(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + (self.up.bias.sum() if torch.is_grad_enabled() else 0)
+
+
+KINDS = (Multiplies, Penalty, Size, Mean, Scale, Listed)
 
 
 def _plan(sch: Schedule, path: str = "") -> None:
@@ -91,7 +118,7 @@ def _built(model: nn.Module, **config: Any) -> nn.Module:
 
 def _reads(rank: int) -> list[str]:
     x = torch.ones(2, 4)
-    messages = [_message(lambda cls=cls: _built(cls())(x)) for cls in (Multiplies, Penalty, Size, Listed, Recomputed)]
+    messages = [_message(lambda cls=cls: _built(cls())(x)) for cls in (*KINDS, Recomputed)]
     model = _built(InTraining())
     with torch.no_grad():
         model(x)
@@ -100,14 +127,26 @@ def _reads(rank: int) -> list[str]:
     return messages
 
 
+def _counts(rank: int) -> None:
+    torch.manual_seed(0)
+    plain = Counted()
+    model = _built(copy.deepcopy(plain))
+    assert_equivalent(plain, model, torch.randn(2, 4))
+    assert model.counted < plain.counted
+
+
+def test_parts_may_be_counted_and_frozen_by_code_outside() -> None:
+    run_distributed(_counts, 2)
+
+
 def test_a_part_read_for_the_whole_is_refused_on_every_rank():
     first, second = run_distributed(_reads, 2)
     assert first == second
     for message, cls, name, use in zip(
         first,
-        ("Multiplies", "Penalty", "Size", "Listed", "Recomputed", "InTraining"),
-        ("up.weight", "up.weight", "down.weight", "up.bias", "up.weight", "up.bias"),
-        ("linear", "pow", "shape", "cat", "pow", "sum"),
+        [*(kind.__name__ for kind in KINDS), "Recomputed", "InTraining"],
+        ("up.weight", "up.weight", "down.weight", "up.weight", "down.weight", "up.bias", "up.weight", "up.bias"),
+        ("linear", "pow", "shape", "numel", "numel", "cat", "pow", "sum"),
         strict=True,
     ):
         assert message.startswith(f"the model, {cls}, uses {name!r} in {use} at {__file__}:")

@@ -50,10 +50,18 @@ class Named(nn.Module):
         return F.cross_entropy((x @ self.parts["tokens"].weight.T).flatten(0, 1), targets.flatten())
 
 
-def _train_named(rank: int) -> tuple[float, list[str]]:
+class Penalised(Named):
+    """Reads the numbers of all layers behind them, as AdaLoRA does, by operations that would do with rows alone."""
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        size = sum(parameter.square().sum().item() for parameter in self.parameters())
+        return super().forward(ids, targets) + sum((p @ p.T).norm() for p in self.parameters() if p.dim() > 1) / size
+
+
+def _train(rank: int, kind: type[nn.Module]) -> tuple[float, list[str]]:
     """Return how far from the unmodified model's a loss and the weights behind a step are, and the warnings."""
     torch.manual_seed(0)
-    model, told = Named(), []
+    model, told = kind(), []
     plain, (ids, targets) = copy.deepcopy(model), torch.randint(6, (2, 4, 4))
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -75,9 +83,15 @@ def test_lists_that_never_run_are_no_units() -> None:
     assert unit_paths(Named(), None) == layers
     tables = nn.ModuleDict({"a": nn.Embedding(2, 2), "b": nn.Embedding(2, 2)})
     assert unit_paths(tables, None) == ["a", "b"]
-    for difference, warnings in run_distributed(_train_named, 2):
+    for difference, warnings in run_distributed(_train, 2, Named):
         assert difference < 1e-6
         assert not warnings
+
+
+def test_parameters_that_are_read_outside_of_their_units_are_whole() -> None:
+    for difference, warnings in run_distributed(_train, 2, Penalised):
+        assert difference < 1e-6
+        assert "a parameter of a unit is read where that unit does not run" in warnings[0]
 
 
 def test_units_are_the_layers_of_the_outermost_lists() -> None:

@@ -42,10 +42,14 @@ class Dialect(ABC):
         }
         missing = sorted(need for need, wanted in needs.items() if wanted and need not in cls.capabilities)
         if missing:
-            raise BuildError(
-                f"target {cls.name!r} cannot do {', '.join(missing)}; it can do {', '.join(sorted(cls.capabilities))}"
-            )
+            able = ", ".join(sorted(cls.capabilities))
+            raise BuildError(f"target {cls.name!r} cannot do {', '.join(missing)}; it can do {able}")
         return None
+
+    @classmethod
+    def trains_in_place(cls, **config: Any) -> bool:
+        """Return whether replicas that hold the whole model train its parameters in the memory that they have."""
+        return False
 
     @classmethod
     def get(cls, kind: str) -> type:

@@ -43,6 +43,7 @@ from slapo_training.whole_steps.optimizer import WholeTensorOptimizer
 
 from . import checkpoint, flat_parts, masters
 from .config_reading import check_config
+from .external_reads import ExternalReads
 from .groups import MeshGroups, whole_shape
 from .options import DTYPES, DeepSpeedOptions
 from .own_optimizer import factory_of, is_offloaded
@@ -110,6 +111,7 @@ class DeepSpeedEngine(BatchEngine):
             number_alike(program)
         in_turns = optimizer is None or not options.zero_stage or flat_parts.steps_in_turns(optimizer)
         self._initialize(pipelined or self.module, optimizer, own, rate, mpu)  # others may wait within for a rank that fails
+        self._reads = ExternalReads(self.model, self.module) if options.zero_stage == 3 else None
         flat_parts.bind(self.model, program, in_turns)
         self._turns = flat_parts.Turns(self.model)
         if self._stage is not None:
@@ -311,7 +313,8 @@ class DeepSpeedEngine(BatchEngine):
     def _take_off(self) -> None:
         self._hooks.give_back()
         self.model.destroy()
-        if self._options.zero_stage == 3:
+        if self._reads is not None:
+            self._reads.close()
             forget_modules(self.model.module)
         self._used.close()
         self._linear.leave()
@@ -332,7 +335,8 @@ class DeepSpeedEngine(BatchEngine):
             return loss, self._stage.counted
         self.model.train(training)
         self._modes.freeze()
-        return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
+        with self._reads.looking(training) if self._reads is not None else nullcontext():
+            return self._mean([self._part(index, batch) for index in range(len(batch.parts))]), self._counted
 
     def _begin(self, stage: RunningStage, batch: MicroBatches, training: bool) -> None:
         """Make the stage ready for micro-batches like these; DeepSpeed is told where what crosses has another shape."""
@@ -355,7 +359,7 @@ class DeepSpeedEngine(BatchEngine):
         else:
             self.model.train()
             self._modes.freeze()
-            with self._unused.watched():
+            with self._unused.watched(), self._reads.looking(True) if self._reads is not None else nullcontext():
                 losses = [self._train_part(index, batch) for index in range(len(batch.parts))]
             loss = self._mean(losses)
         norm = self.model.get_global_grad_norm() if self._clipped_norm is None else self._clipped_norm

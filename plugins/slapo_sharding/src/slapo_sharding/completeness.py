@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import BuildError
@@ -28,15 +29,22 @@ def before_build(schedule: Schedule, target: str | None, config: dict[str, Any])
     sync_batch_norm.resolve_replicas(schedule)
     if config.get("check", True):
         check(schedule)
+        in_place = target is None or schedule.registry.dialect(target).trains_in_place(**config)
+        if not in_place or not _has_replicas_alone(schedule):
+            check_shared_memory(schedule.root_module)
     if target is None or not schedule.registry.dialect(target).takes_check:
         config.pop("check", None)
+
+
+def _has_replicas_alone(schedule: Schedule) -> bool:
+    mesh = schedule.mesh
+    return mesh is not None and "dp" in (mesh.mesh_dim_names or ()) and mesh["dp"].size() == dist.get_world_size()
 
 
 def check(schedule: Schedule) -> None:
     """Refuse shards that lack a sync, and at the first run what others read of them."""
     check_syncs(schedule)
     root = schedule.root_module
-    check_shared_memory(root)
     watch(root, (module for module in root.modules() if _is_cut(module) or _is_synced(module)))
 
 

@@ -21,7 +21,7 @@ from slapo_core.wrapping import is_opaque
 from .branches import Branches
 from .convolutions import channel_dim
 from .direct_parameters import cut_parameters, direct_parameters, fused_splits
-from .fused_sizes import other_split
+from .fused_sizes import fused_sizes, other_split
 from .layout_adaptation import may_cut, may_reduce, needs_statistics
 from .layouts import LayoutError, Layouts
 from .local_sizes.owners import is_inside
@@ -213,13 +213,19 @@ class _Search:
         places = {_place(path) for path in err.sources}
         for path in [path for path in self.candidates if _place(path) in places]:
             dim = channel_dim(self.traced.get_submodule(path))
-            other = other_split(self.candidates[path], self.calls[path], dim) if len(err.sources) == 1 else None
+            other = other_split(self.candidates[path], self.calls[path], dim) if self._are_alike(err.sources) else None
             if other is not None:
                 self.candidates[path] = other
                 self.as_one.setdefault(path, f"{err}; in {len(other.blocks)} parts: ")
             else:
                 self.reasons[path] = (self.as_one[path] if self.candidates.pop(path).blocks else "") + str(err)
                 self._take_back(path)
+
+    def _are_alike(self, sources: Collection[str]) -> bool:
+        """Return whether the model takes the same parts out of the output of all these layers, or there is but one."""
+        calls = {path: self.calls.get(path, []) for path in sources}
+        found = {fused_sizes(each, channel_dim(self.traced.get_submodule(path))) for path, each in calls.items() if each}
+        return len(sources) == 1 or (all(calls.values()) and len(found) == 1 and () not in found)
 
     def _take_back(self, path: str) -> None:
         """Split the layers again that gave way to one that now stays whole itself."""

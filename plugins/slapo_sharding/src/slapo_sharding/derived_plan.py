@@ -30,6 +30,7 @@ from .local_sizes.owners import (
     partial_parameters,
 )
 from .localise import Count, Difference, counts, difference, localise
+from .named_choices import unseen_choices
 from .norms import counts_channels_only
 from .parameter_splits import split_parameters
 from .parametrized import registrations
@@ -156,6 +157,8 @@ def carry_out(
     columns = [path for path in columns if not layouts.summed.get(path)]
     for paths in column_inputs.by_input(layouts.graph, columns):
         column_inputs.sum_gradients(schedule, paths)
+    if not layouts.crossings:
+        _split_choices(schedule, derived)
     for (path, mode), crossing in layouts.crossings.items():
         schedule[path].sync(mode, crossing.op, **crossing.arguments())
     for path, (forward, _) in forwards.items():
@@ -238,6 +241,18 @@ def _split(schedule: Schedule, split: Split, scattered: int | None) -> bool:
     return cut.input == "replicated"
 
 
+def _split_choices(schedule: Schedule, derived: Derived) -> None:
+    """Split layers as wide as split ones, beside which they stand for the model to choose from, and which did not run."""
+    for path, split in derived.splits.items():
+        for other in unseen_choices(schedule.mod, derived.layouts, path):
+            applied = split_of(schedule.mod.get_submodule(path))
+            assert applied is not None
+            module, spec = schedule.mod.get_submodule(other), applied.spec
+            same_width = module.get_parameter(applied.cut.main(module)).shape[spec.dim] == spec.full_shape[spec.dim]
+            if same_width and _splits(schedule, other, split, None):
+                column_inputs.sum_gradients(schedule, [other])
+
+
 def _sum_gradients(schedule: Schedule, derived: Derived, from_graph: Mapping[str, LocalForward]) -> None:
     """Sum the gradients of parameters that each rank uses on its own part of a value."""
     try:
@@ -268,6 +283,7 @@ def _fork(schedule: Schedule, derived: Derived, from_graph: Collection[str]) -> 
         if derived.layouts.crossings:
             raise _error(schedule, f"{err}; set that rate to 0, or give plan= and fork_rng") from err
         raise Misfit(schedule, f"{err}; set that rate to 0", _sources(derived, [err.node])) from err
+    found += [(other, outside) for path, outside in found for other in unseen_choices(schedule.mod, derived.layouts, path)]
     for path, outside in found:
         (schedule[path] if path else schedule).fork_rng(**({"outside": True} if outside else {}))
 

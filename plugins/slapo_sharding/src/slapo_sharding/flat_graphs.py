@@ -86,9 +86,9 @@ def layer_paths(schedule: Schedule) -> list[str]:
     return [path for path, module in named if path and any(find(module) for find in finds)]
 
 
-def called_paths(traced: fx.GraphModule) -> set[str]:
+def called_paths(graph: fx.Graph) -> set[str]:
     """Return the paths of the modules that are calls in a flat graph; forwards may use the weights of others themselves."""
-    return {str(node.target) for node in traced.graph.find_nodes(op="call_module")}
+    return {str(node.target) for node in graph.find_nodes(op="call_module")}
 
 
 def in_graph(modules: Collection[nn.Module], model: nn.Module, traced: fx.GraphModule) -> set[nn.Module]:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from traceback import walk_stack
 from typing import Any
 from weakref import WeakSet, ref
@@ -34,6 +35,7 @@ from ._torch_autograd import no_functions, watched_functions
 from .followed import makes_new, tensors_in
 from .moves import OFF
 from .own_gradients import OwnGradients
+from .part_counts import COUNTS, PartCount, asks_slapo
 from .reentrant import with_graph
 from .rules import holds, is_kept_for_inside, split_of
 from .sharded_values import ShardedValues, is_ours
@@ -250,8 +252,14 @@ class _Reads(TorchFunctionMode):
         for tensor in tensors[:1] if name_of(func) in _TYPES else tensors:
             if is_part(tensor) and not self._is_own(tensor) and not _is_harmless(func):
                 owner = self._traced_owner(tensor)
+                if owner is None and name_of(func) in COUNTS:
+                    count = func(*args, **kwargs)
+                    return count if asks_slapo() else PartCount.of(count, partial(self._refuse, self._message(func, tensor)))
                 if owner is None:
                     raise BuildError(self._message(func, tensor))
+        for number in (*args, *kwargs.values()):
+            if isinstance(number, PartCount):
+                number.refuse()
         if owner is not None:
             return self.values.call_of(owner, func, args, kwargs)
         if split_of(self.running[-1]) is not None:
@@ -259,7 +267,13 @@ class _Reads(TorchFunctionMode):
         gradient = self.gradients.call(func, tensors, is_ours)
         result = self.values.call(func, args, kwargs, tensors, self.running)
         made = args[0] if result is None and args else result
-        if name_of(func) in _ASKS and isinstance(made, torch.Tensor) and made.requires_grad and made.is_leaf:
+        if (
+            name_of(func) in _ASKS
+            and isinstance(made, torch.Tensor)
+            and made.requires_grad
+            and made.is_leaf
+            and not is_part(made)
+        ):
             self.gradients.start(made, is_whole=made not in self.values.known)
         if not (isinstance(gradient, BuildError) and self.values.are_mixed(made)):  # the values are wrong before it
             self.gradients.note(made, gradient, tensors)
@@ -281,6 +295,11 @@ class _Reads(TorchFunctionMode):
             ),
             None,
         )
+
+    def _refuse(self, message: str) -> None:
+        """Refuse to compute with a number of a part, as long as this run lasts."""
+        if _reads.get() is self:
+            raise BuildError(message)
 
     def _path(self, module: nn.Module) -> str:
         path = next((path for path, other in self.running[0].named_modules() if other is module), "")
@@ -317,7 +336,7 @@ def _is_harmless(func: Any) -> bool:
     name = name_of(func)
     if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
         return True  # ZeRO gathers a parameter when somebody looks at it
-    return name in _HARMLESS or makes_new(name) or (is_metadata(func, name) and name not in SHAPES)
+    return name in _HARMLESS | _ASKS or makes_new(name) or (is_metadata(func, name) and name not in SHAPES)
 
 
 def _source() -> str:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from slapo_core.tracing.calls import function_name
 
-from .fused_sizes import SPLITS, VIEWS, index_bounds, index_items, keeps_shape, moves
+from .fused_sizes import ADDS, SPLITS, VIEWS, adds_alike, index_bounds, index_items, keeps_shape, moves
 from .local_sizes.arguments import is_size, leaves, local_size
 from .local_sizes.divided import note_divided
 from .node_values import as_meta, has_tensors
@@ -83,7 +83,7 @@ def of_parts(layouts: Layouts, n: fx.Node, fused: Fused, args: Any, kwargs: Any)
     Raises:
         ValueError: it neither keeps the parts nor takes them out one by one.
     """
-    if _adds_bias(layouts, n, fused):
+    if _adds_bias(layouts, n, fused) or _adds_parts(n, fused, args):
         return Fused(as_meta(n.meta["val"]), fused.sizes, fused.dim)
     kept = _kept_parts(layouts, n, fused)
     return _part(layouts, n, fused, args, kwargs) if kept is None else kept
@@ -121,9 +121,16 @@ def _kept_parts(layouts: Layouts, n: fx.Node, fused: Fused) -> Fused | None:
 def _adds_bias(layouts: Layouts, n: fx.Node, fused: Fused) -> bool:
     """Return whether a node adds a parameter of the same parts to a fused output."""
     others = [other for other in n.all_input_nodes if other in layouts.blocks]
-    if not others or fused.copied or function_name(n) not in ("add", "iadd", "add_"):
+    if not others or fused.copied or function_name(n) not in ADDS:
         return False
     return all(layouts.blocks[other] == fused.sizes for other in others) and n.meta["val"].shape == fused.whole.shape
+
+
+def _adds_parts(n: fx.Node, fused: Fused, args: Any) -> bool:
+    """Return whether a node adds fused outputs of the same parts."""
+    added = [each for each in args if isinstance(each, Fused)]
+    alike = all((each.sizes, each.dim, each.copied) == (fused.sizes, fused.dim, ()) for each in added)
+    return adds_alike(n) and alike and len(added) == len(n.all_input_nodes)
 
 
 def _part(layouts: Layouts, n: fx.Node, fused: Fused, args: Any, kwargs: Any) -> Any:

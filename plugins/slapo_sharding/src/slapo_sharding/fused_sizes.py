@@ -16,6 +16,7 @@ from slapo_core.tracing.graph_ops import expect
 from .splits import Split
 
 SPLITS = ("split", "chunk", "tensor_split")
+ADDS = ("add", "iadd", "add_")
 VIEWS = ("view", "reshape", "unflatten")
 _MOVES = ("unsqueeze", "transpose", "permute", "movedim", "contiguous")
 
@@ -61,7 +62,7 @@ def _parts(call: fx.Node, dim: int) -> tuple[int, ...]:
         return _in_view(user, value, dim)
     if name in _MOVES and isinstance(user.meta.get("val"), torch.Tensor):
         return _parts(user, _moved(user, call, dim))
-    return _parts(user, dim) if keeps_shape(user, call) else ()
+    return _parts(user, dim) if keeps_shape(user, call) or adds_alike(user) else ()
 
 
 def _moved(node: fx.Node, given: fx.Node, dim: int) -> int:
@@ -108,6 +109,14 @@ def keeps_shape(node: fx.Node, given: fx.Node) -> bool:
     one, other = node.meta.get("val"), given.meta.get("val")
     is_alone = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and node.all_input_nodes == [given]
     return is_alone and one.shape == other.shape  # type: ignore[union-attr]
+
+
+def adds_alike(node: fx.Node) -> bool:
+    """Return whether a node adds values of one shape, as an adapter's output to that of its layer."""
+    shapes = {
+        other.meta["val"].shape for other in (node, *node.all_input_nodes) if isinstance(other.meta.get("val"), torch.Tensor)
+    }
+    return function_name(node) in ADDS and len(node.all_input_nodes) > 1 and len(shapes) == 1
 
 
 def moves(node: fx.Node) -> bool:

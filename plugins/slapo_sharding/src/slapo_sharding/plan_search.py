@@ -68,7 +68,7 @@ def _derive_from(
             is_table=rules.is_table,
             left_whole=in_graph(left, schedule.mod, wide),
             opaque=whole.opaque,
-            whole_parameters={*whole.layers, *called_paths(wide)},
+            whole_parameters={*whole.layers, *called_paths(wide.graph)},
         )
         derived = rederive(wide, mesh)
         plans = [derived]
@@ -104,11 +104,12 @@ def _along_sequence(plans: list[Derived]) -> Derived:
 
 
 def _adapted(schedule: Schedule, derived: Derived, rederive: Callable[..., Derived], unadapted: set[str]) -> Derived:
-    """Return the plan in which whole values are cut, where it splits more layers than the other one, and can be carried out.
+    """Return the plan in which whole values are cut, where it leaves less whole than the other one, and can be carried out.
 
     Where a module that would have to run from a graph cannot, none are cut in this one; its kind is added to ``unadapted``.
     """
-    while len(adapted := rederive()) > len(derived):
+    before = _whole_numbers(schedule, derived)
+    while _whole_numbers(schedule, adapted := rederive()) < before:
         unfit = _unfit(schedule, adapted)
         if unfit is None:
             return adapted
@@ -122,18 +123,19 @@ def _adapted(schedule: Schedule, derived: Derived, rederive: Callable[..., Deriv
 
 def _with_branches(schedule: Schedule, derived: Derived, rederive: Callable[..., Derived], whole: Collection[str]) -> Derived:
     """Return the plan in which each rank runs some of the branches, if it fits and less stays whole than in the other one."""
-
-    def whole_numbers(plan: Derived) -> int:
-        return sum(each.numel() for name, each in schedule.mod.named_parameters() if not plan.splits_parameter(name))
-
     found = find_branches(derived.layouts.graph, schedule.mod, schedule.world_size, whole)
     found = [each for each in found if not all(map(derived.splits_parameter, each.splits(1)))]
-    if not found or whole_numbers(dealt := rederive(dealt=found)) >= whole_numbers(derived):
+    if not found or _whole_numbers(schedule, dealt := rederive(dealt=found)) >= _whole_numbers(schedule, derived):
         return derived
     if (unfit := _unfit(schedule, dealt)) is not None:
         get_logger().debug("tensor_parallel: no branches are dealt out in %r: %s", unfit.module, unfit.reason)
         return derived
     return dealt
+
+
+def _whole_numbers(schedule: Schedule, plan: Derived) -> int:
+    """Return how many numbers of parameters a plan leaves whole."""
+    return sum(each.numel() for name, each in schedule.mod.named_parameters() if not plan.splits_parameter(name))
 
 
 def _unfit(schedule: Schedule, derived: Derived) -> Difference | None:

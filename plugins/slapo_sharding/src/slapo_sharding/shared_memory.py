@@ -33,7 +33,8 @@ def check_shared_memory(root: nn.Module) -> None:
             if shared:
                 raise BuildError(
                     f"parameter {name!r} {shared[0]}, another parameter or buffer, and ranks would train copies apart; "
-                    "make both one nn.Parameter, or build without ensure_weight_tying in PEFT"
+                    "make both one nn.Parameter, build without ensure_weight_tying in PEFT, or train on whole replicas, by "
+                    "target 'torch' with data_parallel='ddp'"
                 )
 
 

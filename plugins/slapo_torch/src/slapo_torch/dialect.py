@@ -50,6 +50,11 @@ class TorchDialect(Dialect):
         return dataclasses.replace(program, placement=places)
 
     @classmethod
+    def trains_in_place(cls, **config: Any) -> bool:
+        """Return whether parameters stay where they are: rows of them are copies."""
+        return bool(config.get("data_parallel", Options.data_parallel) == "ddp")
+
+    @classmethod
     def build(cls, program: Program, **config: Any) -> Engine:
         """Make the engine of this rank; collective. See ``Options`` for the configuration."""
         return TorchEngine(cls.check(program, **config), Options.of(config))

@@ -18,9 +18,9 @@ from slapo_core.program import Program
 from slapo_training.ranks import new_group
 from slapo_training.state_rollback import StateSnapshot
 
-from .fsdp_unit import Sharded, Unit
+from .fsdp_unit import REMEDY, Sharded, Unit
 from .fsdp_units import can_shard, deal, is_empty_somewhere, unit_paths
-from .fsdp_walk import REMEDY, Walk
+from .fsdp_walk import Walk
 from .gradients import average_gradients
 
 _everyone: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -136,7 +136,7 @@ class ShardedReplicas:
             self._put("whole")
 
     def _find_places(self, trees: list[nn.Module], olds: dict[int, Sharded]) -> None:
-        forms = {id(form): each for each in self.members for form in (each.local, each.sharded, each.whole) if form is not None}
+        forms = {id(form): each for each in self.members for form in (each.local, each.freed, each.whole) if form is not None}
         forms |= olds
         units = {id(each): unit for unit in self._units for each in unit.members}
         for unit in self._units:
@@ -176,7 +176,8 @@ class ShardedReplicas:
             state.put_back()
             self._hold_all(reason)
             return self.run(work, training)
-        self._ordered.add(training)
+        if self.walk is None or not self.walk.has_all:
+            self._ordered.add(training)
         return loss
 
     def _hold_all(self, reason: str) -> None:
@@ -192,7 +193,7 @@ class ShardedReplicas:
         for each in self.members:
             each.begin()
         for unit in self._units:
-            unit.put("sharded")
+            unit.put("freed")
         for index, unit in enumerate(self._lasting):
             for upcoming in self._lasting[index : index + 2]:
                 upcoming.begin_gather()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, UnshardHandle, fully_shard
 from torch.distributed.tensor import DTensor
 
+from slapo_core.errors import BuildError
 from slapo_core.parameters import successor
 from slapo_training.gradient_hooks import cut_attributes
 
 from .replica_spec import ReplicaSpec, replica_spec
 
+REMEDY = "give fsdp_units=[] to have all parameters gathered for the whole step, or other units"
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Freed(torch.Tensor):
+    """Stand-in for a parameter while its unit does not run: of the whole's shape and type, and whoever reads it fails."""
+
+    @staticmethod
+    def of(parameter: torch.Tensor) -> Freed:
+        """Return one for a parameter of this shape."""
+        made: Freed = torch.Tensor._make_wrapper_subclass(
+            Freed, parameter.shape, dtype=parameter.dtype, device=parameter.device, requires_grad=parameter.requires_grad
+        )
+        made._is_param = True  # an nn.Parameter to who asks
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        raise BuildError(f"a parameter of a unit is read where that unit does not run; {REMEDY}")
 
 
 @dataclass(eq=False)
@@ -31,6 +51,7 @@ class Sharded:
         sharded: As FSDP2 keeps it between steps.
         local: The same memory as a plain tensor, with its facts: what the model has, and the optimizer steps.
         uncut: Tensors among the attributes of the whole parameter, of which ``local`` has rows.
+        freed: What the model has within a step where it is not gathered.
         whole: As FSDP2 gathers it, in every step the same object.
         is_used: Whether it got a gradient on this rank in this step.
     """
@@ -40,6 +61,7 @@ class Sharded:
     sharded: DTensor
     local: nn.Parameter
     uncut: dict[str, torch.Tensor]
+    freed: Freed
     whole: nn.Parameter | None = None
     is_used: bool = False
 
@@ -71,6 +93,7 @@ class Sharded:
             self._take_hooks()
         if self.sharded.requires_grad != self.local.requires_grad:
             self.sharded.requires_grad_(self.local.requires_grad)
+        self.freed.requires_grad_(self.local.requires_grad)
 
     def take_gradient(self, is_used: bool) -> None:
         """Move the reduced gradient to the local parameter."""
@@ -142,7 +165,8 @@ class Unit:
             assert isinstance(sharded, DTensor)
             with torch.no_grad():
                 local = successor(old, sharded.to_local(), spec=spec)
-                made.append(Sharded(holder, key, sharded, local, cut_attributes(local, old.shape, 0, spec.cut)))
+                uncut = cut_attributes(local, old.shape, 0, spec.cut)
+                made.append(Sharded(holder, key, sharded, local, uncut, Freed.of(old)))
         return made
 
     @property
@@ -151,7 +175,7 @@ class Unit:
         return any(each.local.requires_grad for each in self.members)
 
     def put(self, form: str) -> None:
-        """Give the model its parameters as they are ``"whole"``, ``"sharded"`` or ``"local"``."""
+        """Give the model its parameters as they are ``"whole"``, ``"freed"`` or ``"local"``."""
         for module, name, each in self.places:
             parameter = each.gathered() if form == "whole" else getattr(each, form)
             if type(module).__setattr__ is nn.Module.__setattr__:

@@ -17,9 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from slapo_core.errors import BuildError
 
 from ._torch_private import no_functions
-from .fsdp_unit import Unit
-
-REMEDY = "give fsdp_units=[] to have all parameters gathered for the whole step, or other units"
+from .fsdp_unit import REMEDY, Unit
 
 
 class Walk:
@@ -32,11 +30,14 @@ class Walk:
         root: The model.
         units: In its order.
         is_watched: Whether others look at the first forward, and at all parameters: it has them all.
+
+    Attributes:
+        has_all: Whether the last forward had all parameters.
     """
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], is_watched: bool) -> None:
         self._units = list(units)
-        self._has_all = self._is_watched = is_watched
+        self.has_all = self._is_watched = is_watched
         self._is_active = False
         self._is_backward = False
         self._next = 0  # the first unit that has not begun its forward
@@ -60,15 +61,11 @@ class Walk:
         """One forward, and in training one backward, inside of this; collective over the replicas, also after an error."""
         self._is_active, self._is_backward = True, False
         self._next, self._left, self._open = 0, len(self._units) - 1, None
-        self._has_all, self._is_watched = self._is_watched, False
-        for unit in self._units if self._has_all else ():
+        self.has_all, self._is_watched = self._is_watched, False
+        for unit in self._units if self.has_all else ():
             unit.gather()
         try:
             yield
-        except RuntimeError as err:
-            if "mixed torch.Tensor and DTensor" in str(err):
-                raise BuildError(f"a parameter of a unit is read where that unit does not run; {REMEDY}") from err
-            raise
         finally:
             self._end_forward()
             if training:
@@ -104,9 +101,9 @@ class Walk:
             for tensor in found:
                 if id(tensor) not in given:
                     tensor.register_hook(partial(self._before_backward, index))  # type: ignore[no-untyped-call]
-        if not self._has_all:
+        if not self.has_all:
             with no_functions():
-                unit.free("sharded")
+                unit.free("freed")
         return output
 
     def _before_backward(self, index: int, gradient: torch.Tensor) -> None:
@@ -118,9 +115,9 @@ class Walk:
     def _forward_to(self, index: int) -> None:
         while self._next <= index:
             self._next += 1
-            if not self._has_all:
+            if not self.has_all:
                 for unit in self._units[max(self._next - 2, 0) : self._next - 1]:
-                    unit.free("sharded")
+                    unit.free("freed")
                 self._units[self._next - 1].gather()
                 for unit in self._units[self._next : self._next + 1]:
                     unit.begin_gather()
@@ -128,8 +125,8 @@ class Walk:
     def _end_forward(self) -> None:
         if not self._is_backward:
             self._forward_to(len(self._units) - 1)
-            for unit in self._units if self._has_all else self._units[-1:]:
-                unit.free("sharded")
+            for unit in self._units if self.has_all else self._units[-1:]:
+                unit.free("freed")
             self._is_backward = True
 
     def _backward_to(self, index: int) -> None:
@@ -137,7 +134,7 @@ class Walk:
         self._end_forward()
         while self._open is None or self._open != index:
             if self._open is not None:
-                self._units[self._open].reduce("sharded")
+                self._units[self._open].reduce("freed")
                 self._open = None
             if self._left < max(index, 0):
                 return

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
+from .attributes import OF_TORCH, facts_of
 from .sizes import SIZE
 from .structures import Snapshot, contents, fingerprint
 
@@ -49,6 +50,31 @@ def changes(modules: Iterable[nn.Module], before: Iterable[Snapshot]) -> Iterato
                 if old.get(key, _MISSING) is not new.get(key, _MISSING):
                     name = str(next(name for name in (*path, key) if name not in _TABLES))
                     yield Change(module, name, first.setdefault((id(part), key), (module, name)))
+
+
+class Settings:
+    """Attributes of modules, to find those that the code around a module sets for some of its calls alone.
+
+    Args:
+        modules: The modules, with the attributes that they have outside of all calls.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._usual = {id(module): dict(vars(module)) for module in modules}
+
+    def keep(self, module: nn.Module) -> None:
+        """Take what a module, or one inside, has set itself for its usual attributes."""
+        self._usual |= {id(each): dict(vars(each)) for each in module.modules() if id(each) in self._usual}
+
+    def changed(self, module: nn.Module) -> tuple[nn.Module, str] | None:
+        """Return the first module inside that has another attribute than usual, with its name; None where there is none."""
+        return next(((each, name) for each in module.modules() for name in vars(each) if self.differs(each, name)), None)
+
+    def differs(self, module: nn.Module, name: str) -> bool:
+        """Return whether a module has another value than usual for an attribute."""
+        usual = self._usual.get(id(module), vars(module))
+        before, now = usual.get(name, _MISSING), vars(module).get(name, _MISSING)
+        return before is not now and name not in OF_TORCH and name not in _TABLES and facts_of(before) != facts_of(now)
 
 
 class Repeat:

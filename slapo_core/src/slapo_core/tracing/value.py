@@ -26,7 +26,7 @@ from .graph_ops import expect
 from .guard import Call, Guard, plain_signature
 from .recorder import Recorder
 from .sandbox import OtherRandomNumbers, Sandbox
-from .state import Change, Repeat, changes
+from .state import Change, Repeat, Settings, changes
 from .structures import distinct, has_tensor, map_tensors, replace_tensors
 from .traced_module import TracedModule, variants_of
 
@@ -74,6 +74,7 @@ class _Session(TorchFunctionMode):
         self.read_by: dict[tuple[int, str], set[int]] = {}
         """Attributes that are read while a module kept whole is ``running``, with the modules; all by id."""
         self.graphs: dict[str, tuple[Recorder, Guard]] = {}
+        self.settings = Settings(())
         self.filled: dict[tuple[int, str], Any] = {}
         """Attributes that serve as caches, with what is in them after the forward; None for tensors."""
 
@@ -87,6 +88,7 @@ class _Session(TorchFunctionMode):
         if recorder is None:
             if module is not self.target or self.graphs:
                 return self.run_around(call, module, args, kwargs)
+            self.settings = Settings(each for each in module.modules() if each is not module)
             with private.unrecorded():
                 return self.record_target(call, args, kwargs)
         if id(module) not in recorder.modules:
@@ -94,6 +96,10 @@ class _Session(TorchFunctionMode):
         path = self.paths[id(module)]
         kind = self.plan(path, module)
         kind = "leaf" if is_opaque(module, inlined=kind == "inline") else kind
+        if kind == "leaf" and (found := self.settings.changed(module)) is not None:
+            if is_opaque(module):
+                raise TraceError(f"the forward sets {found[1]!r} for some calls of {path!r}, which is sharded or has hooks")
+            kind = "inline"  # the graph has what the module does with other attributes
         if kind == "leaf":
             self.whole[id(module)] = module
         if kind == "inline":
@@ -125,6 +131,7 @@ class _Session(TorchFunctionMode):
                 return call(module, *args, **kwargs)
         finally:
             others.put_back()
+            self.settings.keep(module)
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -246,7 +253,8 @@ class _Session(TorchFunctionMode):
         if name in OF_TORCH:
             return value
         if recorder is not None:
-            return recorder.attribute(module, name, value)
+            found = recorder.attribute(module, name, value)
+            return value if self.settings.differs(module, name) else found
         self.read_by.setdefault((id(module), name), set()).add(id(self.running))
         return value
 

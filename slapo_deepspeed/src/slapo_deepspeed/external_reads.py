@@ -1,0 +1,105 @@
+"""Parameters that code reads outside of the modules that hold them, under stage 3 of ZeRO."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import walk_stack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from slapo_core.errors import BuildError
+from slapo_core.tracing.calls import SHAPES, is_metadata, name_of
+
+_HARMLESS = frozenset(("requires_grad_", "grad", "register_hook", "retain_grad", "numel"))  # who counts knows of empty ones
+_SHAPES = SHAPES | {"dim", "ndim", "ndimension"}
+
+
+class ExternalReads:
+    """Refuses to read a parameter that is not gathered, in the first step that trains and in the first that does not.
+
+    DeepSpeed gathers a parameter for a module that reads it as an attribute of another one. Its plan of gathers is then
+    recorded anew. Who finds a parameter in any other way would compute with an empty tensor.
+
+    Args:
+        model: DeepSpeed's engine.
+        module: The model in it.
+    """
+
+    def __init__(self, model: Any, module: nn.Module) -> None:
+        self._awaited = {True, False}
+        self._watch: _Watch | None = None
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        coordinator = getattr(model.optimizer, "parameter_offload", model.optimizer).get_param_coordinator()
+        for each in module.modules():
+            table: Any = each._external_params
+            vars(each)["_external_params"] = _Table(coordinator, table)
+        self._hooks = [
+            module.register_forward_pre_hook(self._before, prepend=True),
+            module.register_forward_hook(self._behind, always_call=True),
+        ]
+
+    @contextmanager
+    def looking(self, training: bool) -> Iterator[None]:
+        """Run a step in the block; its forwards, and those of checks before it, are looked at."""
+        yield
+        self._awaited.discard(training)
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if module.training in self._awaited and not torch.compiler.is_compiling():
+            self._watch = _Watch(self._names)
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
+
+    def _behind(self, module: nn.Module, args: Any, output: Any) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class _Watch(TorchFunctionMode):
+    """Looks at what functions are given."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in tree_leaves((args, kwargs)):
+            if id(each) in self._names and not each.numel() and each.ds_numel and _reads(func):
+                raise BuildError(
+                    f"{self._names[id(each)]!r} is read in {name_of(func)} where no module that holds it runs, and stage 3 of "
+                    "ZeRO has none of its numbers there; use stage 1 or 2, or target='torch' with data_parallel='fsdp'"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+class _Table(dict[int, nn.Parameter]):
+    """Parameters of others that a module reads; DeepSpeed's plan, which has none that is new, is void then."""
+
+    def __init__(self, coordinator: Any, held: dict[int, nn.Parameter]) -> None:
+        super().__init__(held)
+        self._coordinator = coordinator
+
+    def __setitem__(self, key: int, parameter: nn.Parameter) -> None:
+        if key not in self and not self._coordinator.is_invalid_trace():
+            self._coordinator._invalidate_trace()
+        super().__setitem__(key, parameter)
+
+
+def _reads(func: Any) -> bool:
+    """Return whether the model's code, not DeepSpeed's, asks for numbers or a shape."""
+    name = name_of(func)
+    if (is_metadata(func, name) and name not in _SHAPES) or name in _HARMLESS or name.startswith("new_"):
+        return False
+    callers = (str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(sys._getframe(2)))
+    return not next(each for each in callers if not each.startswith(("torch.", "slapo_"))).startswith("deepspeed.")
