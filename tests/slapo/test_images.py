@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from slapo_core import build, create_schedule
 from slapo_core.testing import run_distributed
+from slapo_sharding.capturing_hooks import recorded_captures
+from tests.slapo_sharding.told import warnings_told
 
 from .image_models import IMAGES, SGD, TRAINED, assert_trains_alike, batch_of, joined
 
@@ -67,6 +69,40 @@ COUNTED = {**TWO, "batch_dims": {"pixel_values": "image_grid_thw"}}
 def test_each_row_keeps_its_images(kind: str, target: str, layout: dict[str, int], options: dict[str, Any]) -> None:
     ranks = layout.get("dp", 1) * layout.get("tp", 1)
     run_distributed(train, ranks, kind, target, layout, options, timeout=100)
+
+
+def adapted(rank: int) -> None:
+    """Compare losses and weights where no published plan is followed, and look at what a rank has of the language part."""
+    from peft import LoraConfig, get_peft_model
+
+    projections = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    model = get_peft_model(TRAINED["llava"](), LoraConfig(r=4, target_modules=projections, init_lora_weights=False))
+    text = model.get_submodule("base_model.model.model.language_model")
+    whole, reference = sum(each.numel() for each in text.parameters()), copy.deepcopy(model).train()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    sch = create_schedule(model, mesh=mesh, example_inputs=batch_of("llava", IMAGES[0], 9))
+    with warnings_told() as told:
+        sch.tensor_parallel()
+    assert not [each for each in told if "self_attn stays whole" in each]
+    assert sum(each.numel() for each in text.parameters()) < 0.6 * whole
+    batches = [batch_of("llava", images, seed) for seed, images in enumerate(IMAGES[:2])]
+    assert_trains_alike(build(sch, "torch", optimizer=SGD), sch, reference, zip(batches, batches, strict=True))
+
+
+def test_hooks_of_a_first_call_are_not_put_on_twice() -> None:
+    """A layer whose hidden states count twice is not the one that Llava asks for."""
+    model = TRAINED["llava"]()
+    model(**batch_of("llava", IMAGES[0], 0))
+    layer = model.get_submodule("model.vision_tower.encoder.layers.0")
+    hooks = dict(layer._forward_hooks)
+    with recorded_captures(model):
+        assert dict(layer._forward_hooks) == hooks
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_on_the_language_part() -> None:
+    run_distributed(adapted, 2, timeout=200)
 
 
 VISION = dict.fromkeys(("gemma", "pali", "llava", "intern"), "model.vision_tower") | {"smol": "model.vision_model"}

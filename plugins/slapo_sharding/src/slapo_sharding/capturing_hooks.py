@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +24,12 @@ def recorded_captures(model: nn.Module) -> Iterator[None]:
     before = {module: dict(module._forward_hooks) for module in model.modules()} if pretrained else {}
     marked = {module for module in before if _INSTALLED in vars(module)}
     hooks = list[Any]()
+    held = {inner for module in marked for inner in module.modules()}
     try:
         for each in pretrained:
             sys.modules[_LIBRARY].maybe_install_capturing_hooks(each)
+        for module in held:  # Transformers puts them on again, beside those of the first call
+            _take_off(module, before[module])
         hooks += {hook for module in before for hook in module._forward_hooks.values() if _is_new(hook)}
         for hook in hooks:
             hook.traced = True
@@ -35,10 +38,15 @@ def recorded_captures(model: nn.Module) -> Iterator[None]:
         for hook in hooks:
             del hook.traced
         for module, kept in before.items():
-            for key in module._forward_hooks.keys() - kept.keys():
-                del module._forward_hooks[key]
+            _take_off(module, kept)
             if module not in marked:
                 vars(module).pop(_INSTALLED, None)
+
+
+def _take_off(module: nn.Module, kept: Collection[int]) -> None:
+    """Take off the hooks of a module whose keys are not among those kept."""
+    for key in module._forward_hooks.keys() - kept:
+        del module._forward_hooks[key]
 
 
 def _is_new(hook: Any) -> bool:

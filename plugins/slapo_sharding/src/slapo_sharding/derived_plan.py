@@ -20,7 +20,7 @@ from .derive import Derived
 from .draws import MixedDraws, forks
 from .flat_graphs import TakenName, flat_graph, layer_paths
 from .layouts import Layouts
-from .left_whole import REMEDY, LeftWhole, Misfit, tell, tell_of_opaque, without_advice
+from .left_whole import REMEDY, LeftWhole, Misfit, tell, tell_of_opaque, untold, without_advice
 from .local_forwards import local_forwards
 from .local_sizes.forward import LocalForward
 from .local_sizes.owners import (
@@ -37,7 +37,6 @@ from .parametrized import registrations
 from .parts_alone import split_parts
 from .plan_search import find_plan
 from .rulebook import rules_of
-from .rules import split_of
 from .sharding import Sharder
 from .splits import Split
 from .stacks import fork_stack, split_stack
@@ -78,8 +77,7 @@ def apply_derived(
         get_logger().warning(what, schedule.path or type(schedule.mod).__name__, without_advice(err))
         return {**(words or {})}
     if [path for path in whole.opaque if split_parts(schedule[path], _apply_to_part)]:
-        split = {path for path, module in schedule.mod.named_modules() if split_of(module)}
-        derived.reasons = {path: reason for path, reason in derived.reasons.items() if path not in split}
+        derived.reasons = untold(schedule.mod, derived.reasons)
     if not splits_more and not any(map(is_part, schedule.mod.parameters())):
         raise _nothing_split(schedule, derived, sequence_parallel)
     if words == {}:

@@ -107,6 +107,25 @@ def tell_of_opaque(schedule: Schedule, whole: LeftWhole) -> set[str]:
     return told
 
 
+def untold(model: nn.Module, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the reasons of layers of which the plans of parts have not told.
+
+    Such a plan tells of all layers in the blocks that it splits, but for attentions of which it splits nothing.
+    """
+    split = {path for path, module in model.named_modules() if split_of(module)}
+    blocks, attentions = {_block(path) for path in split}, [*attention.whole_attentions(model)]
+    return {
+        path: reason
+        for path, reason in reasons.items()
+        if path not in split and (_block(path) not in blocks or any(is_inside(path, each) for each in attentions))
+    }
+
+
+def _block(path: str) -> str:
+    """Return the path of the outermost repeated module around a layer; the layer's own where there is none."""
+    return next((outer for outer in reversed([*_around(path)]) if kind(outer) != outer), path)
+
+
 def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), done: Collection[str] = ()) -> None:
     """Say what stays whole: loudly attentions, sizes that do not divide and modules without a split, once for all alike.
 

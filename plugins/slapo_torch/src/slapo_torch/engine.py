@@ -18,9 +18,10 @@ from slapo_core.program import Program
 from slapo_training.averages import AveragedEngine, MasterValue
 from slapo_training.batch_arguments import arguments_of
 from slapo_training.batches import Batch, check_labels, content, counted_labels, fingerprint, signature, split
-from slapo_training.common_batch import BatchFacts, check_contents, check_shapes, content_slots
+from slapo_training.common_batch import BatchFacts, check_boundaries, check_contents, check_shapes, content_slots
 from slapo_training.engine_checkpoint import Position
 from slapo_training.gradient_hooks import GradientAccess, StepHooks
+from slapo_training.losses import NO_GRADIENT
 from slapo_training.means import Counted
 from slapo_training.modes import Modes
 from slapo_training.optimizer_making import OptimizerMaking
@@ -319,7 +320,7 @@ class TorchEngine(AveragedEngine):
             if self._shards is not None:
                 self._shards.follow(module for each in self._plans.values() for module in each.modules)
         inputs = fingerprint([stage.inputs for program in programs for stage in program.stages])
-        self._facts = BatchFacts([*self._facts.low[:4], inputs], [*self._facts.high[:4], inputs])
+        self._facts = self._facts._replace(inputs=inputs)
         return plan.run
 
     def _facts_of(self) -> BatchFacts:
@@ -336,21 +337,18 @@ class TorchEngine(AveragedEngine):
         except Exception as err:
             error = err
         mine = facts() if facts is not None and error is None else BatchFacts([], [])
-        low, high = ([*numbers, *[0] * (5 - len(numbers))] for numbers in mine)
-        slots = content_slots(self.program, self._content, error is None) if facts is not None else []
+        low, high = ([*numbers, *[0] * (4 - len(numbers))] for numbers in mine[:2])
+        compared = (self._content, mine.inputs) if facts is not None else ()
+        slots = [slot for each in compared for slot in content_slots(self.program, each, error is None)]
         row = [error is not None, self._outdated, *high, *(-number for number in low), *slots]
         largest = torch.tensor(row, dtype=torch.int64, device=self._meeting)
         failed, self._outdated, *bounds = all_reduce(largest, self._mesh, dist.ReduceOp.MAX).tolist()
         if failed:
             agree(error, self._mesh)
-        high, low = bounds[:5], [-bound for bound in bounds[5:10]]
+        high, low, slots = bounds[:4], [-bound for bound in bounds[4:8]], bounds[8:]
         check_shapes(high[0], low[0])
-        if high[4] != low[4]:
-            raise BuildError(
-                "the ranks planned different stage boundaries; the model's code must not depend on the rank, and what is "
-                "frozen has to be frozen in the whole model, on every rank"
-            )
-        check_contents(bounds[10:])
+        check_contents(slots[: len(slots) // 2])
+        check_boundaries(slots[len(slots) // 2 :])
         if facts is not None:
             self._differs, self._first.is_uneven = high[1:3] != low[1:3], high[3] != low[3]
             self._labels.value = self._labels.value or float(max(high[1], 1))
@@ -395,13 +393,16 @@ class TorchEngine(AveragedEngine):
         of_loss = [0.0 if self._is_alone else own.item(), *numbers_of(result.counted)]
         if self.program.axis_rank("tp") != 0:  # tensor-parallel ranks all have the same loss
             of_loss = [0.0] * len(of_loss)
-        numbers = [result.failure is not None, result.unused, unchecked, is_double, *of_loss]
+        numbers = [result.failure is not None, result.unused, unchecked, is_double, result.has_gradient, *of_loss]
         row = torch.tensor(numbers, dtype=torch.float64).to(self._meeting)
-        failures, unused, self._unchecked, doubles, reduced, *told = all_reduce(row, self._mesh).tolist()
+        failures, unused, self._unchecked, doubles, gradients, reduced, *told = all_reduce(row, self._mesh).tolist()
         self._unused = bool(unused)
         if failures:
             self._start_over()
             agree(result.own_failure, self._mesh)
+        if training and not gradients:
+            self._start_over()
+            raise BuildError(NO_GRADIENT)
         try:
             total = own if self._is_alone else reduced  # not waited for
             mean, self._scale, self._labels.value = share.mean(total, labels_of(told), self.program.axis_size("dp"))

@@ -94,7 +94,7 @@ class RunningStage(VaryingStage):
             self.fwd_cache[fwd_chunk_id] = (sent, [])
             return sent[0] if self.is_last else sent
         if self.is_last:
-            self.result.losses.append(output.detach())
+            self.result.add(output)
         return output
 
     def backward_one_chunk(

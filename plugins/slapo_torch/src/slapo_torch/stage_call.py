@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core.errors import BuildError
 from slapo_core.inputs import by_position
 from slapo_core.program import Boundary, Stage
-from slapo_training.losses import CountedLoss, MicroBatchLoss, check_has_gradient, run_stage
+from slapo_training.losses import CountedLoss, MicroBatchLoss, run_stage
 from slapo_training.means import UNKNOWN_REDUCTION, LossReduction, is_label_mean
 from slapo_training.model_tensors import is_wrapper
 
@@ -65,15 +65,15 @@ class StageCall(nn.Module):
             return self._sendable(run_stage(labels, lambda: self._run(received, batch), self._index))
 
     def _loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's share of the loss."""
+        """This micro-batch's share of the loss: a leaf where nothing that is trained is in it, whose backward goes nowhere."""
         loss = self._share_of_loss(batch, labels, *received)
-        check_has_gradient(loss)
-        return loss
+        return loss if loss.requires_grad or not torch.is_grad_enabled() else loss.detach().requires_grad_()
 
     def _share_of_loss(self, batch: Mapping[str, Any], labels: Any, *received: torch.Tensor) -> torch.Tensor:
         if self.share.is_all and not isinstance(labels, MicroBatchLoss):  # it weighs the same whatever it is a mean over
             return self.share.of(self._loss_of.uncounted(lambda: self._run(received, batch), labels), None)
-        loss, reduction = self._loss_of(lambda: self._run(received, batch), labels, self._index)
+        kind = frozenset(name for name, value in batch.items() if value is not None)
+        loss, reduction = self._loss_of(lambda: self._run(received, batch), labels, self._index, kind)
         self.counted.append(reduction)
         if self.share.differs and not is_label_mean(reduction):
             raise BuildError(UNKNOWN_REDUCTION)

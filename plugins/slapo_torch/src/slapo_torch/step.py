@@ -32,11 +32,13 @@ class StepResult:
         failure: The first error, if any.
         unused: How many trainable parameters of this rank no micro-batch used; counted where there are replicas.
         counted: The reduction of each of these losses.
+        has_gradient: Whether something that is trained is in one of them.
         actions: When each forward (``"F"``) and backward (``"B"``) ran, in seconds since the epoch.
     """
 
     losses: list[torch.Tensor] = field(default_factory=list)
     counted: list[LossReduction] = field(default_factory=list)
+    has_gradient: bool = False
     failure: Exception | None = None
     unused: int = 0
     actions: list[dict[str, Any]] = field(default_factory=list)
@@ -45,6 +47,11 @@ class StepResult:
     def own_failure(self) -> Exception | None:
         """The error; None where it only says that another replica failed."""
         return None if isinstance(self.failure, ReplicaFailedError) else self.failure
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the loss of a micro-batch, a leaf where it has no gradient."""
+        self.has_gradient = self.has_gradient or not loss.is_leaf
+        self.losses.append(loss.detach())
 
     def record(self, stage: int, kind: str, microbatch: int, start: float) -> None:
         """Note an action that ends now."""
@@ -101,4 +108,4 @@ def _run_one(
         loss.backward()
         first.separate()
         result.record(0, "B", index, start)
-    result.losses.append(loss.detach())
+    result.add(loss)

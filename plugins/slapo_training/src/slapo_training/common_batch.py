@@ -19,15 +19,17 @@ _NOTHING = -(2**40)
 
 
 class BatchFacts(NamedTuple):
-    """Numbers that are compared between ranks: of the shape of a batch, two of its labels, and of the stages' inputs.
+    """Numbers that are compared between ranks: of the shape of a batch, two of its labels, and its marks.
 
     Args:
         low: The smallest over this rank's micro-batches.
         high: The largest.
+        inputs: A fingerprint of what the stages receive, which follows from the batch: equal in one replica.
     """
 
     low: list[int]
     high: list[int]
+    inputs: int = 0
 
 
 class Cut(NamedTuple):
@@ -88,9 +90,14 @@ def cut_together(program: Program, device: torch.device, cut: Callable[[], Cut])
 
 
 def content_slots(program: Program, content: int, known: bool) -> list[int]:
-    """Return for each replica the largest and, negated, the smallest content of its ranks' batches, as far as this rank knows.
+    """Return for each replica the largest and, negated, the smallest of its ranks' numbers, as far as this rank knows.
 
     Ranks reduce these numbers to the largest of each. There are none where no ranks share a batch.
+
+    Args:
+        program: Its mesh says which ranks.
+        content: A number of this rank that is equal in one replica, as that of its batch.
+        known: Whether this rank has it.
     """
     if program.axis_size("pp") * program.axis_size("tp") == 1:
         return []
@@ -103,12 +110,26 @@ def content_slots(program: Program, content: int, known: bool) -> list[int]:
 
 def check_contents(slots: list[int]) -> None:
     """Raise ``BuildError`` where the ranks of one replica were given different batches, from the reduced slots."""
-    for replica, (high, low) in enumerate(zip(slots[::2], slots[1::2], strict=True)):
-        if high != -low:
-            raise BuildError(
-                f"the ranks of replica {replica} were given different batches; give all pipeline stages and tensor-parallel "
-                "ranks of one replica the same rows in the same order, e.g. by one seed for their data loaders"
-            )
+    if (replica := _differing(slots)) is not None:
+        raise BuildError(
+            f"the ranks of replica {replica} were given different batches; give all pipeline stages and tensor-parallel "
+            "ranks of one replica the same rows in the same order, e.g. by one seed for their data loaders"
+        )
+
+
+def check_boundaries(slots: list[int]) -> None:
+    """Raise ``BuildError`` where the ranks of one replica planned different stage boundaries, from the reduced slots."""
+    if (replica := _differing(slots)) is not None:
+        raise BuildError(
+            f"the ranks of replica {replica} planned different stage boundaries; the model's code must not depend on the rank, "
+            "and what is frozen has to be frozen in the whole model, on every rank"
+        )
+
+
+def _differing(slots: list[int]) -> int | None:
+    """Return the first replica whose ranks have different numbers."""
+    pairs = zip(slots[::2], slots[1::2], strict=True)
+    return next((replica for replica, (high, low) in enumerate(pairs) if high != -low), None)
 
 
 def check_shapes(high: int, low: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +15,8 @@ from .means import CountedMeans, LossReduction, reduction_in_graph
 from .output_loss import OutputLoss
 
 LossFn = Callable[[Any, Any], torch.Tensor]
+NO_GRADIENT = "the loss has no gradient: nothing that is trained is in it; unfreeze something, or call eval_batch"
+"""Error of a step in training that nothing trained is in."""
 
 
 class MicroBatchLoss(ABC):
@@ -56,7 +58,8 @@ class CountedLoss:
     """Computes losses, and their reductions over labels.
 
     The labels of a model's own loss may be made inside of it, so the batch does not tell. To watch a model run takes up to some
-    0.2 ms per layer: it is watched until a watched call shows that the loss itself tells as much, for its backward.
+    0.2 ms per layer: it is watched until a watched call shows that the loss itself tells as much, for its backward. Losses
+    without a gradient, as that of text alone where only what sees images is trained, tell nothing.
 
     Args:
         loss_fn: ``loss_fn(outputs, labels)``; None takes the loss from the model's output.
@@ -65,16 +68,20 @@ class CountedLoss:
 
     def __init__(self, loss_fn: LossFn | None, output_loss: OutputLoss | None = None) -> None:
         self._loss_fn, self._output_loss = loss_fn, output_loss or OutputLoss()
-        self._is_watched = True
+        self._told_by_graph = set[Hashable]()
+        self._lacks_gradients = False
         self._by_graph: LossReduction = None
 
-    def __call__(self, model: Callable[[], Any], labels: Any, index: int = 0) -> tuple[torch.Tensor, LossReduction]:
+    def __call__(
+        self, model: Callable[[], Any], labels: Any, index: int = 0, kind: Hashable = None
+    ) -> tuple[torch.Tensor, LossReduction]:
         """Return the loss, a tensor of no dimension, and its reduction over labels.
 
         Args:
             model: Runs the model, and gives its output.
             labels: Labels for the loss function; or a ``MicroBatchLoss``, whose reduction is None.
             index: Number of the stage that ``model`` runs.
+            kind: The names of its arguments, say: whether the loss has a gradient may follow from what is given.
 
         Raises:
             BuildError: there is no loss, or it is not one number; or it is none of which parts can be averaged.
@@ -88,13 +95,17 @@ class CountedLoss:
                 loss = loss_of(output, self._loss_fn, labels)
             return loss, means.behind(loss) or reduction_in_graph(loss)
         training = torch.is_grad_enabled()
-        watched = self._is_watched or not training
+        watched = not training or self._lacks_gradients or kind not in self._told_by_graph
         with means if watched else nullcontext():
             loss = self._own(model)
         by_graph = reduction_in_graph(loss, looks_behind=watched or self._by_graph is not None)
         counted = (means.behind(loss) or by_graph) if watched else by_graph
         if training:
-            self._is_watched = by_graph != counted if watched else by_graph is None and self._by_graph is not None
+            if watched and by_graph == counted:
+                self._told_by_graph.add(kind)
+            elif by_graph is None and self._by_graph is not None:
+                self._told_by_graph.clear()
+            self._lacks_gradients = self._lacks_gradients or not loss.requires_grad
             self._by_graph = by_graph
         return loss, counted
 
@@ -107,9 +118,9 @@ class CountedLoss:
 
 
 def check_has_gradient(loss: torch.Tensor) -> None:
-    """Raise ``BuildError`` for a loss in training that nothing trained is in."""
+    """Raise ``BuildError`` for the loss of a micro-batch in training that nothing trained is in, as engines may need one."""
     if torch.is_grad_enabled() and not loss.requires_grad:
-        raise BuildError("the loss has no gradient: nothing that is trained is in it; unfreeze something, or call eval_batch")
+        raise BuildError(f"{NO_GRADIENT}; target 'torch' trains where some micro-batches only have such a loss")
 
 
 def loss_of(output: Any, loss_fn: LossFn, labels: Any) -> torch.Tensor:
