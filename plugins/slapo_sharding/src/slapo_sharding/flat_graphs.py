@@ -113,6 +113,7 @@ def flat_graph(schedule: Schedule, layers: list[str]) -> fx.GraphModule:
             example_inputs=inputs,
             symbolic=False,
             open_modules=_OF_LAYERS,
+            assigned="returned" if schedule.path else "noted",  # what is around a part may read what that leaves behind
         )
 
 
