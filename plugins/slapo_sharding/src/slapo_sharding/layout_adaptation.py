@@ -118,10 +118,21 @@ def may_cut(layouts: Layouts, node: fx.Node, of_layers: bool = True) -> bool:
         node: Gives the value.
         of_layers: Count the results that row layers add up among the latter.
     """
-    is_given = layouts.cuts_inputs and node.op == "placeholder"
-    if is_given or not has_gradient(node) or parameters_of(node) or node in layouts.copies:
+    if (
+        (layouts.cuts_inputs and _is_of_argument(node))
+        or not has_gradient(node)
+        or parameters_of(node)
+        or node in layouts.copies
+    ):
         return True
     return not layouts.cuts_only and _is_for_parts(layouts, node, of_layers)
+
+
+def _is_of_argument(node: fx.Node) -> bool:
+    """Return whether a value is an argument of the graph, or made from one alone, as a bias with one dimension more."""
+    while node.op in ("call_function", "call_method") and len(given := [*filter(has_gradient, node.all_input_nodes)]) == 1:
+        (node,) = given
+    return node.op == "placeholder"
 
 
 def _is_for_parts(layouts: Layouts, node: fx.Node, of_layers: bool) -> bool:

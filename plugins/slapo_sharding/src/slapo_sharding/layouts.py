@@ -465,7 +465,8 @@ class Layouts(fx.Interpreter):
         if whole.shape[dim] % size:
             raise ValueError(f"size {whole.shape[dim]} is {UNEVEN} {size} ranks")
         placements: list[Placement] = [Shard(dim)]
-        return DTensor.from_local(whole.chunk(size, dim)[0], self.mesh, placements, run_check=False)
+        local = torch.empty_like(whole.chunk(size, dim)[0])  # dense, as what a layer gives
+        return DTensor.from_local(local, self.mesh, placements, run_check=False)
 
     def _note(self, n: fx.Node, value: Any) -> Any:
         for part in _sharded(value):
@@ -481,6 +482,8 @@ class Layouts(fx.Interpreter):
                 self.sources.pop(n, None)
                 return value.to_local()
             self.local[n] = tuple(value.to_local().shape)
+        elif isinstance(value, torch.Tensor) and n not in self.copies:
+            self.sources.pop(n, None)  # it is given a sharded value for another fact
         return value
 
     def fetch_attr(self, target: str) -> Any:

@@ -24,6 +24,7 @@ from . import sums
 from ._torch_autograd import no_functions
 from ._torch_private import MOVES, layouts_kept, mesh_of, no_modes
 from .followed import Layout, from_dtensor, tensors_in
+from .node_values import in_two_steps
 from .trial import Mixed, trial
 
 GIVEN_SIZES = frozenset("view reshape expand unflatten layer_norm rms_norm".split())
@@ -182,10 +183,20 @@ def _by_rules(question: Question) -> tuple[list[tuple[Attempt, Any]], list[Attem
         warnings.simplefilter("ignore")
         for attempt in question.attempts():
             try:
-                made.append((attempt, question.run([_for_rules(leaf, mesh) for leaf in attempt])))
+                made.append((attempt, _ruled(question, [_for_rules(leaf, mesh) for leaf in attempt])))
             except Exception as err:  # torch's rules raise all kinds of errors for what they cannot do
                 moved += [attempt] if any(word in str(err) for word in MOVES) else []
     return made, moved
+
+
+def _ruled(question: Question, leaves: Sequence[Any]) -> Any:
+    try:
+        return question.run(leaves)
+    except RuntimeError:
+        args, kwargs = pytree.tree_unflatten([*leaves], question.spec)
+        if question.name not in ("view", "reshape") or kwargs:
+            raise
+        return in_two_steps(question.name, *args)
 
 
 def decide(question: Question, moved: Sequence[Attempt], numbers: Mapping[int, torch.Tensor]) -> Sequence[Outcome]:

@@ -28,6 +28,7 @@ from slapo_core.wrapping import INNER, WRAPPERS
 from .._torch_private import mesh_of
 from ..branches import Branches, find_branches
 from ..collectives import Group
+from ..examples import without_examples
 from ..layouts import LayoutError, Layouts
 from ..origins import forget
 from ..splits import ParameterSplit, Split
@@ -254,6 +255,7 @@ class LocalForward(Hidden):
             LayoutError: they do not fit together in this graph.
         """
         plan, whole = self._plan, whole or self._whole
+        without_examples(graph)
         layers = {id(whole.get_submodule(path)) for path in plan.splits}
         candidates = {path: split for path, split in plan.splits.items() if split is not None and split.output == "sharded"}
         left = [whole.get_submodule(path) for path, split in plan.splits.items() if split is None]
