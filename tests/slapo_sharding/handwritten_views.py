@@ -6,6 +6,7 @@ Every module takes ``[batch, length, 32]`` and gives the same shape.
 from __future__ import annotations
 
 import torch
+from einops import rearrange, repeat
 from torch import nn
 from torch.nn import functional as F
 
@@ -78,5 +79,45 @@ class RandomFeatures(OneEach):
         return torch.einsum("...id,...jd->...ij", x, self.projection.expand(b, h, -1, -1).type_as(x))
 
 
-VIEWS = (ViewedAs, LengthFirstHeads, Distances, RandomFeatures)
+class RepeatedMask(OneEach):
+    """As lucidrains' older code: heads in the batch, and a mask that is repeated for them."""
+
+    def forward(self, x):
+        h = self.heads
+        q, k, v = (rearrange(layer(x), "b n (h d) -> (b h) n d", h=h) for layer in (self.q, self.k, self.v))
+        scores = torch.einsum("bid,bjd->bij", q, k) * (D // H) ** -0.5
+        mask = repeat(x[..., 0] > 0, "b j -> (b h) () j", h=h)
+        scores.masked_fill_(mask, -100.0)
+        return self.o(rearrange(torch.einsum("bij,bjd->bid", scores.softmax(-1), v), "(b h) n d -> b n (h d)", h=h))
+
+
+class ImageDistances(nn.Module):
+    """As SAM: a fused projection of images, heads in the batch, and distances along rows and columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj, self.heads = nn.Linear(D, 3 * D), nn.Linear(D, D), H
+        self.rows, self.columns = nn.Parameter(torch.randn(3, D // H)), nn.Parameter(torch.randn(23, D // H))
+
+    def forward(self, x):
+        b, n, c = x.shape
+        x = x.view(b, 2, n // 2, c)
+        height, width = x.shape[1:3]
+        qkv = self.qkv(x).reshape(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.reshape(3, b * self.heads, n, -1).unbind(0)
+        weights = (q * (c // self.heads) ** -0.5) @ k.transpose(-2, -1)
+        images = q.reshape(b * self.heads, height, width, -1)
+        rows = torch.einsum("bhwc,hkc->bhwk", images, self._table(self.rows, height))
+        columns = torch.einsum("bhwc,wkc->bhwk", images, self._table(self.columns, width))
+        weights = weights.view(-1, height, width, height, width) + rows[..., :, None] + columns[..., None, :]
+        out = weights.view(-1, n, n).softmax(-1) @ v
+        out = out.view(b, self.heads, height, width, -1).permute(0, 2, 3, 1, 4).reshape(b, height, width, -1)
+        return self.proj(out).view(b, n, c)
+
+    def _table(self, table, size):
+        steps = torch.arange(size)
+        return table[steps[:, None] - steps[None] + size - 1]
+
+
+VIEWS = (ViewedAs, RepeatedMask, ImageDistances, LengthFirstHeads, Distances, RandomFeatures)
 """All of these can be split on 2 ranks and on 4."""

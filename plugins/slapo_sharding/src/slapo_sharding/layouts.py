@@ -99,6 +99,7 @@ class Layouts(fx.Interpreter):
         sized: Nodes that would not do the same to a shard with the arguments they have, and the sizes among these to divide.
         divided: Nodes of this kind, to the places of these sizes among the leaves, with what of each all ranks have whole.
         cut: Nodes of which whole values are cut, by their places among the leaves of the arguments, and along which dimension.
+        cut_blocks: Those of them that get a part of each of some blocks, to the sizes of these.
         summed_gradients: Nodes that use whole values each on a rank's part, and these values: their gradients are to be summed.
         weights: Nodes that are made from split parameters alone.
         holders: Paths of the modules that hold these parameters.
@@ -149,6 +150,7 @@ class Layouts(fx.Interpreter):
         self.sized: dict[fx.Node, tuple[int, ...]] = {}
         self.divided: dict[fx.Node, dict[int, int]] = {}
         self.cut: dict[fx.Node, dict[int, int]] = {}
+        self.cut_blocks: dict[fx.Node, tuple[int, ...]] = {}
         self.summed_gradients: dict[fx.Node, set[fx.Node]] = {}
         self.parameters, self.shared = parameters or {}, shared
         self.holders = {name.rpartition(".")[0] for name, split in self.parameters.items() if split.owner is None}
