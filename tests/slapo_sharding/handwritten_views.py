@@ -119,5 +119,27 @@ class ImageDistances(nn.Module):
         return table[steps[:, None] - steps[None] + size - 1]
 
 
-VIEWS = (ViewedAs, RepeatedMask, ImageDistances, LengthFirstHeads, Distances, RandomFeatures)
+class UnfoldedWindows(OneEach):
+    """Attention to the last three positions, by ``unfold``."""
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = (layer(x).view(b, n, self.heads, c // self.heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        k, v = (F.pad(each, (0, 0, 2, 0)).unfold(2, 3, 1) for each in (k, v))
+        weights = torch.einsum("bhnd,bhndw->bhnw", q, k).softmax(-1)
+        return self.o(torch.einsum("bhnw,bhndw->bhnd", weights, v).transpose(1, 2).reshape(b, n, c))
+
+
+class Reflected(nn.Module):
+    """An MLP of convolutions, with padding that reflects between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Conv1d(D, 2 * D, 1), nn.Conv1d(2 * D, D, 3)
+
+    def forward(self, x):
+        return self.narrow(F.pad(F.gelu(self.wide(x.transpose(1, 2))), (1, 1), mode="reflect")).transpose(1, 2)
+
+
+VIEWS = (ViewedAs, RepeatedMask, Reflected, UnfoldedWindows, ImageDistances, LengthFirstHeads, Distances, RandomFeatures)
 """All of these can be split on 2 ranks and on 4."""

@@ -25,7 +25,7 @@ from slapo_core.tracing.graph_ops import expect, set_state
 from ._torch_private import layouts_kept
 from .branches import Branches
 from .convolutions import channel_dim
-from .function_gradients import check_parts, is_autograd_function
+from .function_gradients import by_trial, check_parts, is_autograd_function
 from .fused_parts import Fused, of_parts
 from .layout_adaptation import may_reduce, with_parts
 from .local_sizes.arguments import leaves
@@ -359,6 +359,8 @@ class Layouts(fx.Interpreter):
             if is_autograd_function(n.target):
                 check_parts(n.target, args, kwargs, value, self.mesh.size())
             return value
+        except NotImplementedError:
+            return by_trial(n, args, kwargs, self.mesh)
         except RuntimeError:
             return by_heads(function_name(n), args, kwargs)
 
