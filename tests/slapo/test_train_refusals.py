@@ -31,7 +31,7 @@ def refusal(*flags: str) -> str:
     [
         ("--tp 3", "--tp 3: 4 heads cannot be divided among 3 ranks; use 1, 2 or 4"),
         ("--pp 5", "--pp 5: the model has 4 layers, fewer than 5 stages; use --layers 5 or more, or a smaller --pp"),
-        ("--pp 4 --microbatches 2", "needs at least as many micro-batches as stages, got 2 for 4"),
+        ("--pp 2 --microbatches 1 --schedule-kind dualpipev", "'dualpipev' needs at least as many micro-batches as stages"),
         ("--data /no/such/file", "--data /no/such/file: cannot be read, no such file or directory; give a readable file"),
         ("--target trch", "no dialect 'trch'; did you mean 'torch'\\?; available: deepspeed, megatron, torch"),
         ("--model gtp2", r"has no language model of this type; try .*gpt2.* or another of its \d+"),

@@ -18,18 +18,29 @@ from tests.slapo_sharding.whole_vision_models import Detr, Dit, Mixer, Swin, UNe
 pytestmark = pytest.mark.multiproc
 
 WHOLE: dict[type[Any], set[str]] = {
-    NanoGpt: {"transformer.wte", "transformer.wpe"},
+    NanoGpt: set(),
     Whisper: {"decoder.token_embedding", "decoder"},
-    XTransformer: {"token_emb", "to_logits", "layers.*.*"},
+    XTransformer: {"layers.*.*"},
     Vit: {"patch_embed.proj", "head", ""},
     Swin: {"patch_embed", "downsample.reduction", "head", "layers.*.*.attn"},
     Dit: {"x_embedder.proj", "y_embedder", "blocks.*.adaLN_modulation.*", "linear", "final_modulation.*"},
     UNet: {*("stem", "pool", "upsample", "out"), *(f"{block}{n}.skip" for block in ("down", "mid", "up") for n in (1, 2))},
     Detr: {"", "conv", "linear_class", "bbox_embed.layers.*"},
     Mixer: {"stem.proj", "head"},
-    Mamba: {"embedding"},
+    Mamba: set(),
 }
 """Modules with matrices of which nothing is split, or that keep some themselves beside layers."""
+
+NAMED = {
+    Whisper: {"decoder.token_embedding.weight"},
+    Vit: {"patch_embed.proj"},
+    Swin: {"patch_embed", "downsample.reduction"},
+    Dit: {"x_embedder.proj", "linear"},
+    UNet: {"pool"},
+    Detr: {"conv"},
+    Mixer: {"stem.proj"},
+}
+"""Those with a good share of a model's work, which a warning names."""
 
 FAST = {NanoGpt, Whisper}
 
@@ -87,5 +98,5 @@ def test_what_is_split_is_right_and_what_is_not_is_named(kind: type[Any]) -> Non
     for whole, told in run_distributed(whole_of, 2, kind, timeout=120):
         assert whole == WHOLE[kind]
         names = {message.removeprefix("tensor_parallel: ").partition(" stays whole")[0] for message in told}
-        assert names == set()
+        assert names == NAMED.get(kind, set())
         assert all(".py:" in message for message in told)

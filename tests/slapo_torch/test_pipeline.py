@@ -280,7 +280,6 @@ def _wrong_configuration(rank: int) -> list[str]:
     uncut.undo()
     twice = scheduled(gpt2(), mesh, my_part(data, mesh))["transformer.h.0"].cut_pipeline_stage().get_top_schedule()
     return [
-        attempt(microbatches=1),
         attempt(microbatches=2, optimizer=lambda parameters: list(parameters)),
         attempt(microbatches=2, precision="fp8"),
         message_of(lambda: build(uncut, "torch")),
@@ -290,11 +289,10 @@ def _wrong_configuration(rank: int) -> list[str]:
 
 def test_what_does_not_fit_is_refused_before_it_is_built() -> None:
     for messages in run_distributed(_wrong_configuration, 2):
-        assert "schedule '1f1b' needs at least as many micro-batches as stages, got 1 for 2" in messages[0]
-        assert "optimizer= gave a list; it must return a torch.optim.Optimizer" in messages[1]
-        assert "target 'torch' cannot do precision:fp8" in messages[2]
-        assert "1 stage on a mesh with pp=2; cut the model into a multiple of 2 stages" in messages[3]
-        assert "2 cuts make 3 stages, but the mesh has pp=2" in messages[4]
+        assert "optimizer= gave a list; it must return a torch.optim.Optimizer" in messages[0]
+        assert "target 'torch' cannot do precision:fp8" in messages[1]
+        assert "1 stage on a mesh with pp=2; cut the model into a multiple of 2 stages" in messages[2]
+        assert "2 cuts make 3 stages, but the mesh has pp=2" in messages[3]
 
 
 def _bf16(rank: int) -> tuple[float, float]:

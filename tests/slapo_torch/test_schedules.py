@@ -19,7 +19,8 @@ from slapo_core.registry import Registry
 from slapo_core.schedule import create_schedule
 from slapo_core.testing import run_distributed
 from slapo_torch._torch_pipelining import check_order
-from slapo_torch.schedules import placement
+from slapo_torch.schedules import for_rows, placement
+from tests.slapo_sharding.told import warnings_told
 
 from .layouts import adamw, mesh_of, message_of, train_beside_reference
 
@@ -67,6 +68,13 @@ def test_a_schedule_trains_as_one_process_does(schedule: str, layout: dict[str, 
 )
 def test_where_stages_are_placed(schedule: str, stages: int, ranks: int, expected: tuple[int, ...]) -> None:
     assert placement(schedule, stages, ranks, 12) == expected
+
+
+def test_1f1b_of_fewer_micro_batches_than_stages_runs_as_gpipe() -> None:
+    with warnings_told() as told:
+        assert placement("1f1b", 4, 4, 2) == (0, 1, 2, 3)
+    assert ["runs as 'gpipe'" in each for each in told] == [True]
+    assert for_rows("1f1b", 4, 4, 2, 9) == ("gpipe", 3)
 
 
 @pytest.mark.parametrize(

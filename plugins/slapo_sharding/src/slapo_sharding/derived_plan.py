@@ -41,9 +41,12 @@ from .sharding import Sharder
 from .splits import Split
 from .stacks import fork_stack, split_stack
 from .syncing import sums_gradient, trainable, trust_sums
+from .vocabulary import vocabulary_in
 
 
-def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_more: bool = False) -> None:
+def apply_derived(
+    schedule: Schedule, sequence_parallel: bool = False, words: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Derive a plan for the module and take its steps.
 
     Layers that a plan cannot be carried out with stay whole, and so does what is inside a module that cannot be traced.
@@ -51,15 +54,19 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_mo
     Args:
         schedule: Of the module.
         sequence_parallel: Split the sequence between the layers too.
-        splits_more: Another plan splits something as well, so that this one may split nothing.
+        words: Paths and styles of the embedding and head that the model names. None for a part of a model, of which something
+            is split elsewhere, so that nothing may be split here.
+
+    Returns:
+        The steps left to take: ``words``, or what the graph shows of a vocabulary.
 
     Raises:
         ScheduleError: no example inputs, nothing that can be split, or a sequence that cannot.
         TraceError: the forward of the module itself cannot be a graph.
     """
     if schedule.world_size <= 1:
-        return
-    whole = LeftWhole()
+        return {**(words or {})}
+    whole, splits_more = LeftWhole(), words is None or bool(words)
     try:
         derived = _carried_out(schedule, whole, sequence_parallel, splits_more)
     except (ScheduleError, TraceError) as err:
@@ -68,14 +75,16 @@ def apply_derived(schedule: Schedule, sequence_parallel: bool = False, splits_mo
             raise
         what = "tensor_parallel: the parts of %s are split each for themselves, as there is no plan for all of it: %s"
         get_logger().warning(what, schedule.path or type(schedule.mod).__name__, without_advice(err))
-        return
+        return {**(words or {})}
     if [path for path in whole.opaque if split_parts(schedule[path], _apply_to_part)]:
         split = {path for path, module in schedule.mod.named_modules() if split_of(module)}
         derived.reasons = {path: reason for path, reason in derived.reasons.items() if path not in split}
     if not splits_more and not any(map(is_part, schedule.mod.parameters())):
         raise _nothing_split(schedule, derived, sequence_parallel)
-    tell(schedule, derived, whole.layers)
-    tell_of_opaque(schedule, whole)
+    if words == {}:
+        words = vocabulary_in(derived.layouts, schedule.mod, schedule.world_size, rules_of(schedule))
+    tell(schedule, derived, whole.layers, tell_of_opaque(schedule, whole) | {*(words or ())})
+    return {**(words or {})}
 
 
 def _carried_out(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool, splits_more: bool) -> Derived:
@@ -99,7 +108,7 @@ def _leave_out(schedule: Schedule, whole: LeftWhole, err: Exception) -> bool:
 
 
 def _apply_to_part(schedule: Schedule) -> None:
-    apply_derived(schedule, splits_more=True)
+    apply_derived(schedule)
 
 
 def carry_out(
@@ -130,7 +139,7 @@ def carry_out(
         derived = find_plan(schedule, whole, sequence_parallel)
     if accept is not None:
         accept(derived)
-    stacks = _stacks(schedule, derived) if accept is None else []
+    stacks = [path for path in _stacks(schedule, derived) if path not in whole.layers] if accept is None else []
     if not len(derived) and not stacks and (sequence_parallel or not splits_more):
         raise _nothing_split(schedule, derived, sequence_parallel)
     if sequence_parallel and not derived.splits:
@@ -153,7 +162,7 @@ def carry_out(
         if forward.parameters or communicates(layouts, path):
             split_parameters(schedule[path] if path else schedule, forward.parameters)
     with marked(borders):
-        from_graph = _count_locally(schedule, derived, found, forwards)
+        from_graph = _count_locally(schedule, derived, found, forwards, stacks)
     _sum_gradients(schedule, derived, from_graph)
     _fork(schedule, derived, from_graph)
     for path in stacks:
@@ -265,7 +274,11 @@ def _fork(schedule: Schedule, derived: Derived, from_graph: Collection[str]) -> 
 
 
 def _count_locally(
-    schedule: Schedule, derived: Derived, found: list[Count], forwards: Mapping[str, tuple[LocalForward, bool]]
+    schedule: Schedule,
+    derived: Derived,
+    found: list[Count],
+    forwards: Mapping[str, tuple[LocalForward, bool]],
+    stacks: list[str],
 ) -> dict[str, LocalForward]:
     """Let modules count this rank's part: by their attributes where these alone decide, else by graphs with sizes of parts.
 
@@ -307,7 +320,10 @@ def _count_locally(
         what = f"a module counts on all heads or all of its width where it has a part: {wrong.reason}"
         if derived.layouts.crossings:
             raise _error(schedule, f"the sequence cannot be split: {what}; leave out sequence_parallel")
-        raise Misfit(schedule, what, _given_to(derived, wrong.module) or _layers_of(derived, wrong.module))
+        near = (
+            [path for path in stacks if is_inside(path, wrong.module) or is_inside(wrong.module, path)] if wrong.module else []
+        )
+        raise Misfit(schedule, what, near or _given_to(derived, wrong.module) or _layers_of(derived, wrong.module) or stacks)
     for module in schedule.mod.modules():
         schedule.touch(module)
     attention.trust_counts(schedule.mod)

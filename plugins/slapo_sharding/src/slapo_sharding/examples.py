@@ -25,7 +25,7 @@ def without_examples(graph: fx.Graph) -> None:
     """
     for node in graph.find_nodes(op="call_method"):
         name = function_name(node)
-        values = [given.meta.get("val") if isinstance(given, fx.Node) else None for given in node.args]
+        values: list[Any] = [given.meta.get("val") if isinstance(given, fx.Node) else None for given in node.args]
         if node.kwargs or len(values) != 2 or not all(isinstance(value, torch.Tensor) for value in values):
             continue
         if name in _LIKE_SHAPE:

@@ -31,7 +31,7 @@ REMEDY = (
 )
 
 
-_NONE = "none of its layers can be split"
+_NONE, _LINE = "none of its layers can be split", re.compile(r"\(\S+:\d+\)")
 
 
 def without_advice(err: Exception) -> str:
@@ -95,24 +95,28 @@ class LeftWhole:
         return {named[path] for path in self.layers if path in named}
 
 
-def tell_of_opaque(schedule: Schedule, whole: LeftWhole) -> None:
-    """Say that all layers stay whole in modules that cannot be traced and are in no list; others are told with these."""
+def tell_of_opaque(schedule: Schedule, whole: LeftWhole) -> set[str]:
+    """Say that all layers stay whole in modules that cannot be traced and are in no list, and return their paths."""
+    told = set[str]()
     for path, reason in whole.opaque.items():
         inside = [schedule.mod.get_submodule(each) for each in whole.layers if is_inside(each, path)]
         full = join(schedule.path, path)
         if kind(full) == full and inside and not any(map(split_of, inside)):
+            told.add(path)
             _say(schedule, path, reason)
+    return told
 
 
-def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) -> None:
+def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = (), done: Collection[str] = ()) -> None:
     """Say what stays whole: loudly attentions, sizes that do not divide and modules without a split, once for all alike.
 
     Args:
         schedule: Of what was split.
         derived: The plan.
         misfits: Layers that would have been split if the plan could have been carried out with them.
+        done: Paths of modules of which it is said already, or that are split by other means.
     """
-    told: set[str] = set()
+    told: set[str] = {*done}
     whole, modules = _whole_modules(derived), dict(schedule.mod.named_modules())
     for path, reason in derived.reasons.items():
         if path in derived.splits or path in derived.parameters or path not in modules:
@@ -156,10 +160,10 @@ def tell(schedule: Schedule, derived: Derived, misfits: Collection[str] = ()) ->
             _say(schedule, path, why)
     split = {outer for path in (*derived.splits, *derived.parameters) for outer in (path, *_around(path))}
     for path, line in whole_products(schedule.mod, derived.layouts, split).items():
-        if not any(is_inside(kind(path), what) or is_inside(what, kind(path)) for what in told):
-            told.add(kind(path))
-            why = derived.reasons.get(path) or next(_reasons_in(path, derived.reasons), f"no rule splits its products ({line})")
-            _say(schedule, path, why)
+        if not path or not any(is_inside(kind(path), what) or is_inside(what, kind(path)) for what in told):
+            told |= {kind(path)} - {""}
+            why = derived.reasons.get(path) or next(_reasons_in(path, derived.reasons), "no rule splits its products")
+            _say(schedule, path, why if _LINE.search(why) else f"{why} ({line})")
 
 
 def tell_of_attributes(schedule: Schedule, layouts: Layouts) -> None:
@@ -173,7 +177,8 @@ def tell_of_attributes(schedule: Schedule, layouts: Layouts) -> None:
 
 def _say(schedule: Schedule, path: str, why: str, loud: bool = True) -> None:
     log = get_logger().warning if loud else get_logger().debug
-    log("tensor_parallel: %s stays whole on every rank: %s", join(schedule.path, path), why)
+    name = join(schedule.path, path) or type(schedule.mod).__name__
+    log("tensor_parallel: %s stays whole on every rank: %s", name, why)
 
 
 def _whole_projections(schedule: Schedule) -> Iterable[str]:

@@ -16,16 +16,15 @@ The styles are those Transformers publishes in ``base_model_tp_plan``:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from . import attention
-from .dealing import share
 from .layers import is_conv1d
 from .rulebook import Rulebook
+from .vocabulary import vocabulary_modules
 
 Plan = Mapping[str, str]
 
@@ -36,7 +35,7 @@ BESIDE_SHARDED = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 def tensor_parallel_plan(model: nn.Module) -> dict[str, str]:
     """The plan of a model: what Transformers publishes for it, or what its structure says; empty when neither says anything.
 
-    Vocabulary embedding and head are not part of it; see ``vocabulary``.
+    Vocabulary embedding and head are not part of it; see ``vocabulary.py``.
     """
     return published_plan(model) or gpt2_plan(model)
 
@@ -46,7 +45,7 @@ def published_plan(model: Any) -> dict[str, str]:
     plan = getattr(model, "_tp_plan", None)
     if not isinstance(plan, Mapping):
         return {}
-    outside = {path for path, module in model.named_modules() if module in _vocabulary_modules(model)}
+    outside = {path for path, module in model.named_modules() if module in vocabulary_modules(model)}
     return {key: style for key, style in plan.items() if key not in outside}
 
 
@@ -80,7 +79,7 @@ def undeclared_parameters(model: nn.Module, steps: Plan) -> list[str]:
 
 def left_whole(model: nn.Module, steps: Plan, rules: Rulebook) -> str | None:
     """The first layer on which a plan that splits experts is silent: many leave their attention whole, or a shared expert."""
-    heads = _vocabulary_modules(model)
+    heads = vocabulary_modules(model)
     layers = (path for path, module in model.named_modules() if rules.is_layer(module) and module not in heads)
     return next((path for path in layers if path not in steps), None) if "moe_tp_experts" in steps.values() else None
 
@@ -99,70 +98,3 @@ def _ancestors(path: str) -> Iterator[str]:
     while path:
         path = path.rpartition(".")[0]
         yield path
-
-
-def vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> list[tuple[str, str]]:
-    """Paths and styles of the embedding and the head, where the vocabulary can be split: no rule is against it.
-
-    What is tied to them is split along, or all of it stays whole. Without a head the embedding stays whole: its weight may
-    serve as one.
-    """
-    named = dict(model.named_modules())
-    found = [module for module in _vocabulary_modules(model) if any(module is other for other in named.values())]
-    if len(found) < 2:
-        return []
-    steps: dict[str, str] = {}
-    for module in found:
-        tied = _tied(named, module)
-        if all(_splits(other, num_shards, rules) for other in tied.values()):
-            styles = {True: "embedding_rowwise", False: "colwise_gather_output"}
-            steps.update((path, styles[isinstance(other, nn.Embedding)]) for path, other in tied.items())
-    return list(steps.items())
-
-
-def tied_or_vocabulary(model: nn.Module, num_shards: int, rules: Rulebook) -> set[nn.Module]:
-    """Return the modules that a derived plan leaves alone.
-
-    A layer that holds a parameter of another module cannot be split alone, and the vocabulary is split by ``vocabulary``.
-    """
-    named = dict(model.named_modules())
-    holders = Counter(held for module in named.values() for held in _held(module))
-    tied = {module for module in named.values() if any(holders[held] > 1 for held in _held(module))}
-    return tied | {named[path] for path, _ in vocabulary(model, num_shards, rules)}
-
-
-def _tied(named: Mapping[str, nn.Module], module: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold a parameter of this one, or one of theirs, by path."""
-    tied: dict[str, nn.Module] = {}
-    held = _held(module)
-    while more := {path: other for path, other in named.items() if path not in tied and _held(other) & held}:
-        tied |= more
-        held = held.union(*map(_held, more.values()))
-    return tied
-
-
-def _held(module: nn.Module) -> set[int]:
-    return {id(tensor) for tensor in module._parameters.values() if tensor is not None}
-
-
-def _splits(module: nn.Module, num_shards: int, rules: Rulebook) -> bool:
-    try:
-        cut = rules.cut(module, "weight", 0)
-    except LookupError:
-        return False
-    size = module.get_parameter("weight").shape[0]
-    start, stop = share(size, num_shards, num_shards - 1)
-    return size % num_shards == 0 or (cut.uneven and start < stop)
-
-
-def _vocabulary_modules(model: Any) -> list[nn.Module]:
-    """The embedding and the head, as far as the model names them."""
-    found = []
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            module = getattr(model, name, lambda: None)()
-        except NotImplementedError:  # a Transformers model without words
-            continue
-        if isinstance(module, nn.Module):
-            found.append(module)
-    return found

@@ -23,10 +23,10 @@ from .left_whole import LeftWhole
 from .local_forwards import local_forward
 from .local_sizes.owners import adapting, num_summed, owners
 from .localise import Difference
-from .plan import tied_or_vocabulary
 from .repeated_blocks import kind
 from .rulebook import rules_of
 from .sequence import CannotSplit, split_sequence
+from .vocabulary import tied_or_vocabulary
 
 
 def find_plan(schedule: Schedule, whole: LeftWhole, sequence_parallel: bool) -> Derived:

@@ -29,7 +29,6 @@ from .plan import (
     published_plan,
     tensor_parallel_plan,
     undeclared_parameters,
-    vocabulary,
 )
 from .repeated_blocks import kind
 from .rulebook import described, rules_of
@@ -37,6 +36,7 @@ from .rules import Cut
 from .stacks import fork_stack, split_stack
 from .syncing import trainable
 from .unplanned_parts import split_unplanned
+from .vocabulary import vocabulary
 
 
 class TensorParallelPrimitive(Primitive):
@@ -119,8 +119,7 @@ def _split(
     """Carry out a plan; without ``steps`` one that is derived first."""
     derived = steps is None
     if steps is None:
-        steps = _vocabulary(schedule)
-        apply_derived(schedule, sequence_parallel, splits_more=bool(steps))
+        steps = apply_derived(schedule, sequence_parallel, _vocabulary(schedule))
     elif plan is not None and (shown := _as_derived(schedule, steps)):
         steps = {path: style for path, style in steps.items() if path not in shown}
         derived = True

@@ -24,7 +24,7 @@ def split_unplanned(schedule: Schedule) -> None:
     if schedule.example_inputs is not None:
         for path in _unplanned(schedule):
             try:
-                apply_derived(schedule[path], splits_more=True)
+                apply_derived(schedule[path])
             except (ScheduleError, TraceError) as err:
                 reasons[f"{path}."] = f"{_UNPLANNED}, and none can be derived: {err}"
     tell_whole_attentions(schedule, reasons, _UNPLANNED)

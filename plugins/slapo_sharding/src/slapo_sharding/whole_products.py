@@ -13,9 +13,11 @@ from slapo_core.parameters import is_part, shard_spec
 from slapo_core.tracing.calls import function_name
 
 from .layouts import Layouts
+from .node_values import parameters_of
 from .repeated_blocks import kind
 
-_PRODUCTS = frozenset("linear bilinear matmul mm bmm addmm baddbmm einsum tensordot conv1d conv2d conv3d".split())
+PRODUCTS = frozenset("linear bilinear matmul mm bmm addmm baddbmm einsum tensordot conv1d conv2d conv3d".split())
+"""Names of functions that multiply matrices."""
 _LEAST = 1 / 8
 """Share of the work of the heaviest product from which those of a module count: not routers, and adapters of a low rank."""
 
@@ -23,26 +25,24 @@ _LEAST = 1 / 8
 def whole_products(model: nn.Module, layouts: Layouts, split: Collection[str]) -> dict[str, str]:
     """Return the modules whose heavy products are of whole values, one for all alike, and the line of the first of each.
 
-    Repeated modules are meant; where a module has several such products and nothing in it is split, it stands for all.
+    Where a repeated module has several such products and nothing in it is split, it stands for all.
 
     Args:
         model: The model that the graph is of.
         layouts: The dry run.
         split: Paths of the modules in which something is split.
     """
-    places = {
-        node: str(node.target if node.op == "call_module" else node.meta.get("module", "")) for node in layouts.graph.nodes
-    }
-    work = {node: _work(node, model) for node, path in places.items() if kind(path) != path}
+    work = {node: _work(node, model) for node in layouts.graph.nodes}
+    places = {node: _place(node, model) for node, amount in work.items() if amount}
     least = _LEAST * max(work.values(), default=0.0)
     found: dict[str, list[fx.Node]] = {}
     for node, amount in work.items():
-        if amount and not _is_sharded(node, layouts) and not _has_parts(model, places[node]):
-            found.setdefault(_outermost(places[node], split), []).append(node)
+        if amount and not _is_sharded(node, layouts) and (path := places[node]) is not None:
+            found.setdefault(_outermost(path, split), []).append(node)
     named = dict[str, str]()
     for owner, nodes in found.items():
         if sum(work[node] for node in nodes) >= least:
-            named[owner if len(nodes) > 1 else places[nodes[0]]] = str(nodes[0].meta.get("source"))
+            named[owner if len(nodes) > 1 else places[nodes[0]] or ""] = str(nodes[0].meta.get("source"))
     return {path: named[path] for path in {kind(path): path for path in reversed(named)}.values()}
 
 
@@ -58,7 +58,7 @@ def _work(node: fx.Node, model: nn.Module) -> float:
         weights = sum(math.prod(_whole_shape(each)[0 if is_conv else -2 :]) for each in own if each.dim() > 1)
         return 0.0 if isinstance(module, nn.Embedding) else weights * value.numel() / value.shape[-1]
     given = [other for other in node.all_input_nodes if isinstance(other.meta.get("val"), torch.Tensor)]
-    is_product = function_name(node) in _PRODUCTS or (function_name(node) == "apply" and any(map(_is_matrix, given)))
+    is_product = function_name(node) in PRODUCTS or (function_name(node) == "apply" and any(map(_is_matrix, given)))
     if not is_product or len(given) < 2:
         return 0.0
     sizes = sorted(other.meta["val"].numel() for other in given)
@@ -79,8 +79,13 @@ def _is_sharded(node: fx.Node, layouts: Layouts) -> bool:
     return any(value in layouts.sources or value in layouts.local for value in (node, *node.all_input_nodes))
 
 
-def _has_parts(model: nn.Module, path: str) -> bool:
-    return any(map(is_part, model.get_submodule(path).parameters()))
+def _place(node: fx.Node, model: nn.Module) -> str | None:
+    """Return the path of the layer or module that multiplies, or the name of its own parameter if it is split in part."""
+    path = str(node.target if node.op == "call_module" else node.meta.get("module", ""))
+    if not any(map(is_part, model.get_submodule(path).parameters())):
+        return path
+    names = chain.from_iterable(map(parameters_of, node.all_input_nodes))
+    return next(names, None) if node.op != "call_module" else None
 
 
 def _outermost(path: str, split: Collection[str]) -> str:

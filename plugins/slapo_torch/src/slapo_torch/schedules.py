@@ -83,6 +83,9 @@ def placement(schedule: str, stages: int, ranks: int, microbatches: int) -> tupl
         )
     if why := _misfit(schedule, stages, ranks, microbatches):
         raise BuildError(why)
+    if (runs := _degenerate(schedule, stages, microbatches)) != schedule:
+        message = "schedule %r of fewer micro-batches than stages, %d for %d, runs as %r; with microbatches=%d ranks wait less"
+        get_logger().warning(message, schedule, microbatches, stages, runs, stages)
     if is_file(schedule):
         from ._torch_pipelining import placement_in  # noqa: PLC0415  importing torch.distributed.pipelining costs a second
 
@@ -103,9 +106,10 @@ def schedule_of(name: str, program: Program, microbatches: int, rows: int | None
     Raises:
         BuildError: there is none.
     """
+    stages = len(program.stages)
     if not rows or rows % microbatches == 0:
-        return name, microbatches
-    found = for_rows(name, len(program.stages), program.axis_size("pp"), microbatches, rows)
+        return _degenerate(name, stages, microbatches), microbatches
+    found = for_rows(name, stages, program.axis_size("pp"), microbatches, rows)
     how = f"{found[1]} micro-batches, not {microbatches}" + (f", by schedule {found[0]!r}" if found[0] != name else "")
     get_logger().warning("a batch of %d rows runs in %s", rows, how)
     return found
@@ -128,7 +132,7 @@ def for_rows(schedule: str, stages: int, ranks: int, microbatches: int, rows: in
     for name in () if is_file(schedule) else (schedule, _ANY_NUMBER.get(schedule, schedule)):
         for number in numbers:
             if _misfit(name, stages, ranks, number) is None:
-                return name, number
+                return _degenerate(name, stages, number), number
     raise BuildError(
         f"{rows} rows cannot be cut into {microbatches} equal micro-batches; give a batch of a multiple of {microbatches} rows"
     )
@@ -142,10 +146,15 @@ def _with_any_number(per_rank: int) -> str:
     return " or ".join(repr(name) for name, kind in KINDS.items() if kind.stages_per_rank in (None, per_rank))
 
 
+def _degenerate(schedule: str, stages: int, microbatches: int) -> str:
+    """Return the schedule that runs: 1F1B of fewer micro-batches than stages keeps as many activations as GPipe does."""
+    return _ANY_NUMBER[schedule] if schedule == "1f1b" and microbatches < stages else schedule
+
+
 def _misfit(schedule: str, stages: int, ranks: int, microbatches: int) -> str | None:
     """Why a schedule cannot run so many micro-batches, or None."""
     rounds = max(1, microbatches // ranks)
-    if schedule in ("1f1b", "dualpipev") and microbatches < stages:
+    if schedule == "dualpipev" and microbatches < stages:
         return (
             f"schedule {schedule!r} needs at least as many micro-batches as stages, got {microbatches} for {stages}; "
             f"use microbatches={stages}, or pipeline_schedule={_ANY_NUMBER[schedule]!r}"

@@ -96,10 +96,9 @@ class Repeat:
         computed = {id(tensor) for module, name in self.assigned for tensor in tensors(vars(module).get(name))}
 
         def meaning(tensor: torch.Tensor) -> Any:
-            own, others = (
-                next((each.nodes[id(tensor)] for each in of if id(tensor) in each.nodes), None) for of in (recorders, earlier)
-            )
-            node = self.known.get(own or others, own or others)
+            own = next((each.nodes[id(tensor)] for each in recorders if id(tensor) in each.nodes), None)
+            made = own or next((each.nodes[id(tensor)] for each in earlier if id(tensor) in each.nodes), None)
+            node = None if made is None else self.known.get(made, made)
             is_same = node is not None and ((own is not None and id(tensor) in computed) or is_constant(node))
             return id(tensor) if id(tensor) in self.old else node if is_same else object()
 
